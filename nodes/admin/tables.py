@@ -1,27 +1,58 @@
-"""Read-only lists of what workers and the cluster write, and the join tokens, which can be revoked."""
+"""Read-only lists of what workers and the cluster write, and the join tokens, which can be edited."""
 
+from typing import TYPE_CHECKING, Any
+
+from django import forms
 from django.contrib import admin, messages
+from django.core.exceptions import NON_FIELD_ERRORS, ValidationError
 from django.db.models import QuerySet
 from django.db.models.functions import Length
 from django.http import HttpRequest
 
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import of_principal
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.admin import Observed
 from nodes import models
 from nodes.models import JoinToken, NodeModel, PlacementLog
 from nodes.models.replica import NodeModelQuerySet
 from nodes.registry import joining
 
+if TYPE_CHECKING:  # generic for the type checker only
+    TokenModelForm = forms.ModelForm[JoinToken]
+else:
+    TokenModelForm = forms.ModelForm
+
 _SHOWN = 4000
 """Bytes of an entry of the placement log that its page shows."""
+
+
+class JoinTokenForm(TokenModelForm):
+    """The note, the expiry and the number of nodes of a token."""
+
+    class Meta:
+        model = JoinToken
+        fields = ("note", "expires_at", "max_uses")
+
+    def changes(self) -> dict[str, Any]:
+        """Return the values that the user has changed, by column."""
+        return {name: self.cleaned_data[name] for name in self.changed_data if name in self.cleaned_data}
+
+    def clean(self) -> dict[str, Any]:
+        """Lock the token until the transaction ends; show the registry's refusal at its field."""
+        values = super().clean() or self.cleaned_data
+        try:
+            joining.check_change(self.instance.pk, self.changes(), clock.now())
+        except errors.ClusterError as refusal:
+            raise ValidationError({refusal.field or NON_FIELD_ERRORS: f"{refusal.message}."}) from None
+        return values
 
 
 @admin.register(JoinToken)
 class JoinTokenAdmin(Observed):
     """Join tokens; the pages, REST and the command line create them."""
 
+    form = JoinTokenForm
     list_display = ("__str__", "state", "uses", "max_uses", "expires_at", "created_by", "last_used_by")
     search_fields = ("note", "created_by", "last_used_by")
     date_hierarchy = "created_at"
@@ -31,18 +62,27 @@ class JoinTokenAdmin(Observed):
         *("id", "note", "state", ("uses", "max_uses"), ("created_at", "created_by"), "expires_at"),
         *(("revoked_at", "revoked_by"), ("last_used_at", "last_used_by")),
     )
-    readonly_fields = ("id", "state")
+    readonly_fields = (
+        *("id", "state", "uses", "created_at", "created_by"),
+        *("revoked_at", "revoked_by", "last_used_at", "last_used_by"),
+    )
 
     @admin.display(description="state")
     def state(self, token: JoinToken) -> str:
         """Return what it can be used for now."""
         return joining.state(token, clock.now()).replace("_", " ")
 
-    def has_revoke_permission(self, request: HttpRequest) -> bool:
-        """Return True for users who may change join tokens; nobody can edit one."""
-        return request.user.has_perm("nodes.change_jointoken")
+    def has_change_permission(self, request: HttpRequest, obj: JoinToken | None = None) -> bool:
+        """Return True for users who may change join tokens; nobody can edit a revoked one."""
+        is_revoked = obj is not None and obj.revoked_at is not None
+        return not is_revoked and request.user.has_perm("nodes.change_jointoken")
 
-    @admin.action(description="Revoke selected join tokens", permissions=["revoke"])
+    def save_model(self, request: HttpRequest, obj: JoinToken, form: Any, change: bool) -> None:
+        """Write the changes by their service."""
+        actor = of_principal(principals.of_user(request.user))
+        joining.change(obj.pk, form.changes(), actor=actor, now=clock.now())
+
+    @admin.action(description="Revoke selected join tokens", permissions=["change"])
     def revoke(self, request: HttpRequest, tokens: QuerySet[JoinToken]) -> None:
         """Revoke the tokens: they admit no new node any more."""
         actor = of_principal(principals.of_user(request.user))

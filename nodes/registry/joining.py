@@ -10,10 +10,11 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Any
 from uuid import UUID
 
 from django.db import transaction
@@ -84,9 +85,7 @@ def make(
         _refuse("lifetime_seconds", f"must be a whole number from {SHORTEST} to {LONGEST}")
     if not 1 <= uses <= MOST_USES:
         _refuse("uses", f"must be a whole number from 1 to {MOST_USES}")
-    if len(note) > LONGEST_NOTE:
-        _refuse("note", f"exceeds {LONGEST_NOTE} characters")
-    names.check_text(note, "note")
+    _check_note(note)
     plain = PREFIX + secrets.token_hex(32)
     with transaction.atomic():
         row = JoinToken.objects.create(
@@ -103,8 +102,43 @@ def make(
     return row, plain
 
 
+def _check_note(note: str) -> None:
+    if len(note) > LONGEST_NOTE:
+        _refuse("note", f"exceeds {LONGEST_NOTE} characters")
+    names.check_text(note, "note")
+
+
 def _refuse(field: str, complaint: str) -> None:
     raise errors.InvalidInput(f"{field} {complaint}", field=field)
+
+
+def check_change(token_id: UUID, changes: Mapping[str, Any], now: datetime) -> None:
+    """Lock the token until the transaction ends and check changes of `note`, `expires_at` or `max_uses`.
+
+    Raises NotFound, Conflict if the token is revoked, InvalidInput naming the field.
+    """
+    row = JoinToken.objects.select_for_update().filter(pk=token_id).first()
+    if row is None:
+        raise errors.NotFound("join token not found")
+    if row.revoked_at is not None:
+        raise errors.Conflict("this join token was revoked")
+    _check_note(changes.get("note", row.note))
+    if "expires_at" in changes and not now < changes["expires_at"] <= now + timedelta(seconds=LONGEST):
+        _refuse("expires_at", f"must be in the next {LONGEST // 86400} days; to end a token now, revoke it")
+    least = max(row.uses, 1)
+    if not least <= changes.get("max_uses", least) <= MOST_USES:
+        _refuse("max_uses", f"must be a whole number from {least} to {MOST_USES}")
+
+
+def change(token_id: UUID, changes: Mapping[str, Any], *, actor: Actor, now: datetime) -> None:
+    """Write the changes, which may make an expired token usable again. Raises as `check_change`.
+
+    Django's admin calls it; its log is part of the audit.
+    """
+    with transaction.atomic():
+        check_change(token_id, changes, now)
+        JoinToken.objects.filter(pk=token_id).update(**changes)
+    log.info("join token %s changed by %s: %s", token_id, actor, ", ".join(sorted(changes)))
 
 
 def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:

@@ -1,4 +1,4 @@
-"""The words of the product, in three figures with limits.
+"""The words of the product, in four figures with limits: three of the Python code, one of the pages' names.
 
 `python -m tests.checks.words [folder]` prints them and the files that are furthest off; it exits 1 above a
 limit. Celery, Django, httpx and procrastinate have 0 to 0.6, 0 to 8 and 0.3 to 1.5.
@@ -23,6 +23,10 @@ MAX_NAMES = 2.0
 WORST_SHOWN = 12
 _OPENER = re.compile(r"(What|Whether|Who|Whose|Where|How|Those|Which|The same|So many)\b")
 _WORD = re.compile(r"[a-z']+")
+_DECLARED = re.compile(
+    r"\b(?:const|let|function|type|interface|class)\s+(?:(\w+)|[\[{]([^\]}=]*)[\]}])|\(([\w, ]+)\) =>"
+)
+"""A declaration in TypeScript: its name, the names that it takes out of a value, or an arrow's parameters."""
 _SPEECH = frozenset(
     ("tell", "tells", "telling", "told", "say", "says", "saying", "said", "ask", "asks", "asking", "asked")
 )
@@ -50,6 +54,8 @@ class Words:
     speech: int = 0
     names: int = 0
     odd_names: Counter[str] = field(default_factory=Counter)
+    page_names: int = 0
+    odd_page_names: int = 0
     per_file: Counter[str] = field(default_factory=Counter)
 
     def add(self, path: str, tree: ast.Module) -> None:
@@ -68,13 +74,24 @@ class Words:
         self.odd_names.update(odd_names)
         self.per_file[path] += openers + speech + len(odd_names)
 
+    def add_page(self, path: str, text: str) -> None:
+        """Count the declared names of one file of the pages."""
+        groups = (group for match in _DECLARED.findall(text) for group in match)
+        names = [name.split(":")[-1].strip(" .") for group in groups if group for name in group.split(",")]
+        odd_names = [name for name in names if name.lower() in _NAMES]
+        self.page_names += len(names)
+        self.odd_page_names += len(odd_names)
+        self.odd_names.update(odd_names)
+        self.per_file[path] += len(odd_names)
+
     def figures(self) -> list[tuple[str, float, float]]:
         """Return name, value and limit of each figure."""
-        odd_names = self.odd_names.total()
+        odd_names = self.odd_names.total() - self.odd_page_names
         return [
             ("openers, % of docstrings", 100 * self.openers / max(self.docstrings, 1), MAX_OPENERS),
             ("speech, per 10,000 words", 10_000 * self.speech / max(self.words, 1), MAX_SPEECH),
             ("names, % of bound names", 100 * odd_names / max(self.names, 1), MAX_NAMES),
+            ("pages, % of declared names", 100 * self.odd_page_names / max(self.page_names, 1), MAX_NAMES),
         ]
 
 
@@ -101,10 +118,13 @@ def _bound_names(tree: ast.Module) -> Iterator[str]:
 
 
 def measure(root: Path) -> Words:
-    """Count the product's modules under `root`, without migrations and generated code."""
+    """Count the product's modules and pages under `root`, without migrations and generated code."""
     words = Words()
     for path in product_files(root):
         words.add(path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+    for path in sorted((root / "static" / "src").rglob("*.ts*")):
+        if path.name not in ("schema.ts", "actions.ts"):
+            words.add_page(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
     return words
 
 

@@ -36,6 +36,14 @@ def test_words_of_docstrings_and_bound_names() -> None:
     assert "furthest off: a.py 5" in words.report(counted)
 
 
+def test_declared_names_of_the_pages() -> None:
+    """A declaration, the names that it takes out of a value, and an arrow's parameters."""
+    counted = words.Words()
+    counted.add_page("a.ts", "const told = 1;\nconst { a: found, b } = x;\nx.map((one, at) => one.told);\n")
+    assert (counted.page_names, counted.odd_page_names) == (5, 3)
+    assert counted.odd_names == {"told": 1, "found": 1, "one": 1}
+
+
 def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
     assert modules.code_lines(SOURCE) == 7
     assert modules.code_lines("x = (\n    1,\n    # why\n    2,\n)\n") == 4

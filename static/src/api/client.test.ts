@@ -7,15 +7,15 @@ function answer(status: number, headers: Record<string, string> = {}): Response 
 
 describe("refusals (http-0.4)", () => {
   it("reads the flat shape with its field", () => {
-    const found = explain({ error: "value must be between 1 and 10000", field: "value" }, answer(400));
-    expect([found.message, found.field, found.status]).toEqual(["value must be between 1 and 10000", "value", 400]);
+    const result = explain({ error: "value must be between 1 and 10000", field: "value" }, answer(400));
+    expect([result.message, result.field, result.status]).toEqual(["value must be between 1 and 10000", "value", 400]);
   });
 
   it("reads the nested shape with code, wait and request id", () => {
     const body = { error: { message: "too many", code: "too_many_failures" } };
-    const found = explain(body, answer(429, { "Retry-After": "30", "X-Request-Id": "r1" }));
-    expect([found.code, found.retryAfter, found.requestId]).toEqual(["too_many_failures", 30, "r1"]);
-    expect(advice(found)).toBe("Try again in 30 s.");
+    const result = explain(body, answer(429, { "Retry-After": "30", "X-Request-Id": "r1" }));
+    expect([result.code, result.retryAfter, result.requestId]).toEqual(["too_many_failures", 30, "r1"]);
+    expect(advice(result)).toBe("Try again in 30 s.");
   });
 
   it.each([502, 403, 404])("has words of its own for a bare %d", (status) => {
@@ -29,12 +29,12 @@ describe("calls", () => {
   });
 
   it("tells the session about a 401 and raises it", async () => {
-    const heard = vi.fn();
-    const stop = whenSignedOut(heard);
+    const listener = vi.fn();
+    const stop = whenSignedOut(listener);
     const request = call(Promise.resolve({ error: { error: "sign in" }, response: answer(401) }));
     await expect(request).rejects.toBeInstanceOf(ApiError);
     stop();
-    expect(heard).toHaveBeenCalledOnce();
+    expect(listener).toHaveBeenCalledOnce();
   });
 
   it("says that the server cannot be reached", async () => {

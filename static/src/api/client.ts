@@ -43,8 +43,8 @@ export function whenSignedOut(listener: Refused): () => void {
 }
 
 function cookie(name: string): string {
-  const found = document.cookie.split("; ").find((pair) => pair.startsWith(`${name}=`));
-  return found === undefined ? "" : decodeURIComponent(found.slice(name.length + 1));
+  const cookiePair = document.cookie.split("; ").find((pair) => pair.startsWith(`${name}=`));
+  return cookiePair === undefined ? "" : decodeURIComponent(cookiePair.slice(name.length + 1));
 }
 
 /** How long an answer may take, in ms: a network that drops everything leaves nothing waiting without an end. */
@@ -78,7 +78,7 @@ export async function send(path: string, body: unknown, signal: AbortSignal): Pr
   const sent = { method: "POST", credentials: "same-origin", headers, body: JSON.stringify(body), signal } as const;
   try {
     const response = await fetch(path, sent);
-    if (response.status === 401) tellSignedOut(sentAt);
+    if (response.status === 401) notifySignedOut(sentAt);
     return response;
   } catch (error) {
     throw unreachable(error);
@@ -90,7 +90,7 @@ function unreachable(error: unknown): Error {
   return new ApiError("The server is unreachable.", 0);
 }
 
-function tellSignedOut(sentAt: number): void {
+function notifySignedOut(sentAt: number): void {
   for (const listener of listeners) listener(sentAt);
 }
 
@@ -106,7 +106,7 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
   const { data, error, response } = result;
   if (response.ok) return data as Data;
   const failure = explain(error, response);
-  if (failure.status === 401) tellSignedOut(sentAt);
+  if (failure.status === 401) notifySignedOut(sentAt);
   throw failure;
 }
 
@@ -114,9 +114,9 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
 export function explain(body: unknown, response: Pick<Response, "status" | "headers">): ApiError {
   const outer = record(body);
   const inner = record(outer["error"]);
-  const said = text(outer["error"]) || text(inner["message"]) || text(outer["message"]) || text(outer["detail"]);
+  const message = text(outer["error"]) || text(inner["message"]) || text(outer["message"]) || text(outer["detail"]);
   return new ApiError(
-    said || standard(response.status),
+    message || standard(response.status),
     response.status,
     text(outer["field"]) || text(inner["field"]) || text(inner["param"]),
     text(outer["code"]) || text(inner["code"]),
@@ -136,7 +136,7 @@ function standard(status: number): string {
 }
 
 function sentences(fields: Record<string, unknown>): Record<string, string[]> {
-  const lists = Object.entries(fields).map(([name, said]) => [name, texts(said)] as const);
+  const lists = Object.entries(fields).map(([name, messages]) => [name, texts(messages)] as const);
   return Object.fromEntries(lists);
 }
 

@@ -6,7 +6,7 @@ import { addressProblem, type Address } from "./address";
 export function AddressForm({ onChoose }: { onChoose: (address: Address) => void }): ReactNode {
   const [address, setAddress] = useState<Address>({ uri: "", name: "", alias: "" });
   const [sent, setSent] = useState(false);
-  const said = useId();
+  const messageId = useId();
   const problem = sent ? addressProblem(address) : "";
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
@@ -14,17 +14,17 @@ export function AddressForm({ onChoose }: { onChoose: (address: Address) => void
     const trimmed = { uri: address.uri.trim(), name: address.name.trim(), alias: address.alias.trim() };
     if (addressProblem(trimmed) === "") onChoose(trimmed);
   };
-  const field = (name: keyof Address, label: string, hint: string) => (
+  const field = (name: keyof Address, label: string, description: string) => (
     <label className="field">
       {label}
       <input
         className="input"
         value={address[name]}
-        placeholder={hint}
+        placeholder={description}
         autoCapitalize="none"
         spellCheck={false}
         aria-invalid={problem !== "" && undefined}
-        aria-describedby={problem === "" ? undefined : said}
+        aria-describedby={problem === "" ? undefined : messageId}
         onChange={(event) => setAddress({ ...address, [name]: event.target.value })}
       />
     </label>
@@ -36,7 +36,7 @@ export function AddressForm({ onChoose }: { onChoose: (address: Address) => void
       {field("name", "Name (required for images)", "my-backend")}
       {field("alias", "Alias (optional)", "")}
       {problem !== "" && (
-        <p className="problem" role="alert" id={said}>
+        <p className="problem" role="alert" id={messageId}>
           {problem}
         </p>
       )}

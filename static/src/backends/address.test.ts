@@ -15,8 +15,8 @@ it.each([
   [{ uri: "images.test/mine:1" }, "Enter a name: an image has none of its own."],
   [{ uri: "/srv/mine", name: "a b" }, "A name has letters, digits, dots, dashes and underscores."],
   [{ uri: "/srv/mine", alias: "-x" }, "A name has letters, digits, dots, dashes and underscores."],
-])("an address says what it lacks: %o", (given, problem) => {
-  expect(addressProblem({ ...NOTHING, ...given })).toBe(problem);
+])("an address says what it lacks: %o", (input, problem) => {
+  expect(addressProblem({ ...NOTHING, ...input })).toBe(problem);
 });
 
 it("an archive's path is no image, and the name is what it is known by", () => {

@@ -23,8 +23,8 @@ export function addressProblem({ uri, name, alias }: Address): string {
   if (where === "") return "Enter an address.";
   if (where.length > LONGEST_ADDRESS) return `An address has at most ${LONGEST_ADDRESS} characters.`;
   if (!where.includes("://") && !where.startsWith("/") && !isImage(where)) return "Enter an image, a URL or a path that begins with /.";
-  for (const given of [name.trim(), alias.trim()]) {
-    if (given !== "" && (!NAME.test(given) || given.length > LONGEST_NAME)) return "A name has letters, digits, dots, dashes and underscores.";
+  for (const entered of [name.trim(), alias.trim()]) {
+    if (entered !== "" && (!NAME.test(entered) || entered.length > LONGEST_NAME)) return "A name has letters, digits, dots, dashes and underscores.";
   }
   return name.trim() === "" && isImage(where) ? "Enter a name: an image has none of its own." : "";
 }

@@ -65,8 +65,8 @@ it("the search counts again after another view and after Back (E50)", async () =
 
 it("a description is plain text in its line and in its tip, and there is no line without one (E55)", async () => {
   await open();
-  const said = screen.getByText("Echo of words");
-  expect(said.getAttribute("title")).toBe("Echo of words");
+  const text = screen.getByText("Echo of words");
+  expect(text.getAttribute("title")).toBe("Echo of words");
   const [echo, whisper] = screen.getAllByRole("listitem");
   expect([echo?.querySelectorAll("p").length, whisper?.querySelectorAll("p").length]).toEqual([1, 0]);
 });

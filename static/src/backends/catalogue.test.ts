@@ -2,8 +2,8 @@ import { describe, expect, it } from "vitest";
 import type { LiveNode } from "../live/messages";
 import { installedOn, search, summary, type Entry } from "./catalogue";
 
-function entry(name: string, more: Partial<Entry> = {}): Entry {
-  return { id: `localai@${name}`, name, description: "", gallery: "localai", tags: [], isAlias: false, isDevelopment: false, variants: [], ...more } as Entry;
+function entry(name: string, overrides: Partial<Entry> = {}): Entry {
+  return { id: `localai@${name}`, name, description: "", gallery: "localai", tags: [], isAlias: false, isDevelopment: false, variants: [], ...overrides } as Entry;
 }
 
 describe("the catalogue", () => {
@@ -16,14 +16,14 @@ describe("the catalogue", () => {
 
   it("shows builds and development entries only when asked for", () => {
     const plain = { term: "", builds: false, development: false };
-    expect(search(entries, plain).map((one) => one.name)).toEqual(["whisper", "echo"]);
+    expect(search(entries, plain).map((entry) => entry.name)).toEqual(["whisper", "echo"]);
     expect(search(entries, { ...plain, builds: true, development: true })).toHaveLength(4);
   });
 
   it("finds every word in name, description or tag, names first", () => {
-    const found = search(entries, { term: "ECHO", builds: false, development: false });
-    expect(found.map((one) => one.name)).toEqual(["echo", "whisper"]);
-    expect(search(entries, { term: "echo test", builds: false, development: false }).map((one) => one.name)).toEqual(["echo"]);
+    const result = search(entries, { term: "ECHO", builds: false, development: false });
+    expect(result.map((entry) => entry.name)).toEqual(["echo", "whisper"]);
+    expect(search(entries, { term: "echo test", builds: false, development: false }).map((entry) => entry.name)).toEqual(["echo"]);
   });
 
   it("counts nodes, not spellings", () => {

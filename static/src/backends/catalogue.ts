@@ -41,7 +41,7 @@ export function addressOfSearch({ term, tag }: Search): URLSearchParams {
 }
 
 /** Which entries show: builds that another entry chooses, and development ones, only when asked for. */
-export interface Wanted {
+export interface CatalogueFilter {
   term: string;
   builds: boolean;
   development: boolean;
@@ -50,12 +50,12 @@ export interface Wanted {
   runnable?: boolean;
 }
 
-export function search(entries: readonly Entry[], wanted: Wanted): Entry[] {
-  const words = wanted.term.toLowerCase().split(/\s+/).filter(Boolean);
+export function search(entries: readonly Entry[], filter: CatalogueFilter): Entry[] {
+  const words = filter.term.toLowerCase().split(/\s+/).filter(Boolean);
   return entries
-    .filter((entry) => (wanted.builds || !entry.isAlias) && (wanted.development || !entry.isDevelopment))
-    .filter((entry) => !wanted.tag || entry.tags.includes(wanted.tag))
-    .filter((entry) => !wanted.runnable || entry.variants.length > 0)
+    .filter((entry) => (filter.builds || !entry.isAlias) && (filter.development || !entry.isDevelopment))
+    .filter((entry) => !filter.tag || entry.tags.includes(filter.tag))
+    .filter((entry) => !filter.runnable || entry.variants.length > 0)
     .filter((entry) => {
       const text = [entry.name, entry.description, entry.gallery, ...entry.tags].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
@@ -78,23 +78,23 @@ export interface Runs {
 }
 
 /** The kinds of healthy nodes that can run an entry, and how many of the healthy nodes there are in all. */
-export function runsOn(entry: Pick<Entry, "variants">, nodes: Catalogue["nodesByCapability"]): { kinds: Runs[]; able: number; all: number } {
+export function runsOn(entry: Pick<Entry, "variants">, nodes: Catalogue["nodesByCapability"]): { kinds: Runs[]; able: number; total: number } {
   const kinds = entry.variants.map((variant) => ({ ...variant, nodes: nodes[variant.capability] ?? 0 }));
-  const sum = (counts: readonly number[]): number => counts.reduce((total, one) => total + one, 0);
-  return { kinds, able: sum(kinds.map((kind) => kind.nodes)), all: sum(Object.values(nodes)) };
+  const sum = (counts: readonly number[]): number => counts.reduce((total, value) => total + value, 0);
+  return { kinds, able: sum(kinds.map((kind) => kind.nodes)), total: sum(Object.values(nodes)) };
 }
 
 /** On how many nodes each backend is installed, by its name in lower case. */
 export function installedOn(nodes: Iterable<LiveNode>): Map<string, number> {
-  const found = new Map<string, number>();
+  const counts = new Map<string, number>();
   for (const node of nodes) {
-    for (const name of new Set(node.backends.map((one) => one.toLowerCase()))) found.set(name, (found.get(name) ?? 0) + 1);
+    for (const name of new Set(node.backends.map((backend) => backend.toLowerCase()))) counts.set(name, (counts.get(name) ?? 0) + 1);
   }
-  return found;
+  return counts;
 }
 
 /** A description's first line, without the marks of its Markdown. */
 export function summary(description: string): string {
-  const line = description.split("\n").find((one) => one.trim() !== "") ?? "";
+  const line = description.split("\n").find((line) => line.trim() !== "") ?? "";
   return line.replace(/\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/[*_`#>]+/g, "").trim();
 }

@@ -38,17 +38,17 @@ function ByName({ onChoose }: Pick<ChooseProps, "onChoose">): ReactNode {
   const [term, setTerm] = useState("");
   const entries = catalogue.data?.backends ?? [];
   // Builds for one kind of hardware show as soon as somebody types: then they are looked for.
-  const found = search(entries, { term, builds: term !== "", development: term !== "" }).slice(0, SHOWN);
+  const matches = search(entries, { term, builds: term !== "", development: term !== "" }).slice(0, SHOWN);
   const typed = term.trim();
-  const named = found.some((entry) => entry.name.toLowerCase() === typed.toLowerCase());
+  const named = matches.some((entry) => entry.name.toLowerCase() === typed.toLowerCase());
   return (
     <div className="stack">
-      {catalogue.isPending && <Loading what="the catalogue" />}
+      {catalogue.isPending && <Loading subject="the catalogue" />}
       {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
       <Command label="Backends" shouldFilter={false} className="choose-backend">
         <Command.Input className="input" value={term} onValueChange={setTerm} placeholder="Backend name" autoFocus />
         <Command.List label="Backends in the catalogue">
-          {found.map((entry) => (
+          {matches.map((entry) => (
             <Command.Item key={entry.id} value={entry.id} onSelect={() => onChoose(entry.name)}>
               <strong className="name">{entry.name}</strong>
               <span className="name muted grow">{summary(entry.description)}</span>

@@ -12,12 +12,12 @@ afterEach(() => {
 });
 
 it("several nodes are one request, and only an upgrade goes in waves", async () => {
-  const wish = { backend: "a", nodes: ["n", "m"] };
-  await change("upgrade", wish, true);
-  await change("upgrade", wish, true, ["chat"]);
-  await change("upgrade", wish, false, ["chat"]);
-  await change("reinstall", wish, true);
-  await change("delete", wish, true);
+  const request = { backend: "a", nodes: ["n", "m"] };
+  await change("upgrade", request, true);
+  await change("upgrade", request, true, ["chat"]);
+  await change("upgrade", request, false, ["chat"]);
+  await change("reinstall", request, true);
+  await change("delete", request, true);
   const [nodes, waves] = [["n", "m"], { canary: true, max_unavailable: 1 }];
   expect(sent()).toEqual([
     ["/api/backends/upgrade/{name}", { nodes, waves }],
@@ -31,8 +31,8 @@ it("several nodes are one request, and only an upgrade goes in waves", async () 
 it("a backend that fails does not keep the others back; last replicas are told apart (E49)", async () => {
   const refused = explain({ error: "the last one", field: "last_replicas", last_replicas: ["chat"] }, new Response(null, { status: 409 }));
   const answers: Record<string, Error> = { b: new ApiError("busy", 409), c: refused };
-  const wishes = ["a", "b", "c", "d"].map((backend) => ({ backend, nodes: ["n"] }));
-  const outcome = await changeAll(wishes, ({ backend }) => (answers[backend] === undefined ? Promise.resolve() : Promise.reject(answers[backend])));
+  const requests = ["a", "b", "c", "d"].map((backend) => ({ backend, nodes: ["n"] }));
+  const outcome = await changeAll(requests, ({ backend }) => (answers[backend] === undefined ? Promise.resolve() : Promise.reject(answers[backend])));
   expect(outcome.started).toEqual(["a", "d"]);
   expect([...outcome.failed].map(([backend, error]) => `${backend}: ${error.message}`)).toEqual(["b: busy"]);
   expect([...outcome.lastReplicas]).toEqual([["c", ["chat"]]]);

@@ -10,13 +10,13 @@ export type Verb = "upgrade" | "reinstall" | "delete";
 const WAVES = { canary: true, max_unavailable: 1 } as const;
 
 /** One backend and the ids of its nodes. */
-export interface Wish {
+export interface BackendRequest {
   backend: string;
   nodes: readonly string[];
 }
 
 /** Does `verb` to a backend on these nodes; in waves, these models may lose their last replica. */
-export function change(verb: Verb, { backend, nodes }: Wish, inWaves: boolean, confirmed: readonly string[] = []): Promise<Started> {
+export function change(verb: Verb, { backend, nodes }: BackendRequest, inWaves: boolean, confirmed: readonly string[] = []): Promise<Started> {
   const params = { path: { name: backend } };
   const body = { nodes: [...nodes] };
   if (verb === "delete") return call(client.POST("/api/backends/delete/{name}", { params, body }));
@@ -35,15 +35,15 @@ export interface Outcome {
 }
 
 /** Asks for one wish after the other, each whatever becomes of the others. */
-export async function changeAll(wishes: readonly Wish[], ask: (wish: Wish) => Promise<unknown>): Promise<Outcome> {
+export async function changeAll(requests: readonly BackendRequest[], send: (request: BackendRequest) => Promise<unknown>): Promise<Outcome> {
   const outcome: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
-  for (const wish of wishes) {
+  for (const request of requests) {
     try {
-      await ask(wish);
-      outcome.started.push(wish.backend);
+      await send(request);
+      outcome.started.push(request.backend);
     } catch (error) {
-      if (error instanceof ApiError && error.lastReplicas.length > 0) outcome.lastReplicas.set(wish.backend, error.lastReplicas);
-      else outcome.failed.set(wish.backend, error instanceof Error ? error : new Error(String(error)));
+      if (error instanceof ApiError && error.lastReplicas.length > 0) outcome.lastReplicas.set(request.backend, error.lastReplicas);
+      else outcome.failed.set(request.backend, error instanceof Error ? error : new Error(String(error)));
     }
   }
   return outcome;

@@ -14,7 +14,7 @@ import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { pendingOf } from "./installed-model";
-import { change as ask, changeAll, type Outcome, type Verb, type Wish } from "./installed-calls";
+import { change as ask, changeAll, type Outcome, type Verb, type BackendRequest } from "./installed-calls";
 import "../nodes/shared/shared.css";
 
 /** What is asked about: backends, and the nodes of each. */
@@ -37,54 +37,54 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
   const [inWaves, setInWaves] = useState(true);
   const [outcome, setOutcome] = useState(NOTHING);
   const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
-  const all = byNode(backends);
-  const fit = all.filter(([node]) => refusal("install", node) === "");
-  const left = all.filter(([node]) => refusal("install", node) !== "");
+  const namesByNode = byNode(backends);
+  const fit = namesByNode.filter(([node]) => refusal("install", node) === "");
+  const skipped = namesByNode.filter(([node]) => refusal("install", node) !== "");
   const several = fit.length > 1;
   const waves = verb === "upgrade" && several && inWaves;
-  const wishes = wishesOf(backends).filter(({ backend }) => !outcome.started.includes(backend));
+  const requests = backendRequests(backends).filter(({ backend }) => !outcome.started.includes(backend));
   const toConfirm = waves ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
   const why = problemOf(fit, toConfirm, confirmed);
-  const asked = useMutation({
+  const submission = useMutation({
     mutationFn: () =>
-      changeAll(wishes, (wish) => ask(verb, wish, waves, (outcome.lastReplicas.get(wish.backend) ?? []).filter((model) => confirmed.has(model)))),
+      changeAll(requests, (request) => ask(verb, request, waves, (outcome.lastReplicas.get(request.backend) ?? []).filter((model) => confirmed.has(model)))),
     onSuccess: (now) => {
       // What was confirmed stays so: the next answer names only what is new.
       const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
       setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last });
-      if (now.started.length < wishes.length) return;
+      if (now.started.length < requests.length) return;
       announce(`${LABEL[verb]} requested`);
       onClose();
     },
   });
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (why === "" && !asked.isPending) asked.mutate();
+    if (why === "" && !submission.isPending) submission.mutate();
   };
-  const what = backends.length === 1 ? (backends[0]?.name ?? "") : count(backends.length, "backend");
+  const subject = backends.length === 1 ? (backends[0]?.name ?? "") : count(backends.length, "backend");
   const title = (
     <>
-      {LABEL[verb]} <bdi>{what}</bdi> on {all.length === 1 ? <bdi>{all[0]?.[0].name}</bdi> : count(fit.length, "node")}
+      {LABEL[verb]} <bdi>{subject}</bdi> on {namesByNode.length === 1 ? <bdi>{namesByNode[0]?.[0].name}</bdi> : count(fit.length, "node")}
     </>
   );
   return (
     <Dialog open onClose={onClose} title={title} first={cancel}>
       <form className="stack" onSubmit={submit}>
         <Names nodes={fit.map(([node, names]) => [node, <Stops key={node.id} node={node} backends={names} named={backends.length > 1} />])} />
-        {left.length > 0 && (
+        {skipped.length > 0 && (
           <section className="stack" aria-label="Skipped">
-            <h3>Skipped: {count(left.length, "node")}</h3>
-            <Names nodes={left.map(([node]) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
+            <h3>Skipped: {count(skipped.length, "node")}</h3>
+            <Names nodes={skipped.map(([node]) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
           </section>
         )}
         <Waits backends={backends} />
         <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
-        {verb === "upgrade" && several && <Way inWaves={inWaves} onChange={setInWaves} />}
+        {verb === "upgrade" && several && <WavesChoice inWaves={inWaves} onChange={setInWaves} />}
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
-        <Told outcome={outcome} error={asked.error} named={backends.length > 1} />
+        <ResultMessage outcome={outcome} error={submission.error} named={backends.length > 1} />
         <div className="row wrap">
-          <Button type="submit" kind={verb === "delete" ? "danger" : "primary"} refusal={why} busy={asked.isPending}>
-            {LABEL[verb]} {all.length > 1 && count(fit.length, "node")}
+          <Button type="submit" kind={verb === "delete" ? "danger" : "primary"} refusal={why} busy={submission.isPending}>
+            {LABEL[verb]} {namesByNode.length > 1 && count(fit.length, "node")}
           </Button>
           <Button ref={cancel} onClick={onClose}>
             Cancel
@@ -109,7 +109,7 @@ function problemOf(fit: readonly unknown[], models: readonly string[], confirmed
 }
 
 /** What became of the backends that were asked for. */
-function Told({ outcome, error, named }: { outcome: Outcome; error: Error | null; named: boolean }): ReactNode {
+function ResultMessage({ outcome, error, named }: { outcome: Outcome; error: Error | null; named: boolean }): ReactNode {
   return (
     <>
       {error !== null && <Problem error={error} />}
@@ -128,25 +128,25 @@ type Named = readonly [node: LiveNode, backends: readonly string[]];
 
 /** Each node once, with the backends that are changed there. */
 function byNode(backends: Change["backends"]): Named[] {
-  const found = new Map<string, [LiveNode, string[]]>();
+  const replicasByNode = new Map<string, [LiveNode, string[]]>();
   for (const { name, nodes } of backends) {
     for (const node of nodes) {
-      const known = found.get(node.id);
-      if (known === undefined) found.set(node.id, [node, [name]]);
-      else known[1].push(name);
+      const nodeReplicas = replicasByNode.get(node.id);
+      if (nodeReplicas === undefined) replicasByNode.set(node.id, [node, [name]]);
+      else nodeReplicas[1].push(name);
     }
   }
-  return [...found.values()].sort(([left], [right]) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+  return [...replicasByNode.values()].sort(([skipped], [right]) => skipped.name.localeCompare(right.name, undefined, { numeric: true }));
 }
 
 /** One for each backend that has a node left: without nodes, the server would take all. */
-function wishesOf(backends: Change["backends"]): Wish[] {
+function backendRequests(backends: Change["backends"]): BackendRequest[] {
   return backends
     .map(({ name, nodes }) => ({ backend: name, nodes: nodes.filter((node) => refusal("install", node) === "").map((node) => node.id) }))
     .filter(({ nodes }) => nodes.length > 0);
 }
 
-function Way({ inWaves, onChange }: { inWaves: boolean; onChange: (inWaves: boolean) => void }): ReactNode {
+function WavesChoice({ inWaves, onChange }: { inWaves: boolean; onChange: (inWaves: boolean) => void }): ReactNode {
   const name = useId();
   return (
     <fieldset className="stack plain-fieldset">

@@ -22,17 +22,17 @@ interface LineProps {
   open: boolean;
   operations: readonly Operation[];
   onToggle: () => void;
-  onAsk: (change: Change) => void;
+  onChange: (change: Change) => void;
 }
 
-export function InstalledLine({ row, open, operations, onToggle, onAsk }: LineProps): ReactNode {
+export function InstalledLine({ row, open, operations, onToggle, onChange }: LineProps): ReactNode {
   const [selected, setSelected] = useState<ReadonlySet<string>>(new Set());
-  const mine = operations.filter((one) => onBackend(one, row.name));
+  const mine = operations.filter((operation) => onBackend(operation, row.name));
   const active = mine.filter(isActive);
   const failed = mine.filter(needsAttention);
   const chosen = row.places.filter(({ node }) => selected.has(node.id)).map(({ node }) => node);
-  const ask = (verb: Verb, usual: readonly LiveNode[]) => onAsk({ verb, backends: [{ name: row.name, nodes: chosen.length > 0 ? chosen : usual }] });
-  const all = row.places.map(({ node }) => node);
+  const openChange = (verb: Verb, usual: readonly LiveNode[]) => onChange({ verb, backends: [{ name: row.name, nodes: chosen.length > 0 ? chosen : usual }] });
+  const placeNodes = row.places.map(({ node }) => node);
   const toggle = (id: string, on: boolean) => {
     const next = new Set(selected);
     if (on) next.add(id);
@@ -56,26 +56,26 @@ export function InstalledLine({ row, open, operations, onToggle, onAsk }: LinePr
       ) : (
         <div className="row wrap">
           {row.upgrade !== null && (
-            <Button small kind="primary" aria-label={`Upgrade ${row.name}…`} onClick={() => ask("upgrade", outdated(row))}>
+            <Button small kind="primary" aria-label={`Upgrade ${row.name}…`} onClick={() => openChange("upgrade", outdated(row))}>
               Upgrade…
             </Button>
           )}
-          <Button small aria-label={`Reinstall ${row.name}…`} refusal={row.byAddress ? FROM_ADDRESS : ""} onClick={() => ask("reinstall", all)}>
+          <Button small aria-label={`Reinstall ${row.name}…`} refusal={row.byAddress ? FROM_ADDRESS : ""} onClick={() => openChange("reinstall", placeNodes)}>
             Reinstall…
           </Button>
-          <Button small aria-label={`Delete ${row.name}…`} onClick={() => ask("delete", all)}>
+          <Button small aria-label={`Delete ${row.name}…`} onClick={() => openChange("delete", placeNodes)}>
             Delete…
           </Button>
         </div>
       )}
       {open && <Places row={row} selected={selected} onSelect={toggle} />}
-      {failed.map((one) => (
-        <div key={one.jobID} className="stack installed-wide">
+      {failed.map((operation) => (
+        <div key={operation.jobID} className="stack installed-wide">
           <strong>
-            {phrase(one, "failed")} {place(one, one.nodeName === undefined ? [] : [one.nodeName])}
+            {phrase(operation, "failed")} {place(operation, operation.nodeName === undefined ? [] : [operation.nodeName])}
           </strong>
-          <Reason error={one.error} name={row.name} />
-          <FailureActions operations={[one]} small />
+          <Reason error={operation.error} name={row.name} />
+          <FailureActions operations={[operation]} small />
         </div>
       ))}
     </li>
@@ -154,21 +154,21 @@ function Places({ row, selected, onSelect }: PlacesProps): ReactNode {
         <p className="muted">{selected.size === 0 ? "Select nodes to change only those." : `Actions apply to ${count(selected.size, "selected node")}.`}</p>
       )}
       <ul className="installed-places" aria-label={`Nodes with ${row.name}`}>
-        {row.places.map((one) => (
-          <li key={one.node.id} className="row wrap">
+        {row.places.map((item) => (
+          <li key={item.node.id} className="row wrap">
             {!row.isSystem && (
               <input
                 type="checkbox"
-                aria-label={`Select ${one.node.name} for ${row.name}`}
-                checked={selected.has(one.node.id)}
-                onChange={(event) => onSelect(one.node.id, event.target.checked)}
+                aria-label={`Select ${item.node.name} for ${row.name}`}
+                checked={selected.has(item.node.id)}
+                onChange={(event) => onSelect(item.node.id, event.target.checked)}
               />
             )}
-            <Link className="name" to={`/app/nodes/${one.node.id}`}>
-              <bdi>{one.node.name}</bdi>
+            <Link className="name" to={`/app/nodes/${item.node.id}`}>
+              <bdi>{item.node.name}</bdi>
             </Link>
-            <StatusPill status={one.node.status} />
-            <PlaceFacts place={one} />
+            <StatusPill status={item.node.status} />
+            <PlaceFacts place={item} />
           </li>
         ))}
       </ul>
@@ -176,16 +176,16 @@ function Places({ row, selected, onSelect }: PlacesProps): ReactNode {
   );
 }
 
-function PlaceFacts({ place: one }: { place: Place }): ReactNode {
+function PlaceFacts({ place: shown }: { place: Place }): ReactNode {
   return (
     <>
       <span>
-        <Version version={one.version} digest={one.digest} />
+        <Version version={shown.version} digest={shown.digest} />
       </span>
-      {one.differs && <span className="pill warn">differs</span>}
-      {one.installedAt !== "" && (
+      {shown.differs && <span className="pill warn">differs</span>}
+      {shown.installedAt !== "" && (
         <span className="muted">
-          installed <Ago at={one.installedAt} />
+          installed <Ago at={shown.installedAt} />
         </span>
       )}
     </>

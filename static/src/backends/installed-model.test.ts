@@ -1,18 +1,18 @@
 import { describe, expect, it } from "vitest";
 import { node } from "../live/fixtures";
 import type { Entry } from "./catalogue";
-import { addressOfWanted, outdated, pendingOf, rowsOf, short, shownRows, tallies, target, wantedIn, type Installed, type UpgradeInfo, type Wanted } from "./installed-model";
+import { filterAddress, outdated, pendingOf, rowsOf, short, shownRows, tallies, target, parseFilter, type Installed, type UpgradeInfo, type InstalledFilter } from "./installed-model";
 
 const NODES = new Map(["a", "b", "c"].map((name) => [name, node(name, name === "c" ? { status: "offline" } : {})]));
-const ALL: Wanted = { term: "", state: "all", variants: false, development: false, open: "" };
+const NO_FILTER: InstalledFilter = { term: "", state: "all", variants: false, development: false, open: "" };
 
-function installed(Name: string, on: Record<string, { version?: string; digest?: string }>, more: Partial<Installed> = {}): Installed {
-  const nodes = Object.entries(on).map(([id, said]) => ({ node_id: id, node_name: id, node_status: "healthy" as const, ...said }));
-  return { Name, RunFile: "", IsMeta: false, IsSystem: false, Metadata: { name: Name }, nodes, ...more };
+function installed(Name: string, on: Record<string, { version?: string; digest?: string }>, overrides: Partial<Installed> = {}): Installed {
+  const nodes = Object.entries(on).map(([id, version]) => ({ node_id: id, node_name: id, node_status: "healthy" as const, ...version }));
+  return { Name, RunFile: "", IsMeta: false, IsSystem: false, Metadata: { name: Name }, nodes, ...overrides };
 }
 
-function upgrade(version: string, more: Partial<UpgradeInfo> = {}): UpgradeInfo {
-  return { backend_name: "", installed_version: "1", available_version: version, ...more };
+function upgrade(version: string, overrides: Partial<UpgradeInfo> = {}): UpgradeInfo {
+  return { backend_name: "", installed_version: "1", available_version: version, ...overrides };
 }
 
 function entry(name: string, metaBackendFor: string): Entry {
@@ -51,41 +51,41 @@ describe("which rows show", () => {
   );
 
   it("builds of an installed backend and pre-releases only on demand (E51)", () => {
-    expect(names(shownRows(rows, ALL))).toEqual(["lone-build", "llama", "sys"]);
-    expect(names(shownRows(rows, { ...ALL, variants: true, development: true }))).toHaveLength(5);
+    expect(names(shownRows(rows, NO_FILTER))).toEqual(["lone-build", "llama", "sys"]);
+    expect(names(shownRows(rows, { ...NO_FILTER, variants: true, development: true }))).toHaveLength(5);
   });
 
   it("by kind, update and absent nodes, each counted", () => {
     expect(tallies(rows)).toEqual({ all: 5, user: 4, system: 1, updates: 1, offline: 1 });
-    expect(names(shownRows(rows, { ...ALL, state: "updates" }))).toEqual(["lone-build"]);
-    expect(names(shownRows(rows, { ...ALL, state: "offline", development: true }))).toEqual(["echo-development"]);
-    expect(names(shownRows(rows, { ...ALL, term: "LLA" }))).toEqual(["llama"]);
+    expect(names(shownRows(rows, { ...NO_FILTER, state: "updates" }))).toEqual(["lone-build"]);
+    expect(names(shownRows(rows, { ...NO_FILTER, state: "offline", development: true }))).toEqual(["echo-development"]);
+    expect(names(shownRows(rows, { ...NO_FILTER, term: "LLA" }))).toEqual(["llama"]);
   });
 
   it("stands in the address, which brings it back (E46)", () => {
-    const wanted: Wanted = { term: "ec ho", state: "offline", variants: true, development: true, open: "echo" };
-    expect(wantedIn(addressOfWanted(wanted))).toEqual(wanted);
-    expect(addressOfWanted(ALL).toString()).toBe("view=installed");
-    expect(wantedIn(new URLSearchParams("state=nonsense")).state).toBe("all");
+    const filter: InstalledFilter = { term: "ec ho", state: "offline", variants: true, development: true, open: "echo" };
+    expect(parseFilter(filterAddress(filter))).toEqual(filter);
+    expect(filterAddress(NO_FILTER).toString()).toBe("view=installed");
+    expect(parseFilter(new URLSearchParams("state=nonsense")).state).toBe("all");
   });
 });
 
 describe("an upgrade", () => {
-  const row = (said: UpgradeInfo, where: Parameters<typeof installed>[1]) => rowsOf([installed("echo", where)], { echo: said }, [], NODES)[0];
-  const asked = (said: UpgradeInfo, where: Parameters<typeof installed>[1]) => {
-    const found = row(said, where);
-    return found === undefined ? [] : outdated(found).map((one) => one.name);
+  const row = (info: UpgradeInfo, where: Parameters<typeof installed>[1]) => rowsOf([installed("echo", where)], { echo: info }, [], NODES)[0];
+  const entries = (info: UpgradeInfo, where: Parameters<typeof installed>[1]) => {
+    const result = row(info, where);
+    return result === undefined ? [] : outdated(result).map((node) => node.name);
   };
 
   it("is for the nodes without the version, else the digest, else those that differ", () => {
-    expect(asked(upgrade("2"), on)).toEqual(["c"]);
+    expect(entries(upgrade("2"), on)).toEqual(["c"]);
     const digests = { a: { digest: "sha256:1" }, b: { digest: "sha256:2" }, c: { digest: "sha256:2" } };
-    expect(asked(upgrade("", { available_digest: "sha256:2" }), digests)).toEqual(["a"]);
-    expect(asked(upgrade(""), digests)).toEqual(["a"]);
+    expect(entries(upgrade("", { available_digest: "sha256:2" }), digests)).toEqual(["a"]);
+    expect(entries(upgrade(""), digests)).toEqual(["a"]);
   });
 
   it("is for all of them if it cannot be told which", () => {
-    expect(asked(upgrade("2"), { a: { version: "2" }, b: { version: "2" } })).toEqual(["a", "b"]);
+    expect(entries(upgrade("2"), { a: { version: "2" }, b: { version: "2" } })).toEqual(["a", "b"]);
   });
 
   it("says what it brings (UI-0.19)", () => {
@@ -96,7 +96,7 @@ describe("an upgrade", () => {
 
 it("pending work is counted once a node and command, and not before its wave opens (R1.110)", () => {
   const part = (node_id: string, status: string, wave?: number) => ({ node_id, node_name: node_id, status, percentage: 0, ...(wave === undefined ? {} : { wave }) });
-  const work = (kind: string, nodes: object[], more: object = {}) => ({ kind, name: "echo", isBackend: true, status: "pending", nodes, ...more }) as never;
+  const work = (kind: string, nodes: object[], overrides: object = {}) => ({ kind, name: "echo", isBackend: true, status: "pending", nodes, ...overrides }) as never;
   const operations = [
     work("backend_delete", [part("a", "queued"), part("b", "success")]),
     work("backend_delete", [part("a", "queued")]),

@@ -6,7 +6,7 @@ import { isActive } from "../live/store";
 import { onBackend } from "../nodes/detail/words";
 import { ENDED, ownState } from "../operations/words";
 import type { Entry } from "./catalogue";
-import type { Roster } from "./roster";
+import type { NodesById } from "./throttled-nodes";
 
 type Schemas = components["schemas"];
 export type Installed = Schemas["InstalledBackend"];
@@ -46,28 +46,28 @@ export function rowsOf(
   installed: readonly Installed[],
   upgrades: Readonly<Record<string, UpgradeInfo>>,
   entries: readonly Entry[],
-  nodes: Roster,
+  nodes: NodesById,
 ): Row[] {
   const parents = new Map(entries.map((entry) => [entry.name.toLowerCase(), entry.metaBackendFor.toLowerCase()]));
-  const there = new Set(installed.map((one) => one.Name.toLowerCase()));
-  return installed.flatMap((one) => {
-    const places = placesOf(one, nodes);
+  const installedNames = new Set(installed.map((backend) => backend.Name.toLowerCase()));
+  return installed.flatMap((backend) => {
+    const places = placesOf(backend, nodes);
     if (places.length === 0) return [];
     const usual = majority(places);
-    const parent = parents.get(one.Name.toLowerCase()) ?? "";
+    const parent = parents.get(backend.Name.toLowerCase()) ?? "";
     return [
       {
-        name: one.Name,
-        isSystem: one.IsSystem,
+        name: backend.Name,
+        isSystem: backend.IsSystem,
         version: usual.version,
         digest: usual.digest,
-        source: one.Metadata?.uri ?? "",
-        byAddress: one.Metadata !== null && one.Metadata.gallery_url === undefined,
-        places: places.map((place) => ({ ...place, differs: !one.IsSystem && !same(place, usual) })),
-        drifted: one.IsSystem ? 0 : places.filter((place) => !same(place, usual)).length,
-        upgrade: upgrades[one.Name] ?? null,
-        isVariant: parent !== "" && there.has(parent),
-        isDevelopment: one.Name.toLowerCase().endsWith(DEVELOPMENT),
+        source: backend.Metadata?.uri ?? "",
+        byAddress: backend.Metadata !== null && backend.Metadata.gallery_url === undefined,
+        places: places.map((place) => ({ ...place, differs: !backend.IsSystem && !same(place, usual) })),
+        drifted: backend.IsSystem ? 0 : places.filter((place) => !same(place, usual)).length,
+        upgrade: upgrades[backend.Name] ?? null,
+        isVariant: parent !== "" && installedNames.has(parent),
+        isDevelopment: backend.Name.toLowerCase().endsWith(DEVELOPMENT),
       },
     ];
   });
@@ -79,8 +79,8 @@ function same(left: Build, right: Build): boolean {
   return left.version === right.version && left.digest === right.digest;
 }
 
-function placesOf(one: Installed, nodes: Roster): Omit<Place, "differs">[] {
-  return one.nodes.flatMap((where: Where) => {
+function placesOf(backend: Installed, nodes: NodesById): Omit<Place, "differs">[] {
+  return backend.nodes.flatMap((where: Where) => {
     const node = nodes.get(where.node_id);
     const { version = "", digest = "", installed_at: installedAt = "" } = where;
     return node === undefined ? [] : [{ node, version, digest, installedAt }];
@@ -92,8 +92,8 @@ function majority(places: readonly Build[]): Build {
   const counts = new Map<string, { build: Build; number: number }>();
   for (const { version, digest } of places) {
     const key = JSON.stringify([version, digest]);
-    const known = counts.get(key);
-    counts.set(key, { build: { version, digest }, number: (known?.number ?? 0) + 1 });
+    const buildCount = counts.get(key);
+    counts.set(key, { build: { version, digest }, number: (buildCount?.number ?? 0) + 1 });
   }
   const order = [...counts.values()].sort(
     (left, right) => right.number - left.number || compare(right.build.version, left.build.version) || compare(right.build.digest, left.build.digest),
@@ -115,11 +115,11 @@ export interface Pending {
 export function pendingOf(operations: readonly Operation[], name: string): Pending {
   const work = new Set<string>();
   const nodes = new Set<string>();
-  for (const operation of operations.filter((one) => isActive(one) && onBackend(one, name))) {
-    for (const part of operation.nodes ?? []) {
-      if (ENDED.has(ownState(part)) || (part.wave ?? 0) > (operation.waves?.open ?? 0)) continue;
-      work.add(`${operation.kind} ${part.node_id}`);
-      nodes.add(part.node_id);
+  for (const operation of operations.filter((candidate) => isActive(candidate) && onBackend(candidate, name))) {
+    for (const operationTarget of operation.nodes ?? []) {
+      if (ENDED.has(ownState(operationTarget)) || (operationTarget.wave ?? 0) > (operation.waves?.open ?? 0)) continue;
+      work.add(`${operation.kind} ${operationTarget.node_id}`);
+      nodes.add(operationTarget.node_id);
     }
   }
   return { operations: work.size, nodes: nodes.size };
@@ -129,7 +129,7 @@ export const STATES = ["all", "user", "system", "updates", "offline"] as const;
 export type State = (typeof STATES)[number];
 
 /** Which rows show, as it stands in the address. */
-export interface Wanted {
+export interface InstalledFilter {
   term: string;
   state: State;
   variants: boolean;
@@ -138,8 +138,8 @@ export interface Wanted {
   open: string;
 }
 
-export function wantedIn(query: URLSearchParams): Wanted {
-  const state = STATES.find((one) => one === query.get("state"));
+export function parseFilter(query: URLSearchParams): InstalledFilter {
+  const state = STATES.find((option) => option === query.get("state"));
   return {
     term: query.get("q") ?? "",
     state: state ?? "all",
@@ -149,13 +149,13 @@ export function wantedIn(query: URLSearchParams): Wanted {
   };
 }
 
-export function addressOfWanted(wanted: Wanted): URLSearchParams {
+export function filterAddress(filter: InstalledFilter): URLSearchParams {
   const query = new URLSearchParams({ view: "installed" });
-  if (wanted.term !== "") query.set("q", wanted.term);
-  if (wanted.state !== "all") query.set("state", wanted.state);
-  if (wanted.variants) query.set("show_all", "1");
-  if (wanted.development) query.set("development", "1");
-  if (wanted.open !== "") query.set("backend", wanted.open);
+  if (filter.term !== "") query.set("q", filter.term);
+  if (filter.state !== "all") query.set("state", filter.state);
+  if (filter.variants) query.set("show_all", "1");
+  if (filter.development) query.set("development", "1");
+  if (filter.open !== "") query.set("backend", filter.open);
   return query;
 }
 
@@ -173,10 +173,10 @@ export function isAway(node: LiveNode): boolean {
 }
 
 /** Those with an upgrade first, by name. */
-export function shownRows(rows: readonly Row[], wanted: Wanted): Row[] {
-  const words = wanted.term.toLowerCase().split(/\s+/).filter(Boolean);
+export function shownRows(rows: readonly Row[], filter: InstalledFilter): Row[] {
+  const words = filter.term.toLowerCase().split(/\s+/).filter(Boolean);
   return rows
-    .filter((row) => IN_STATE[wanted.state](row) && (wanted.variants || !row.isVariant) && (wanted.development || !row.isDevelopment))
+    .filter((row) => IN_STATE[filter.state](row) && (filter.variants || !row.isVariant) && (filter.development || !row.isDevelopment))
     .filter((row) => words.every((word) => row.name.toLowerCase().includes(word)))
     .sort((left, right) => Number(right.upgrade !== null) - Number(left.upgrade !== null));
 }

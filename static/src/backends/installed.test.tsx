@@ -28,13 +28,13 @@ afterEach(() => {
   vi.restoreAllMocks();
 });
 
-function told(revision: number, more: object = {}) {
-  return { type: "backends" as const, revision, checked_at: null, checking: false, problems: {}, ...more };
+function push(revision: number, overrides: object = {}) {
+  return { type: "backends" as const, revision, checked_at: null, checking: false, problems: {}, ...overrides };
 }
 
 async function open(): Promise<LiveStore> {
   const store = show(new LiveStore(), node("a", { models: [model("chat", 0, { backend_type: "echo", in_flight: 2 })] }), node("b"));
-  store.push(told(1));
+  store.push(push(1));
   await waitFor(() => expect(store.read().backends?.revision).toBe(1));
   stage(store, createMemoryRouter([{ path: "*", element: <BackendsPage /> }], { initialEntries: ["/app/backends?view=installed"] }));
   return store;
@@ -43,13 +43,13 @@ async function open(): Promise<LiveStore> {
 it("the lists are read again when their revision moves, and only then", async () => {
   const store = await open();
   expect((await screen.findByText("echo")).textContent).toBe("echo");
-  const asked = () => (vi.mocked(client.GET).mock.calls as unknown[][]).filter((words) => words[0] === "/backends").length;
-  const before = asked();
-  store.push(told(1, { checking: true }));
+  const requestCount = () => (vi.mocked(client.GET).mock.calls as unknown[][]).filter((words) => words[0] === "/backends").length;
+  const previous = requestCount();
+  store.push(push(1, { checking: true }));
   expect(await screen.findByText("Checking the galleries…")).toBeTruthy();
-  expect(asked()).toBe(before);
+  expect(requestCount()).toBe(previous);
   answers["/api/backends/upgrades"] = { echo: { backend_name: "echo", installed_version: "1", available_version: "2" } };
-  store.push(told(2, { checked_at: "2026-08-22T10:00:00Z", problems: { local: "it is gone" } }));
+  store.push(push(2, { checked_at: "2026-08-22T10:00:00Z", problems: { local: "it is gone" } }));
   expect(await screen.findByText("update to v2")).toBeTruthy();
   expect(screen.getByText("Gallery local: it is gone")).toBeTruthy();
   expect(screen.getByText("1 update available")).toBeTruthy();

@@ -14,42 +14,42 @@ import { useCatalogue } from "./catalogue";
 import { ChangeDialog, type Change } from "./installed-dialog";
 import { checkForUpgrades, useInstalled, type InstalledData } from "./installed-data";
 import { InstalledLine } from "./installed-line";
-import { addressOfWanted, outdated, rowsOf, shownRows, STATES, tallies, wantedIn, type Row, type State, type Wanted } from "./installed-model";
-import { isTold, useRoster } from "./roster";
+import { filterAddress, outdated, rowsOf, shownRows, STATES, tallies, parseFilter, type Row, type State, type InstalledFilter } from "./installed-model";
+import { isLoaded, useThrottledNodes } from "./throttled-nodes";
 
 const DRAWN = 60;
 const LABEL: Readonly<Record<State, string>> = { all: "All", user: "User", system: "System", updates: "Updates", offline: "Offline nodes" };
 
 export function InstalledView(): ReactNode {
   const data = useInstalled();
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   return (
     <>
       <Check />
-      {(data.isPending || !isTold(nodes)) && data.error === null && <Loading what="the installed backends" />}
+      {(data.isPending || !isLoaded(nodes)) && data.error === null && <Loading subject="the installed backends" />}
       {data.error !== null && <Problem error={data.error} onRetry={() => void data.refetch()} />}
-      {data.data !== undefined && isTold(nodes) && <Rows data={data.data} />}
+      {data.data !== undefined && isLoaded(nodes) && <Rows data={data.data} />}
     </>
   );
 }
 
 /** When the galleries were compared last, what could not be read, and the way to do it now. */
 function Check(): ReactNode {
-  const told = useLive((state) => state.backends);
-  const ask = useMutation({ mutationFn: checkForUpgrades });
-  const checking = told?.checking === true;
+  const backendsMessage = useLive((state) => state.backends);
+  const checkMutation = useMutation({ mutationFn: checkForUpgrades });
+  const checking = backendsMessage?.checking === true;
   return (
     <div className="stack">
       <div className="row wrap">
-        <Button small busy={ask.isPending || checking} onClick={() => ask.mutate()}>
+        <Button small busy={checkMutation.isPending || checking} onClick={() => checkMutation.mutate()}>
           Check for updates
         </Button>
         <span className="muted" role="status">
-          {checking ? "Checking the galleries…" : told?.checked_at == null ? "Not checked yet" : <>Checked <Ago at={told.checked_at} /></>}
+          {checking ? "Checking the galleries…" : backendsMessage?.checked_at == null ? "Not checked yet" : <>Checked <Ago at={backendsMessage.checked_at} /></>}
         </span>
       </div>
-      {ask.error !== null && <Problem error={ask.error} onDismiss={ask.reset} />}
-      {Object.entries(told?.problems ?? {}).map(([gallery, why]) => (
+      {checkMutation.error !== null && <Problem error={checkMutation.error} onDismiss={checkMutation.reset} />}
+      {Object.entries(backendsMessage?.problems ?? {}).map(([gallery, why]) => (
         <Problem key={gallery} error={new Error(gallery === "" ? `Check failed: ${why}.` : `Gallery ${gallery}: ${why}`)} />
       ))}
     </div>
@@ -57,17 +57,17 @@ function Check(): ReactNode {
 }
 
 function Rows({ data }: { data: InstalledData }): ReactNode {
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   const catalogue = useCatalogue();
   const { operations } = useWork();
-  const [wanted, want] = useInAddress(wantedIn, addressOfWanted);
-  const [asked, setAsked] = useState<Change | null>(null);
+  const [filter, setFilter] = useInAddress(parseFilter, filterAddress);
+  const [openChange, setOpenChange] = useState<Change | null>(null);
   const [limit, setLimit] = useState(DRAWN);
   const entries = catalogue.data?.backends;
   const rows = useMemo(() => rowsOf(data.installed, data.upgrades, entries ?? [], nodes), [data, entries, nodes]);
-  const settled = useDeferredValue(wanted);
+  const settled = useDeferredValue(filter);
   const shown = useMemo(() => shownRows(rows, settled), [rows, settled]);
-  const onBackends = useMemo(() => [...operations.values()].filter((one) => one.isBackend), [operations]);
+  const onBackends = useMemo(() => [...operations.values()].filter((operation) => operation.isBackend), [operations]);
   if (rows.length === 0) {
     return (
       <Empty title="No backends installed">
@@ -77,11 +77,11 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
   }
   return (
     <>
-      <Updates rows={rows} onAsk={setAsked} />
-      <Filter rows={rows} shown={shown.length} wanted={wanted} onWant={want} />
+      <Updates rows={rows} onChange={setOpenChange} />
+      <Filter rows={rows} shown={shown.length} filter={filter} onChange={setFilter} />
       {shown.length === 0 ? (
         <Empty title="No matching backends">
-          <Button onClick={() => want({ ...wanted, term: "", state: "all", variants: true, development: true })}>Clear filters</Button>
+          <Button onClick={() => setFilter({ ...filter, term: "", state: "all", variants: true, development: true })}>Clear filters</Button>
         </Empty>
       ) : (
         <ul className="catalogue" aria-label="Installed backends">
@@ -89,10 +89,10 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
             <InstalledLine
               key={row.name}
               row={row}
-              open={wanted.open === row.name}
+              open={filter.open === row.name}
               operations={onBackends}
-              onToggle={() => want({ ...wanted, open: wanted.open === row.name ? "" : row.name })}
-              onAsk={setAsked}
+              onToggle={() => setFilter({ ...filter, open: filter.open === row.name ? "" : row.name })}
+              onChange={setOpenChange}
             />
           ))}
         </ul>
@@ -102,20 +102,20 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
           <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({shown.length - limit})</Button>
         </div>
       )}
-      {asked !== null && <ChangeDialog change={asked} onClose={() => setAsked(null)} />}
+      {openChange !== null && <ChangeDialog change={openChange} onClose={() => setOpenChange(null)} />}
     </>
   );
 }
 
 /** All upgrades at once. */
-function Updates({ rows, onAsk }: { rows: readonly Row[]; onAsk: (change: Change) => void }): ReactNode {
+function Updates({ rows, onChange }: { rows: readonly Row[]; onChange: (change: Change) => void }): ReactNode {
   const old = rows.filter((row) => row.upgrade !== null && !row.isSystem);
   if (old.length === 0) return null;
   const backends = old.map((row) => ({ name: row.name, nodes: outdated(row) }));
   return (
     <div className="updates-notice row wrap">
       <strong className="grow">{count(old.length, "update")} available</strong>
-      <Button small onClick={() => onAsk({ verb: "upgrade", backends })}>
+      <Button small onClick={() => onChange({ verb: "upgrade", backends })}>
         Upgrade all…
       </Button>
     </div>
@@ -125,19 +125,19 @@ function Updates({ rows, onAsk }: { rows: readonly Row[]; onAsk: (change: Change
 interface FilterProps {
   rows: readonly Row[];
   shown: number;
-  wanted: Wanted;
-  onWant: (wanted: Wanted) => void;
+  filter: InstalledFilter;
+  onChange: (filter: InstalledFilter) => void;
 }
 
-function Filter({ rows, shown, wanted, onWant }: FilterProps): ReactNode {
+function Filter({ rows, shown, filter, onChange }: FilterProps): ReactNode {
   const numbers = tallies(rows);
   const [variants, development] = [rows.filter((row) => row.isVariant).length, rows.filter((row) => row.isDevelopment).length];
-  const offered = STATES.filter((state) => state === wanted.state || numbers[state] > 0 || !["updates", "offline"].includes(state));
+  const offered = STATES.filter((state) => state === filter.state || numbers[state] > 0 || !["updates", "offline"].includes(state));
   return (
     <>
       <div className="row wrap" role="group" aria-label="Show">
         {offered.map((state) => (
-          <Button key={state} small className="chip" aria-pressed={state === wanted.state} onClick={() => onWant({ ...wanted, state })}>
+          <Button key={state} small className="chip" aria-pressed={state === filter.state} onClick={() => onChange({ ...filter, state })}>
             {LABEL[state]} ({numbers[state]})
           </Button>
         ))}
@@ -148,11 +148,11 @@ function Filter({ rows, shown, wanted, onWant }: FilterProps): ReactNode {
           type="search"
           aria-label="Search installed backends"
           placeholder="Name"
-          value={wanted.term}
-          onChange={(event) => onWant({ ...wanted, term: event.target.value })}
+          value={filter.term}
+          onChange={(event) => onChange({ ...filter, term: event.target.value })}
         />
-        <Switch label={`Builds (${variants})`} on={wanted.variants} onChange={(on) => onWant({ ...wanted, variants: on })} />
-        <Switch label={`Pre-release builds (${development})`} on={wanted.development} onChange={(on) => onWant({ ...wanted, development: on })} />
+        <Switch label={`Builds (${variants})`} on={filter.variants} onChange={(on) => onChange({ ...filter, variants: on })} />
+        <Switch label={`Pre-release builds (${development})`} on={filter.development} onChange={(on) => onChange({ ...filter, development: on })} />
         <span className="muted">
           {shown} of {rows.length} shown
         </span>

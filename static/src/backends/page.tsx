@@ -5,9 +5,9 @@ import { Link, useLocation } from "react-router";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import type { Operation } from "../live/messages";
-import { NoNews } from "../operations/lines";
-import { partsOf } from "../operations/model";
-import { newsOf } from "../operations/silence";
+import { SilenceNotice } from "../operations/lines";
+import { targetsOf } from "../operations/model";
+import { progressTimes } from "../operations/silence";
 import { useWork } from "../operations/watch";
 import { ENDED } from "../operations/words";
 import { Button } from "../ui/button";
@@ -21,7 +21,7 @@ import { addressOfSearch, installedOn, runsOn, search, searchIn, summary, useCat
 import { Variants } from "./variants";
 import { InstalledView } from "./installed";
 import { InstallPicker } from "./picker";
-import { isTold, useRoster } from "./roster";
+import { isLoaded, useThrottledNodes } from "./throttled-nodes";
 import { byName } from "./runs";
 
 const DRAWN = 60;
@@ -37,8 +37,8 @@ export function BackendsPage(): ReactNode {
         <Button onClick={() => setPicked("")}>Install a backend…</Button>
       </PageHead>
       <nav className="row wrap" aria-label="Views of backends">
-        <View to="/app/backends" label="Catalogue" here={!installed} />
-        <View to="/app/backends?view=installed" label="Installed" here={installed} />
+        <View to="/app/backends" label="Catalogue" isCurrent={!installed} />
+        <View to="/app/backends?view=installed" label="Installed" isCurrent={installed} />
       </nav>
       {installed ? <InstalledView /> : <CatalogueView onInstall={(name) => setPicked(byName(name))} />}
       <InstallPicker open={picked !== null} onClose={() => setPicked(null)} {...(picked === null ? {} : { backend: picked })} />
@@ -46,9 +46,9 @@ export function BackendsPage(): ReactNode {
   );
 }
 
-function View({ to, label, here }: { to: string; label: string; here: boolean }): ReactNode {
+function View({ to, label, isCurrent }: { to: string; label: string; isCurrent: boolean }): ReactNode {
   return (
-    <Link className="button small chip" to={to} {...(here ? { "aria-current": "page" as const } : {})}>
+    <Link className="button small chip" to={to} {...(isCurrent ? { "aria-current": "page" as const } : {})}>
       {label}
     </Link>
   );
@@ -58,7 +58,7 @@ function CatalogueView({ onInstall }: { onInstall: (name: string) => void }): Re
   const catalogue = useCatalogue();
   return (
     <>
-      {catalogue.isPending && <Loading what="the catalogue" />}
+      {catalogue.isPending && <Loading subject="the catalogue" />}
       {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
       {catalogue.data !== undefined && <Entries catalogue={catalogue.data} onRetry={() => void catalogue.refetch()} onInstall={onInstall} />}
     </>
@@ -70,16 +70,16 @@ const LONGEST_NAME = 255;
 /** What the picker is open for, null while it is closed. An address with `install=name` opens it. */
 function usePicked(): [string | null, (name: string | null) => void] {
   const { search, key } = useLocation();
-  const wanted = new URLSearchParams(search).get("install");
+  const backendToInstall = new URLSearchParams(search).get("install");
   const [picked, setPicked] = useState<string | null>(null);
   const [adopted, setAdopted] = useState("");
-  if (wanted !== null && adopted !== key) {
+  if (backendToInstall !== null && adopted !== key) {
     setAdopted(key);
-    setPicked(wanted.slice(0, LONGEST_NAME));
+    setPicked(backendToInstall.slice(0, LONGEST_NAME));
   }
   useEffect(() => {
-    if (wanted !== null) byName(wanted.slice(0, LONGEST_NAME));
-  }, [wanted]);
+    if (backendToInstall !== null) byName(backendToInstall.slice(0, LONGEST_NAME));
+  }, [backendToInstall]);
   return [picked, setPicked];
 }
 
@@ -96,7 +96,7 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
   const [development, setDevelopment] = useState(catalogue.preferDevelopmentBackends);
   const [limit, setLimit] = useState(DRAWN);
   const settled = useDeferredValue(term);
-  const found = useMemo(
+  const matches = useMemo(
     () => search(catalogue.backends, { term: settled, builds, development, tag, runnable }),
     [catalogue, settled, builds, development, tag, runnable],
   );
@@ -116,8 +116,8 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
         {catalogue.allTags.length > 0 && (
           <select className="input" aria-label="Tag" value={tag} onChange={(event) => want({ term, tag: event.target.value })}>
             <option value="">All tags</option>
-            {catalogue.allTags.map((one) => (
-              <option key={one}>{one}</option>
+            {catalogue.allTags.map((allTag) => (
+              <option key={allTag}>{allTag}</option>
             ))}
           </select>
         )}
@@ -125,10 +125,10 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
         <Box label="Hardware-specific builds" on={builds} onChange={setBuilds} />
         <Box label="Pre-release builds" on={development} onChange={setDevelopment} />
         <span className="muted">
-          {found.length} of {catalogue.backends.length} shown
+          {matches.length} of {catalogue.backends.length} shown
         </span>
       </div>
-      {found.length === 0 ? (
+      {matches.length === 0 ? (
         <Empty title="No matching backends">
           <Button
             onClick={() => {
@@ -140,11 +140,11 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
           </Button>
         </Empty>
       ) : (
-        <List entries={found.slice(0, limit)} capabilities={catalogue.nodesByCapability} onInstall={onInstall} />
+        <List entries={matches.slice(0, limit)} capabilities={catalogue.nodesByCapability} onInstall={onInstall} />
       )}
-      {found.length > limit && (
+      {matches.length > limit && (
         <div>
-          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({found.length - limit})</Button>
+          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({matches.length - limit})</Button>
         </div>
       )}
     </>
@@ -167,9 +167,9 @@ interface ListProps {
 }
 
 function List({ entries, capabilities, onInstall }: ListProps): ReactNode {
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   const { groups } = useWork();
-  const installed = useMemo(() => (isTold(nodes) ? installedOn(nodes.values()) : null), [nodes]);
+  const installed = useMemo(() => (isLoaded(nodes) ? installedOn(nodes.values()) : null), [nodes]);
   const running = useMemo(
     () => new Map(groups.filter((group) => group.kind === "backend_install" && group.active.length > 0).map((group) => [group.name, group.active])),
     [groups],
@@ -200,8 +200,8 @@ interface LineProps {
 }
 
 function Line({ entry, capabilities, on, running, onInstall }: LineProps): ReactNode {
-  const said = summary(entry.description);
-  const onNodes = running.flatMap(partsOf).filter((part) => !ENDED.has(part.status)).length;
+  const descriptionText = summary(entry.description);
+  const onNodes = running.flatMap(targetsOf).filter((target) => !ENDED.has(target.status)).length;
   return (
     <li className="catalogue-line">
       <div className="catalogue-text">
@@ -211,9 +211,9 @@ function Line({ entry, capabilities, on, running, onInstall }: LineProps): React
           {entry.isAlias && <span className="tag">build</span>}
           {entry.isDevelopment && <span className="tag">pre-release</span>}
         </div>
-        {said !== "" && (
-          <p className="name muted" title={said}>
-            {said}
+        {descriptionText !== "" && (
+          <p className="name muted" title={descriptionText}>
+            {descriptionText}
           </p>
         )}
         <Variants runs={runsOn(entry, capabilities)} />
@@ -224,7 +224,7 @@ function Line({ entry, capabilities, on, running, onInstall }: LineProps): React
             installing on {count(onNodes, "node")}
           </Link>
         )}
-        {onNodes > 0 && <NoNews of={newsOf(running)} />}
+        {onNodes > 0 && <SilenceNotice of={progressTimes(running)} />}
         {on !== null && <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>}
       </div>
       <Button small aria-label={`Install ${entry.name}…`} onClick={onInstall}>

@@ -2,10 +2,10 @@ import { describe, expect, it } from "vitest";
 import { ApiError } from "../api/client";
 import type { LiveNode } from "../live/messages";
 import { install } from "../operations/fixtures";
-import { canInstall, matches, outlook, progressOf, tally, underWayFor } from "./picker-model";
+import { canInstall, matches, eligibility, progressOf, tally, underWayFor } from "./picker-model";
 
-function node(more: Partial<LiveNode> = {}): LiveNode {
-  return { id: "gpu-1", name: "gpu-1", node_type: "backend", status: "healthy", backends: [], labels: {}, ...more } as LiveNode;
+function node(overrides: Partial<LiveNode> = {}): LiveNode {
+  return { id: "gpu-1", name: "gpu-1", node_type: "backend", status: "healthy", backends: [], labels: {}, ...overrides } as LiveNode;
 }
 
 const ACCEPTED = { step: "accepted", jobID: "job-gpu-1", at: 0 } as const;
@@ -20,16 +20,16 @@ describe("before the press", () => {
     [{ node_type: "agent" }, "refused"],
     [{ backends: ["Echo"] }, "there"],
     [{ status: "offline", backends: ["echo"] }, "there"],
-  ] as const)("a node %o would say %s", (more, kind) => {
-    const expected = outlook(node(more as Partial<LiveNode>), "localai@echo", undefined);
+  ] as const)("a node %o would say %s", (overrides, kind) => {
+    const expected = eligibility(node(overrides as Partial<LiveNode>), "localai@echo", undefined);
     expect(expected.kind).toBe(kind);
     expect(expected.text).not.toBe("");
     expect(canInstall(expected)).toBe(kind === "install" || kind === "waits");
   });
 
   it("joins what is being installed, and refuses beside another operation on it", () => {
-    expect(outlook(node(), "echo", install("gpu-1")).kind).toBe("joins");
-    expect(outlook(node(), "echo", install("gpu-1", { kind: "backend_delete" })).kind).toBe("refused");
+    expect(eligibility(node(), "echo", install("gpu-1")).kind).toBe("joins");
+    expect(eligibility(node(), "echo", install("gpu-1", { kind: "backend_delete" })).kind).toBe("refused");
   });
 
   it("knows what is under way by the plain name", () => {
@@ -38,13 +38,13 @@ describe("before the press", () => {
   });
 
   it("knows the nodes of one operation on many, and how each of them goes (review R2)", () => {
-    const part = (id: string, status: "queued" | "downloading" | "success" | "error") => ({ node_id: id, node_name: id, status, percentage: 30, ...(status === "error" ? { error: "no space left" } : {}) });
-    const many = install("x", { nodes: [part("a", "downloading"), part("b", "success"), part("c", "error"), part("d", "queued")] });
+    const target = (id: string, status: "queued" | "downloading" | "success" | "error") => ({ node_id: id, node_name: id, status, percentage: 30, ...(status === "error" ? { error: "no space left" } : {}) });
+    const many = install("x", { nodes: [target("a", "downloading"), target("b", "success"), target("c", "error"), target("d", "queued")] });
     expect([...underWayFor("echo", [{ ...many, name: "echo" }]).keys()]).toEqual(["a", "d"]);
-    const told = ["a", "b", "c", "d"].map((id) => progressOf(ACCEPTED, many, undefined, id));
-    expect(told.map(({ word, ended }) => [word, ended])).toEqual([["Installing", "no"], ["Installed", "well"], ["Failed", "badly"], ["Queued", "no"]]);
-    expect(told[0]?.value).toBe(30);
-    expect(told[2]?.detail).toBe("no space left");
+    const results = ["a", "b", "c", "d"].map((id) => progressOf(ACCEPTED, many, undefined, id));
+    expect(results.map(({ word, ended }) => [word, ended])).toEqual([["Installing", "no"], ["Installed", "well"], ["Failed", "badly"], ["Queued", "no"]]);
+    expect(results[0]?.value).toBe(30);
+    expect(results[2]?.detail).toBe("no space left");
   });
 
   it("finds nodes by name and by label", () => {

@@ -4,13 +4,13 @@ import { advice, ApiError } from "../api/client";
 import type { components } from "../api/schema";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive } from "../live/store";
-import { partsOf, type Part } from "../operations/model";
+import { targetsOf, type Target } from "../operations/model";
 import { ENDED, phaseOf, stateOf } from "../operations/words";
 
 type Job = components["schemas"]["Job"];
 
 /** What would happen on a node. */
-export interface Outlook {
+export interface Eligibility {
   kind: "install" | "there" | "joins" | "waits" | "refused";
   text: string;
 }
@@ -37,20 +37,20 @@ export function plain(backend: string): string {
 
 export function has(node: LiveNode, backend: string): boolean {
   const name = plain(backend).toLowerCase();
-  return node.backends.some((one) => one.toLowerCase() === name);
+  return node.backends.some((installed) => installed.toLowerCase() === name);
 }
 
 /** What runs or waits on a node for this backend, by node. */
 export function underWayFor(backend: string, operations: Iterable<Operation>): Map<string, Operation> {
-  const found = new Map<string, Operation>();
+  const operationsByNode = new Map<string, Operation>();
   for (const operation of operations) {
     if (!operation.isBackend || !isActive(operation) || operation.name !== plain(backend)) continue;
-    for (const part of partsOf(operation)) if (!ENDED.has(part.status) && part.nodeID !== "") found.set(part.nodeID, operation);
+    for (const target of targetsOf(operation)) if (!ENDED.has(target.status) && target.nodeID !== "") operationsByNode.set(target.nodeID, operation);
   }
-  return found;
+  return operationsByNode;
 }
 
-export function outlook(node: LiveNode, backend: string, underWay: Operation | undefined): Outlook {
+export function eligibility(node: LiveNode, backend: string, underWay: Operation | undefined): Eligibility {
   if (node.node_type === "agent") return { kind: "refused", text: "Agent nodes do not run backends" };
   if (node.status === "pending") return { kind: "refused", text: "Not approved yet" };
   if (underWay !== undefined && underWay.kind !== "backend_install") {
@@ -64,30 +64,30 @@ export function outlook(node: LiveNode, backend: string, underWay: Operation | u
   return { kind: "install", text: "Installs now" };
 }
 
-export function canInstall(expected: Outlook): boolean {
+export function canInstall(expected: Eligibility): boolean {
   return expected.kind === "install" || expected.kind === "joins" || expected.kind === "waits";
 }
 
-const PARTS = new WeakMap<Operation, ReadonlyMap<string, Part>>();
+const PARTS = new WeakMap<Operation, ReadonlyMap<string, Target>>();
 
 /** Three hundred rows look for their part in the same operation. */
-function partsByNode(operation: Operation): ReadonlyMap<string, Part> {
-  const parts = PARTS.get(operation) ?? new Map(partsOf(operation).map((part) => [part.nodeID, part]));
-  PARTS.set(operation, parts);
-  return parts;
+function targetsByNode(operation: Operation): ReadonlyMap<string, Target> {
+  const targets = PARTS.get(operation) ?? new Map(targetsOf(operation).map((target) => [target.nodeID, target]));
+  PARTS.set(operation, targets);
+  return targets;
 }
 
 /** The operation as if it were for this node alone. */
 export function onNode(operation: Operation, nodeID: string): Operation {
   const { nodes = [] } = operation;
-  const part = nodes.length < 2 ? undefined : partsByNode(operation).get(nodeID);
-  if (part === undefined) return operation;
-  const nodesOfPart = nodes.filter((one) => one.node_id === nodeID);
-  const own = { ...operation, nodes: nodesOfPart, progress: Math.floor(part.value), phase: part.phase, message: part.reason, attempts: part.attempts, lastProgressAt: part.lastProgressAt, timeLimitAt: part.timeLimitAt };
-  return { ...own, status: statusOf(part, operation), ...(part.error === "" ? {} : { error: part.error }) };
+  const target = nodes.length < 2 ? undefined : targetsByNode(operation).get(nodeID);
+  if (target === undefined) return operation;
+  const nodesOfTarget = nodes.filter((target) => target.node_id === nodeID);
+  const nodeOperation = { ...operation, nodes: nodesOfTarget, progress: Math.floor(target.value), phase: target.phase, message: target.reason, attempts: target.attempts, lastProgressAt: target.lastProgressAt, timeLimitAt: target.timeLimitAt };
+  return { ...nodeOperation, status: statusOf(target, operation), ...(target.error === "" ? {} : { error: target.error }) };
 }
 
-function statusOf({ status }: Part, operation: Operation): Operation["status"] {
+function statusOf({ status }: Target, operation: Operation): Operation["status"] {
   if (status === "success" || status === "completed") return "completed";
   if (status === "error" || status === "failed") return "failed";
   if (status === "cancelled" || status === "superseded") return "cancelled";
@@ -96,23 +96,23 @@ function statusOf({ status }: Part, operation: Operation): Operation["status"] {
 }
 
 /** How a request goes on a node. `asked`: what the server said of a job that the feed no longer names. */
-export function progressOf(sent: Sent, operation: Operation | undefined, asked: Job | Error | undefined, nodeID = ""): Progress {
+export function progressOf(sent: Sent, operation: Operation | undefined, job: Job | Error | undefined, nodeID = ""): Progress {
   if (sent.step === "sending") return { tone: "", word: "Sending", detail: "", value: null, ended: "no" };
   if (sent.step === "refused") return failed("Not sent", reasonOf(sent.error));
   if (operation !== undefined) return live(onNode(operation, nodeID));
-  if (asked instanceof ApiError && asked.status === 404) return failed("Unknown", "The server has no record of this operation.");
-  if (asked === undefined || asked instanceof Error) return { tone: "", word: "Sent", detail: "Waiting for a status update", value: null, ended: "no" };
-  return recorded(asked, nodeID);
+  if (job instanceof ApiError && job.status === 404) return failed("Unknown", "The server has no record of this operation.");
+  if (job === undefined || job instanceof Error) return { tone: "", word: "Sent", detail: "Waiting for a status update", value: null, ended: "no" };
+  return recorded(job, nodeID);
 }
 
 /** What the server says of a job that the feed no longer names, on this node. */
-function recorded(asked: Job, nodeID: string): Progress {
-  const part = asked.nodes?.find((one) => one.node_id === nodeID);
-  if (part?.status === "success") return INSTALLED;
-  if (part?.status === "error") return failed("Failed", part.error ?? "");
-  if (asked.completed === true) return INSTALLED;
-  if (asked.processed) return asked.error === undefined ? failed("Cancelled", "") : failed("Failed", asked.error);
-  return { tone: "info", word: "Installing", detail: asked.message, value: Math.floor(asked.progress), ended: "no" };
+function recorded(job: Job, nodeID: string): Progress {
+  const target = job.nodes?.find((target) => target.node_id === nodeID);
+  if (target?.status === "success") return INSTALLED;
+  if (target?.status === "error") return failed("Failed", target.error ?? "");
+  if (job.completed === true) return INSTALLED;
+  if (job.processed) return job.error === undefined ? failed("Cancelled", "") : failed("Failed", job.error);
+  return { tone: "info", word: "Installing", detail: job.message, value: Math.floor(job.progress), ended: "no" };
 }
 
 const INSTALLED: Progress = { tone: "good", word: "Installed", detail: "", value: null, ended: "well" };

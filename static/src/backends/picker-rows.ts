@@ -7,15 +7,15 @@ import type { components } from "../api/schema";
 import { useLive, useNow } from "../live/hooks";
 import type { LiveNode, Operation } from "../live/messages";
 import { useWork } from "../operations/watch";
-import { canInstall, outlook, progressOf, underWayFor, type Outlook, type Progress, type Sent } from "./picker-model";
-import type { Roster } from "./roster";
+import { canInstall, eligibility, progressOf, underWayFor, type Eligibility, type Progress, type Sent } from "./picker-model";
+import type { NodesById } from "./throttled-nodes";
 import { isTheirs, runs, useRun, type Run } from "./runs";
 
 type Job = components["schemas"]["Job"];
 
 export interface Row {
   node: LiveNode;
-  expected: Outlook;
+  expected: Eligibility;
   /** How it goes, null while nothing is asked for. */
   progress: Progress | null;
   /** Whether what goes on was asked for from here. */
@@ -31,19 +31,19 @@ const OVERDUE_MS = 3_000;
 const AGAIN_MS = 5_000;
 
 /** Every node, with what would happen or happens on it, by name. */
-export function useRows(backend: string, nodes: Roster): Row[] {
+export function useRows(backend: string, nodes: NodesById): Row[] {
   const { operations } = useWork();
   const run = useRun(backend);
   const underWay = useMemo(() => underWayFor(backend, operations.values()), [backend, operations]);
-  const asked = useAsked(run, operations);
+  const recordedJobs = useRecordedJobs(run, operations);
   useEffect(() => {
-    const installs = [...underWay].filter(([, one]) => one.kind === "backend_install");
-    runs.adopt(backend, installs.map(([nodeID, one]) => [nodeID, one.jobID] as const));
+    const installs = [...underWay].filter(([, operation]) => operation.kind === "backend_install");
+    runs.adopt(backend, installs.map(([nodeID, operation]) => [nodeID, operation.jobID] as const));
   }, [backend, underWay]);
   return useMemo(() => {
     const ordered = [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
-    return ordered.map((node) => rowOf(node, backend, run.get(node.id), underWay.get(node.id), operations, asked));
-  }, [nodes, backend, run, underWay, operations, asked]);
+    return ordered.map((node) => rowOf(node, backend, run.get(node.id), underWay.get(node.id), operations, recordedJobs));
+  }, [nodes, backend, run, underWay, operations, recordedJobs]);
 }
 
 function rowOf(
@@ -52,12 +52,12 @@ function rowOf(
   sent: Sent | undefined,
   underWay: Operation | undefined,
   operations: ReadonlyMap<string, Operation>,
-  asked: ReadonlyMap<string, Job | Error>,
+  recordedJobs: ReadonlyMap<string, Job | Error>,
 ): Row {
-  const expected = outlook(node, backend, underWay);
+  const expected = eligibility(node, backend, underWay);
   const jobID = sent?.step === "accepted" ? sent.jobID : "";
   const operation = operations.get(jobID) ?? underWay;
-  let progress = sent === undefined ? null : progressOf(sent, operation, asked.get(jobID), node.id);
+  let progress = sent === undefined ? null : progressOf(sent, operation, recordedJobs.get(jobID), node.id);
   // It came there in another way meanwhile.
   if (progress?.ended === "badly" && expected.kind === "there") progress = null;
   return { node, expected, progress, mine: progress !== null && !isTheirs(sent), operation, open: progress === null && canInstall(expected) };
@@ -65,7 +65,7 @@ function rowOf(
 
 interface Listing {
   /** Chosen outside: always listed. */
-  asked: ReadonlySet<string>;
+  requested: ReadonlySet<string>;
   selected: ReadonlySet<string>;
   /** Draining ones too. */
   draining: boolean;
@@ -75,8 +75,8 @@ interface Listing {
  * Agents and pending nodes only if they were chosen outside, with the reason; draining ones when asked for or selected. What was asked for comes first;
  * what somebody else installs stays in its place: no row moves under the pointer.
  */
-export function listedRows(rows: readonly Row[], { asked, selected, draining }: Listing): Row[] {
-  const first = (row: Row) => asked.has(row.node.id) || row.mine;
+export function listedRows(rows: readonly Row[], { requested, selected, draining }: Listing): Row[] {
+  const first = (row: Row) => requested.has(row.node.id) || row.mine;
   const listed = rows.filter(
     (row) =>
       first(row) ||
@@ -88,12 +88,12 @@ export function listedRows(rows: readonly Row[], { asked, selected, draining }: 
 }
 
 /** An end is asked for once, and so is what no one knows; what still runs is heard of by the feed, or asked for again. */
-function isLast(said: Job | Error | null): boolean {
-  return said instanceof Error ? said instanceof ApiError && said.status === 404 : said?.processed === true;
+function isLast(job: Job | Error | null): boolean {
+  return job instanceof Error ? job instanceof ApiError && job.status === 404 : job?.processed === true;
 }
 
 /** Asks for the jobs that the feed does not name, though it is live: they ended while it was cut. */
-function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): ReadonlyMap<string, Job | Error> {
+function useRecordedJobs(run: Run, operations: ReadonlyMap<string, Operation>): ReadonlyMap<string, Job | Error> {
   const live = useLive((state) => state.connection === "live");
   const skew = useLive((state) => state.skew);
   const now = useNow(1000) - skew;
@@ -112,9 +112,9 @@ function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): Readonl
     combine: (results) =>
       new Map(
         results.flatMap((result, index) => {
-          const said: Job | Error | null = result.data ?? result.error;
+          const job: Job | Error | null = result.data ?? result.error;
           const uid = uids[index];
-          return uid === undefined || said === null ? [] : [[uid, said] as const];
+          return uid === undefined || job === null ? [] : [[uid, job] as const];
         }),
       ),
   });

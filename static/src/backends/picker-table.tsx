@@ -3,7 +3,7 @@ import { memo, useRef, useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { bytes, count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
-import { NextLook, NoNews } from "../operations/lines";
+import { NextCheck, SilenceNotice } from "../operations/lines";
 import { pageOf, rests, stateOf } from "../operations/words";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
@@ -76,12 +76,12 @@ interface NodeRowProps {
 }
 
 function equal(left: NodeRowProps, right: NodeRowProps): boolean {
-  const [one, other] = [left.row, right.row];
+  const [first, second] = [left.row, right.row];
   return (
-    one.node === other.node &&
-    one.expected.text === other.expected.text &&
-    one.progress === null &&
-    other.progress === null &&
+    first.node === second.node &&
+    first.expected.text === second.expected.text &&
+    first.progress === null &&
+    second.progress === null &&
     left.checked === right.checked &&
     left.onToggle === right.onToggle
   );
@@ -145,8 +145,8 @@ function How({ row, progress, onRetry }: { row: Row; progress: Progress; onRetry
         <span className={`pill ${progress.tone}`}>{progress.word}</span>
         {progress.value !== null && <span className="how-percent">{progress.value}%</span>}
         {progress.detail !== "" && <bdi className={progress.ended === "badly" ? "how-reason" : "muted"}>{progress.detail}</bdi>}
-        {operation !== undefined && progress.ended === "no" && rests(stateOf(operation)) && <NextLook operation={operation} />}
-        {operation !== undefined && progress.ended === "no" && <NoNews of={onNode(operation, node.id)} />}
+        {operation !== undefined && progress.ended === "no" && rests(stateOf(operation)) && <NextCheck operation={operation} />}
+        {operation !== undefined && progress.ended === "no" && <SilenceNotice of={onNode(operation, node.id)} />}
       </div>
       {progress.value !== null && <ProgressBar value={progress.value} name={`Installing on ${node.name}`} />}
       {progress.ended === "badly" && (

@@ -60,8 +60,8 @@ it("no row moves under the pointer because somebody else installs there", async 
     within(screen.getByRole("table"))
       .getAllByRole("checkbox", { name: /Select .$/ })
       .map((box) => box.getAttribute("aria-label"));
-  const before = order();
+  const previous = order();
   store.push({ type: "operations.snapshot", seq: 1, operations: [install("c")] });
   await waitFor(() => expect(screen.getByRole("table").textContent).toContain("Installing"));
-  expect(order()).toEqual(before);
+  expect(order()).toEqual(previous);
 });

@@ -13,7 +13,7 @@ import { ChooseBackend } from "./choose-backend";
 import { matches, plain, tally } from "./picker-model";
 import { listedRows, useRows, type Row } from "./picker-rows";
 import { NodeTable, NotListed } from "./picker-table";
-import { isTold, useRoster, type Roster } from "./roster";
+import { isLoaded, useThrottledNodes, type NodesById } from "./throttled-nodes";
 import { addressOf, byAddress, byName, runs } from "./runs";
 
 export interface InstallPickerProps {
@@ -34,9 +34,9 @@ export function InstallPicker({ open = true, onClose, backend = "", nodeIds = []
   };
   const title = name === "" ? "Install a backend" : <>Install <bdi>{plain(name)}</bdi></>;
   return (
-    <Dialog open={open} onClose={close} wide title={title} description={<About backend={name} onChange={() => setChosen("")} />}>
+    <Dialog open={open} onClose={close} wide title={title} description={<BackendSummary backend={name} onChange={() => setChosen("")} />}>
       {name === "" ? (
-        <ChooseBackend onChoose={(one) => setChosen(byName(one))} onAddress={(address) => setChosen(byAddress(address))} />
+        <ChooseBackend onChoose={(name) => setChosen(byName(name))} onAddress={(address) => setChosen(byAddress(address))} />
       ) : (
         <PickNodes key={name} backend={name} nodeIds={nodeIds} start={chosen !== null} onClose={close} />
       )}
@@ -44,11 +44,11 @@ export function InstallPicker({ open = true, onClose, backend = "", nodeIds = []
   );
 }
 
-function About({ backend, onChange }: { backend: string; onChange: () => void }): ReactNode {
+function BackendSummary({ backend, onChange }: { backend: string; onChange: () => void }): ReactNode {
   const catalogue = useCatalogue();
   if (backend === "") return "Choose a backend, then the nodes.";
   const from = addressOf(backend);
-  const entry = catalogue.data?.backends.find((one) => one.name === plain(backend));
+  const entry = catalogue.data?.backends.find((candidate) => candidate.name === plain(backend));
   return (
     <div className="row wrap">
       {from !== undefined && (
@@ -68,8 +68,8 @@ function About({ backend, onChange }: { backend: string; onChange: () => void })
 }
 
 function PickNodes(props: PickNodesProps): ReactNode {
-  const nodes = useRoster();
-  return isTold(nodes) ? <Pick {...props} nodes={nodes} /> : <Loading what="nodes" />;
+  const nodes = useThrottledNodes();
+  return isLoaded(nodes) ? <Pick {...props} nodes={nodes} /> : <Loading subject="nodes" />;
 }
 
 interface PickNodesProps {
@@ -80,18 +80,18 @@ interface PickNodesProps {
   onClose: () => void;
 }
 
-function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { nodes: Roster }): ReactNode {
+function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { nodes: NodesById }): ReactNode {
   const rows = useRows(backend, nodes);
   const [selected, setSelected] = useState<ReadonlySet<string>>(() => new Set(nodeIds));
   const [filter, setFilter] = useState("");
   const [draining, setDraining] = useState(false);
   useForgetDone(backend, rows);
   const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
-  const listed = listedRows(rows, { asked: new Set(nodeIds), selected, draining }).filter((row) => row.mine || matches(row.node, filter));
+  const listed = listedRows(rows, { requested: new Set(nodeIds), selected, draining }).filter((row) => row.mine || matches(row.node, filter));
   const hidden = chosen.filter((row) => !listed.includes(row)).length;
   const toggle = (ids: readonly string[], on: boolean) =>
-    setSelected((before) => {
-      const after = new Set(before);
+    setSelected((previous) => {
+      const after = new Set(previous);
       for (const id of ids) if (on) after.add(id);
       else after.delete(id);
       return after;
@@ -168,19 +168,19 @@ interface FooterProps {
 }
 
 function Footer({ rows, chosen, hidden, onInstall, onRetry, onClose }: FooterProps): ReactNode {
-  const asked = rows.flatMap((row) => (row.progress === null ? [] : [row.progress]));
+  const progress = rows.flatMap((row) => (row.progress === null ? [] : [row.progress]));
   const failed = rows.filter((row) => row.progress?.ended === "badly").map((row) => row.node.id);
-  const going = asked.some((one) => one.ended === "no");
+  const isRunning = progress.some((progress) => progress.ended === "no");
   return (
     <div className="picker-footer">
       <div className="picker-said">
-        {asked.length > 0 && <strong data-testid="picker-tally">{tally(asked)}</strong>} {chosen.length > 0 && <span>{plan(chosen)}{hidden > 0 && ` (${hidden} hidden by the filter)`}</span>}
+        {progress.length > 0 && <strong data-testid="picker-tally">{tally(progress)}</strong>} {chosen.length > 0 && <span>{plan(chosen)}{hidden > 0 && ` (${hidden} hidden by the filter)`}</span>}
         <Stale />
       </div>
       {failed.length > 0 && <Button onClick={() => onRetry(failed)}>Retry failed ({failed.length})</Button>}
-      <Button onClick={onClose}>{going ? "Continue in background" : "Close"}</Button>
-      <Button kind={going && chosen.length === 0 ? "plain" : "primary"} refusal={chosen.length === 0 ? "Select at least one node" : ""} onClick={onInstall}>
-        {chosen.length === 0 ? (going ? "Install on more nodes" : "Install") : `Install on ${count(chosen.length, "node")}`}
+      <Button onClick={onClose}>{isRunning ? "Continue in background" : "Close"}</Button>
+      <Button kind={isRunning && chosen.length === 0 ? "plain" : "primary"} refusal={chosen.length === 0 ? "Select at least one node" : ""} onClick={onInstall}>
+        {chosen.length === 0 ? (isRunning ? "Install on more nodes" : "Install") : `Install on ${count(chosen.length, "node")}`}
       </Button>
     </div>
   );
@@ -195,8 +195,8 @@ function plan(chosen: readonly Row[]): string {
     [of("waits"), of("waits") === 1 ? "when the node is back" : "when the nodes are back"],
   ] as const;
   if (of("install") === chosen.length) return `${chosen.length} selected`;
-  const told = parts.filter(([number]) => number > 0).map(([number, words]) => `${number} ${words}`);
-  return `${chosen.length} selected: ${told.join(", ")}`;
+  const summary = parts.filter(([number]) => number > 0).map(([number, words]) => `${number} ${words}`);
+  return `${chosen.length} selected: ${summary.join(", ")}`;
 }
 
 /** While the feed is cut the rows stand still; installs do not. */

@@ -1,24 +1,24 @@
 import { describe, expect, it } from "vitest";
 import { Runs } from "./runs";
 
-function parked(): { runs: Runs; asked: (readonly string[])[]; answer: (error?: Error) => void } {
-  const asked: (readonly string[])[] = [];
+function parked(): { runs: Runs; requests: (readonly string[])[]; answer: (error?: Error) => void } {
+  const requests: (readonly string[])[] = [];
   let settle: (error?: Error) => void = () => undefined;
   const runs = new Runs((ids) => {
-    asked.push(ids);
+    requests.push(ids);
     return new Promise((resolve, reject) => {
-      settle = (error) => (error === undefined ? resolve({ jobID: `job-${asked.length}` }) : reject(error));
+      settle = (error) => (error === undefined ? resolve({ jobID: `job-${requests.length}` }) : reject(error));
     });
   });
-  return { runs, asked, answer: (error) => settle(error) };
+  return { runs, requests, answer: (error) => settle(error) };
 }
 
 describe("requests of the picker", () => {
   it("are one request for all nodes: leaving the page loses none of them (review R2)", async () => {
-    const { runs, asked, answer } = parked();
+    const { runs, requests, answer } = parked();
     const ids = Array.from({ length: 301 }, (_, n) => `n${n}`);
     const done = runs.start("echo", ids);
-    expect(asked).toEqual([ids]);
+    expect(requests).toEqual([ids]);
     expect(runs.of("echo").get("n300")).toEqual({ step: "sending" });
     answer();
     await done;

@@ -30,13 +30,13 @@ export class Runs {
   /** Asks for the backend on these nodes: one request and one operation, which goes on without this page. */
   async start(backend: string, nodeIDs: readonly string[]): Promise<void> {
     if (nodeIDs.length === 0) return;
-    const all = (sent: Sent) => this.set(backend, nodeIDs.map((id) => [id, sent]));
-    all({ step: "sending" });
+    const setEach = (sent: Sent) => this.set(backend, nodeIDs.map((id) => [id, sent]));
+    setEach({ step: "sending" });
     try {
       const { jobID } = await this.send(nodeIDs, backend);
-      all({ step: "accepted", jobID, at: Date.now() });
+      setEach({ step: "accepted", jobID, at: Date.now() });
     } catch (error) {
-      all({ step: "refused", error: error instanceof Error ? error : new Error(String(error)) });
+      setEach({ step: "refused", error: error instanceof Error ? error : new Error(String(error)) });
     }
   }
 
@@ -45,21 +45,21 @@ export class Runs {
    * run all the same: a request whose answer was lost, or somebody else's.
    */
   adopt(backend: string, jobs: Iterable<readonly [nodeID: string, jobID: string]>): void {
-    const known = this.of(backend);
+    const run = this.of(backend);
     const now = Date.now();
     const fresh = [...jobs].filter(([nodeID, jobID]) => {
-      const sent = known.get(nodeID);
+      const sent = run.get(nodeID);
       return sent?.step !== "sending" && !(sent?.step === "accepted" && sent.jobID === jobID);
     });
-    if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now, theirs: isTheirs(known.get(nodeID)) }]));
+    if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now, theirs: isTheirs(run.get(nodeID)) }]));
   }
 
   /** Forgets what these nodes were asked. */
   forget(backend: string, nodeIDs: readonly string[]): void {
     if (nodeIDs.length === 0) return;
-    const left = new Map(this.of(backend));
-    for (const id of nodeIDs) left.delete(id);
-    this.put(backend, left);
+    const remaining = new Map(this.of(backend));
+    for (const id of nodeIDs) remaining.delete(id);
+    this.put(backend, remaining);
   }
 
   private set(backend: string, entries: readonly (readonly [string, Sent])[]): void {

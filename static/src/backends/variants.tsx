@@ -4,16 +4,16 @@ import { count } from "../lib/format";
 import type { Runs } from "./catalogue";
 
 interface VariantsProps {
-  runs: { kinds: readonly Runs[]; able: number; all: number };
+  runs: { kinds: readonly Runs[]; able: number; total: number };
 }
 
-export function Variants({ runs: { kinds, able, all } }: VariantsProps): ReactNode {
-  if (all === 0) return null;
+export function Variants({ runs: { kinds, able, total } }: VariantsProps): ReactNode {
+  if (total === 0) return null;
   if (able === 0) return <div className="muted">Runs on none of your nodes</div>;
   return (
     <details className="variants">
       <summary className="muted">
-        Runs on {able === all ? (all === 1 ? "your node" : `all ${all} nodes`) : `${able} of ${count(all, "node")}`}
+        Runs on {able === total ? (total === 1 ? "your node" : `all ${total} nodes`) : `${able} of ${count(total, "node")}`}
       </summary>
       <ul>
         {kinds.map((kind) => (

@@ -55,14 +55,14 @@ function useGathered(value: string): string {
 }
 
 export function useFit(model: string, nodes: ReadonlyMap<string, LiveNode>): UseQueryResult<Fit> {
-  const wanted = useDeferredValue(model.trim());
-  const version = useGathered(wanted === "" ? "" : versionOf(nodes.values()));
+  const deferredModel = useDeferredValue(model.trim());
+  const version = useGathered(deferredModel === "" ? "" : versionOf(nodes.values()));
   return useQuery({
-    queryKey: ["capacity", "fit", wanted, version],
-    queryFn: ({ signal }) => call(client.GET("/api/placement/fit/{model}", { params: { path: { model: wanted } }, signal })),
-    enabled: wanted !== "",
+    queryKey: ["capacity", "fit", deferredModel, version],
+    queryFn: ({ signal }) => call(client.GET("/api/placement/fit/{model}", { params: { path: { model: deferredModel } }, signal })),
+    enabled: deferredModel !== "",
     // The picture of before stays until the next one is there, but never that of another model.
-    placeholderData: (before) => (before?.model === wanted ? keepPreviousData(before) : undefined),
+    placeholderData: (previous) => (previous?.model === deferredModel ? keepPreviousData(previous) : undefined),
     gcTime: 0,
   });
 }

@@ -38,7 +38,7 @@ export function poolsOf(node: LiveNode, resource: Resource): Pool[] {
 
 /** Free in all pools together; one load can have at most the largest of them, unless it is split. */
 export function freeOf(pools: readonly Pool[]): number {
-  return pools.reduce((sum, one) => sum + one.free, 0);
+  return pools.reduce((sum, item) => sum + item.free, 0);
 }
 
 export interface Place {
@@ -68,14 +68,14 @@ export function summed(places: readonly Place[]): Sums {
   for (const { node, pools } of places) {
     if (!isOpen(node)) continue;
     sums.nodes += 1;
-    for (const one of pools) {
-      sums.total += one.total;
-      sums.used += one.used;
-      sums.reserved += one.reserved;
-      sums.free += one.free;
-      if (one.free > sums.largest) {
-        sums.largest = one.free;
-        sums.largestAt = one.name === "" ? node.name : `${node.name}, ${one.name}`;
+    for (const item of pools) {
+      sums.total += item.total;
+      sums.used += item.used;
+      sums.reserved += item.reserved;
+      sums.free += item.free;
+      if (item.free > sums.largest) {
+        sums.largest = item.free;
+        sums.largestAt = item.name === "" ? node.name : `${node.name}, ${item.name}`;
       }
     }
   }
@@ -85,7 +85,7 @@ export function summed(places: readonly Place[]): Sums {
 export const ORDERS = ["name", "free"] as const;
 
 /** How the picture is looked at, as the address says. */
-export interface Look {
+export interface MapView {
   resource: Resource;
   /** "" for one group, "gpu", "state", or "label:zone". */
   group: string;
@@ -94,14 +94,14 @@ export interface Look {
   model: string;
 }
 
-export function lookIn(query: URLSearchParams): Look {
-  const of = <Value extends string>(name: string, values: readonly Value[], usual: Value) => values.find((one) => one === query.get(name)) ?? usual;
+export function parseView(query: URLSearchParams): MapView {
+  const of = <Value extends string>(name: string, values: readonly Value[], usual: Value) => values.find((option) => option === query.get(name)) ?? usual;
   return { resource: of("of", RESOURCES, "vram"), group: query.get("group") ?? "", order: of("order", ORDERS, "name"), model: query.get("model") ?? "" };
 }
 
-export function addressOf({ resource, group, order, model }: Look): URLSearchParams {
-  const said = { of: resource === "vram" ? "" : resource, group, order: order === "name" ? "" : order, model };
-  return new URLSearchParams(Object.entries(said).filter(([, value]) => value !== ""));
+export function addressOf({ resource, group, order, model }: MapView): URLSearchParams {
+  const params = { of: resource === "vram" ? "" : resource, group, order: order === "name" ? "" : order, model };
+  return new URLSearchParams(Object.entries(params).filter(([, value]) => value !== ""));
 }
 
 export interface Group {
@@ -120,20 +120,20 @@ function groupOf(node: LiveNode, group: string): string {
 }
 
 /** The nodes that have any of it, in their groups. Agents run no models and have no place here. */
-export function grouped(nodes: Iterable<LiveNode>, { resource, group, order }: Pick<Look, "resource" | "group" | "order">): Group[] {
-  const found = new Map<string, Place[]>();
+export function grouped(nodes: Iterable<LiveNode>, { resource, group, order }: Pick<MapView, "resource" | "group" | "order">): Group[] {
+  const placesByGroup = new Map<string, Place[]>();
   for (const node of nodes) {
     if (node.node_type === "agent") continue;
     const pools = poolsOf(node, resource);
     if (pools.length === 0) continue;
     const place = { node, pools, free: isOpen(node) ? freeOf(pools) : -1 };
     const name = groupOf(node, group);
-    const known = found.get(name);
-    if (known === undefined) found.set(name, [place]);
-    else known.push(place);
+    const groupPlaces = placesByGroup.get(name);
+    if (groupPlaces === undefined) placesByGroup.set(name, [place]);
+    else groupPlaces.push(place);
   }
   const byName = (left: Place, right: Place) => collator.compare(left.node.name, right.node.name);
-  const groups = [...found].sort(([left], [right]) => collator.compare(left, right));
+  const groups = [...placesByGroup].sort(([left], [right]) => collator.compare(left, right));
   return groups.map(([name, places]) => ({ name, places: places.sort((left, right) => (order === "free" ? right.free - left.free : 0) || byName(left, right)) }));
 }
 
@@ -145,5 +145,5 @@ export function groupKeys(nodes: Iterable<LiveNode>): string[] {
     total += 1;
     for (const [key, value] of Object.entries(labels)) values.set(key, (values.get(key) ?? new Set()).add(value));
   }
-  return [...values].filter(([key, found]) => key !== "node.name" && (found.size < total || total === 1)).map(([key]) => key).sort();
+  return [...values].filter(([key, seenValues]) => key !== "node.name" && (seenValues.size < total || total === 1)).map(([key]) => key).sort();
 }

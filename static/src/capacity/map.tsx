@@ -31,8 +31,8 @@ export function FleetMap({ groups, verdicts }: MapProps): ReactNode {
         <section key={group.name} aria-label={group.name === "" ? "All nodes" : group.name}>
           {group.name !== "" && <GroupHead group={group} />}
           <ul className="cap-cells">
-            {group.places.map((one) => (
-              <Cell key={one.node.id} node={one.node} pools={one.pools} verdict={verdicts?.get(one.node.id)} tabbable={one.node.id === tabbable} onActive={setActive} />
+            {group.places.map((item) => (
+              <Cell key={item.node.id} node={item.node} pools={item.pools} verdict={verdicts?.get(item.node.id)} tabbable={item.node.id === tabbable} onActive={setActive} />
             ))}
           </ul>
         </section>
@@ -55,11 +55,11 @@ function GroupHead({ group: { name, places } }: { group: Group }): ReactNode {
   );
 }
 
-const KEYS: Readonly<Record<string, (cells: readonly HTMLElement[], at: number, here: HTMLElement) => HTMLElement | undefined>> = {
+const KEYS: Readonly<Record<string, (cells: readonly HTMLElement[], at: number, currentCell: HTMLElement) => HTMLElement | undefined>> = {
   ArrowRight: (cells, at) => cells[at + 1],
   ArrowLeft: (cells, at) => cells[at - 1],
-  ArrowDown: (cells, at, here) => nextRow(here, cells.slice(at + 1)),
-  ArrowUp: (cells, at, here) => nextRow(here, cells.slice(0, at).reverse()),
+  ArrowDown: (cells, at, currentCell) => nextRow(currentCell, cells.slice(at + 1)),
+  ArrowUp: (cells, at, currentCell) => nextRow(currentCell, cells.slice(0, at).reverse()),
   Home: (cells) => cells[0],
   End: (cells) => cells.at(-1),
 };
@@ -70,14 +70,14 @@ function step(map: HTMLElement | null, event: KeyboardEvent): HTMLElement | null
   if (map === null || key === undefined || event.ctrlKey || event.metaKey || event.altKey) return null;
   const cells = [...map.querySelectorAll<HTMLElement>(".cap-cell")];
   const at = cells.findIndex((cell) => cell === event.target);
-  const here = cells[at];
-  return here === undefined ? null : (key(cells, at, here) ?? here);
+  const currentCell = cells[at];
+  return currentCell === undefined ? null : (key(cells, at, currentCell) ?? currentCell);
 }
 
 /** The cell of the next row that lies nearest below or above; the rows come in the order of `cells`. */
-function nextRow(here: HTMLElement, cells: readonly HTMLElement[]): HTMLElement {
-  const from = here.getBoundingClientRect();
-  let best = here;
+function nextRow(currentCell: HTMLElement, cells: readonly HTMLElement[]): HTMLElement {
+  const from = currentCell.getBoundingClientRect();
+  let best = currentCell;
   let row: number | null = null;
   let least = Infinity;
   for (const cell of cells) {
@@ -97,13 +97,13 @@ interface CellProps extends Pick<Place, "node" | "pools"> {
   onActive: (id: string) => void;
 }
 
-const same = (before: CellProps, after: CellProps) =>
-  before.node === after.node && before.tabbable === after.tabbable && before.pools.length === after.pools.length && before.pools.every((one, at) => one.total === after.pools[at]?.total && one.free === after.pools[at].free && one.used === after.pools[at].used) && before.verdict?.words === after.verdict?.words;
+const same = (previous: CellProps, after: CellProps) =>
+  previous.node === after.node && previous.tabbable === after.tabbable && previous.pools.length === after.pools.length && previous.pools.every((pool, at) => pool.total === after.pools[at]?.total && pool.free === after.pools[at].free && pool.used === after.pools[at].used) && previous.verdict?.words === after.verdict?.words;
 
 const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: CellProps): ReactNode {
   const status = shownStatus(node);
   const words = [...pools.map(wordsOf), ...(isOpen(node) ? [] : [status]), ...(verdict === undefined ? [] : [verdict.words])].join("; ");
-  const said = verdict?.tone === "bad" ? verdict.words : `${bytes(freeOf(pools))} free`;
+  const stateText = verdict?.tone === "bad" ? verdict.words : `${bytes(freeOf(pools))} free`;
   return (
     <li className="cap-place">
       {/* Named by its content, so that the name has what is seen: who speaks to the page says that. */}
@@ -119,10 +119,10 @@ const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: Ce
           <bdi className="name">{node.name}</bdi>{" "}
           {verdict !== undefined ? <b className={`cap-verdict ${verdict.tone}`}>{verdict.mark}</b> : !isOpen(node) && <span className="cap-status">{status}</span>}
         </span>{" "}
-        {pools.map((one) => (
-          <Bar key={one.name} pool={one} />
+        {pools.map((pool) => (
+          <Bar key={pool.name} pool={pool} />
         ))}
-        <span className="cap-said">{said}</span>
+        <span className="cap-said">{stateText}</span>
         <span className="visually-hidden">: {words}</span>
       </Link>
     </li>

@@ -14,18 +14,18 @@ const DECISION = {
   misses: [{ node_id: "b", node: "b", code: "full", reason: "no free slot for this model", free_vram: GIB, available_disk: 0, total_disk: 0, replicas: 1, slots: 1, in_flight: 0 }],
 };
 
-let asked: [string, unknown][];
+let requests: [string, unknown][];
 
 beforeEach(() => {
-  asked = [];
+  requests = [];
   vi.spyOn(client, "GET").mockImplementation(((path: string, sent: { params: unknown }) => {
     if (path === "/api/models/capabilities") return Promise.resolve({ data: { data: [] }, response: new Response() });
-    asked.push([path, sent.params]);
+    requests.push([path, sent.params]);
     const nodes = [{ node_id: "a", reason: "offline", enough_vram: true }, { node_id: "b", reason: "no free slot for this model", enough_vram: true }];
     return Promise.resolve({ data: { model: "org/m", nodes, placement: DECISION }, response: new Response() });
   }) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
-    asked.push([path, sent.body]);
+    requests.push([path, sent.body]);
     const placed = { ...DECISION, replica: 1, hypothetical: true, outcome: "placed", node: "(new 1)", node_id: "0", replica_index: 0, reason: "the only node", misses: [] };
     return Promise.resolve({ data: { model: "org/m", wanted: 2, placed: 1, decisions: [placed, { ...DECISION, replica: 2, hypothetical: false }] }, response: new Response() });
   }) as never);
@@ -65,10 +65,10 @@ it("one cell takes Tab, and the arrows go on from there (UI-7.2)", async () => {
 
 it("says of each node whether a model fits, and the nearest miss where none does (UI-7.3, UW9)", async () => {
   open("/app/capacity?model=org%2Fm");
-  const said = within(await screen.findByRole("region", { name: "Where org/m fits" }));
-  expect(said.getByRole("status").textContent).toContain("Nearest miss: b, no free slot for this model.");
+  const panel = within(await screen.findByRole("region", { name: "Where org/m fits" }));
+  expect(panel.getByRole("status").textContent).toContain("Nearest miss: b, no free slot for this model.");
   expect(screen.getByRole("link", { name: /^b .*no free slot for this model$/ }).textContent).toContain("no");
-  expect(asked).toEqual([["/api/placement/fit/{model}", { path: { model: "org/m" } }]]);
+  expect(requests).toEqual([["/api/placement/fit/{model}", { path: { model: "org/m" } }]]);
 });
 
 it("plans with nodes that do not exist, and says why there and why not there (UI-7.4, UW12)", async () => {
@@ -87,5 +87,5 @@ it("plans with nodes that do not exist, and says why there and why not there (UI
   expect(plan.getAllByRole("listitem").map((item) => item.textContent)).toEqual([expect.stringContaining("Replica 1: (new 1)#0 new node the only node"), expect.stringContaining("Replica 2: no node")]);
   expect(plan.getByRole("table", { name: "Nearest misses for org/m, replica 2" })).toBeTruthy();
   const nodes = [{ count: 3, vram_gib: 24, disk_gib: 0, labels: { tier: "fast", zone: "west 1" } }];
-  expect(asked).toEqual([["/api/placement/plan", { model: "org/m", replicas: 2, nodes }]]);
+  expect(requests).toEqual([["/api/placement/plan", { model: "org/m", replicas: 2, nodes }]]);
 });

@@ -2,7 +2,7 @@
 // a model would fit. Figures come with the feed; what fits where is the server's word.
 import { useDeferredValue, useId, useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
-import { isTold, useRoster } from "../backends/roster";
+import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { bytes, count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import type { LiveNode } from "../live/messages";
@@ -13,7 +13,7 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
 import { useFit, verdicts, type Fit } from "./fit";
-import { addressOf, grouped, groupKeys, lookIn, ORDERS, RESOURCES, summed, type Look, type Place, type Resource } from "./fleet";
+import { addressOf, grouped, groupKeys, parseView, ORDERS, RESOURCES, summed, type MapView, type Place, type Resource } from "./fleet";
 import { FleetMap } from "./map";
 import { CapacityTabs } from "./tabs";
 import "../nodes/detail/detail.css";
@@ -24,59 +24,59 @@ import "./capacity.css";
 const NAMES: Readonly<Record<Resource, string>> = { vram: "VRAM", ram: "RAM", disk: "Models disk" };
 
 export function CapacityPage(): ReactNode {
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   return (
     <div className="cap">
       <PageHead title="Capacity" note="How much memory is free, where, and what would fit." />
       <CapacityTabs />
-      {!isTold(nodes) && <Loading what="nodes" />}
-      {isTold(nodes) && nodes.size === 0 && <Empty title="No workers registered yet" />}
+      {!isLoaded(nodes) && <Loading subject="nodes" />}
+      {isLoaded(nodes) && nodes.size === 0 && <Empty title="No workers registered yet" />}
       {nodes.size > 0 && <Fleet nodes={nodes} />}
     </div>
   );
 }
 
 function Fleet({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
-  const [look, setLook] = useInAddress(lookIn, addressOf);
-  const settled = useDeferredValue(look);
+  const [view, setView] = useInAddress(parseView, addressOf);
+  const settled = useDeferredValue(view);
   const present = useDeferredValue(nodes);
   const groups = useMemo(() => grouped(present.values(), settled), [present, settled]);
-  const fit = useFit(look.model, nodes);
-  const told = useMemo(() => verdicts(look.model === "" ? undefined : fit.data), [look.model, fit.data]);
+  const fit = useFit(view.model, nodes);
+  const verdictsByNode = useMemo(() => verdicts(view.model === "" ? undefined : fit.data), [view.model, fit.data]);
   const places = groups.flatMap((group) => group.places);
   return (
     <>
-      <Looks nodes={present} look={look} onLook={setLook} />
-      <Sums places={places} resource={settled.resource} all={present.size} />
-      {look.model !== "" && fit.isPending && <Loading what={`where ${look.model} fits`} />}
-      {look.model !== "" && fit.error !== null && <Problem error={fit.error} onRetry={() => void fit.refetch()} />}
-      {look.model !== "" && fit.data !== undefined && <FitSaid fit={fit.data} />}
-      {places.length === 0 ? <Empty title={`No node reports ${NAMES[settled.resource]}.`} /> : <FleetMap groups={groups} verdicts={told} />}
+      <ViewControls nodes={present} view={view} onView={setView} />
+      <Sums places={places} resource={settled.resource} total={present.size} />
+      {view.model !== "" && fit.isPending && <Loading subject={`where ${view.model} fits`} />}
+      {view.model !== "" && fit.error !== null && <Problem error={fit.error} onRetry={() => void fit.refetch()} />}
+      {view.model !== "" && fit.data !== undefined && <FitSummary fit={fit.data} />}
+      {places.length === 0 ? <Empty title={`No node reports ${NAMES[settled.resource]}.`} /> : <FleetMap groups={groups} verdicts={verdictsByNode} />}
     </>
   );
 }
 
-interface LooksProps {
+interface ViewControlsProps {
   nodes: ReadonlyMap<string, LiveNode>;
-  look: Look;
-  onLook: (look: Look) => void;
+  view: MapView;
+  onView: (view: MapView) => void;
 }
 
-function Looks({ nodes, look, onLook }: LooksProps): ReactNode {
+function ViewControls({ nodes, view, onView }: ViewControlsProps): ReactNode {
   const list = useId();
   const { data = [] } = useDefinitions();
   const keys = useMemo(() => groupKeys(nodes.values()), [nodes]);
-  const known = ["", "gpu", "state", ...keys.map((key) => `label:${key}`)];
+  const groupings = ["", "gpu", "state", ...keys.map((key) => `label:${key}`)];
   return (
     <div className="row wrap cap-looks">
-      <Choice label="Show" value={look.resource} options={RESOURCES.map((one) => [one, NAMES[one]])} onChange={(resource) => onLook({ ...look, resource: resource as Resource })} />
+      <Choice label="Show" value={view.resource} options={RESOURCES.map((option) => [option, NAMES[option]])} onChange={(resource) => onView({ ...view, resource: resource as Resource })} />
       <Choice
         label="Group by"
-        value={look.group}
-        options={(known.includes(look.group) ? known : [...known, look.group]).map((one) => [one, groupName(one)])}
-        onChange={(group) => onLook({ ...look, group })}
+        value={view.group}
+        options={(groupings.includes(view.group) ? groupings : [...groupings, view.group]).map((grouping) => [grouping, groupName(grouping)])}
+        onChange={(group) => onView({ ...view, group })}
       />
-      <Choice label="Order" value={look.order} options={ORDERS.map((one) => [one, one === "name" ? "Name" : "Most free first"])} onChange={(order) => onLook({ ...look, order: order as Look["order"] })} />
+      <Choice label="Order" value={view.order} options={ORDERS.map((order) => [order, order === "name" ? "Name" : "Most free first"])} onChange={(order) => onView({ ...view, order: order as MapView["order"] })} />
       <label className="field cap-model" htmlFor={`${list}-model`}>
         <span>Where does it fit?</span>
         <input
@@ -88,8 +88,8 @@ function Looks({ nodes, look, onLook }: LooksProps): ReactNode {
           autoComplete="off"
           autoCapitalize="none"
           spellCheck={false}
-          value={look.model}
-          onChange={(event) => onLook({ ...look, model: event.target.value })}
+          value={view.model}
+          onChange={(event) => onView({ ...view, model: event.target.value })}
         />
         <datalist id={list}>
           {data.map(({ id }) => (
@@ -120,8 +120,8 @@ function Choice({ label, value, options, onChange }: ChoiceProps): ReactNode {
     <label className="field" htmlFor={id}>
       <span>{label}</span>
       <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
-        {options.map(([one, name]) => (
-          <option key={one} value={one}>
+        {options.map(([option, name]) => (
+          <option key={option} value={option}>
             {name}
           </option>
         ))}
@@ -130,10 +130,10 @@ function Choice({ label, value, options, onChange }: ChoiceProps): ReactNode {
   );
 }
 
-function Sums({ places, resource, all }: { places: readonly Place[]; resource: Resource; all: number }): ReactNode {
+function Sums({ places, resource, total }: { places: readonly Place[]; resource: Resource; total: number }): ReactNode {
   const sums = useMemo(() => summed(places), [places]);
   const closed = places.length - sums.nodes;
-  const without = all - places.length;
+  const without = total - places.length;
   return (
     <div className="cap-sums">
       <dl className="cap-figures">
@@ -168,7 +168,7 @@ function Sum({ name, value }: { name: string; value: string }): ReactNode {
 }
 
 /** The fit in a sentence, with the best nodes and the nearest misses below it. */
-function FitSaid({ fit }: { fit: Fit }): ReactNode {
+function FitSummary({ fit }: { fit: Fit }): ReactNode {
   const { placement, model } = fit;
   const [nearest] = placement.misses;
   return (

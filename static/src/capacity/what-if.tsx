@@ -5,32 +5,32 @@ import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useDefinitions } from "../models/data";
 import { Details } from "../models/decision";
-import { slotOf } from "../models/explained";
+import { slotOf } from "../models/explanation-query";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { TextField } from "../ui/text-field";
 import { PageHead } from "../ui/title";
 import { CapacityTabs } from "./tabs";
-import { addressOf, BLANK, usePlan, wishIn, wrongIn, type Plan, type Wish } from "./wish";
+import { formAddress, BLANK, usePlan, parseForm, validateForm, type Plan, type PlanForm } from "./plan-form";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "../models/models.css";
 import "./capacity.css";
 
-const isBlank = (wish: Wish) => addressOf(wish).toString() === "";
+const isBlank = (form: PlanForm) => formAddress(form).toString() === "";
 
 export function WhatIfPage(): ReactNode {
-  const [wish, setWish] = useInAddress(wishIn, addressOf);
+  const [form, setForm] = useInAddress(parseForm, formAddress);
   // An address with a question in it is one that somebody was sent.
-  const [asked, setAsked] = useState<Wish | null>(() => (isBlank(wish) || Object.keys(wrongIn(wish)).length > 0 ? null : wish));
-  const plan = usePlan(asked);
+  const [submitted, setSubmitted] = useState<PlanForm | null>(() => (isBlank(form) || Object.keys(validateForm(form)).length > 0 ? null : form));
+  const plan = usePlan(submitted);
   return (
     <div className="cap">
       <PageHead title="What if" note="Where replicas would go, on the fleet as it is or with more nodes. Nothing is changed." />
       <CapacityTabs />
-      <Form wish={wish} busy={plan.isFetching} onChange={setWish} onAsk={() => (asked === wish ? void plan.refetch() : setAsked(wish))} />
-      {asked !== null && plan.isPending && <Loading what="the plan" />}
+      <Form form={form} busy={plan.isFetching} onChange={setForm} onSubmit={() => (submitted === form ? void plan.refetch() : setSubmitted(form))} />
+      {submitted !== null && plan.isPending && <Loading subject="the plan" />}
       {plan.error !== null && <Problem error={plan.error} onRetry={() => void plan.refetch()} />}
       {plan.data !== undefined && plan.error === null && <Planned plan={plan.data} />}
     </div>
@@ -38,24 +38,24 @@ export function WhatIfPage(): ReactNode {
 }
 
 interface FormProps {
-  wish: Wish;
+  form: PlanForm;
   busy: boolean;
-  onChange: (wish: Wish) => void;
-  onAsk: () => void;
+  onChange: (form: PlanForm) => void;
+  onSubmit: () => void;
 }
 
-function Form({ wish, busy, onChange, onAsk }: FormProps): ReactNode {
+function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
   const list = useId();
   const [sent, setSent] = useState(false);
   const { data = [] } = useDefinitions();
-  const own = wrongIn(wish);
+  const problems = validateForm(form);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     setSent(true);
-    if (Object.keys(own).length === 0) onAsk();
+    if (Object.keys(problems).length === 0) onSubmit();
   };
-  const field = (name: keyof Wish, label: string, hint: string) => (
-    <TextField label={label} hint={hint} value={wish[name]} wrong={sent ? own[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { list } : {})} onChange={(text) => onChange({ ...wish, [name]: text })} />
+  const field = (name: keyof PlanForm, label: string, description: string) => (
+    <TextField label={label} description={description} value={form[name]} problem={sent ? problems[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { list } : {})} onChange={(text) => onChange({ ...form, [name]: text })} />
   );
   return (
     <form className="nd-panel" noValidate onSubmit={submit}>
@@ -68,7 +68,7 @@ function Form({ wish, busy, onChange, onAsk }: FormProps): ReactNode {
               <option key={id} value={id} />
             ))}
           </datalist>
-          {wish.model.trim() === "" && (
+          {form.model.trim() === "" && (
             <div className="rule-pair">
               {field("vram", "VRAM it needs, GiB", "")}
               {field("disk", "Disk it needs, GiB", "")}

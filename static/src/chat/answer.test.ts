@@ -1,30 +1,30 @@
 import { describe, expect, it } from "vitest";
-import { begun, extended, figuresOf, messagesOf, speedOf, type Answer } from "./answer";
-import type { Piece } from "./ask";
+import { newAnswer, extended, figuresOf, messagesOf, speedOf, type Answer } from "./answer";
+import type { Piece } from "./stream";
 import { grown, NO_BLOCKS, textOf } from "./blocks";
 import { requestOf, UNSET, wrongIn } from "./settings";
 import { curl, python } from "./snippets";
 
-function piece(more: Partial<Piece>): Piece {
-  return { text: "", reasoning: "", tools: [], finish: "", usage: null, at: 0, ...more };
+function piece(overrides: Partial<Piece>): Piece {
+  return { text: "", reasoning: "", tools: [], finish: "", usage: null, at: 0, ...overrides };
 }
 
 function answer(...pieces: Piece[]): Answer {
-  return extended({ ...begun("m"), sentAt: 1000 }, pieces);
+  return extended({ ...newAnswer("m"), sentAt: 1000 }, pieces);
 }
 
 describe("figures of an answer (UI-10.6)", () => {
   const usage = { prompt_tokens: 40, completion_tokens: 11 };
-  const told = [piece({ at: 1100 }), piece({ text: "a", at: 1250 }), piece({ text: "b", at: 2250 }), piece({ finish: "stop", at: 2260 }), piece({ usage, at: 2261 })];
+  const pieces = [piece({ at: 1100 }), piece({ text: "a", at: 1250 }), piece({ text: "b", at: 2250 }), piece({ finish: "stop", at: 2260 }), piece({ usage, at: 2261 })];
 
   it("count from the request to the first token, and the tokens after it", () => {
-    expect(figuresOf({ ...answer(...told), state: "done" })).toEqual(["first token after 0.25 s", "10 tokens/s", "40 prompt + 11 answer tokens", "finished"]);
+    expect(figuresOf({ ...answer(...pieces), state: "done" })).toEqual(["first token after 0.25 s", "10 tokens/s", "40 prompt + 11 answer tokens", "finished"]);
   });
 
   it("say that the load is in it, that it was cut off, and what of the prompt was cached", () => {
     const cached = piece({ usage: { ...usage, prompt_tokens_details: { cached_tokens: 30 } } });
-    const found = { ...answer(...told, cached, piece({ finish: "length" })), state: "done", cold: true } as const;
-    expect(figuresOf(found)).toEqual([
+    const result = { ...answer(...pieces, cached, piece({ finish: "length" })), state: "done", cold: true } as const;
+    expect(figuresOf(result)).toEqual([
       "first token after 0.25 s, load included", "10 tokens/s", "40 prompt + 11 answer tokens", "75% of the prompt cached", "cut off at the limit of tokens (length)",
     ]);
   });
@@ -38,11 +38,11 @@ describe("figures of an answer (UI-10.6)", () => {
   });
 
   it("put tool calls together from their pieces", () => {
-    const found = answer(
+    const result = answer(
       piece({ tools: [{ index: 0, function: { name: "look", arguments: '{"a"' } }] }),
       piece({ tools: [{ index: 0, function: { arguments: ":1}" } }, { index: 1, function: { name: "go", arguments: "" } }] }),
     );
-    expect(found.tools).toEqual([{ name: "look", arguments: '{"a":1}' }, { name: "go", arguments: "" }]);
+    expect(result.tools).toEqual([{ name: "look", arguments: '{"a":1}' }, { name: "go", arguments: "" }]);
   });
 });
 
@@ -54,16 +54,16 @@ describe("blocks of Markdown that grows (UI-10.4)", () => {
     const by_letter = Array.from(text).reduce((blocks, letter) => grown(blocks, letter), NO_BLOCKS);
     expect(by_letter).toEqual(at_once);
     expect(textOf(at_once)).toBe(text);
-    expect(at_once.done.map((one) => one.trim().split("\n")[0])).toEqual(["# One", "A paragraph", "- a", "1. x", "```py", "> quote", "| a | b |"]);
+    expect(at_once.done.map((block) => block.trim().split("\n")[0])).toEqual(["# One", "A paragraph", "- a", "1. x", "```py", "> quote", "| a | b |"]);
     expect(at_once.tail).toBe("last");
   });
 
   it("stay what they are once they are finished", () => {
-    let before = NO_BLOCKS;
+    let previous = NO_BLOCKS;
     for (const letter of text) {
-      const after = grown(before, letter);
-      expect(after.done.slice(0, before.done.length)).toEqual(before.done);
-      before = after;
+      const after = grown(previous, letter);
+      expect(after.done.slice(0, previous.done.length)).toEqual(previous.done);
+      previous = after;
     }
   });
 });
@@ -71,17 +71,17 @@ describe("blocks of Markdown that grows (UI-10.4)", () => {
 describe("what is asked (UI-10.2)", () => {
   it("has the settings that are typed, and nothing else", () => {
     expect(requestOf("m", UNSET, [])).toEqual({ model: "m", messages: [] });
-    const all = { system: "Be brief.", temperature: "0.5", maxTokens: "20", stop: "END\n\n###", seed: "7" };
-    expect(requestOf("m", all, [{ role: "user", content: "hi" }])).toEqual({
+    const settings = { system: "Be brief.", temperature: "0.5", maxTokens: "20", stop: "END\n\n###", seed: "7" };
+    expect(requestOf("m", settings, [{ role: "user", content: "hi" }])).toEqual({
       model: "m", temperature: 0.5, max_tokens: 20, stop: ["END", "###"], seed: 7,
       messages: [{ role: "system", content: "Be brief." }, { role: "user", content: "hi" }],
     });
-    expect(wrongIn(all)).toEqual({});
+    expect(wrongIn(settings)).toEqual({});
   });
 
   it("is refused at the field", () => {
-    const wrong = wrongIn({ system: "", temperature: "hot", maxTokens: "1.5", stop: "a\n".repeat(17), seed: "x" });
-    expect(Object.keys(wrong).sort()).toEqual(["maxTokens", "seed", "stop", "temperature"]);
+    const problems = wrongIn({ system: "", temperature: "hot", maxTokens: "1.5", stop: "a\n".repeat(17), seed: "x" });
+    expect(Object.keys(problems).sort()).toEqual(["maxTokens", "seed", "stop", "temperature"]);
     expect(wrongIn({ ...UNSET, temperature: "2.1", maxTokens: "0" })).toMatchObject({ temperature: "Enter a number from 0 to 2.", maxTokens: "Enter a whole number from 1." });
   });
 

@@ -1,6 +1,6 @@
 // An answer as it grows, and its figures. Pure.
 import { grown, NO_BLOCKS, textOf, type Blocks } from "./blocks";
-import type { Loading, Piece, Usage } from "./ask";
+import type { Loading, Piece, Usage } from "./stream";
 import type { Message } from "./settings";
 
 export interface ToolCall {
@@ -37,7 +37,7 @@ export interface Turn {
   answer: Answer;
 }
 
-export function begun(model: string): Answer {
+export function newAnswer(model: string): Answer {
   return {
     model, cold: false, state: "waiting", blocks: NO_BLOCKS, reasoning: NO_BLOCKS, tools: [], node: "", finish: "", usage: null,
     sentAt: performance.now(), firstAt: null, lastAt: null, loading: null, error: null,
@@ -53,7 +53,7 @@ export function extended(answer: Answer, pieces: readonly Piece[]): Answer {
   const text = pieces.map((piece) => piece.text).join("");
   const reasoning = pieces.map((piece) => piece.reasoning).join("");
   const tools = pieces.flatMap((piece) => piece.tools);
-  const said = pieces.filter((piece) => piece.text !== "" || piece.reasoning !== "" || piece.tools.length > 0);
+  const nonEmptyPieces = pieces.filter((piece) => piece.text !== "" || piece.reasoning !== "" || piece.tools.length > 0);
   return {
     ...answer,
     state: "answering",
@@ -62,15 +62,15 @@ export function extended(answer: Answer, pieces: readonly Piece[]): Answer {
     tools: tools.reduce(withTool, answer.tools),
     finish: pieces.findLast((piece) => piece.finish !== "")?.finish ?? answer.finish,
     usage: pieces.findLast((piece) => piece.usage !== null)?.usage ?? answer.usage,
-    firstAt: answer.firstAt ?? said[0]?.at ?? null,
-    lastAt: said.at(-1)?.at ?? answer.lastAt,
+    firstAt: answer.firstAt ?? nonEmptyPieces[0]?.at ?? null,
+    lastAt: nonEmptyPieces.at(-1)?.at ?? answer.lastAt,
   };
 }
 
-function withTool(known: readonly ToolCall[], { index, function: piece }: Piece["tools"][number]): ToolCall[] {
-  const calls = [...known];
-  const { name, arguments: before } = calls[index] ?? { name: "", arguments: "" };
-  calls[index] = { name: name + (piece?.name ?? ""), arguments: before + (piece?.arguments ?? "") };
+function withTool(toolCalls: readonly ToolCall[], { index, function: piece }: Piece["tools"][number]): ToolCall[] {
+  const calls = [...toolCalls];
+  const { name, arguments: previous } = calls[index] ?? { name: "", arguments: "" };
+  calls[index] = { name: name + (piece?.name ?? ""), arguments: previous + (piece?.arguments ?? "") };
   return calls;
 }
 

@@ -11,9 +11,9 @@ export interface Blocks {
 export const NO_BLOCKS: Blocks = { done: [], tail: "" };
 
 /** The blocks with `more` at the end. A reference to a definition in another block stays text. */
-export function grown({ done, tail }: Blocks, more: string): Blocks {
-  if (more === "") return { done, tail };
-  const text = tail + more;
+export function grown({ done, tail }: Blocks, addition: string): Blocks {
+  if (addition === "") return { done, tail };
+  const text = tail + addition;
   // A new block begins on a new line.
   if (!text.trimStart().includes("\n")) return { done, tail: text };
   const starts = fromMarkdown(text).children.map((child) => lineOf(text, child.position?.start.offset ?? 0));

@@ -1,19 +1,20 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { client } from "../api/client";
+import { UNDRAWN_MS } from "../lib/next-frame";
 import { model, node } from "../live/fixtures";
 import type { Operation } from "../live/messages";
 import { LiveStore } from "../live/store";
-import { tellOver } from "../shell/session";
+import { notifySessionEnd } from "../shell/session";
 import { textOf } from "./blocks";
 import { Conversation, conversationOf } from "./conversation";
-import { ended, Open, refused, said, serve, whole } from "./fixtures";
+import { ended, Open, refused, contentEvent, serve, fullResponse } from "./fixtures";
 
 let store: LiveStore;
 let talk: Conversation;
 
 function begin(): void {
   store = new LiveStore();
-  tell();
+  publishState();
   talk = new Conversation(store);
   talk.set({ model: "m" });
 }
@@ -25,17 +26,17 @@ afterEach(() => {
   vi.unstubAllGlobals();
 });
 
-function load(more: Partial<Operation> = {}): Operation {
-  return { jobID: "j", kind: "model_load", fullName: "m", name: "m", status: "processing", seq: 1, createdAt: "2026-08-22T10:00:00Z", ...more } as Operation;
+function load(overrides: Partial<Operation> = {}): Operation {
+  return { jobID: "j", kind: "model_load", fullName: "m", name: "m", status: "processing", seq: 1, createdAt: "2026-08-22T10:00:00Z", ...overrides } as Operation;
 }
 
 /** The feed says this. */
-function tell(operations: Operation[] = [], ...models: string[]): void {
+function publishState(operations: Operation[] = [], ...models: string[]): void {
   store.push({ type: "operations.snapshot", seq: 1, operations });
   store.push({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1", { models: models.map((name) => model(name, 0)) })] });
 }
 
-function say(text: string): void {
+function sendMessage(text: string): void {
   talk.set({ draft: text });
   talk.send();
 }
@@ -56,13 +57,13 @@ const still = () => refused(503, { message: "still", type: "model_loading", code
 describe("a conversation", () => {
   it("is told whole with each question, and knows the node (UI-10.3, UI-10.6)", async () => {
     const open = new Open("n1");
-    const sent = serve(open, whole(said("Fine."), ended("stop")));
-    say("Hello");
+    const sent = serve(open, fullResponse(contentEvent("Fine."), ended("stop")));
+    sendMessage("Hello");
     expect([last().state, talk.read().draft]).toEqual(["waiting", ""]);
-    open.say(said("Hi "), said("you"), ended("stop"), "data: [DONE]\n\n");
+    open.send(contentEvent("Hi "), contentEvent("you"), ended("stop"), "data: [DONE]\n\n");
     await until("done");
     expect([last().text, last().node, last().finish]).toEqual(["Hi you", "n1", "stop"]);
-    say("How are you?");
+    sendMessage("How are you?");
     await until("done");
     expect(sent[1]?.body.messages).toEqual([{ role: "user", content: "Hello" }, { role: "assistant", content: "Hi you" }, { role: "user", content: "How are you?" }]);
   });
@@ -70,26 +71,36 @@ describe("a conversation", () => {
   it("tells its listeners of many tokens once a frame (UI-10.5)", async () => {
     const frames: (() => void)[] = [];
     vi.stubGlobal("requestAnimationFrame", (run: () => void) => frames.push(run));
+    // A busy machine must not reach the limit for a frame.
+    const { setTimeout: start } = globalThis;
+    vi.stubGlobal("setTimeout", (run: () => void, ms = 0) => (ms === UNDRAWN_MS ? 0 : start(run, ms)));
     const open = new Open();
     serve(open);
-    say("Count");
-    const heard = vi.fn();
+    sendMessage("Count");
+    const listener = vi.fn();
     await vi.waitFor(() => expect(last().node).toBe(""));
-    talk.subscribe(heard);
-    open.say(...Array.from({ length: 500 }, (_, at) => said(`${at} `)));
+    talk.subscribe(listener);
+    open.send(...Array.from({ length: 500 }, (_, at) => contentEvent(`${at} `)));
     await vi.waitFor(() => expect(frames).toHaveLength(1));
-    await new Promise((resolve) => setTimeout(resolve, 20));
-    heard.mockClear();
-    frames[0]?.();
-    expect(heard).toHaveBeenCalledTimes(1);
+    listener.mockClear();
+    let drawn = 0;
+    await vi.waitFor(() => {
+      for (const draw of frames.splice(0)) {
+        draw();
+        drawn += 1;
+      }
+      expect(last().text).toMatch(/ 499 $/);
+    });
+    expect(listener).toHaveBeenCalledTimes(drawn);
+    expect(drawn).toBeLessThan(50);
     expect(last().text).toMatch(/^0 1 2 .* 499 $/);
   });
 
   it("stops when it is told to, keeps what came and leaves the server (UI-10.7)", async () => {
     const open = new Open();
     const sent = serve(open);
-    say("Talk");
-    open.say(said("one "));
+    sendMessage("Talk");
+    open.send(contentEvent("one "));
     await vi.waitFor(() => expect(last().text).toBe("one "));
     talk.stop();
     expect(sent[0]?.signal.aborted).toBe(true);
@@ -98,10 +109,10 @@ describe("a conversation", () => {
   });
 
   it("asks the last question again, or another one in its place (UI-10.7)", async () => {
-    const sent = serve(whole(said("a")), whole(said("b")), whole(said("c")));
-    say("First");
+    const sent = serve(fullResponse(contentEvent("a")), fullResponse(contentEvent("b")), fullResponse(contentEvent("c")));
+    sendMessage("First");
     await until("done");
-    talk.again();
+    talk.retry();
     await vi.waitFor(() => expect(last().text).toBe("b"));
     await until("done");
     talk.edit();
@@ -109,28 +120,28 @@ describe("a conversation", () => {
     talk.leaveEdit();
     expect(talk.read()).toMatchObject({ draft: "", editing: false });
     talk.edit();
-    say("Second");
+    sendMessage("Second");
     await until("done");
     expect(talk.read().turns.map(({ question }) => question)).toEqual(["Second"]);
     expect(sent.map(({ body }) => body.messages.map(({ content }) => content))).toEqual([["First"], ["First"], ["Second"]]);
   });
 
   it("keeps what came before a failure, and says why (UI-10.3)", async () => {
-    serve(whole(said("half"), 'data: {"error": {"message": "the engine died", "code": "unavailable"}}\n\n'));
-    say("Talk");
+    serve(fullResponse(contentEvent("half"), 'data: {"error": {"message": "the engine died", "code": "unavailable"}}\n\n'));
+    sendMessage("Talk");
     await until("failed");
     expect([last().text, last().error?.message]).toEqual(["half", "the engine died"]);
   });
 
   it("forgets all of it, and takes in nothing that comes later (UI-10.7)", async () => {
     const open = new Open();
-    serve(open, whole(said("new")));
-    say("Talk");
-    open.say(said("old"));
+    serve(open, fullResponse(contentEvent("new")));
+    sendMessage("Talk");
+    open.send(contentEvent("old"));
     await vi.waitFor(() => expect(last().text).toBe("old"));
-    open.say(said("older"));
+    open.send(contentEvent("older"));
     talk.clear();
-    say("Again");
+    sendMessage("Again");
     await until("done");
     expect(talk.read().turns.map(({ answer }) => textOf(answer.blocks))).toEqual(["new"]);
   });
@@ -151,16 +162,16 @@ it("an answer stops with the session, as the page learns of its end", async () =
   const mine = conversationOf("3", store);
   mine.set({ model: "m", draft: "Talk" });
   mine.send();
-  open.say(said("one "));
+  open.send(contentEvent("one "));
   await vi.waitFor(() => expect(mine.read().turns[0]?.answer.firstAt).not.toBeNull());
-  tellOver();
+  notifySessionEnd();
   expect(sent[0]?.signal.aborted).toBe(true);
   await vi.waitFor(() => expect(mine.read().turns[0]?.answer.state).toBe("stopped"));
   // That of another person is not asked to.
   conversationOf("4", store);
-  const before = mine.read();
-  tellOver();
-  expect(mine.read()).toBe(before);
+  const previous = mine.read();
+  notifySessionEnd();
+  expect(mine.read()).toBe(previous);
 });
 
 describe("a model that is being loaded (E68, UI-10.8)", () => {
@@ -173,15 +184,15 @@ describe("a model that is being loaded (E68, UI-10.8)", () => {
   const pass = (ms: number) => vi.advanceTimersByTimeAsync(ms);
 
   it("is waited for by the feed, and the question repeats by itself", async () => {
-    tell([load()]);
+    publishState([load()]);
     await pass(300);
-    const sent = serve(still(), whole(said("here")));
-    say("Hello");
+    const sent = serve(still(), fullResponse(contentEvent("here")));
+    sendMessage("Hello");
     await pass(10);
     expect(last()).toMatchObject({ state: "waiting", loading: STILL, cold: true });
     await pass(10_000);
     expect(sent).toHaveLength(1);
-    tell([load({ status: "completed" })], "m");
+    publishState([load({ status: "completed" })], "m");
     await pass(2_000);
     expect(last()).toMatchObject({ state: "done", text: "here", loading: null, cold: false });
     expect(sent).toHaveLength(2);
@@ -189,16 +200,16 @@ describe("a model that is being loaded (E68, UI-10.8)", () => {
   });
 
   it("that fails says why, and the next try waits until it makes sense", async () => {
-    tell([load()]);
+    publishState([load()]);
     await pass(300);
     const failed = refused(503, { message: "loading model m failed: no room", type: "server_error", code: "load_failed" }, {}, { "Retry-After": "9" });
-    const sent = serve(still(), failed, whole(said("here")));
-    say("Hello");
+    const sent = serve(still(), failed, fullResponse(contentEvent("here")));
+    sendMessage("Hello");
     await pass(10);
-    tell([load({ status: "failed", error: "no room" })]);
+    publishState([load({ status: "failed", error: "no room" })]);
     await pass(2_000);
     expect(last()).toMatchObject({ state: "failed", error: { message: "loading model m failed: no room" } });
-    talk.again();
+    talk.retry();
     await pass(5_000);
     expect(sent).toHaveLength(2);
     await pass(5_000);
@@ -206,25 +217,25 @@ describe("a model that is being loaded (E68, UI-10.8)", () => {
   });
 
   it("is asked after while the feed is lost", async () => {
-    tell([load()]);
+    publishState([load()]);
     await pass(300);
     store.lost("stale");
-    const looks = vi.spyOn(client, "GET");
+    const getSpy = vi.spyOn(client, "GET");
     const answer = (body: unknown, status: number) => Promise.resolve(status === 200 ? { data: body, response: new Response() } : { error: body, response: new Response(null, { status }) });
-    looks.mockReturnValueOnce(answer(STILL, 200)).mockReturnValueOnce(answer({ error: "none" }, 404));
-    const sent = serve(still(), whole(said("here")));
-    say("Hello");
+    getSpy.mockReturnValueOnce(answer(STILL, 200)).mockReturnValueOnce(answer({ error: "none" }, 404));
+    const sent = serve(still(), fullResponse(contentEvent("here")));
+    sendMessage("Hello");
     await pass(5_000);
     expect(last()).toMatchObject({ state: "done", text: "here" });
-    expect(looks).toHaveBeenCalledTimes(2);
+    expect(getSpy).toHaveBeenCalledTimes(2);
     expect(sent).toHaveLength(2);
   });
 
   it("can be given up", async () => {
-    tell([load()]);
+    publishState([load()]);
     await pass(300);
     const sent = serve(still());
-    say("Hello");
+    sendMessage("Hello");
     await pass(10);
     talk.stop();
     await pass(5_000);

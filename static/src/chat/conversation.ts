@@ -6,10 +6,10 @@ import { NextFrame } from "../lib/next-frame";
 import type { LiveStore } from "../live/store";
 import { whenOver } from "../shell/session";
 import { announce } from "../ui/announce";
-import { begun, extended, isOpen, messagesOf, type Answer, type Turn } from "./answer";
-import { ask, StillLoading, type Piece } from "./ask";
+import { newAnswer, extended, isOpen, messagesOf, type Answer, type Turn } from "./answer";
+import { startStream, StillLoading, type Piece } from "./stream";
 import { textOf } from "./blocks";
-import { loadedOf, rest, untilLoaded } from "./loads";
+import { loadedOf, delay, untilLoaded } from "./loads";
 import { requestOf, UNSET, type Settings } from "./settings";
 
 export interface Chat {
@@ -61,13 +61,13 @@ export class Conversation {
     const { draft, model, turns, editing } = this.chat;
     if (this.busy || draft.trim() === "" || model === "") return;
     this.lastId += 1;
-    const kept = editing ? turns.slice(0, -1) : turns;
+    const previousTurns = editing ? turns.slice(0, -1) : turns;
     this.change({ draft: "", editing: false });
-    this.begin(kept, { id: this.lastId, question: draft });
+    this.begin(previousTurns, { id: this.lastId, question: draft });
   }
 
   /** Asks the last question again. */
-  again(): void {
+  retry(): void {
     const last = this.chat.turns.at(-1);
     if (last === undefined || this.busy || this.chat.model === "") return;
     this.begin(this.chat.turns.slice(0, -1), last);
@@ -91,19 +91,19 @@ export class Conversation {
     this.change({ turns: [], draft: "", editing: false });
   }
 
-  private begin(before: readonly Turn[], { id, question }: Pick<Turn, "id" | "question">): void {
+  private begin(previous: readonly Turn[], { id, question }: Pick<Turn, "id" | "question">): void {
     const { model, settings } = this.chat;
-    const request = requestOf(model, settings, [...messagesOf(before), { role: "user", content: question }]);
+    const request = requestOf(model, settings, [...messagesOf(previous), { role: "user", content: question }]);
     this.came.length = 0;
-    this.change({ turns: [...before, { id, question, answer: begun(model) }] });
+    this.change({ turns: [...previous, { id, question, answer: newAnswer(model) }] });
     this.control = new AbortController();
     void this.run(id, request, this.control.signal);
   }
 
-  private async run(id: number, request: Parameters<typeof ask>[0], signal: AbortSignal): Promise<void> {
+  private async run(id: number, request: Parameters<typeof startStream>[0], signal: AbortSignal): Promise<void> {
     try {
       const early = Math.min(this.notBefore - performance.now(), LONGEST_REST_MS);
-      if (early > 0) await rest(early, signal);
+      if (early > 0) await delay(early, signal);
       while (!(await this.answered(id, request, signal))) await untilLoaded(this.store, request.model, signal);
       this.end(id, { state: "done" });
     } catch (error) {
@@ -114,15 +114,15 @@ export class Conversation {
   }
 
   /** Whether the request was answered; it was not if the model is still being loaded. */
-  private async answered(id: number, request: Parameters<typeof ask>[0], signal: AbortSignal): Promise<boolean> {
+  private async answered(id: number, request: Parameters<typeof startStream>[0], signal: AbortSignal): Promise<boolean> {
     this.answer(id, { sentAt: performance.now(), cold: loadedOf(this.store.read(), request.model) === 0 });
     try {
-      const { node, pieces } = await ask(request, signal);
+      const { node, pieces } = await startStream(request, signal);
       this.answer(id, { node, loading: null });
       for await (const piece of pieces) {
         if (signal.aborted) throw new DOMException("stopped", "AbortError");
         this.came.push(piece);
-        if (!this.resting) this.frame.ask();
+        if (!this.resting) this.frame.request();
       }
       return true;
     } catch (error) {
@@ -136,17 +136,17 @@ export class Conversation {
     const last = this.chat.turns.at(-1);
     const came = this.came.splice(0);
     if (last === undefined || !isOpen(last.answer) || came.length === 0) return;
-    this.rest();
+    this.pauseDrawing();
     this.answer(last.id, extended(last.answer, came));
   }
 
   /** A long list or table is drawn whole for each token of it: two thirds of the time are left for everything else. */
-  private rest(): void {
+  private pauseDrawing(): void {
     const began = performance.now();
     this.resting = true;
     const end = () => {
       this.resting = false;
-      if (this.came.length > 0) this.frame.ask();
+      if (this.came.length > 0) this.frame.request();
     };
     // What is drawn now is drawn before the next task.
     setTimeout(() => setTimeout(end, 2 * (performance.now() - began)));
@@ -157,7 +157,7 @@ export class Conversation {
     const last = this.chat.turns.at(-1);
     if (last?.id !== id || !isOpen(last.answer)) return;
     this.answer(id, { ...outcome, loading: null });
-    announce(said(outcome, textOf(last.answer.blocks), last.answer.model));
+    announce(errorText(outcome, textOf(last.answer.blocks), last.answer.model));
   }
 
   /** Changes the answer of this turn, which may have been cleared meanwhile. */
@@ -167,29 +167,29 @@ export class Conversation {
     if (last?.id === id) this.change({ turns: [...turns.slice(0, -1), { ...last, answer: { ...last.answer, ...change } }] });
   }
 
-  private change(part: Partial<Chat>): void {
-    this.chat = { ...this.chat, ...part };
+  private change(target: Partial<Chat>): void {
+    this.chat = { ...this.chat, ...target };
     for (const listener of this.listeners) listener();
   }
 }
 
 /** Whole answers are announced, not their tokens. */
-function said({ state }: Partial<Answer>, text: string, model: string): string {
+function errorText({ state }: Partial<Answer>, text: string, model: string): string {
   if (state === "failed") return "The answer failed.";
   return `${state === "stopped" ? "Stopped. " : ""}${model}: ${text === "" ? "no text" : text}`;
 }
 
-let kept: { user: string; conversation: Conversation; forget: () => void } | null = null;
+let cached: { user: string; conversation: Conversation; forget: () => void } | null = null;
 
 /** The conversation of this person, which outlives the page; that of another one is forgotten. Its answer stops with the session. */
 export function conversationOf(user: string, store: LiveStore): Conversation {
-  if (kept?.user !== user) {
-    kept?.conversation.clear();
-    kept?.forget();
+  if (cached?.user !== user) {
+    cached?.conversation.clear();
+    cached?.forget();
     const conversation = new Conversation(store);
-    kept = { user, conversation, forget: whenOver(conversation.stop) };
+    cached = { user, conversation, forget: whenOver(conversation.stop) };
   }
-  return kept.conversation;
+  return cached.conversation;
 }
 
 export function useChat(conversation: Conversation): Chat {

@@ -18,8 +18,8 @@ export function event(content: unknown): string {
 
 export const DONE = "data: [DONE]\n\n";
 
-export function said(content: string, more: Record<string, unknown> = {}): string {
-  return event({ choices: [{ index: 0, delta: { content, ...more }, finish_reason: null }], usage: null });
+export function contentEvent(content: string, overrides: Record<string, unknown> = {}): string {
+  return event({ choices: [{ index: 0, delta: { content, ...overrides }, finish_reason: null }], usage: null });
 }
 
 export function ended(reason: string, usage: Record<string, unknown> = { prompt_tokens: 10, completion_tokens: 4 }): string {
@@ -41,7 +41,7 @@ export class Open {
     this.response = new Response(body, { headers: { "X-LocalAI-Node": node } });
   }
 
-  say(...parts: string[]): void {
+  send(...parts: string[]): void {
     for (const part of parts) this.controller?.enqueue(this.encoder.encode(part));
   }
 
@@ -74,10 +74,10 @@ export function serve(...answers: (Response | Error | Open)[]): Sent[] {
   return sent;
 }
 
-export function whole(...parts: string[]): Response {
+export function fullResponse(...parts: string[]): Response {
   return new Response(bodyOf([...parts, DONE]));
 }
 
-export function refused(status: number, error: Record<string, unknown>, more: Record<string, unknown> = {}, headers: Record<string, string> = {}): Response {
-  return new Response(JSON.stringify({ error, ...more }), { status, headers });
+export function refused(status: number, error: Record<string, unknown>, overrides: Record<string, unknown> = {}, headers: Record<string, string> = {}): Response {
+  return new Response(JSON.stringify({ error, ...overrides }), { status, headers });
 }

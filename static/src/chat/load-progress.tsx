@@ -3,20 +3,20 @@
 import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { useLive } from "../live/hooks";
-import { figures, NextLook } from "../operations/lines";
+import { figures, NextCheck } from "../operations/lines";
 import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
 import { useWork } from "../operations/watch";
 import type { Operation } from "../live/messages";
-import { left } from "../lib/format";
+import { formatTimeLeft } from "../lib/format";
 import { ProgressBar } from "../ui/bars";
 import type { Answer } from "./answer";
-import type { Loading } from "./ask";
+import type { Loading } from "./stream";
 import { loadedOf, loadOf } from "./loads";
 
 export function Waiting({ answer }: { answer: Answer }): ReactNode {
   const load = useLive((state) => (loadedOf(state, answer.model) > 0 ? undefined : loadOf(state, answer.model)));
   if (load !== undefined) return <Load operation={load} eta={answer.loading?.eta_seconds} />;
-  if (answer.loading !== null) return <Told loading={answer.loading} />;
+  if (answer.loading !== null) return <LoadFigures loading={answer.loading} />;
   return (
     <p className="row muted">
       <span className="spinner" aria-hidden="true" /> Waiting for the first token…
@@ -28,9 +28,9 @@ function Load({ operation, eta }: { operation: Operation; eta: number | undefine
   const pace = useWork().paces.get(operation.jobID);
   const state = stateOf(operation);
   const title = `${phrase(operation, state)} ${operation.name}`;
-  const told = figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, pace);
+  const figuresText = figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, pace);
   // The rate of the last moments says more than the whole time's.
-  const remaining = pace?.left == null && eta !== undefined ? `${left(eta)} left` : "";
+  const remaining = pace?.secondsLeft == null && eta !== undefined ? `${formatTimeLeft(eta)} left` : "";
   return (
     <div className="chat-load">
       <div className="row wrap">
@@ -41,16 +41,16 @@ function Load({ operation, eta }: { operation: Operation; eta: number | undefine
       </div>
       <Bar title={title} percent={operation.progress} />
       <p className="muted">
-        {sendingOf(operation) || [phaseOf(operation), told, remaining].filter(Boolean).join(" · ")} <NextLook operation={operation} />
+        {sendingOf(operation) || [phaseOf(operation), figuresText, remaining].filter(Boolean).join(" · ")} <NextCheck operation={operation} />
       </p>
       <p className="muted">Your question is asked as soon as the model is there.</p>
     </div>
   );
 }
 
-function Told({ loading }: { loading: Loading }): ReactNode {
+function LoadFigures({ loading }: { loading: Loading }): ReactNode {
   const { model, state, node = "", progress, bytes_sent, total_bytes, eta_seconds } = loading;
-  const remaining = eta_seconds === undefined ? "" : `${left(eta_seconds)} left`;
+  const remaining = eta_seconds === undefined ? "" : `${formatTimeLeft(eta_seconds)} left`;
   return (
     <div className="chat-load">
       <p>

@@ -3,38 +3,38 @@ import { ApiError, call, client } from "../api/client";
 import type { Operation } from "../live/messages";
 import { isActive, type LiveState, type LiveStore } from "../live/store";
 
-const LOOK_MS = 1_000;
+const POLL_MS = 1_000;
 const ASK_MS = 2_000;
 
 /** How many replicas of it answer. */
 export function loadedOf({ nodes }: Pick<LiveState, "nodes">, model: string): number {
-  let found = 0;
-  for (const node of nodes.values()) for (const one of node.models) if (one.model_name === model && one.state === "loaded") found += 1;
-  return found;
+  let replicaCount = 0;
+  for (const node of nodes.values()) for (const replica of node.models) if (replica.model_name === model && replica.state === "loaded") replicaCount += 1;
+  return replicaCount;
 }
 
 /** The load of it that is under way, the oldest. */
 export function loadOf({ operations }: Pick<LiveState, "operations">, model: string): Operation | undefined {
-  let found: Operation | undefined;
-  for (const one of operations.values()) {
-    if (one.kind === "model_load" && one.fullName === model && isActive(one) && !(found !== undefined && found.createdAt <= one.createdAt)) found = one;
+  let loadOperation: Operation | undefined;
+  for (const operation of operations.values()) {
+    if (operation.kind === "model_load" && operation.fullName === model && isActive(operation) && !(loadOperation !== undefined && loadOperation.createdAt <= operation.createdAt)) loadOperation = operation;
   }
-  return found;
+  return loadOperation;
 }
 
 /** Waits until the model is loaded, or its load has ended otherwise: then the same request says how. */
 export async function untilLoaded(store: LiveStore, model: string, signal: AbortSignal): Promise<void> {
   for (;;) {
     const live = store.read().connection === "live";
-    await rest(live ? LOOK_MS : ASK_MS, signal);
+    await delay(live ? POLL_MS : ASK_MS, signal);
     const state = store.read();
-    const goesOn = state.connection === "live" ? loadedOf(state, model) === 0 && loadOf(state, model) !== undefined : await asked(model, signal);
+    const goesOn = state.connection === "live" ? loadedOf(state, model) === 0 && loadOf(state, model) !== undefined : await requestUnload(model, signal);
     if (!goesOn) return;
   }
 }
 
 /** Whether the load goes on, as the server says; it may be away. */
-async function asked(model: string, signal: AbortSignal): Promise<boolean> {
+async function requestUnload(model: string, signal: AbortSignal): Promise<boolean> {
   try {
     const params = { path: { model } };
     return (await call(client.GET("/api/models/{model}/load-status", { params, signal }))).state !== "failed";
@@ -46,7 +46,7 @@ async function asked(model: string, signal: AbortSignal): Promise<boolean> {
 }
 
 /** Lets time pass; raises AbortError when it is stopped. */
-export function rest(ms: number, signal: AbortSignal): Promise<void> {
+export function delay(ms: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve, reject) => {
     const over = () => reject(new DOMException("stopped", "AbortError"));
     if (signal.aborted) {

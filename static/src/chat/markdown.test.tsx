@@ -12,10 +12,10 @@ function shown(text: string): HTMLElement {
 }
 
 /** What could do something: elements and attributes. */
-function active(found: HTMLElement): string[] {
-  const all = [...found.querySelectorAll("*")];
-  const elements = all.map((one) => one.tagName.toLowerCase()).filter((name) => /script|iframe|object|embed|form|img|svg|style|link|meta|base|video|audio|input/.test(name));
-  const attributes = all.flatMap((one) => one.getAttributeNames()).filter((name) => name.startsWith("on") || name === "src" || name === "srcdoc" || name === "id");
+function active(element: HTMLElement): string[] {
+  const descendants = [...element.querySelectorAll("*")];
+  const elements = descendants.map((element) => element.tagName.toLowerCase()).filter((name) => /script|iframe|object|embed|form|img|svg|style|link|meta|base|video|audio|input/.test(name));
+  const attributes = descendants.flatMap((element) => element.getAttributeNames()).filter((name) => name.startsWith("on") || name === "src" || name === "srcdoc" || name === "id");
   return [...elements, ...attributes];
 }
 
@@ -43,9 +43,9 @@ const HOSTILE: Readonly<Record<string, string>> = {
 
 describe("text of a model (UI-10.4)", () => {
   it.each(Object.keys(HOSTILE))("does nothing: %s", (name) => {
-    const found = shown(HOSTILE[name] ?? "");
-    expect(active(found)).toEqual([]);
-    for (const link of found.querySelectorAll("a")) {
+    const element = shown(HOSTILE[name] ?? "");
+    expect(active(element)).toEqual([]);
+    for (const link of element.querySelectorAll("a")) {
       expect(link.getAttribute("href")).toMatch(/^https:\/\/elsewhere\.test\/track/);
       expect(link.getAttribute("rel")).toBe("noopener noreferrer nofollow");
     }
@@ -57,12 +57,12 @@ describe("text of a model (UI-10.4)", () => {
   });
 
   it("has links that lead out without a way back, tables, lists and code to copy", () => {
-    const found = shown("[doc](https://example.org/a?b=1#c) <me@example.org>\n\n| a |\n|---|\n| 1 |\n\n1. one\n\n```py\nif 1 < 2:\n\tpass\n```\n");
+    const element = shown("[doc](https://example.org/a?b=1#c) <me@example.org>\n\n| a |\n|---|\n| 1 |\n\n1. one\n\n```py\nif 1 < 2:\n\tpass\n```\n");
     expect(screen.getByRole("link", { name: "doc" }).getAttribute("href")).toBe("https://example.org/a?b=1#c");
     expect(screen.getByRole("link", { name: "me@example.org" }).getAttribute("href")).toBe("mailto:me@example.org");
-    expect(found.querySelector("td")?.textContent).toBe("1");
-    expect(found.querySelector("ol > li")?.textContent).toBe("one");
-    expect(found.querySelector("pre")?.textContent).toBe("if 1 < 2:\n\tpass");
+    expect(element.querySelector("td")?.textContent).toBe("1");
+    expect(element.querySelector("ol > li")?.textContent).toBe("one");
+    expect(element.querySelector("pre")?.textContent).toBe("if 1 < 2:\n\tpass");
     expect(screen.getByRole("button", { name: "Copy code" })).toBeTruthy();
   });
 

@@ -1,9 +1,9 @@
 // Which model, and what is set for its answers.
 import { useId, type ReactNode } from "react";
 import type { Definition } from "../models/rows";
-import { Said, TextField } from "../ui/text-field";
+import { FieldMessage, TextField } from "../ui/text-field";
 import { canChat, stateWords } from "./models";
-import type { Settings, Wrong } from "./settings";
+import type { Settings, FieldProblems } from "./settings";
 
 interface ModelProps {
   model: string;
@@ -17,8 +17,8 @@ interface ModelProps {
 
 export function ModelField({ model, definitions, loaded, loading, onChange }: ModelProps): ReactNode {
   const id = useId();
-  const chosen = definitions.find((one) => one.id === model);
-  const offered = definitions.filter((one) => canChat(one) || one.id === model);
+  const chosen = definitions.find((definition) => definition.id === model);
+  const offered = definitions.filter((definition) => canChat(definition) || definition.id === model);
   const replicas = loaded.get(model) ?? 0;
   const warnings = chosen?.warnings ?? [];
   return (
@@ -28,9 +28,9 @@ export function ModelField({ model, definitions, loaded, loading, onChange }: Mo
         <select id={id} className="input" value={model} aria-describedby={`${id}-said`} onChange={(event) => onChange(event.target.value)}>
           {model === "" && <option value="">Choose a model</option>}
           {model !== "" && chosen === undefined && <option value={model}>{model} (not defined)</option>}
-          {offered.map((one) => (
-            <option key={one.id} value={one.id}>
-              {one.id} ({stateWords(loaded.get(one.id) ?? 0)})
+          {offered.map((definition) => (
+            <option key={definition.id} value={definition.id}>
+              {definition.id} ({stateWords(loaded.get(definition.id) ?? 0)})
             </option>
           ))}
         </select>
@@ -55,38 +55,38 @@ function Standing({ replicas, loading }: { replicas: number; loading: boolean })
 
 interface SettingsProps {
   settings: Settings;
-  wrong: Wrong;
+  problems: FieldProblems;
   onChange: (settings: Settings) => void;
 }
 
-export function SettingsFields({ settings, wrong, onChange }: SettingsProps): ReactNode {
+export function SettingsFields({ settings, problems, onChange }: SettingsProps): ReactNode {
   const change = (name: keyof Settings) => (text: string) => onChange({ ...settings, [name]: text });
   return (
     <div className="chat-settings">
-      <Lines label="System prompt" hint="What the model is told before everything else." value={settings.system} wrong="" onChange={change("system")} />
-      <Lines label="Stop at" hint="Each line is a text at which the answer ends." value={settings.stop} wrong={wrong.stop ?? ""} onChange={change("stop")} />
-      <TextField label="Temperature" hint="0 to 2. Empty: the model's own." numeric value={settings.temperature} wrong={wrong.temperature} onChange={change("temperature")} />
-      <TextField label="Most tokens" hint="Of an answer. Empty: the model's own." numeric value={settings.maxTokens} wrong={wrong.maxTokens} onChange={change("maxTokens")} />
-      <TextField label="Seed" hint="The same one gives the same answer again. Empty: another one each time." numeric value={settings.seed} wrong={wrong.seed} onChange={change("seed")} />
+      <Lines label="System prompt" description="What the model is told before everything else." value={settings.system} problem="" onChange={change("system")} />
+      <Lines label="Stop at" description="Each line is a text at which the answer ends." value={settings.stop} problem={problems.stop ?? ""} onChange={change("stop")} />
+      <TextField label="Temperature" description="0 to 2. Empty: the model's own." numeric value={settings.temperature} problem={problems.temperature} onChange={change("temperature")} />
+      <TextField label="Most tokens" description="Of an answer. Empty: the model's own." numeric value={settings.maxTokens} problem={problems.maxTokens} onChange={change("maxTokens")} />
+      <TextField label="Seed" description="The same one gives the same answer again. Empty: another one each time." numeric value={settings.seed} problem={problems.seed} onChange={change("seed")} />
     </div>
   );
 }
 
 interface LinesProps {
   label: string;
-  hint: string;
+  description: string;
   value: string;
-  wrong: string;
+  problem: string;
   onChange: (text: string) => void;
 }
 
-function Lines({ label, hint, value, wrong, onChange }: LinesProps): ReactNode {
+function Lines({ label, description, value, problem, onChange }: LinesProps): ReactNode {
   const id = useId();
   return (
     <div className="field">
       <label htmlFor={id}>{label}</label>
-      <textarea id={id} className="input" rows={2} dir="auto" value={value} aria-invalid={wrong !== "" || undefined} aria-describedby={`${id}-said`} onChange={(event) => onChange(event.target.value)} />
-      <Said id={`${id}-said`} wrong={wrong} hint={hint} />
+      <textarea id={id} className="input" rows={2} dir="auto" value={value} aria-invalid={problem !== "" || undefined} aria-describedby={`${id}-said`} onChange={(event) => onChange(event.target.value)} />
+      <FieldMessage id={`${id}-said`} problem={problem} description={description} />
     </div>
   );
 }

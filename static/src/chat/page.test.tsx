@@ -6,11 +6,11 @@ import { model, node, show } from "../live/fixtures";
 import type { LiveNode, Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
-import { ended, event, Open, refused, said, serve, whole } from "./fixtures";
+import { ended, event, Open, refused, contentEvent, serve, fullResponse } from "./fixtures";
 import { ChatPage } from "./page";
 
 const USER = { id: "", email: "", name: "ann", avatarUrl: "", role: "admin", provider: "local", permissions: {}, mustChangePassword: false };
-const definition = (id: string, capabilities: string[] = [], more = {}) => ({ id, backend: "echo", capabilities, disabled: false, pinned: false, ...more });
+const definition = (id: string, capabilities: string[] = [], overrides = {}) => ({ id, backend: "echo", capabilities, disabled: false, pinned: false, ...overrides });
 const DEFINED = [definition("cold"), definition("minilm", ["FLAG_EMBEDDINGS"]), definition("smol", [], { warnings: ["Its template is not followed."] })];
 
 let people = 0;
@@ -30,9 +30,9 @@ afterEach(() => {
   vi.unstubAllGlobals();
 });
 
-const HERE = [node("n1", { models: [model("smol", 0), model("smol", 1), model("minilm", 0)] })];
+const FLEET_NODES = [node("n1", { models: [model("smol", 0), model("smol", 1), model("minilm", 0)] })];
 
-function open(address = "/app/chat", nodes: LiveNode[] = HERE, ...operations: Operation[]) {
+function open(address = "/app/chat", nodes: LiveNode[] = FLEET_NODES, ...operations: Operation[]) {
   const store = show(new LiveStore(), ...nodes);
   store.push({ type: "operations.snapshot", seq: 1, operations });
   const router = createMemoryRouter([{ path: "/app/chat", element: <ChatPage /> }, { path: "*", element: <p>elsewhere</p> }], { initialEntries: [address] });
@@ -42,7 +42,7 @@ function open(address = "/app/chat", nodes: LiveNode[] = HERE, ...operations: Op
 
 const message = () => screen.findByRole<HTMLTextAreaElement>("textbox", { name: "Message" });
 
-async function say(text: string): Promise<HTMLTextAreaElement> {
+async function type(text: string): Promise<HTMLTextAreaElement> {
   await screen.findByRole("combobox", { name: "Model" });
   const field = await message();
   await waitFor(() => expect(screen.getByRole<HTMLSelectElement>("combobox", { name: "Model" }).value).not.toBe(""));
@@ -51,14 +51,14 @@ async function say(text: string): Promise<HTMLTextAreaElement> {
   return field;
 }
 
-const answers = () => within(screen.getByRole("log", { name: "Conversation" })).getAllByRole("article").filter((one) => one.getAttribute("aria-label") !== "You");
+const answers = () => within(screen.getByRole("log", { name: "Conversation" })).getAllByRole("article").filter((element) => element.getAttribute("aria-label") !== "You");
 
 describe("the models to talk to (UI-10.1)", () => {
   it("are the defined ones that are not for embeddings, with their state; one that is loaded is chosen", async () => {
     open();
     const field = await screen.findByRole<HTMLSelectElement>("combobox", { name: "Model" });
     await waitFor(() => expect(field.value).toBe("smol"));
-    expect([...field.options].map((one) => one.text)).toEqual(["cold (not loaded)", "smol (2 replicas loaded)"]);
+    expect([...field.options].map((hTMLOptionElement) => hTMLOptionElement.text)).toEqual(["cold (not loaded)", "smol (2 replicas loaded)"]);
     expect(screen.getByText("Its template is not followed.")).toBeTruthy();
     fireEvent.change(field, { target: { value: "cold" } });
     expect(await screen.findByText("The first question loads it.")).toBeTruthy();
@@ -83,16 +83,16 @@ describe("a talk", () => {
     const answer = new Open("n1");
     serve(answer);
     open();
-    const field = await say("Hello");
+    const field = await type("Hello");
     expect(field.value).toBe("");
-    answer.say(said("**Hi** "));
+    answer.send(contentEvent("**Hi** "));
     await waitFor(() => expect(answers()[0]?.querySelector("strong")?.textContent).toBe("Hi"));
     expect(screen.getByRole("log").getAttribute("aria-live")).toBe("off");
     expect(screen.getByTestId("announcer").textContent).toBe("");
-    answer.say(said("there"), ended("length", { prompt_tokens: 10, completion_tokens: 4, prompt_tokens_details: { cached_tokens: 5 } }), "data: [DONE]\n\n");
+    answer.send(contentEvent("there"), ended("length", { prompt_tokens: 10, completion_tokens: 4, prompt_tokens_details: { cached_tokens: 5 } }), "data: [DONE]\n\n");
     const figures = within(await screen.findByRole("list", { name: "Figures of this answer" }));
     expect(figures.getByRole("link", { name: "n1" }).getAttribute("href")).toBe("/app/nodes/n1");
-    expect(figures.getAllByRole("listitem").map((one) => one.textContent)).toEqual(expect.arrayContaining(["10 prompt + 4 answer tokens", "50% of the prompt cached", "cut off at the limit of tokens (length)"]));
+    expect(figures.getAllByRole("listitem").map((element) => element.textContent)).toEqual(expect.arrayContaining(["10 prompt + 4 answer tokens", "50% of the prompt cached", "cut off at the limit of tokens (length)"]));
     expect(screen.getByTestId("announcer").textContent).toBe("smol: **Hi** there");
   });
 
@@ -100,7 +100,7 @@ describe("a talk", () => {
     const answer = new Open();
     const sent = serve(answer);
     open();
-    const field = await say("Hello");
+    const field = await type("Hello");
     fireEvent.change(field, { target: { value: "more" } });
     fireEvent.keyDown(field, { key: "Enter" });
     expect(sent).toHaveLength(1);
@@ -113,11 +113,11 @@ describe("a talk", () => {
   });
 
   it("is edited and asked again; only the last one can be (UI-10.7)", async () => {
-    const sent = serve(whole(said("a")), whole(said("b")), whole(said("c")), whole(said("d")));
+    const sent = serve(fullResponse(contentEvent("a")), fullResponse(contentEvent("b")), fullResponse(contentEvent("c")), fullResponse(contentEvent("d")));
     open();
-    await say("one");
+    await type("one");
     await waitFor(() => expect(screen.getByRole("button", { name: "Regenerate" })).toBeTruthy());
-    const field = await say("two");
+    const field = await type("two");
     await waitFor(() => expect(answers()[1]?.textContent).toContain("b"));
     fireEvent.click(await screen.findByRole("button", { name: "Regenerate" }));
     await waitFor(() => expect(answers()[1]?.textContent).toContain("c"));
@@ -126,16 +126,16 @@ describe("a talk", () => {
     fireEvent.keyDown(field, { key: "Escape" });
     expect(field.value).toBe("");
     fireEvent.click(screen.getByRole("button", { name: "Edit" }));
-    await say("three");
+    await type("three");
     await waitFor(() => expect(answers()[1]?.textContent).toContain("d"));
     expect(sent.at(-1)?.body.messages.map(({ content }) => content)).toEqual(["one", "a", "three"]);
   });
 
   it("folds reasoning and shows tool calls as code (UI-10.4)", async () => {
     const call = { tool_calls: [{ index: 0, function: { name: "look", arguments: '{"at":"sky"}' } }] };
-    serve(whole(event({ choices: [{ delta: { reasoning_content: "Let me think." } }] }), said("", call), ended("tool_calls")));
+    serve(fullResponse(event({ choices: [{ delta: { reasoning_content: "Let me think." } }] }), contentEvent("", call), ended("tool_calls")));
     open();
-    await say("Hello");
+    await type("Hello");
     const folded = (await screen.findByText("Reasoning")).closest("details");
     expect([folded?.open, folded?.textContent]).toEqual([false, "ReasoningLet me think."]);
     expect(screen.getByText("look")).toBeTruthy();
@@ -143,9 +143,9 @@ describe("a talk", () => {
   });
 
   it("fails where the eye is, with a way to try again (UI-10.3, UI-10.8)", async () => {
-    serve(refused(503, { message: "loading model smol failed: no room", type: "server_error" }), whole(said("here")));
+    serve(refused(503, { message: "loading model smol failed: no room", type: "server_error" }), fullResponse(contentEvent("here")));
     open();
-    await say("Hello");
+    await type("Hello");
     const problem = await within(screen.getByRole("log")).findByRole("alert");
     expect(problem.textContent).toContain("no room");
     fireEvent.click(within(problem).getByRole("button", { name: "Try again" }));
@@ -153,9 +153,9 @@ describe("a talk", () => {
   });
 
   it("is cleared after a question, stays while one looks elsewhere, and follows its end (UI-10.5, UI-10.7, UI-10.10)", async () => {
-    serve(whole(said("kept")));
+    serve(fullResponse(contentEvent("kept")));
     const router = open();
-    await say("Hello");
+    await type("Hello");
     await screen.findByRole("button", { name: "Regenerate" });
     expect(scrolled).toHaveBeenCalled();
     await router.navigate("/app/nodes");
@@ -171,8 +171,8 @@ describe("a talk", () => {
     const answer = new Open();
     serve(answer);
     open();
-    await say("Hello");
-    answer.say(said("one "));
+    await type("Hello");
+    answer.send(contentEvent("one "));
     await screen.findByText("one");
     vi.spyOn(document.documentElement, "scrollHeight", "get").mockReturnValue(5000);
     const at = (top: number) => {
@@ -183,7 +183,7 @@ describe("a talk", () => {
     at(3000);
     const jump = await screen.findByRole("button", { name: "Jump to latest" });
     scrolled.mockClear();
-    answer.say(said("two "));
+    answer.send(contentEvent("two "));
     await screen.findByText("one two");
     expect(scrolled).not.toHaveBeenCalled();
     fireEvent.click(jump);
@@ -194,12 +194,12 @@ describe("a talk", () => {
 
 describe("what is set", () => {
   it("goes with the question; what is wrong is shown at its field before anything is sent (UI-10.2)", async () => {
-    const sent = serve(whole(said("a")));
+    const sent = serve(fullResponse(contentEvent("a")));
     open();
     const field = await screen.findByLabelText("Temperature");
     fireEvent.change(field, { target: { value: "hot" } });
     fireEvent.change(screen.getByLabelText("System prompt"), { target: { value: "Be brief." } });
-    await say("Hello");
+    await type("Hello");
     expect(sent).toHaveLength(0);
     expect((await screen.findByText("Enter a number from 0 to 2.")).closest("details")?.open).toBe(true);
     fireEvent.change(field, { target: { value: "0.5" } });
@@ -227,8 +227,8 @@ it("shows the load of a model that is not there, as the feed tells it (E68, UI-1
     message: "sending b.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB/s, 3 s left", phase: "staging", attempts: 0, nextLookAt: "", createdAt: "2026-08-22T10:00:00Z", actor: "x", requestID: "", nodeName: "n1", currentBytes: 1024 ** 2, totalBytes: 4 * 1024 ** 2,
   } as unknown as Operation;
   serve();
-  open("/app/chat?model=cold", HERE, load);
-  await say("Hello");
+  open("/app/chat?model=cold", FLEET_NODES, load);
+  await type("Hello");
   const bar = await screen.findByRole("progressbar", { name: "Loading model cold" });
   expect(bar.getAttribute("aria-valuenow")).toBe("40");
   expect(answers()[0]?.textContent).toMatch(/to n1.*sending b\.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB\/s, 3 s left/s);

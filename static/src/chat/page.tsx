@@ -2,7 +2,7 @@
 // the memory of this tab only (`conversation.ts`).
 import { useContext, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
 import { useSearchParams } from "react-router";
-import { isTold, useRoster } from "../backends/roster";
+import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { LiveContext, useLive } from "../live/hooks";
 import { useDefinitions } from "../models/data";
 import { useSession } from "../shell/session";
@@ -41,8 +41,8 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
   const field = useRef<HTMLTextAreaElement>(null);
   const [open, setOpen] = useState(false);
   const { away, jump } = useFollow(chat.turns);
-  const wrong = wrongIn(chat.settings);
-  const invalid = Object.keys(wrong).length > 0;
+  const problems = wrongIn(chat.settings);
+  const invalid = Object.keys(problems).length > 0;
   useShortcut("escape", conversation.stop, "Stop the answer", busy);
   const send = () => {
     if (invalid) setOpen(true);
@@ -58,8 +58,8 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
     conversation.edit();
     field.current?.focus();
   });
-  const [again] = useState(() => () => {
-    conversation.again();
+  const [retry] = useState(() => () => {
+    conversation.retry();
     // The button goes.
     field.current?.focus();
   });
@@ -72,14 +72,14 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
       <div className="chat-mores">
         <details className="chat-more" open={open} onToggle={(event) => setOpen(event.currentTarget.open)}>
           <summary>Settings</summary>
-          <SettingsFields settings={chat.settings} wrong={wrong} onChange={(settings) => conversation.set({ settings })} />
+          <SettingsFields settings={chat.settings} problems={problems} onChange={(settings) => conversation.set({ settings })} />
         </details>
         <AsCode chat={chat} />
       </div>
       {/* Whole answers are announced, not each token. */}
       <div className="chat-log" role="log" aria-live="off" aria-label="Conversation">
         {chat.turns.map((turn) => (
-          <TurnView key={turn.id} turn={turn} last={turn === last} onAgain={again} onEdit={edit} />
+          <TurnView key={turn.id} turn={turn} last={turn === last} onAgain={retry} onEdit={edit} />
         ))}
       </div>
       <div className="chat-bottom">
@@ -104,30 +104,30 @@ function refusalOf({ model, draft }: Chat, invalid: boolean): string {
 function Model({ conversation, chat }: { conversation: Conversation; chat: Chat }): ReactNode {
   const [query, setQuery] = useSearchParams();
   const definitions = useDefinitions();
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   const loaded = useMemo(() => {
-    const found = new Map<string, number>();
-    for (const node of nodes.values()) for (const { model_name, state } of node.models) if (state === "loaded") found.set(model_name, (found.get(model_name) ?? 0) + 1);
-    return found;
+    const modelCounts = new Map<string, number>();
+    for (const node of nodes.values()) for (const { model_name, state } of node.models) if (state === "loaded") modelCounts.set(model_name, (modelCounts.get(model_name) ?? 0) + 1);
+    return modelCounts;
   }, [nodes]);
-  const known = useMemo(() => definitions.data ?? [], [definitions.data]);
-  const asked = query.get("model") ?? "";
-  const offered = useMemo(() => known.filter(canChat), [known]);
-  const usual = isTold(nodes) ? ((offered.find((one) => loaded.has(one.id)) ?? offered[0])?.id ?? "") : "";
-  const wanted = asked || chat.model || usual;
-  const loading = useLive((state) => loadOf(state, wanted) !== undefined);
+  const allDefinitions = useMemo(() => definitions.data ?? [], [definitions.data]);
+  const requestedModel = query.get("model") ?? "";
+  const offered = useMemo(() => allDefinitions.filter(canChat), [allDefinitions]);
+  const usual = isLoaded(nodes) ? ((offered.find((definition) => loaded.has(definition.id)) ?? offered[0])?.id ?? "") : "";
+  const selectedModel = requestedModel || chat.model || usual;
+  const loading = useLive((state) => loadOf(state, selectedModel) !== undefined);
   useEffect(() => {
-    if (wanted !== chat.model) conversation.set({ model: wanted });
-  }, [conversation, wanted, chat.model]);
+    if (selectedModel !== chat.model) conversation.set({ model: selectedModel });
+  }, [conversation, selectedModel, chat.model]);
   if (definitions.data === undefined) {
-    return definitions.error === null ? <Loading what="models" /> : <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />;
+    return definitions.error === null ? <Loading subject="models" /> : <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />;
   }
-  if (offered.length === 0 && wanted === "") return <NoModels />;
+  if (offered.length === 0 && selectedModel === "") return <NoModels />;
   const choose = (model: string) => {
     conversation.set({ model });
     setQuery({ model }, { replace: true, preventScrollReset: true });
   };
-  return <ModelField model={wanted} definitions={known} loaded={loaded} loading={loading} onChange={choose} />;
+  return <ModelField model={selectedModel} definitions={allDefinitions} loaded={loaded} loading={loading} onChange={choose} />;
 }
 
 function NoModels(): ReactNode {
@@ -139,18 +139,18 @@ function NoModels(): ReactNode {
 }
 
 function Clear({ conversation, empty }: { conversation: Conversation; empty: boolean }): ReactNode {
-  const [asked, setAsked] = useState(false);
+  const [isConfirming, setIsConfirming] = useState(false);
   const clear = () => {
     conversation.clear();
-    setAsked(false);
+    setIsConfirming(false);
   };
   return (
     <>
-      <Button refusal={empty ? "Nothing has been said" : ""} onClick={() => setAsked(true)}>
+      <Button refusal={empty ? "Nothing has been said" : ""} onClick={() => setIsConfirming(true)}>
         Clear…
       </Button>
-      {asked && (
-        <Confirm open danger onClose={() => setAsked(false)} title="Clear the conversation" action="Clear" onConfirm={clear}>
+      {isConfirming && (
+        <Confirm open danger onClose={() => setIsConfirming(false)} title="Clear the conversation" action="Clear" onConfirm={clear}>
           <p>It is kept nowhere else.</p>
         </Confirm>
       )}

@@ -16,20 +16,20 @@ export interface Settings {
 export const UNSET: Settings = { system: "", temperature: "", maxTokens: "", stop: "", seed: "" };
 
 /** What is wrong, by field. */
-export type Wrong = Partial<Record<keyof Settings, string>>;
+export type FieldProblems = Partial<Record<keyof Settings, string>>;
 
 const MOST_STOPS = 16;
 
-export function wrongIn({ temperature, maxTokens, stop, seed }: Settings): Wrong {
-  const wrong: Wrong = {};
-  if (temperature.trim() !== "" && !(Number(temperature) >= 0 && Number(temperature) <= 2)) wrong.temperature = "Enter a number from 0 to 2.";
-  if (maxTokens.trim() !== "" && !(whole(maxTokens) && Number(maxTokens) >= 1)) wrong.maxTokens = "Enter a whole number from 1.";
-  if (stopsIn(stop).length > MOST_STOPS) wrong.stop = `At most ${MOST_STOPS}.`;
-  if (seed.trim() !== "" && !whole(seed)) wrong.seed = "Enter a whole number.";
-  return wrong;
+export function wrongIn({ temperature, maxTokens, stop, seed }: Settings): FieldProblems {
+  const problems: FieldProblems = {};
+  if (temperature.trim() !== "" && !(Number(temperature) >= 0 && Number(temperature) <= 2)) problems.temperature = "Enter a number from 0 to 2.";
+  if (maxTokens.trim() !== "" && !(isInteger(maxTokens) && Number(maxTokens) >= 1)) problems.maxTokens = "Enter a whole number from 1.";
+  if (stopsIn(stop).length > MOST_STOPS) problems.stop = `At most ${MOST_STOPS}.`;
+  if (seed.trim() !== "" && !isInteger(seed)) problems.seed = "Enter a whole number.";
+  return problems;
 }
 
-function whole(text: string): boolean {
+function isInteger(text: string): boolean {
   return Number.isSafeInteger(Number(text));
 }
 
@@ -47,9 +47,9 @@ export interface Request {
   seed?: number;
 }
 
-export function requestOf(model: string, settings: Settings, said: readonly Message[]): Request {
+export function requestOf(model: string, settings: Settings, history: readonly Message[]): Request {
   const { system, temperature, maxTokens, stop, seed } = settings;
-  const messages: Message[] = system.trim() === "" ? [...said] : [{ role: "system", content: system }, ...said];
+  const messages: Message[] = system.trim() === "" ? [...history] : [{ role: "system", content: system }, ...history];
   return {
     model,
     messages,

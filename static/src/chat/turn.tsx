@@ -40,7 +40,7 @@ export const TurnView = memo(function TurnView({ turn, last, onAgain, onEdit }: 
         <p className="chat-who">
           <bdi>{answer.model}</bdi>
         </p>
-        <Said answer={answer} />
+        <AnswerMessage answer={answer} />
         {answer.error !== null && <Problem error={answer.error} {...(last ? { onRetry: onAgain } : {})} />}
         {!isOpen(answer) && <Foot answer={answer} {...(last ? { onAgain } : {})} />}
       </article>
@@ -48,7 +48,7 @@ export const TurnView = memo(function TurnView({ turn, last, onAgain, onEdit }: 
   );
 });
 
-function Said({ answer }: { answer: Answer }): ReactNode {
+function AnswerMessage({ answer }: { answer: Answer }): ReactNode {
   const thought = textOf(answer.reasoning) !== "";
   const text = textOf(answer.blocks) !== "";
   const nothing = !thought && !text && answer.tools.length === 0;
@@ -101,8 +101,8 @@ function Foot({ answer, onAgain }: { answer: Answer; onAgain?: () => void }): Re
             on <NodeLink id={answer.node} />
           </li>
         )}
-        {figuresOf(answer).map((one) => (
-          <li key={one}>{one}</li>
+        {figuresOf(answer).map((figure) => (
+          <li key={figure}>{figure}</li>
         ))}
       </ul>
       <div className="row wrap">

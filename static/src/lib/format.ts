@@ -42,7 +42,7 @@ export function span(seconds: number): string {
 }
 
 /** Time left: `45s`, `12 min`, `1h 5m`. */
-export function left(seconds: number): string {
+export function formatTimeLeft(seconds: number): string {
   if (seconds < MINUTE) return `${Math.max(1, Math.ceil(seconds))}s`;
   const minutes = Math.ceil(seconds / MINUTE);
   if (minutes < 60) return `${minutes} min`;
@@ -66,8 +66,8 @@ export function exact(iso: string): string {
 }
 
 /** A word with its number: `1 node`, `13 nodes`. */
-export function count(number: number, one: string, many = `${one}s`): string {
-  return `${number} ${number === 1 ? one : many}`;
+export function count(number: number, singular: string, plural = `${singular}s`): string {
+  return `${number} ${number === 1 ? singular : plural}`;
 }
 
 /** The beginning of a text that has one line to show in: no one reads a worker's whole log there. */

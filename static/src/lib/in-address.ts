@@ -20,9 +20,9 @@ export function useInAddress<T>(
     if (arrived) setValue(read(new URLSearchParams(search)));
   }
   useEffect(() => {
-    const wanted = write(value).toString();
-    if (wanted === new URLSearchParams(search).toString()) return;
-    void navigate({ search: wanted }, { replace: true, preventScrollReset: true });
+    const serialized = write(value).toString();
+    if (serialized === new URLSearchParams(search).toString()) return;
+    void navigate({ search: serialized }, { replace: true, preventScrollReset: true });
   }, [value, search, navigate, write]);
   return [value, setValue];
 }

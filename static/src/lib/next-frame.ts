@@ -1,7 +1,7 @@
 // Something that is done once a frame, however often it is asked for.
 
 /** How long it waits for a frame, in ms. */
-const UNDRAWN_MS = 250;
+export const UNDRAWN_MS = 250;
 
 export class NextFrame {
   private frame = 0;
@@ -10,7 +10,7 @@ export class NextFrame {
   constructor(private readonly run: () => void) {}
 
   /** Does it with the next frame. */
-  ask(): void {
+  request(): void {
     if (this.timer !== undefined) return;
     this.frame = requestAnimationFrame(this.now);
     // A tab that is hidden, or is being hidden, draws no frames, and must not gather what comes for hours.

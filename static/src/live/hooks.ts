@@ -22,12 +22,12 @@ export function useNow(everyMs = 1000): number {
 }
 
 /** Calls `react` when `value` has changed, with the value before; not for the first one. */
-export function useChange<Value>(value: Value, react: (before: Value) => void): void {
-  const before = useRef(value);
+export function useChange<Value>(value: Value, react: (previous: Value) => void): void {
+  const previous = useRef(value);
   useEffect(() => {
-    if (Object.is(before.current, value)) return;
-    const last = before.current;
-    before.current = value;
+    if (Object.is(previous.current, value)) return;
+    const last = previous.current;
+    previous.current = value;
     react(last);
   });
 }

@@ -11,5 +11,5 @@ export type NodeStatus = LiveNode["status"];
 export type Operation = Schemas["Operation"];
 export type OperationTarget = NonNullable<Operation["nodes"]>[number];
 export type Notice = Schemas["Notice"];
-export type BackendsTold = Schemas["FeedBackends"];
+export type BackendsMessage = Schemas["FeedBackends"];
 export type FeedMessage = Schemas["FeedMessage"];

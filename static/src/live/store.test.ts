@@ -2,12 +2,12 @@ import { describe, expect, it } from "vitest";
 import type { FeedMessage, LiveNode, Operation, OperationTarget } from "./messages";
 import { apply, EMPTY, isActive } from "./store";
 
-function operation(jobID: string, seq: number, status: Operation["status"], more: Partial<Operation> = {}): Operation {
-  return { jobID, seq, status, progress: 0, ...more } as Operation;
+function operation(jobID: string, seq: number, status: Operation["status"], overrides: Partial<Operation> = {}): Operation {
+  return { jobID, seq, status, progress: 0, ...overrides } as Operation;
 }
 
-function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
-  return { id, name: id, status: "healthy", ...more } as LiveNode;
+function node(id: string, overrides: Partial<LiveNode> = {}): LiveNode {
+  return { id, name: id, status: "healthy", ...overrides } as LiveNode;
 }
 
 const NOW = Date.parse("2026-08-22T10:00:00Z");
@@ -28,20 +28,20 @@ describe("the live state", () => {
   });
 
   it("takes over the parts that moved and keeps the others; an operation it does not know has ended", () => {
-    const parts = (...values: number[]) =>
+    const targets = (...values: number[]) =>
       values.map((percentage, index) => ({ node_id: `n${String(index)}`, percentage })) as OperationTarget[];
-    const whole = operation("a", 5, "processing", { error: "gone by then", nodes: parts(1, 1, 1) });
-    const moved = operation("a", 6, "processing", { nodes: parts(0, 9).slice(1) });
+    const fullOperation = operation("a", 5, "processing", { error: "gone by then", nodes: targets(1, 1, 1) });
+    const moved = operation("a", 6, "processing", { nodes: targets(0, 9).slice(1) });
     const state = after(
-      { type: "operations.snapshot", seq: 5, operations: [whole] },
+      { type: "operations.snapshot", seq: 5, operations: [fullOperation] },
       { type: "operations.delta", seq: 7, operations: [moved, operation("b", 7, "cancelled", { nodes: [] })], partial: ["a", "b"] },
-      { type: "operations.delta", seq: 7, operations: [operation("a", 4, "pending", { nodes: parts(0) })], partial: ["a"] },
+      { type: "operations.delta", seq: 7, operations: [operation("a", 4, "pending", { nodes: targets(0) })], partial: ["a"] },
     );
-    expect(state.operations.get("a")?.nodes?.map((part) => part.percentage)).toEqual([1, 9, 1]);
+    expect(state.operations.get("a")?.nodes?.map((target) => target.percentage)).toEqual([1, 9, 1]);
     expect(state.operations.get("a")).toMatchObject({ seq: 6, status: "processing" });
     expect(state.operations.get("a")).not.toHaveProperty("error");
     expect(state.operations.has("b")).toBe(false);
-    expect(whole.nodes?.[1]?.percentage).toBe(1);
+    expect(fullOperation.nodes?.[1]?.percentage).toBe(1);
   });
 
   it("patches nodes by key and drops those that went", () => {
@@ -69,8 +69,8 @@ describe("the live state", () => {
 
   it("forgets what ended long ago, never what runs or failed (O29)", () => {
     const ended = Array.from({ length: 1000 }, (_, n) => operation(`done-${n}`, n + 10, "completed"));
-    const kept = [operation("runs", 1, "processing"), operation("failed", 2, "failed")];
-    const state = after({ type: "operations.delta", seq: 2000, operations: [...kept, ...ended] });
+    const keptOperations = [operation("runs", 1, "processing"), operation("failed", 2, "failed")];
+    const state = after({ type: "operations.delta", seq: 2000, operations: [...keptOperations, ...ended] });
     expect(state.operations.size).toBe(302);
     expect(state.operations.has("runs") && state.operations.has("failed")).toBe(true);
     expect(state.operations.has("done-0")).toBe(false);

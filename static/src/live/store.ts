@@ -1,7 +1,7 @@
 // What the page knows: one state, changed by the messages of the feed and by nothing else. `apply` is pure; the
 // store gathers messages and applies them once a frame, so that a burst of ten thousand costs as much as one.
 import { NextFrame } from "../lib/next-frame";
-import type { BackendsTold, FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
+import type { BackendsMessage, FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
 
 /** How the feed is: `live`, or why what is shown may be old. */
 export type Connection = "connecting" | "live" | "stale" | "signed-out" | "forbidden";
@@ -25,7 +25,7 @@ export interface LiveState {
   /** Signs of life since the page was opened, one every few seconds. */
   beats: number;
   /** Whether lists of backends have changed, and how the check for upgrades stands; null until it is told. */
-  backends: BackendsTold | null;
+  backends: BackendsMessage | null;
   /** The revision of the scheduling rules and of what passes made of them; null until it is told. */
   rules: string | null;
 }
@@ -70,7 +70,7 @@ export function apply(state: LiveState, messages: readonly FeedMessage[], now: n
   return next;
 }
 
-function step(next: LiveState, before: LiveState, message: FeedMessage, now: number): void {
+function step(next: LiveState, previous: LiveState, message: FeedMessage, now: number): void {
   switch (message.type) {
     case "hello":
       next.skew = Date.parse(message.at) - now;
@@ -83,7 +83,7 @@ function step(next: LiveState, before: LiveState, message: FeedMessage, now: num
       next.operationsSeq = message.seq;
       break;
     case "operations.delta":
-      next.operations = withChanges(own(next.operations, before.operations), message.operations, new Set(message.partial));
+      next.operations = withChanges(copyOnWrite(next.operations, previous.operations), message.operations, new Set(message.partial));
       next.operationsSeq = Math.max(next.operationsSeq ?? 0, message.seq);
       break;
     case "nodes.snapshot":
@@ -91,7 +91,7 @@ function step(next: LiveState, before: LiveState, message: FeedMessage, now: num
       next.nodesCursor = message.cursor;
       break;
     case "nodes.delta":
-      next.nodes = patched(own(next.nodes, before.nodes), message.changed, message.removed);
+      next.nodes = patched(copyOnWrite(next.nodes, previous.nodes), message.changed, message.removed);
       next.nodesCursor = message.cursor;
       break;
     case "notices":
@@ -110,8 +110,8 @@ function step(next: LiveState, before: LiveState, message: FeedMessage, now: num
 }
 
 /** A map that this batch may write to: a copy the first time, the same one after that. */
-function own<Value>(current: ReadonlyMap<string, Value>, before: ReadonlyMap<string, Value>): Map<string, Value> {
-  return current === before ? new Map(current) : (current as Map<string, Value>);
+function copyOnWrite<Value>(current: ReadonlyMap<string, Value>, previous: ReadonlyMap<string, Value>): Map<string, Value> {
+  return current === previous ? new Map(current) : (current as Map<string, Value>);
 }
 
 /** `partial`: of these `nodes` has only the parts that changed. */
@@ -121,25 +121,25 @@ function withChanges(
   partial: ReadonlySet<string>,
 ): Map<string, Operation> {
   for (const operation of changed) {
-    const known = operations.get(operation.jobID);
-    if (known !== undefined && known.seq > operation.seq) continue;
+    const current = operations.get(operation.jobID);
+    if (current !== undefined && current.seq > operation.seq) continue;
     if (!partial.has(operation.jobID)) operations.set(operation.jobID, operation);
-    else if (known !== undefined) operations.set(operation.jobID, withParts(known, operation));
+    else if (current !== undefined) operations.set(operation.jobID, withTargets(current, operation));
   }
   forget(operations);
   return operations;
 }
 
 /** The parts of an operation stay the same ones from its beginning. */
-function withParts(known: Operation, change: Operation): Operation {
-  const moved = new Map(change.nodes?.map((part) => [part.node_id, part]));
-  const nodes = known.nodes?.map((part) => moved.get(part.node_id) ?? part);
+function withTargets(current: Operation, change: Operation): Operation {
+  const moved = new Map(change.nodes?.map((target) => [target.node_id, target]));
+  const nodes = current.nodes?.map((target) => moved.get(target.node_id) ?? target);
   return nodes === undefined ? change : { ...change, nodes };
 }
 
 /** Drops the oldest of what is only remembered: it may not grow while the page stays open. */
 function forget(operations: Map<string, Operation>): void {
-  const over = [...operations.values()].filter((one) => !isActive(one) && !needsAttention(one));
+  const over = [...operations.values()].filter((operation) => !isActive(operation) && !needsAttention(operation));
   if (over.length <= ENDED_KEPT) return;
   over.sort((left, right) => left.seq - right.seq);
   for (const operation of over.slice(0, over.length - ENDED_KEPT)) operations.delete(operation.jobID);
@@ -174,7 +174,7 @@ export class LiveStore {
   /** Takes a message; it shows with the next frame. */
   push(message: FeedMessage): void {
     this.waiting.push(message);
-    this.frame.ask();
+    this.frame.request();
   }
 
   /** The feed is lost, or refused. */

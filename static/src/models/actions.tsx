@@ -16,9 +16,9 @@ const RuleDialog = lazyDialog(async () => (await import("../scheduling/rule-dial
 
 /** `ruled`: the models that have a rule; null while that is not known. */
 export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[] | null }): ReactNode {
-  const [asked, setAsked] = useState<"" | "unload" | "rule">("");
+  const [dialog, setDialog] = useState<"" | "unload" | "rule">("");
   const load = useMutation({ mutationFn: () => loadModel(row.name), onSuccess: () => announce(`Load of ${row.name} requested.`) });
-  const close = () => setAsked("");
+  const close = () => setDialog("");
   return (
     <div className="row wrap model-actions">
       {row.definition !== undefined && canChat(row.definition) && (
@@ -29,17 +29,17 @@ export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[
       <Button small aria-label={`Load ${row.name}`} busy={load.isPending} refusal={loadRefusal(row)} onClick={() => load.mutate()}>
         Load
       </Button>
-      <Button small aria-label={`Unload all replicas of ${row.name}`} refusal={unloadRefusal(row)} onClick={() => setAsked("unload")}>
+      <Button small aria-label={`Unload all replicas of ${row.name}`} refusal={unloadRefusal(row)} onClick={() => setDialog("unload")}>
         Unload all…
       </Button>
       {ruled !== null && !ruled.includes(row.name) && (
-        <Button small aria-label={`Add rule for ${row.name}`} onClick={() => setAsked("rule")}>
+        <Button small aria-label={`Add rule for ${row.name}`} onClick={() => setDialog("rule")}>
           Add rule…
         </Button>
       )}
       {load.error !== null && <Problem error={load.error} onDismiss={() => load.reset()} />}
-      {asked === "unload" && <UnloadAll row={row} onClose={close} />}
-      <Suspense>{asked === "rule" && <RuleDialog rule={null} model={row.name} ruled={ruled ?? []} onClose={close} />}</Suspense>
+      {dialog === "unload" && <UnloadAll row={row} onClose={close} />}
+      <Suspense>{dialog === "rule" && <RuleDialog rule={null} model={row.name} ruled={ruled ?? []} onClose={close} />}</Suspense>
     </div>
   );
 }

@@ -28,7 +28,7 @@ function useInstalled<T>(select: (installed: Installed) => T): UseQueryResult<T>
 
 /** What only nodes have comes with the feed. */
 function definedIn(installed: Installed): Definition[] {
-  return installed.data.filter((one) => one.source === undefined);
+  return installed.data.filter((definition) => definition.source === undefined);
 }
 
 function brokenIn(installed: Installed): DefinitionError[] {

@@ -4,10 +4,10 @@ import { Link } from "react-router";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import { Ago } from "../ui/time";
-import { diskWords, memoryWords, needWords, signed, slotOf, type Best, type Choice, type Decision, type Miss } from "./explained";
+import { diskWords, memoryWords, needWords, signed, slotOf, type Best, type Choice, type Decision, type Miss } from "./explanation-query";
 
 /** `kept`: when it was made, and when its figures were last read; null for one that is not kept. */
-export function Details({ decision, kept = null, name }: { decision: Decision; kept?: Choice["kept"]; name: string }): ReactNode {
+export function Details({ decision, recorded = null, name }: { decision: Decision; recorded?: Choice["recorded"]; name: string }): ReactNode {
   const { best, misses, need, nodes, selector } = decision;
   return (
     <div className="stack">
@@ -19,10 +19,10 @@ export function Details({ decision, kept = null, name }: { decision: Decision; k
             Only nodes of <bdi>{selector}</bdi>.
           </>
         )}
-        {kept !== null && kept.lastAt !== kept.at && (
+        {recorded !== null && recorded.lastAt !== recorded.at && (
           <>
             {" "}
-            Figures read <Ago at={kept.lastAt} />.
+            Figures read <Ago at={recorded.lastAt} />.
           </>
         )}
       </p>
@@ -53,16 +53,16 @@ function BestNodes({ name, best }: { name: string; best: readonly Best[] }): Rea
       <table className="nd-table" aria-label={`Best nodes for ${name}`}>
         <Columns names={["Node", "Failures", "Group there", "Enough VRAM", "Replicas", "In flight", "VRAM", "Why behind"]} />
         <tbody>
-          {best.map((one) => (
-            <tr key={one.node_id}>
-              <NodeName id={one.node_id} text={slotOf(one)} />
-              <td data-label="Failures">{one.terms.failures}</td>
-              <td data-label="Group there">{one.terms.shared ? "yes" : "no"}</td>
-              <td data-label="Enough VRAM">{one.terms.has_memory ? "yes" : "no"}</td>
-              <td data-label="Replicas">{one.terms.busy ? "some" : "none"}</td>
-              <td data-label="In flight">{one.terms.in_flight}</td>
-              <td data-label="VRAM">{memoryWords(one.terms)}</td>
-              <td data-label="Why behind">{one.against === undefined ? "" : <bdi>{one.against}</bdi>}</td>
+          {best.map((candidate) => (
+            <tr key={candidate.node_id}>
+              <NodeName id={candidate.node_id} text={slotOf(candidate)} />
+              <td data-label="Failures">{candidate.terms.failures}</td>
+              <td data-label="Group there">{candidate.terms.shared ? "yes" : "no"}</td>
+              <td data-label="Enough VRAM">{candidate.terms.has_memory ? "yes" : "no"}</td>
+              <td data-label="Replicas">{candidate.terms.busy ? "some" : "none"}</td>
+              <td data-label="In flight">{candidate.terms.in_flight}</td>
+              <td data-label="VRAM">{memoryWords(candidate.terms)}</td>
+              <td data-label="Why behind">{candidate.against === undefined ? "" : <bdi>{candidate.against}</bdi>}</td>
             </tr>
           ))}
         </tbody>
@@ -78,18 +78,18 @@ function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): Re
       <table className="nd-table" aria-label={`Nearest misses for ${name}`}>
         <Columns names={["Node", "Reason", "VRAM free", "Disk available", "Replicas", "In flight"]} />
         <tbody>
-          {misses.map((one) => (
-            <tr key={one.node_id}>
-              <NodeName id={one.node_id} text={one.node} />
+          {misses.map((miss) => (
+            <tr key={miss.node_id}>
+              <NodeName id={miss.node_id} text={miss.node} />
               <td data-label="Reason">
-                <bdi>{one.reason}</bdi>
+                <bdi>{miss.reason}</bdi>
               </td>
-              <td data-label="VRAM free">{signed(one.free_vram)}</td>
-              <td data-label="Disk available">{diskWords(one)}</td>
+              <td data-label="VRAM free">{signed(miss.free_vram)}</td>
+              <td data-label="Disk available">{diskWords(miss)}</td>
               <td data-label="Replicas">
-                {one.replicas} of {one.slots}
+                {miss.replicas} of {miss.slots}
               </td>
-              <td data-label="In flight">{one.in_flight}</td>
+              <td data-label="In flight">{miss.in_flight}</td>
             </tr>
           ))}
         </tbody>

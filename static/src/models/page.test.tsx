@@ -8,27 +8,27 @@ import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { ModelsPage } from "./page";
 
-let asked: [string, unknown][];
+let requests: [string, unknown][];
 let broken: { file: string; error: string }[];
 
 beforeEach(() => {
-  asked = [];
+  requests = [];
   broken = [];
   const defined = [{ id: "idle", backend: "echo", capabilities: [], disabled: false, pinned: false }];
   const rule = { id: "1", model_name: "tiny", min_replicas: 1, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
   vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: path === "/api/models/capabilities" ? { data: defined, definitionErrors: broken } : [rule], response: new Response() })) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
-    asked.push([path, sent.body]);
+    requests.push([path, sent.body]);
     return Promise.resolve({ data: {}, response: new Response(null, { status: 202 }) });
   }) as never);
 });
 
 afterEach(cleanup);
 
-function operation(more: Partial<Operation>): Operation {
+function operation(overrides: Partial<Operation>): Operation {
   return {
     jobID: "j", id: "idle", kind: "model_load", fullName: "idle", name: "idle", status: "processing", seq: 1, progress: 40, taskType: "staging", isDeletion: false,
-    isBackend: false, message: "", phase: "loading", attempts: 0, nextLookAt: "", createdAt: "2026-08-22T10:00:00Z", actor: "x", requestID: "", ...more,
+    isBackend: false, message: "", phase: "loading", attempts: 0, nextLookAt: "", createdAt: "2026-08-22T10:00:00Z", actor: "x", requestID: "", ...overrides,
   } as Operation;
 }
 
@@ -66,7 +66,7 @@ it("names files that cannot be used, with their reason (review R6)", async () =>
 it("loads a model that does not run, without waiting for the end (UI-8.4)", async () => {
   open();
   fireEvent.click((await panel("idle")).getByRole("button", { name: "Load idle" }));
-  await waitFor(() => expect(asked).toEqual([["/backend/load", { model: "idle", wait: false }]]));
+  await waitFor(() => expect(requests).toEqual([["/backend/load", { model: "idle", wait: false }]]));
 });
 
 it("shows a load with its progress, and one that failed with its reason (UI-8.3)", async () => {
@@ -85,13 +85,13 @@ it("unloads from all nodes after a question that names requests and nodes (UI-8.
   expect(document.activeElement).toBe(question.getByRole("button", { name: "Cancel" }));
   fireEvent.click(question.getByRole("button", { name: "Unload" }));
   await waitFor(() => expect(screen.queryByRole("alertdialog")).toBeNull());
-  expect(asked).toEqual([["/api/nodes/models/unload", { model_name: "tiny", wait: false }]]);
+  expect(requests).toEqual([["/api/nodes/models/unload", { model_name: "tiny", wait: false }]]);
 });
 
 it("names the node with each unload of the same replica number (UI-8.2)", async () => {
   open();
   const unloads = (await panel("tiny")).getAllByRole("button", { name: /^Unload tiny, replica/ });
-  expect(unloads.map((one) => one.getAttribute("aria-label"))).toEqual(["Unload tiny, replica 0, from n1", "Unload tiny, replica 0, from n2"]);
+  expect(unloads.map((element) => element.getAttribute("aria-label"))).toEqual(["Unload tiny, replica 0, from n1", "Unload tiny, replica 0, from n2"]);
 });
 
 it("gives a model a rule in place (UI-8.5)", async () => {

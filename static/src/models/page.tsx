@@ -2,14 +2,14 @@
 // with their reason. All but definitions, rules and reasons of placement comes from the feed.
 import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
-import { isTold, useRoster } from "../backends/roster";
+import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
-import { Leaving, LogsAndUnload } from "../nodes/detail/unload";
+import { EndingReplica, LogsAndUnload } from "../nodes/detail/unload";
 import { FailureActions, Reason } from "../operations/failure";
-import { figures, NextLook, NoNews, WorkGlyph } from "../operations/lines";
+import { figures, NextCheck, SilenceNotice, WorkGlyph } from "../operations/lines";
 import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
 import { demand, useRules, type Rule } from "../scheduling/rules";
 import { ProgressBar } from "../ui/bars";
@@ -21,8 +21,8 @@ import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { Actions } from "./actions";
 import { useBrokenDefinitions, useDefinitions } from "./data";
-import { addressOf, backendOf, modelRows, replicaWords, SHOWN, wantedIn, wantedRows, type ModelRow, type Place, type Places, type Shown, type Wanted } from "./rows";
-import { Why } from "./why";
+import { addressOf, backendOf, modelRows, replicaWords, SHOWN, parseFilter, filterRows, type ModelRow, type Place, type Places, type Shown, type ModelFilter } from "./rows";
+import { Why } from "./explanation";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "../operations/operations.css";
@@ -34,19 +34,19 @@ const BROKEN_FIRST = 5;
 export function ModelsPage(): ReactNode {
   const definitions = useDefinitions();
   const rules = useRules();
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   const operations = useLive((state) => state.operations);
   const rows = useMemo(() => modelRows(definitions.data ?? [], nodes.values(), operations.values()), [definitions.data, nodes, operations]);
-  const known = isTold(nodes) && !definitions.isPending;
+  const isReady = isLoaded(nodes) && !definitions.isPending;
   return (
     <div className="models">
       <PageHead title="Models" note="What is defined, where it runs, and what is being loaded." />
-      {!known && <Loading what="models" />}
+      {!isReady && <Loading subject="models" />}
       {definitions.error !== null && <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />}
       {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
       <BrokenDefinitions />
-      {known && rows.length === 0 && definitions.error === null && <NoModels />}
-      {known && rows.length > 0 && <Models rows={rows} rules={rules.data} />}
+      {isReady && rows.length === 0 && definitions.error === null && <NoModels />}
+      {isReady && rows.length > 0 && <Models rows={rows} rules={rules.data} />}
     </div>
   );
 }
@@ -54,9 +54,9 @@ export function ModelsPage(): ReactNode {
 /** Files that define no model, with their reason: they would be missing from the list without a word. */
 function BrokenDefinitions(): ReactNode {
   const { data = [], refetch } = useBrokenDefinitions();
-  const [all, setAll] = useState(false);
+  const [isExpanded, setIsExpanded] = useState(false);
   if (data.length === 0) return null;
-  const shown = all ? data : data.slice(0, BROKEN_FIRST);
+  const shown = isExpanded ? data : data.slice(0, BROKEN_FIRST);
   return (
     <section className="problem" aria-label="Definitions that cannot be used">
       <div className="grow">
@@ -70,7 +70,7 @@ function BrokenDefinitions(): ReactNode {
         </ul>
       </div>
       {shown.length < data.length && (
-        <Button small onClick={() => setAll(true)}>
+        <Button small onClick={() => setIsExpanded(true)}>
           Show {data.length - shown.length} more
         </Button>
       )}
@@ -92,32 +92,32 @@ function NoModels(): ReactNode {
 const WORDS: Readonly<Record<Shown, string>> = { all: "All", running: "Running", idle: "Not running" };
 
 function Models({ rows, rules }: { rows: readonly ModelRow[]; rules: readonly Rule[] | undefined }): ReactNode {
-  const [wanted, setWanted] = useInAddress(wantedIn, addressOf);
+  const [filter, setFilter] = useInAddress(parseFilter, addressOf);
   const [limit, setLimit] = useState(DRAWN);
-  const settled = useDeferredValue(wanted);
-  const found = useMemo(() => wantedRows(rows, settled), [rows, settled]);
+  const settled = useDeferredValue(filter);
+  const matches = useMemo(() => filterRows(rows, settled), [rows, settled]);
   const ruled = useMemo(() => (rules === undefined ? null : new Map(rules.map((rule) => [rule.model_name, rule]))), [rules]);
   return (
     <>
-      <Filter wanted={wanted} said={`${found.length} of ${count(rows.length, "model")} shown`} onChange={setWanted} />
-      {found.length === 0 && (
+      <Filter filter={filter} resultText={`${matches.length} of ${count(rows.length, "model")} shown`} onChange={setFilter} />
+      {matches.length === 0 && (
         <Empty title="No matching models">
-          <Button onClick={() => setWanted({ term: "", shown: "all" })}>Show all</Button>
+          <Button onClick={() => setFilter({ term: "", shown: "all" })}>Show all</Button>
         </Empty>
       )}
-      {found.slice(0, limit).map((row) => (
+      {matches.slice(0, limit).map((row) => (
         <Model key={row.name} row={row} rules={ruled} />
       ))}
-      {found.length > limit && (
+      {matches.length > limit && (
         <div>
-          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({found.length - limit})</Button>
+          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({matches.length - limit})</Button>
         </div>
       )}
     </>
   );
 }
 
-function Filter({ wanted, said, onChange }: { wanted: Wanted; said: string; onChange: (wanted: Wanted) => void }): ReactNode {
+function Filter({ filter, resultText, onChange }: { filter: ModelFilter; resultText: string; onChange: (filter: ModelFilter) => void }): ReactNode {
   return (
     <div className="row wrap">
       <input
@@ -125,18 +125,18 @@ function Filter({ wanted, said, onChange }: { wanted: Wanted; said: string; onCh
         type="search"
         aria-label="Filter models"
         placeholder="Name or backend"
-        value={wanted.term}
-        onChange={(event) => onChange({ ...wanted, term: event.target.value })}
+        value={filter.term}
+        onChange={(event) => onChange({ ...filter, term: event.target.value })}
       />
       <div className="row wrap" role="group" aria-label="Show">
-        {SHOWN.map((one) => (
-          <Button key={one} small className="chip" aria-pressed={wanted.shown === one} onClick={() => onChange({ ...wanted, shown: one })}>
-            {WORDS[one]}
+        {SHOWN.map((option) => (
+          <Button key={option} small className="chip" aria-pressed={filter.shown === option} onClick={() => onChange({ ...filter, shown: option })}>
+            {WORDS[option]}
           </Button>
         ))}
       </div>
       <span className="muted" role="status">
-        {said}
+        {resultText}
       </span>
     </div>
   );
@@ -192,7 +192,7 @@ function Work({ operation }: { operation: Operation }): ReactNode {
           {phrase(operation, state)} {placeOf(operation)}
         </Link>
         <span className="muted">
-          {sendingOf(operation) || `${phaseOf(operation)} ${figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)}`} <NextLook operation={operation} /> <NoNews of={operation} />
+          {sendingOf(operation) || `${phaseOf(operation)} ${figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)}`} <NextCheck operation={operation} /> <SilenceNotice of={operation} />
         </span>
       </div>
       <div className="row">
@@ -224,14 +224,14 @@ const REPLICAS_FIRST = 10;
 
 /** The first ones, the others on demand: a model may run on hundreds of nodes. */
 function Replicas({ name, places }: { name: string; places: Places }): ReactNode {
-  const [all, setAll] = useState(false);
-  const shown = all ? places : places.slice(0, REPLICAS_FIRST);
+  const [isExpanded, setIsExpanded] = useState(false);
+  const shown = isExpanded ? places : places.slice(0, REPLICAS_FIRST);
   return (
     <>
       <ReplicaTable name={name} places={shown} />
       {shown.length < places.length && (
         <div>
-          <Button small onClick={() => setAll(true)}>
+          <Button small onClick={() => setIsExpanded(true)}>
             Show {count(places.length - shown.length, "more replica")} of <bdi>{name}</bdi>
           </Button>
         </div>
@@ -280,7 +280,7 @@ function Replica({ node, model }: Place): ReactNode {
       </td>
       <td data-label="State">
         <StatusPill status={model.state} />
-        {model.state === "unloading" && <Leaving model={model} />}
+        {model.state === "unloading" && <EndingReplica model={model} />}
       </td>
       <td data-label="In flight" className="nd-number">
         {model.in_flight}

@@ -1,14 +1,14 @@
 import { describe, expect, it } from "vitest";
 import { model, node } from "../live/fixtures";
 import type { LiveModel, Operation } from "../live/messages";
-import { addressOf, backendOf, loadRefusal, modelRows, replicaWords, unloadRefusal, wantedIn, wantedRows, type Definition, type ModelRow } from "./rows";
+import { addressOf, backendOf, loadRefusal, modelRows, replicaWords, unloadRefusal, parseFilter, filterRows, type Definition, type ModelRow } from "./rows";
 
 function defined(name: string): Definition {
   return { id: name, backend: "echo", capabilities: [], disabled: false, pinned: false };
 }
 
-function operation(name: string, status: Operation["status"], more: Partial<Operation> = {}): Operation {
-  return { jobID: `${name} ${status}`, kind: "model_load", fullName: name, name, status, seq: 1, ...more } as Operation;
+function operation(name: string, status: Operation["status"], overrides: Partial<Operation> = {}): Operation {
+  return { jobID: `${name} ${status}`, kind: "model_load", fullName: name, name, status, seq: 1, ...overrides } as Operation;
 }
 
 const NODES = [
@@ -20,19 +20,19 @@ function rows(...operations: Operation[]): ModelRow[] {
   return modelRows([defined("b"), defined("a")], NODES, operations);
 }
 
-function named(name: string, found: readonly ModelRow[]): ModelRow {
-  const row = found.find((one) => one.name === name);
+function named(name: string, allRows: readonly ModelRow[]): ModelRow {
+  const row = allRows.find((modelRow) => modelRow.name === name);
   if (row === undefined) throw new Error(`no row for ${name}`);
   return row;
 }
 
 describe("models (E65, UI-8.1)", () => {
   it("are all that is defined, runs or is worked on, by name, with replicas by node", () => {
-    const found = rows(operation("gone", "failed"), operation("b", "processing"), operation("x", "completed"), operation("y", "processing", { kind: "backend_install" }));
-    expect(found.map((row) => row.name)).toEqual(["a", "b", "gone", "stray"]);
-    expect(named("b", found).places.map(({ node: { name }, model: { replica_index } }) => `${name}#${replica_index}`)).toEqual(["n2#0", "n10#0", "n10#1"]);
-    expect([named("b", found).active.length, named("gone", found).failed.length]).toEqual([1, 1]);
-    expect([backendOf(named("a", found)), backendOf(named("stray", found)), backendOf(named("gone", found))]).toEqual(["echo", "vllm", ""]);
+    const result = rows(operation("gone", "failed"), operation("b", "processing"), operation("x", "completed"), operation("y", "processing", { kind: "backend_install" }));
+    expect(result.map((row) => row.name)).toEqual(["a", "b", "gone", "stray"]);
+    expect(named("b", result).places.map(({ node: { name }, model: { replica_index } }) => `${name}#${replica_index}`)).toEqual(["n2#0", "n10#0", "n10#1"]);
+    expect([named("b", result).active.length, named("gone", result).failed.length]).toEqual([1, 1]);
+    expect([backendOf(named("a", result)), backendOf(named("stray", result)), backendOf(named("gone", result))]).toEqual(["echo", "vllm", ""]);
   });
 
   it("count as replicas only when they are loaded (review R14)", () => {
@@ -47,16 +47,16 @@ describe("models (E65, UI-8.1)", () => {
   });
 
   it("are filtered by the address", () => {
-    const wanted = wantedIn(new URLSearchParams("q=ECHO&show=running"));
-    expect(wantedRows(rows(), wanted).map((row) => row.name)).toEqual(["b"]);
-    expect(wantedRows(rows(), { term: "", shown: "idle" }).map((row) => row.name)).toEqual(["a"]);
-    expect(addressOf(wanted).toString()).toBe("q=ECHO&show=running");
-    expect(addressOf(wantedIn(new URLSearchParams("show=odd"))).toString()).toBe("");
+    const filter = parseFilter(new URLSearchParams("q=ECHO&show=running"));
+    expect(filterRows(rows(), filter).map((row) => row.name)).toEqual(["b"]);
+    expect(filterRows(rows(), { term: "", shown: "idle" }).map((row) => row.name)).toEqual(["a"]);
+    expect(addressOf(filter).toString()).toBe("q=ECHO&show=running");
+    expect(addressOf(parseFilter(new URLSearchParams("show=odd"))).toString()).toBe("");
   });
 
   it("are loaded and unloaded only where that means something", () => {
-    const found = rows(operation("a", "processing"));
-    expect([loadRefusal(named("a", found)), loadRefusal(named("b", found)), loadRefusal(named("stray", found))]).toEqual([
+    const result = rows(operation("a", "processing"));
+    expect([loadRefusal(named("a", result)), loadRefusal(named("b", result)), loadRefusal(named("stray", result))]).toEqual([
       "already being loaded", "already loaded; a rule asks for more replicas", "not defined on this server",
     ]);
     expect([loadRefusal(named("a", rows())), unloadRefusal(named("a", rows())), unloadRefusal(named("b", rows()))]).toEqual(["", "not loaded", ""]);

@@ -26,23 +26,23 @@ export interface ModelRow {
 
 /** The replicas by model, by node and number. */
 export function placesOf(nodes: Iterable<LiveNode>): Map<string, Place[]> {
-  const found = new Map<string, Place[]>();
+  const places = new Map<string, Place[]>();
   const sorted = [...nodes].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
   for (const node of sorted) {
     const models = [...node.models].sort((left, right) => left.replica_index - right.replica_index);
     for (const model of models) {
-      const known = found.get(model.model_name);
-      if (known === undefined) found.set(model.model_name, [{ node, model }]);
-      else known.push({ node, model });
+      const modelPlaces = places.get(model.model_name);
+      if (modelPlaces === undefined) places.set(model.model_name, [{ node, model }]);
+      else modelPlaces.push({ node, model });
     }
   }
-  return found;
+  return places;
 }
 
 /** Every model by name. Definitions are undefined as long as they are not known. */
 export function modelRows(definitions: readonly Definition[], nodes: Iterable<LiveNode>, operations: Iterable<Operation>): ModelRow[] {
   const places = placesOf(nodes);
-  const defined = new Map(definitions.map((one) => [one.id, one]));
+  const defined = new Map(definitions.map((definition) => [definition.id, definition]));
   const work = new Map<string, Operation[]>();
   for (const operation of operations) {
     if (!operation.kind.startsWith("model_") || !(isActive(operation) || needsAttention(operation))) continue;
@@ -60,21 +60,21 @@ export const SHOWN = ["all", "running", "idle"] as const;
 export type Shown = (typeof SHOWN)[number];
 
 /** Which models are looked for: words in name or backend, and whether they run. */
-export interface Wanted {
+export interface ModelFilter {
   term: string;
   shown: Shown;
 }
 
-export function wantedIn(query: URLSearchParams): Wanted {
+export function parseFilter(query: URLSearchParams): ModelFilter {
   const shown = query.get("show");
-  return { term: query.get("q") ?? "", shown: SHOWN.find((one) => one === shown) ?? "all" };
+  return { term: query.get("q") ?? "", shown: SHOWN.find((option) => option === shown) ?? "all" };
 }
 
-export function addressOf({ term, shown }: Wanted): URLSearchParams {
+export function addressOf({ term, shown }: ModelFilter): URLSearchParams {
   return new URLSearchParams({ ...(term === "" ? {} : { q: term }), ...(shown === "all" ? {} : { show: shown }) });
 }
 
-export function wantedRows(rows: readonly ModelRow[], { term, shown }: Wanted): ModelRow[] {
+export function filterRows(rows: readonly ModelRow[], { term, shown }: ModelFilter): ModelRow[] {
   const words = term.toLowerCase().split(/\s+/).filter(Boolean);
   return rows.filter((row) => {
     if (shown !== "all" && (row.places.length > 0) !== (shown === "running")) return false;
@@ -100,11 +100,11 @@ export function backendOf(row: ModelRow): string {
 export function loadRefusal(row: ModelRow): string {
   if (row.definition === undefined) return "not defined on this server";
   if (row.places.some(({ model }) => model.state === "loaded")) return "already loaded; a rule asks for more replicas";
-  return row.active.some((one) => one.kind === "model_load") ? "already being loaded" : "";
+  return row.active.some((operation) => operation.kind === "model_load") ? "already being loaded" : "";
 }
 
 /** Why it cannot be unloaded from all nodes now; "" if it can. */
 export function unloadRefusal(row: ModelRow): string {
   if (row.places.length === 0) return "not loaded";
-  return row.active.some((one) => one.kind === "model_unload" && one.nodeID === undefined) ? "already being unloaded" : "";
+  return row.active.some((operation) => operation.kind === "model_unload" && operation.nodeID === undefined) ? "already being unloaded" : "";
 }

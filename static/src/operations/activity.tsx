@@ -9,7 +9,7 @@ import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import "./activity.css";
 import { FailureCard, ProgressCard } from "./card";
-import { EndedLine } from "./ended";
+import { EndedLine } from "./ended-line";
 import { addressOf, choiceIn, endedOf, EVERYTHING, finds, shows, SHOWS, type Choice } from "./filter";
 import type { Group } from "./model";
 import { ActivityHead } from "./tabs";
@@ -23,16 +23,16 @@ export function ActivityPage(): ReactNode {
   // Two hundred moving cards are drawn in the pauses: typing and pressing come first.
   const work = useDeferredValue(useWork());
   const [choice, choose] = useInAddress(choiceIn, addressOf);
-  const all = useCallback(() => choose(EVERYTHING), [choose]);
-  const target = useTarget(work);
+  const showAll = useCallback(() => choose(EVERYTHING), [choose]);
+  const linkedJob = useLinkedJob(work);
   // What is typed comes before what it finds.
   const shown = useDeferredValue(choice);
   return (
     <div className="activity">
-      <ActivityHead title="Activity" note={work.known && <Tally work={work} />} />
+      <ActivityHead title="Activity" note={work.isKnownTotal && <Tally work={work} />} />
       <div className="row wrap" role="group" aria-label="Show">
         {SHOWS.map(({ show, label }) => (
-          <Button key={show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose((before) => ({ ...before, show }))}>
+          <Button key={show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose((previous) => ({ ...previous, show }))}>
             {label}
           </Button>
         ))}
@@ -42,18 +42,18 @@ export function ActivityPage(): ReactNode {
           aria-label="Find operations"
           placeholder="Name, node, who asked, error or id"
           value={choice.q}
-          onChange={(event) => choose((before) => ({ ...before, q: event.target.value }))}
+          onChange={(event) => choose((previous) => ({ ...previous, q: event.target.value }))}
         />
       </div>
-      <Sections work={work} choice={shown} target={target} onAll={all} />
+      <Sections work={work} choice={shown} linkedJob={linkedJob} onAll={showAll} />
     </div>
   );
 }
 
 /** Over everything, filtered or not; a clause with zero is dropped. */
 function Tally({ work }: { work: Work }): ReactNode {
-  const all = [...work.operations.values()];
-  const [active, failed] = [all.filter(isActive).length, all.filter(needsAttention).length];
+  const operationList = [...work.operations.values()];
+  const [active, failed] = [operationList.filter(isActive).length, operationList.filter(needsAttention).length];
   const parts = [];
   if (active > 0) parts.push(`${active} in progress`);
   if (failed > 0) parts.push(`${failed} ${failed === 1 ? "needs" : "need"} attention`);
@@ -61,54 +61,54 @@ function Tally({ work }: { work: Work }): ReactNode {
 }
 
 /** The job that the address names; leads there once, when it is on the page. */
-function useTarget(work: Work): string {
+function useLinkedJob(work: Work): string {
   const { hash, key } = useLocation();
-  const target = hash.startsWith("#job-") ? hash.slice("#job-".length) : "";
-  const known = target !== "" && work.operations.has(target);
+  const linkedJob = hash.startsWith("#job-") ? hash.slice("#job-".length) : "";
+  const isLinkedJobKnown = linkedJob !== "" && work.operations.has(linkedJob);
   useEffect(() => {
-    const line = known ? document.getElementById(`job-${target}`) : null;
+    const line = isLinkedJobKnown ? document.getElementById(`job-${linkedJob}`) : null;
     line?.scrollIntoView({ block: "center" });
     line?.focus({ preventScroll: true });
-  }, [known, target, key]);
-  return target;
+  }, [isLinkedJobKnown, linkedJob, key]);
+  return linkedJob;
 }
 
 interface SectionsProps {
   work: Work;
   choice: Choice;
-  target: string;
+  linkedJob: string;
   onAll: () => void;
 }
 
-const Sections = memo(function Sections({ work, choice, target, onAll }: SectionsProps): ReactNode {
+const Sections = memo(function Sections({ work, choice, linkedJob, onAll }: SectionsProps): ReactNode {
   const connection = useLive((state) => state.connection);
-  const wanted = useMemo(() => work.groups.filter((group) => isWanted(choice, group)), [work.groups, choice]);
+  const shownGroups = useMemo(() => work.groups.filter((group) => isShown(choice, group)), [work.groups, choice]);
   const ended = useMemo(() => {
-    const elsewhere = new Set(work.groups.flatMap((group) => group.parts.map((part) => part.job.jobID)));
-    return endedOf(work.operations.values(), elsewhere).filter((one) => shows(choice.show, one) && finds(choice.q, one));
+    const groupedJobs = new Set(work.groups.flatMap((group) => group.targets.map((target) => target.job.jobID)));
+    return endedOf(work.operations.values(), groupedJobs).filter((operation) => shows(choice.show, operation) && finds(choice.q, operation));
   }, [work, choice]);
-  if (!work.known) return <NotYet waiting={connection === "connecting" || connection === "live"} />;
-  if (wanted.length === 0 && ended.length === 0) return <Nothing choice={choice} onAll={onAll} />;
-  const active = wanted.filter((group) => group.active.length > 0);
-  const failed = wanted.filter((group) => group.failed.length > 0);
-  const of = (group: Group) => ({ group, target: holds(group, target) ? target : "" });
+  if (!work.isKnownTotal) return <NotYet waiting={connection === "connecting" || connection === "live"} />;
+  if (shownGroups.length === 0 && ended.length === 0) return <Nothing choice={choice} onAll={onAll} />;
+  const active = shownGroups.filter((group) => group.active.length > 0);
+  const failed = shownGroups.filter((group) => group.failed.length > 0);
+  const of = (group: Group) => ({ group, linkedJob: holds(group, linkedJob) ? linkedJob : "" });
   return (
     <>
-      <Section title="Needs attention" number={sum(failed, (group) => group.failed.length)} items={failed} sought={sought(failed, target)}>
+      <Section title="Needs attention" number={sum(failed, (group) => group.failed.length)} items={failed} sought={sought(failed, linkedJob)}>
         {(group) => <FailureCard key={group.id} {...of(group)} />}
       </Section>
-      <Section title="In progress" number={sum(active, (group) => group.active.length)} items={active} sought={sought(active, target)}>
+      <Section title="In progress" number={sum(active, (group) => group.active.length)} items={active} sought={sought(active, linkedJob)}>
         {(group) => <ProgressCard key={group.id} {...of(group)} pace={work.paces.get(group.id)} />}
       </Section>
-      <Section title="Recently finished" number={ended.length} items={ended} sought={ended.findIndex((one) => one.jobID === target)} list>
+      <Section title="Recently finished" number={ended.length} items={ended} sought={ended.findIndex((operation) => operation.jobID === linkedJob)} list>
         {(operation) => <EndedLine key={operation.jobID} operation={operation} />}
       </Section>
     </>
   );
 });
 
-function isWanted({ show, q }: Choice, group: Group): boolean {
-  return shows(show, group.speaker) && (finds(q, group.speaker) || [...group.failed, ...group.parts.map((part) => part.job)].some((job) => finds(q, job)));
+function isShown({ show, q }: Choice, group: Group): boolean {
+  return shows(show, group.speaker) && (finds(q, group.speaker) || [...group.failed, ...group.targets.map((target) => target.job)].some((job) => finds(q, job)));
 }
 
 function sum(groups: readonly Group[], of: (group: Group) => number): number {
@@ -116,7 +116,7 @@ function sum(groups: readonly Group[], of: (group: Group) => number): number {
 }
 
 function holds(group: Group, jobID: string): boolean {
-  return jobID !== "" && (group.failed.some((one) => one.jobID === jobID) || group.parts.some((part) => part.job.jobID === jobID));
+  return jobID !== "" && (group.failed.some((operation) => operation.jobID === jobID) || group.targets.some((target) => target.job.jobID === jobID));
 }
 
 function sought(groups: readonly Group[], jobID: string): number {
@@ -159,7 +159,7 @@ function Section<Item>({ title, number, items, sought: place = -1, list = false,
 }
 
 function NotYet({ waiting }: { waiting: boolean }): ReactNode {
-  if (waiting) return <Loading what="operations" />;
+  if (waiting) return <Loading subject="operations" />;
   return (
     <Empty title="Not connected">
       <p>The live feed is disconnected. Operations keep running and appear here when it is back.</p>

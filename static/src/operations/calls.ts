@@ -23,7 +23,7 @@ export type BulkVerb = "cancel" | "dismiss" | "retry";
 
 /** Does `verb` to all of these operations in one call: what has ended meanwhile is counted, and no failure. */
 export function onAll(verb: BulkVerb, operations: readonly Pick<Operation, "jobID">[], comment = ""): Promise<Counts> {
-  const body = { verb, ids: operations.map((one) => one.jobID), ...(comment === "" ? {} : { comment }) };
+  const body = { verb, ids: operations.map((operation) => operation.jobID), ...(comment === "" ? {} : { comment }) };
   return call(client.POST("/api/operations/bulk", { body }));
 }
 
@@ -54,10 +54,10 @@ export function retry(operation: Pick<Operation, "jobID">, nodes: readonly strin
 /** Asks nodes for a backend, by its name or from an address: one operation, which joins what is under way there. */
 export function install(nodeIDs: readonly string[], from: string | { uri: string; name: string; alias: string }): Promise<Accepted> {
   // What was asked for by an address is known by that address.
-  const what = typeof from !== "string" ? from : from.includes("://") ? { uri: from } : { backend: from };
+  const backend = typeof from !== "string" ? from : from.includes("://") ? { uri: from } : { backend: from };
   const [only = ""] = nodeIDs;
-  if (nodeIDs.length === 1) return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path: { node_id: only } }, body: what }));
-  return call(client.POST("/api/nodes/backends/install", { body: { ids: [...nodeIDs], ...what } }));
+  if (nodeIDs.length === 1) return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path: { node_id: only } }, body: backend }));
+  return call(client.POST("/api/nodes/backends/install", { body: { ids: [...nodeIDs], ...backend } }));
 }
 
 /** Stops the backend's engines on one node and installs it again; joins an upgrade under way there. */
@@ -80,6 +80,6 @@ export function chooseWaves(operation: Pick<Operation, "jobID">, choice: "contin
 
 /** Whether what failed or was cancelled can be asked for again; a load cannot, because it comes again with its request. */
 export function canRetry({ kind, status, nodes = [] }: Pick<Operation, "kind" | "status" | "nodes">): boolean {
-  const leftOut = status === "completed" && nodes.some((part) => part.status === "cancelled");
+  const leftOut = status === "completed" && nodes.some((target) => target.status === "cancelled");
   return (kind.startsWith("backend_") || kind.startsWith("node_")) && (status === "failed" || status === "cancelled" || leftOut);
 }

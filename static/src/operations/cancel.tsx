@@ -9,15 +9,15 @@ import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
 import { act, cancelOn } from "./calls";
-import { partsOf, type Part } from "./model";
+import { targetsOf, type Target } from "./model";
 import { ENDED, phrase, placeOf, stateOf } from "./words";
 
-const WAITING: ReadonlySet<Part["status"]> = new Set(["queued", "waiting", "retrying"]);
+const WAITING: ReadonlySet<Target["status"]> = new Set(["queued", "waiting", "retrying"]);
 
 /** Why it cannot be cancelled; "" if it can. */
 export function cancelRefusal(operations: readonly Operation[]): string {
-  if (operations.some((one) => one.cancellable)) return "";
-  if (operations.some((one) => one.isDeletion)) return "A removal that has begun cannot be cancelled";
+  if (operations.some((operation) => operation.cancellable)) return "";
+  if (operations.some((operation) => operation.isDeletion)) return "A removal that has begun cannot be cancelled";
   return "Cannot be cancelled now";
 }
 
@@ -37,34 +37,34 @@ export function CancelButton({ operations }: { operations: readonly Operation[] 
 }
 
 /** Whether this node's part of work on several can end for itself; a removal that has begun cannot. */
-export function canCancelPart({ job, status }: Part): boolean {
+export function canCancelTarget({ job, status }: Target): boolean {
   if (!job.isBackend || !isActive(job) || ENDED.has(status)) return false;
   return !job.isDeletion || WAITING.has(status);
 }
 
 /** Ends one node's part, after a question. */
-export function PartCancel({ part, name }: { part: Part; name: string }): ReactNode {
+export function TargetCancel({ target, name }: { target: Target; name: string }): ReactNode {
   const [open, setOpen] = useState(false);
   const nodes = useLive((state) => state.nodes);
-  const asked = useMutation({
-    mutationFn: () => cancelOn(part.job, part.nodeID),
+  const cancellation = useMutation({
+    mutationFn: () => cancelOn(target.job, target.nodeID),
     onSuccess: () => {
-      announce(`Cancelled ${name} on ${part.name}`);
+      announce(`Cancelled ${name} on ${target.name}`);
       setOpen(false);
     },
   });
-  const effect = effectOf([part], nodes);
+  const effect = effectOf([target], nodes);
   return (
     <>
-      <Button small aria-label={`Cancel ${name} on ${part.name}`} onClick={() => setOpen(true)}>
+      <Button small aria-label={`Cancel ${name} on ${target.name}`} onClick={() => setOpen(true)}>
         Cancel…
       </Button>
       {open && (
-        <Confirm open onClose={() => setOpen(false)} title={<>Cancel <bdi>{name}</bdi> on <bdi>{part.name}</bdi> only</>} action="Cancel on this node" back="Keep it" danger busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+        <Confirm open onClose={() => setOpen(false)} title={<>Cancel <bdi>{name}</bdi> on <bdi>{target.name}</bdi> only</>} action="Cancel on this node" back="Keep it" danger busy={cancellation.isPending} error={cancellation.error} onConfirm={() => cancellation.mutate()}>
           <ul className="effects">
             <Effects effect={effect} />
             <li>The other nodes go on.</li>
-            {part.job.waves !== undefined && <li>No further wave opens until you continue or stop the upgrade.</li>}
+            {target.job.waves !== undefined && <li>No further wave opens until you continue or stop the upgrade.</li>}
           </ul>
         </Confirm>
       )}
@@ -99,24 +99,24 @@ interface QuestionProps {
 
 function CancelQuestion({ operations, first, where, onClose }: QuestionProps): ReactNode {
   const nodes = useLive((state) => state.nodes);
-  const left = operations.filter((one) => isActive(one) && one.cancellable);
-  const asked = useMutation({
-    mutationFn: () => act("cancel", left),
+  const cancellable = operations.filter((operation) => isActive(operation) && operation.cancellable);
+  const cancellation = useMutation({
+    mutationFn: () => act("cancel", cancellable),
     onSuccess: () => {
       announce(`Cancelled ${first.name} ${where}`);
       onClose();
     },
   });
-  const effect = effectOf(left.flatMap(partsOf), nodes);
+  const effect = effectOf(cancellable.flatMap(targetsOf), nodes);
   const title = (
     <>
       Cancel {phrase(first, stateOf(first)).replace(/^./, (letter) => letter.toLowerCase())} <bdi>{first.name}</bdi> {where}
     </>
   );
   return (
-    <Confirm open onClose={onClose} title={title} action={operations.length > 1 ? `Cancel ${count(left.length, "operation")}` : "Cancel operation"} back="Keep it" danger busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+    <Confirm open onClose={onClose} title={title} action={operations.length > 1 ? `Cancel ${count(cancellable.length, "operation")}` : "Cancel operation"} back="Keep it" danger busy={cancellation.isPending} error={cancellation.error} onConfirm={() => cancellation.mutate()}>
       <ul className="effects">
-        {left.length === 0 && <li>It has ended, or cannot be cancelled any more.</li>}
+        {cancellable.length === 0 && <li>It has ended, or cannot be cancelled any more.</li>}
         <Effects effect={effect} />
         {effect.done > 0 && <li>{count(effect.done, "node")} done: what is there stays.</li>}
         <li>Cancelling is final. You can ask for the same again in History.</li>
@@ -134,13 +134,13 @@ interface Effect {
 }
 
 /** What a cancellation means for each part. A stock worker has no secret of its own; ours always has. */
-export function effectOf(parts: readonly Part[], nodes: ReadonlyMap<string, Pick<LiveNode, "weak_identity">>): Effect {
+export function effectOf(targets: readonly Target[], nodes: ReadonlyMap<string, Pick<LiveNode, "weak_identity">>): Effect {
   const effect: Effect = { ours: [], stock: [], waiting: 0, done: 0 };
-  for (const part of parts) {
-    if (ENDED.has(part.status)) effect.done += part.status === "success" ? 1 : 0;
-    else if (WAITING.has(part.status)) effect.waiting += 1;
-    else if (nodes.get(part.nodeID)?.weak_identity === false) effect.ours.push(part.name);
-    else effect.stock.push(part.name);
+  for (const target of targets) {
+    if (ENDED.has(target.status)) effect.done += target.status === "success" ? 1 : 0;
+    else if (WAITING.has(target.status)) effect.waiting += 1;
+    else if (nodes.get(target.nodeID)?.weak_identity === false) effect.ours.push(target.name);
+    else effect.stock.push(target.name);
   }
   return effect;
 }

@@ -7,38 +7,38 @@ import { ProgressBar } from "../ui/bars";
 import { CopyButton } from "../ui/copy";
 import { Ago } from "../ui/time";
 import { CancelButton } from "./cancel";
-import { FailureActions, PartRetry, Reason } from "./failure";
-import { NextLook, NoNews, WorkGlyph } from "./lines";
-import { latestParts, underWay, type Group, type Part } from "./model";
+import { FailureActions, TargetRetry, Reason } from "./failure";
+import { NextCheck, SilenceNotice, WorkGlyph } from "./lines";
+import { latestTargets, underWay, type Group, type Target } from "./model";
 import type { Pace } from "./pace";
-import { NodeLink, Parts } from "./parts";
-import { newsOf } from "./silence";
-import { hasBar, headline, looksAgain, numbers, what, where } from "./summary";
+import { NodeLink, Targets } from "./targets";
+import { progressTimes } from "./silence";
+import { hasBar, headline, hasNextCheck, numbers, subjectOf, where } from "./summary";
 import { Waves } from "./waves-panel";
 import { pageOf, phrase, rests, type State } from "./words";
 
 interface CardProps {
   group: Group;
   /** The job that the address names, "" if none of this card. */
-  target: string;
+  linkedJob: string;
 }
 
 /** Work under way. */
-export const ProgressCard = memo(function ProgressCard({ group, pace, target }: CardProps & { pace: Pace | undefined }): ReactNode {
+export const ProgressCard = memo(function ProgressCard({ group, pace, linkedJob }: CardProps & { pace: Pace | undefined }): ReactNode {
   const work = underWay(group);
   // An operation is in one section: what failed as a whole is among the failures.
   const failures = new Set(group.failed);
-  const parts = work.parts.filter((part) => !failures.has(part.job));
-  const told = numbers(work, pace);
+  const targets = work.targets.filter((target) => !failures.has(target.job));
+  const figuresText = numbers(work, pace);
   const percent = Math.floor(work.progress);
   return (
-    <Card state={work.state} title={headline(work)} speaker={work.speaker} parts={parts} jobs={work.active} where={where({ ...work, parts })}>
+    <Card state={work.state} title={headline(work)} speaker={work.speaker} targets={targets} jobs={work.active} where={where({ ...work, targets })}>
       <div className="row wrap work-now">
-        <bdi className={rests(work.state) ? "waits" : ""}>{what(work)}</bdi>
-        {looksAgain(work) && <NextLook operation={work.speaker} />}
-        {work.state === "running" && <NoNews of={newsOf(work.active)} />}
-        {parts.length === 1 && parts[0] !== undefined && parts[0].file !== "" && <bdi className="name muted">{parts[0].file}</bdi>}
-        {told !== "" && <span className="work-figures">{told}</span>}
+        <bdi className={rests(work.state) ? "waits" : ""}>{subjectOf(work)}</bdi>
+        {hasNextCheck(work) && <NextCheck operation={work.speaker} />}
+        {work.state === "running" && <SilenceNotice of={progressTimes(work.active)} />}
+        {targets.length === 1 && targets[0] !== undefined && targets[0].file !== "" && <bdi className="name muted">{targets[0].file}</bdi>}
+        {figuresText !== "" && <span className="work-figures">{figuresText}</span>}
         {hasBar(work) && <span className="work-percent">{percent}%</span>}
       </div>
       {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}
@@ -47,22 +47,22 @@ export const ProgressCard = memo(function ProgressCard({ group, pace, target }: 
       ))}
       <div className="row wrap">
         {work.active.length > 0 && <CancelButton operations={work.active} />}
-        {parts.length === 1 && parts[0]?.status === "retrying" && <PartRetry part={parts[0]} name={work.name} />}
+        {targets.length === 1 && targets[0]?.status === "retrying" && <TargetRetry target={targets[0]} name={work.name} />}
       </div>
-      {parts.length > 1 && <Parts parts={parts} name={work.name} target={target} />}
+      {targets.length > 1 && <Targets targets={targets} name={work.name} linkedJob={linkedJob} />}
     </Card>
   );
 });
 
 /** What failed: one failure with its reason, or several, a line each. */
-export const FailureCard = memo(function FailureCard({ group, target }: CardProps): ReactNode {
-  const parts = latestParts(group.failed);
+export const FailureCard = memo(function FailureCard({ group, linkedJob }: CardProps): ReactNode {
+  const targets = latestTargets(group.failed);
   const title = phrase(group.speaker, "failed");
   return (
-    <Card state="failed" title={title} speaker={group.speaker} parts={parts} jobs={group.failed} where="">
-      {parts.length === 1 && <Reason error={group.speaker.error} name={group.speaker.name} />}
+    <Card state="failed" title={title} speaker={group.speaker} targets={targets} jobs={group.failed} where="">
+      {targets.length === 1 && <Reason error={group.speaker.error} name={group.speaker.name} />}
       <FailureActions operations={group.failed} />
-      {parts.length > 1 && <Parts parts={parts} name={group.name} target={target} />}
+      {targets.length > 1 && <Targets targets={targets} name={group.name} linkedJob={linkedJob} />}
     </Card>
   );
 });
@@ -71,15 +71,15 @@ interface ShellProps {
   state: State;
   title: string;
   speaker: Operation;
-  parts: readonly Part[];
+  targets: readonly Target[];
   jobs: readonly Operation[];
   where: string;
   children: ReactNode;
 }
 
-function Card({ state, title, speaker, parts, jobs, where: at, children }: ShellProps): ReactNode {
-  const [part] = parts;
-  const alone = parts.length === 1 && part !== undefined;
+function Card({ state, title, speaker, targets, jobs, where: at, children }: ShellProps): ReactNode {
+  const [target] = targets;
+  const alone = targets.length === 1 && target !== undefined;
   const anchored = jobs.length === 1 || alone ? { id: `job-${jobs[0]?.jobID ?? ""}`, tabIndex: -1 } : {};
   return (
     // A card of several operations has the anchors on their lines.
@@ -97,11 +97,11 @@ function Card({ state, title, speaker, parts, jobs, where: at, children }: Shell
             </>
           )}
         </h3>
-        {parts.length > 1 && <NodesTag number={parts.length} all={jobs.some((job) => job.allNodes)} />}
+        {targets.length > 1 && <NodesTag number={targets.length} isEveryNode={jobs.some((job) => job.allNodes)} />}
       </div>
       <Facts
-        nodeID={alone ? part.nodeID : null}
-        node={alone ? part.name : at}
+        nodeID={alone ? target.nodeID : null}
+        node={alone ? target.name : at}
         actor={actors(jobs)}
         since={jobs[0]?.createdAt ?? ""}
         attempts={alone ? speaker.attempts : 0}
@@ -112,8 +112,8 @@ function Card({ state, title, speaker, parts, jobs, where: at, children }: Shell
   );
 }
 
-function NodesTag({ number, all }: { number: number; all: boolean }): ReactNode {
-  return <span className="tag">{all ? `all ${count(number, "node")}` : count(number, "node")}</span>;
+function NodesTag({ number, isEveryNode }: { number: number; isEveryNode: boolean }): ReactNode {
+  return <span className="tag">{isEveryNode ? `all ${count(number, "node")}` : count(number, "node")}</span>;
 }
 
 interface FactsProps {

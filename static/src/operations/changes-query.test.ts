@@ -1,11 +1,11 @@
 import { describe, expect, it } from "vitest";
-import { addressOf, ALL, askedFor, filtersIn, isNarrowed, pageOf, words } from "./changes-query";
+import { addressOf, NO_FILTERS, requestParams, filtersIn, isNarrowed, pageOf, words } from "./changes-query";
 
 describe("the filters of Changes (UW32)", () => {
   it("are what the address says, and make the same address", () => {
     const address = "kind=node&actor=anna&subject=n1&from=2026-08-22T10%3A00%3A00.000Z";
     const filters = filtersIn(new URLSearchParams(address));
-    expect(filters).toEqual({ ...ALL, kind: "node", actor: "anna", subject: "n1", from: "2026-08-22T10:00:00.000Z" });
+    expect(filters).toEqual({ ...NO_FILTERS, kind: "node", actor: "anna", subject: "n1", from: "2026-08-22T10:00:00.000Z" });
     expect(addressOf(filters).toString()).toBe(address);
   });
 
@@ -14,8 +14,8 @@ describe("the filters of Changes (UW32)", () => {
   });
 
   it("are asked for as they are, with the cursor of the page before", () => {
-    expect(askedFor({ ...ALL, kind: "operation" }, 0)).toEqual({ kind: "operation" });
-    expect(askedFor(ALL, 17)).toEqual({ cursor: 17 });
+    expect(requestParams({ ...NO_FILTERS, kind: "operation" }, 0)).toEqual({ kind: "operation" });
+    expect(requestParams(NO_FILTERS, 17)).toEqual({ cursor: 17 });
   });
 });
 
@@ -24,8 +24,8 @@ describe("a change", () => {
     ["operation.cancelled_part", "cancelled on one node"],
     ["operation.history_cleared", "history cleared"],
     ["node.drained", "drained"],
-  ])("reads as words: %s", (kind, said) => {
-    expect(words({ kind })).toBe(said);
+  ])("reads as words: %s", (kind, text) => {
+    expect(words({ kind })).toBe(text);
   });
 
   it.each([

@@ -1,7 +1,7 @@
 // What Changes shows, as its address has it and as the server is asked; how an entry reads. Pure.
 import type { components, operations } from "../api/schema";
 
-type Asked = NonNullable<operations["audit_list"]["parameters"]["query"]>;
+type AuditParams = NonNullable<operations["audit_list"]["parameters"]["query"]>;
 export type Change = components["schemas"]["AuditEntry"];
 
 export interface Filters {
@@ -14,7 +14,7 @@ export interface Filters {
   to: string;
 }
 
-export const ALL: Filters = { kind: "", actor: "", subject: "", from: "", to: "" };
+export const NO_FILTERS: Filters = { kind: "", actor: "", subject: "", from: "", to: "" };
 
 /** The part of a kind before its dot. */
 export const SORTS: readonly (readonly [sort: string, label: string])[] = [
@@ -50,9 +50,9 @@ export function addressOf(filters: Filters): URLSearchParams {
 }
 
 /** And what the server is asked; 0 stands for the newest. */
-export function askedFor(filters: Filters, cursor: number): Asked {
-  const wanted: Record<string, string> = Object.fromEntries(addressOf(filters));
-  return { ...wanted, ...(cursor === 0 ? {} : { cursor }) };
+export function requestParams(filters: Filters, cursor: number): AuditParams {
+  const params: Record<string, string> = Object.fromEntries(addressOf(filters));
+  return { ...params, ...(cursor === 0 ? {} : { cursor }) };
 }
 
 export function isNarrowed(filters: Filters): boolean {

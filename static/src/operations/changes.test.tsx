@@ -13,10 +13,10 @@ afterEach(() => {
 const CHANGE = { id: 9, at: "2026-08-22T10:00:00Z", kind: "node.drained", actor_kind: "user", actor: "anna", address: "10.0.0.7", request_id: "", subject: "gpu-1", subject_id: "n1", detail: "disk" };
 
 it("says who changed what and from where, and asks for older changes by the cursor", async () => {
-  const asked: string[] = [];
+  const addresses: string[] = [];
   vi.stubGlobal("fetch", (request: Request) => {
     const query = new URL(request.url).searchParams;
-    asked.push(query.toString());
+    addresses.push(query.toString());
     const older = { ...CHANGE, id: 4, kind: "operation.cancelled", subject: "backend install of echo", subject_id: "o1", address: "", detail: "" };
     const body = query.has("cursor") ? { entries: [older] } : { entries: [CHANGE], nextCursor: 9 };
     return Promise.resolve(new Response(JSON.stringify(body), { status: 200, headers: { "Content-Type": "application/json" } }));
@@ -29,5 +29,5 @@ it("says who changed what and from where, and asks for older changes by the curs
   fireEvent.click(screen.getByRole("button", { name: "Older" }));
   const operation = await screen.findByRole("link", { name: "backend install of echo" });
   expect(operation.closest("li")?.textContent).toContain("at the command line");
-  expect(asked).toEqual(["kind=node", "kind=node&cursor=9"]);
+  expect(addresses).toEqual(["kind=node", "kind=node&cursor=9"]);
 });

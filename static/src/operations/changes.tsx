@@ -10,7 +10,7 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import "./activity.css";
-import { addressOf, ALL, askedFor, filtersIn, isNarrowed, pageOf, SORTS, words, type Change, type Filters } from "./changes-query";
+import { addressOf, NO_FILTERS, requestParams, filtersIn, isNarrowed, pageOf, SORTS, words, type Change, type Filters } from "./changes-query";
 import { Choice, Time, useSettled, Words } from "./fields";
 import { From } from "./lines";
 import { ActivityHead } from "./tabs";
@@ -28,11 +28,11 @@ export function ChangesPage(): ReactNode {
         </Button>
       </ActivityHead>
       <FilterBar filters={filters} onChange={setFilters} />
-      {audit.isPending && <Loading what="changes" />}
+      {audit.isPending && <Loading subject="changes" />}
       {audit.error !== null && <Problem error={audit.error} onRetry={() => void audit.refetch()} />}
       {empty && (
         <Empty title={isNarrowed(filters) ? "No matching changes" : "No changes"}>
-          {isNarrowed(filters) ? <Button onClick={() => setFilters(ALL)}>Show all</Button> : <p>What people do in this cluster appears here.</p>}
+          {isNarrowed(filters) ? <Button onClick={() => setFilters(NO_FILTERS)}>Show all</Button> : <p>What people do in this cluster appears here.</p>}
         </Empty>
       )}
       {entries.length > 0 && (
@@ -56,7 +56,7 @@ export function ChangesPage(): ReactNode {
 function useAudit(filters: Filters) {
   return useInfiniteQuery({
     queryKey: ["audit", "all", filters],
-    queryFn: ({ pageParam, signal }) => call(client.GET("/api/audit", { params: { query: askedFor(filters, pageParam) }, signal })),
+    queryFn: ({ pageParam, signal }) => call(client.GET("/api/audit", { params: { query: requestParams(filters, pageParam) }, signal })),
     initialPageParam: 0,
     getNextPageParam: (page) => page.nextCursor,
     placeholderData: keepPreviousData,
@@ -65,7 +65,7 @@ function useAudit(filters: Filters) {
 }
 
 function FilterBar({ filters, onChange }: { filters: Filters; onChange: (filters: Filters) => void }): ReactNode {
-  const change = (more: Partial<Filters>) => onChange({ ...filters, ...more });
+  const change = (patch: Partial<Filters>) => onChange({ ...filters, ...patch });
   return (
     <form className="row wrap history-filters" role="search" aria-label="Filter changes" onSubmit={(event) => event.preventDefault()}>
       <Choice label="What" value={filters.kind} options={SORTS} onChange={(kind) => change({ kind })} />
@@ -74,7 +74,7 @@ function FilterBar({ filters, onChange }: { filters: Filters; onChange: (filters
       <Time label="After" value={filters.from} onChange={(from) => change({ from })} />
       <Time label="Before" value={filters.to} onChange={(to) => change({ to })} />
       {isNarrowed(filters) && (
-        <Button small onClick={() => onChange(ALL)}>
+        <Button small onClick={() => onChange(NO_FILTERS)}>
           Clear filters
         </Button>
       )}

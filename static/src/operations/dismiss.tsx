@@ -19,7 +19,7 @@ interface DismissProps {
 export function DismissDialog({ operations, onClose }: DismissProps): ReactNode {
   const [comment, setComment] = useState("");
   const id = useId();
-  const asked = useMutation({
+  const dismissal = useMutation({
     mutationFn: () => act("dismiss", operations, comment.trim()),
     onSuccess: () => {
       announce(`${count(operations.length, "failure")} dismissed`);
@@ -28,7 +28,7 @@ export function DismissDialog({ operations, onClose }: DismissProps): ReactNode 
   });
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (!asked.isPending) asked.mutate();
+    if (!dismissal.isPending) dismissal.mutate();
   };
   return (
     <Dialog open onClose={onClose} title={`Dismiss ${count(operations.length, "failure")}`} description="For all users. The record stays in History with your comment.">
@@ -37,9 +37,9 @@ export function DismissDialog({ operations, onClose }: DismissProps): ReactNode 
           <span>Comment (optional)</span>
           <textarea data-first id={id} className="input" rows={3} maxLength={LONGEST} value={comment} onChange={(event) => setComment(event.target.value)} />
         </label>
-        {asked.error !== null && <Problem error={asked.error} />}
+        {dismissal.error !== null && <Problem error={dismissal.error} />}
         <div className="row wrap">
-          <Button type="submit" kind="primary" busy={asked.isPending}>
+          <Button type="submit" kind="primary" busy={dismissal.isPending}>
             Dismiss
           </Button>
           <Button onClick={onClose}>Cancel</Button>

@@ -33,5 +33,5 @@ it("can be acted on again when the retry has failed as well, in the same place",
   rerender(shown(second));
   await vi.waitFor(() => expect(button.getAttribute("aria-disabled")).toBeNull());
   fireEvent.click(button);
-  await vi.waitFor(() => expect(act.mock.calls.map(([verb, some]) => [verb, ...some.map((one) => one.jobID)])).toEqual([["retry", "job-1"], ["retry", "job-2"]]));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, items]) => [verb, ...items.map((operation) => operation.jobID)])).toEqual([["retry", "job-1"], ["retry", "job-2"]]));
 });

@@ -7,7 +7,7 @@ import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
 import { act, canRetry, retry } from "./calls";
-import { failedNodes, hasFailed, type Part } from "./model";
+import { failedNodes, hasFailed, type Target } from "./model";
 import { placeOf } from "./words";
 
 /** A worker may answer with a whole log. */
@@ -25,28 +25,28 @@ export function Reason({ error = "No reason given", name }: { error: string | un
 
 /** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
 export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
-  const again = useMutation({ mutationFn: (some: readonly Operation[]) => act("retry", some) });
-  const away = useMutation({ mutationFn: (some: readonly Operation[]) => act("dismiss", some) });
+  const retryMutation = useMutation({ mutationFn: (failures: readonly Operation[]) => act("retry", failures) });
+  const away = useMutation({ mutationFn: (failures: readonly Operation[]) => act("dismiss", failures) });
   // What was asked for and has come to pass is no answer for a failure that came after it.
-  const settled = new Set([...asked(again), ...asked(away)]);
-  const left = operations.filter((one) => !settled.has(one.jobID));
+  const settled = new Set([...confirmation(retryMutation), ...confirmation(away)]);
+  const remaining = operations.filter((operation) => !settled.has(operation.jobID));
   const [first] = operations;
   if (first === undefined) return null;
   const several = operations.length > 1;
   const nodes = failedNodes(operations);
   const on = nodes.length > 1 ? `on ${count(nodes.length, "node")}` : `on ${first.nodeName ?? nodes[0] ?? "the node"}`;
   const word = retryWord(operations.length, nodes.length);
-  const refusal = left.length === 0 ? ON_ITS_WAY : "";
-  const failed = again.error ?? away.error;
+  const refusal = remaining.length === 0 ? ON_ITS_WAY : "";
+  const failed = retryMutation.error ?? away.error;
   return (
     <>
       <div className="row wrap failure-actions">
         {operations.some(canRetry) && (
-          <Button small={small} busy={again.isPending} refusal={refusal} aria-label={retryName(first.name, on, word)} onClick={() => again.mutate(left.filter(canRetry))}>
+          <Button small={small} busy={retryMutation.isPending} refusal={refusal} aria-label={retryName(first.name, on, word)} onClick={() => retryMutation.mutate(remaining.filter(canRetry))}>
             {word}
           </Button>
         )}
-        <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate(left)}>
+        <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate(remaining)}>
           {several ? "Dismiss all" : "Dismiss"}
         </Button>
         {!several && <CopyButton small={small} text={quote(first)} label="Copy error" />}
@@ -55,7 +55,7 @@ export function FailureActions({ operations, small = false }: { operations: read
         <Problem
           error={failed}
           onDismiss={() => {
-            again.reset();
+            retryMutation.reset();
             away.reset();
           }}
         />
@@ -75,23 +75,23 @@ function retryName(name: string, on: string, word: string): string {
 }
 
 /** Asks again for one node's part: a failed one of an operation that has ended, or at once for one that waits. */
-export function PartRetry({ part, name }: { part: Part; name: string }): ReactNode {
-  const again = useMutation({ mutationFn: () => retry(part.job, part.nodeID === "" ? [] : [part.nodeID]) });
-  const failed = hasFailed(part.status) || part.status === "cancelled";
+export function TargetRetry({ target, name }: { target: Target; name: string }): ReactNode {
+  const retryMutation = useMutation({ mutationFn: () => retry(target.job, target.nodeID === "" ? [] : [target.nodeID]) });
+  const failed = hasFailed(target.status) || target.status === "cancelled";
   const word = failed ? "Retry" : "Retry now";
   return (
     <>
-      <Button small busy={again.isPending} aria-label={`${word} ${name} on ${part.name}`} onClick={() => again.mutate()}>
+      <Button small busy={retryMutation.isPending} aria-label={`${word} ${name} on ${target.name}`} onClick={() => retryMutation.mutate()}>
         {word}
       </Button>
-      {again.error !== null && <Problem error={again.error} onDismiss={() => again.reset()} />}
+      {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
     </>
   );
 }
 
 /** The jobs of a request that succeeded. */
-function asked({ isSuccess, variables }: { isSuccess: boolean; variables: readonly Operation[] | undefined }): string[] {
-  return isSuccess ? (variables ?? []).map((one) => one.jobID) : [];
+function confirmation({ isSuccess, variables }: { isSuccess: boolean; variables: readonly Operation[] | undefined }): string[] {
+  return isSuccess ? (variables ?? []).map((operation) => operation.jobID) : [];
 }
 
 /** A failure to paste into a report: what, where, why, and the ids. */

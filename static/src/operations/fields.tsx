@@ -28,8 +28,8 @@ export function Choice({ label, value, options, onChange }: FieldProps & { optio
       <span>{label}</span>
       <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
         <option value="">Any</option>
-        {options.map(([one, words]) => (
-          <option key={one} value={one}>
+        {options.map(([value, words]) => (
+          <option key={value} value={value}>
             {words}
           </option>
         ))}

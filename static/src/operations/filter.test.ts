@@ -38,12 +38,12 @@ describe("what has ended", () => {
       install("e", { status: "completed", finishedAt: at(6) }),
       install("f"),
     ];
-    expect(endedOf(ended, new Set(["job-e"])).map((one) => one.nodeName)).toEqual(["d", "c", "a"]);
+    expect(endedOf(ended, new Set(["job-e"])).map((operation) => operation.nodeName)).toEqual(["d", "c", "a"]);
   });
 
   it("says what it was: a cancelled removal reads cancelled, one that took no time says so (E10, E11)", () => {
-    const gone = install("a", { status: "cancelled", isDeletion: true, kind: "backend_delete" });
-    expect(outcome(gone, "3s")).toBe("cancelled");
+    const cancelled = install("a", { status: "cancelled", isDeletion: true, kind: "backend_delete" });
+    expect(outcome(cancelled, "3s")).toBe("cancelled");
     const quick = install("a", { status: "completed", startedAt: at(1), finishedAt: at(1) });
     expect(outcome(quick, duration(tookOf(quick)))).toBe("installed in < 1s");
     const absurd = install("a", { status: "completed", startedAt: "0001-01-01T00:00:00Z", finishedAt: at(1) });

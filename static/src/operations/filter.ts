@@ -12,8 +12,8 @@ export const SHOWS: readonly { show: Show; label: string }[] = [
 
 /** What the address asks for; everything for a word that is none. */
 export function showIn(query: URLSearchParams): Show {
-  const wanted = query.get("show");
-  return SHOWS.find((choice) => choice.show === wanted)?.show ?? "all";
+  const requested = query.get("show");
+  return SHOWS.find((choice) => choice.show === requested)?.show ?? "all";
 }
 
 /** What the page shows: a sort of operations, and those that a search finds. */
@@ -56,10 +56,10 @@ export function shows(show: Show, operation: Operation): boolean {
 }
 
 /** What ended while this page watched and was not put under a group that still runs, latest first. */
-export function endedOf(operations: Iterable<Operation>, elsewhere: ReadonlySet<string>): Operation[] {
+export function endedOf(operations: Iterable<Operation>, groupedJobs: ReadonlySet<string>): Operation[] {
   return [...operations]
-    .filter((one) => one.finishedAt !== undefined && (one.status !== "failed" || one.dismissedAt !== undefined))
-    .filter((one) => !elsewhere.has(one.jobID))
+    .filter((operation) => operation.finishedAt !== undefined && (operation.status !== "failed" || operation.dismissedAt !== undefined))
+    .filter((operation) => !groupedJobs.has(operation.jobID))
     .sort((left, right) => Date.parse(right.finishedAt ?? "") - Date.parse(left.finishedAt ?? ""));
 }
 

@@ -10,16 +10,16 @@ export function at(seconds: number): string {
 let seq = 0;
 
 /** The installation of echo on one node, changed by `more`. */
-export function install(node: string, more: Partial<Operation> = {}, target: Partial<OperationTarget> = {}): Operation {
+export function install(node: string, overrides: Partial<Operation> = {}, target: Partial<OperationTarget> = {}): Operation {
   seq += 1;
-  const status = more.status ?? "processing";
+  const status = overrides.status ?? "processing";
   return {
     id: "echo", name: "echo", fullName: "echo", jobID: `job-${node}`, kind: "backend_install", status, progress: 0,
     taskType: "installation", isDeletion: false, isBackend: true, isQueued: status === "pending", cancellable: false,
     message: status === "pending" ? "queued" : "", attempts: 0, nextLookAt: at(0), requestID: "", actor: "admin", seq,
     createdAt: at(0), nodeID: node, nodeName: node,
-    nodes: [{ node_id: node, node_name: node, status: "downloading", percentage: more.progress ?? 0, ...target }],
-    ...more,
+    nodes: [{ node_id: node, node_name: node, status: "downloading", percentage: overrides.progress ?? 0, ...target }],
+    ...overrides,
   };
 }
 

@@ -13,7 +13,7 @@ import { StatusPill } from "../ui/status";
 import { canRetry, retry } from "./calls";
 import { Reason } from "./failure";
 import { spans } from "./history-query";
-import { NodeLink } from "./parts";
+import { NodeLink } from "./targets";
 import { pageOf, request } from "./words";
 
 const AT_ONCE = 50;
@@ -25,7 +25,7 @@ export function HistoryDetails({ operation }: { operation: Operation }): ReactNo
     <div className="stack history-details">
       <Facts operation={operation} />
       {nodes.length <= 1 && (operation.error ?? "") !== "" && <Reason error={operation.error} name={operation.name} />}
-      {nodes.length > 0 && <PartsTimeline operation={operation} nodes={nodes} />}
+      {nodes.length > 0 && <TargetsTimeline operation={operation} nodes={nodes} />}
       <div className="row wrap">
         {canRetry(operation) && <RetryAgain operation={operation} />}
         <Link to={pageOf(operation)}>Open page</Link>
@@ -100,8 +100,8 @@ export function Facts({ operation }: { operation: Operation }): ReactNode {
 }
 
 /** A line a node: when it waited, when it ran, how often it was tried, and how it ended. */
-export function PartsTimeline({ operation, nodes }: { operation: Operation; nodes: readonly OperationTarget[] }): ReactNode {
-  const [all, setAll] = useState(false);
+export function TargetsTimeline({ operation, nodes }: { operation: Operation; nodes: readonly OperationTarget[] }): ReactNode {
+  const [isExpanded, setIsExpanded] = useState(false);
   const begin = Date.parse(operation.createdAt);
   const now = useNow(1000);
   const end = operation.finishedAt === undefined ? now : Date.parse(operation.finishedAt);
@@ -110,7 +110,7 @@ export function PartsTimeline({ operation, nodes }: { operation: Operation; node
   return (
     <>
       <ul className="timeline-parts" aria-label={`Nodes of ${operation.name}`}>
-        {sorted.slice(0, all ? sorted.length : AT_ONCE).map((node) => (
+        {sorted.slice(0, isExpanded ? sorted.length : AT_ONCE).map((node) => (
           <li key={node.node_id}>
             <div className="part-line">
               <StatusPill status={node.status} />
@@ -130,9 +130,9 @@ export function PartsTimeline({ operation, nodes }: { operation: Operation; node
           </li>
         ))}
       </ul>
-      {!all && sorted.length > AT_ONCE && (
+      {!isExpanded && sorted.length > AT_ONCE && (
         <div>
-          <Button small onClick={() => setAll(true)}>
+          <Button small onClick={() => setIsExpanded(true)}>
             Show all ({sorted.length})
           </Button>
         </div>
@@ -163,16 +163,16 @@ function Timeline({ node, begin, end }: { node: OperationTarget; begin: number; 
 }
 
 export function RetryAgain({ operation }: { operation: Operation }): ReactNode {
-  const again = useMutation({
+  const retryMutation = useMutation({
     mutationFn: () => retry(operation),
     onSuccess: () => announce(`${request(operation)} ${operation.name} requested again`),
   });
   return (
     <>
-      <Button small busy={again.isPending} refusal={again.isSuccess ? "Requested again" : ""} aria-label={`Retry: ${request(operation)} ${operation.name}`} onClick={() => again.mutate()}>
+      <Button small busy={retryMutation.isPending} refusal={retryMutation.isSuccess ? "Requested again" : ""} aria-label={`Retry: ${request(operation)} ${operation.name}`} onClick={() => retryMutation.mutate()}>
         Retry
       </Button>
-      {again.error !== null && <Problem error={again.error} onDismiss={() => again.reset()} />}
+      {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
     </>
   );
 }

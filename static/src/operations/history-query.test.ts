@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { took } from "./history-details";
-import { addressOf, ALL, askedFor, exportOf, fieldOf, filtersIn, isNarrowed, isoOf, spans } from "./history-query";
+import { addressOf, NO_FILTERS, requestParams, exportOf, fieldOf, filtersIn, isNarrowed, isoOf, spans } from "./history-query";
 
 const NODE = "0190c2f4-9d2e-7c11-8a52-3f1b1c9f0a11";
 
@@ -8,7 +8,7 @@ describe("the filters of History (UW29)", () => {
   it("are what the address says, and make the same address", () => {
     const address = `node=${NODE}&backend=llama-cpp&kind=backend_upgrade&outcome=failed&actor=anna&from=2026-08-22T10%3A00%3A00.000Z`;
     const filters = filtersIn(new URLSearchParams(address));
-    expect(filters).toEqual({ ...ALL, node: NODE, backend: "llama-cpp", kind: "backend_upgrade", outcome: "failed", actor: "anna", from: "2026-08-22T10:00:00.000Z" });
+    expect(filters).toEqual({ ...NO_FILTERS, node: NODE, backend: "llama-cpp", kind: "backend_upgrade", outcome: "failed", actor: "anna", from: "2026-08-22T10:00:00.000Z" });
     expect(addressOf(filters).toString()).toBe(address);
   });
 
@@ -17,13 +17,13 @@ describe("the filters of History (UW29)", () => {
   });
 
   it("are asked for as they are, with the cursor of the page before", () => {
-    expect(askedFor({ ...ALL, actor: "anna" }, "")).toEqual({ actor: "anna" });
-    expect(askedFor({ ...ALL, actor: "anna" }, "c1")).toEqual({ actor: "anna", cursor: "c1" });
+    expect(requestParams({ ...NO_FILTERS, actor: "anna" }, "")).toEqual({ actor: "anna" });
+    expect(requestParams({ ...NO_FILTERS, actor: "anna" }, "c1")).toEqual({ actor: "anna", cursor: "c1" });
   });
 
   it("are those of the export", () => {
-    expect(exportOf(ALL, "csv")).toBe("/api/operations/history/export?format=csv");
-    expect(exportOf({ ...ALL, actor: "anna & co" }, "ndjson")).toBe("/api/operations/history/export?format=ndjson&actor=anna+%26+co");
+    expect(exportOf(NO_FILTERS, "csv")).toBe("/api/operations/history/export?format=csv");
+    expect(exportOf({ ...NO_FILTERS, actor: "anna & co" }, "ndjson")).toBe("/api/operations/history/export?format=ndjson&actor=anna+%26+co");
   });
 
   it("have times in this browser's zone, to the minute and back", () => {
@@ -36,8 +36,8 @@ describe("the filters of History (UW29)", () => {
 
 describe("the time line of a part", () => {
   it("is when it waited and when it ran, of the whole operation", () => {
-    const part = { startedAt: new Date(2000).toISOString(), finishedAt: new Date(8000).toISOString() };
-    expect(spans(part, 0, 10_000)).toEqual({ waited: { from: 0, to: 0.2 }, ran: { from: 0.2, to: 0.8 } });
+    const target = { startedAt: new Date(2000).toISOString(), finishedAt: new Date(8000).toISOString() };
+    expect(spans(target, 0, 10_000)).toEqual({ waited: { from: 0, to: 0.2 }, ran: { from: 0.2, to: 0.8 } });
   });
 
   it("of one that never began is a wait to its end", () => {

@@ -2,9 +2,9 @@
 import type { operations } from "../api/schema";
 import { KINDS } from "./words";
 
-type Asked = NonNullable<operations["operations_history"]["parameters"]["query"]>;
+type HistoryParams = NonNullable<operations["operations_history"]["parameters"]["query"]>;
 type Exported = NonNullable<operations["operations_history_export"]["parameters"]["query"]>;
-export type Outcome = NonNullable<Asked["outcome"]>;
+export type Outcome = NonNullable<HistoryParams["outcome"]>;
 
 export interface Filters {
   node: string;
@@ -17,7 +17,7 @@ export interface Filters {
   to: string;
 }
 
-export const ALL: Filters = { node: "", backend: "", kind: "", outcome: "", actor: "", from: "", to: "" };
+export const NO_FILTERS: Filters = { node: "", backend: "", kind: "", outcome: "", actor: "", from: "", to: "" };
 
 export const OUTCOMES: readonly Outcome[] = ["completed", "failed", "cancelled"];
 
@@ -36,7 +36,7 @@ export function filtersIn(query: URLSearchParams): Filters {
     node: UUID.test(node) ? node : "",
     backend: text("backend"),
     kind: KINDS.some(([kind]) => kind === text("kind")) ? text("kind") : "",
-    outcome: OUTCOMES.find((one) => one === outcome) ?? "",
+    outcome: OUTCOMES.find((option) => option === outcome) ?? "",
     actor: text("actor"),
     from: time("from"),
     to: time("to"),
@@ -48,9 +48,9 @@ export function addressOf(filters: Filters): URLSearchParams {
   return new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
 }
 
-export function askedFor(filters: Filters, cursor: string): Asked {
-  const wanted: Record<string, string> = Object.fromEntries(addressOf(filters));
-  return { ...wanted, ...(cursor === "" ? {} : { cursor }) };
+export function requestParams(filters: Filters, cursor: string): HistoryParams {
+  const params: Record<string, string> = Object.fromEntries(addressOf(filters));
+  return { ...params, ...(cursor === "" ? {} : { cursor }) };
 }
 
 /** Where the server sends all of it as a file. */
@@ -82,13 +82,13 @@ interface Span {
 }
 
 /** When a part waited and when it ran, as shares (0 to 1) of the time from the request to the end of all. */
-export function spans(part: { startedAt?: string; finishedAt?: string }, begin: number, end: number): { waited: Span; ran: Span } {
+export function spans(target: { startedAt?: string; finishedAt?: string }, begin: number, end: number): { waited: Span; ran: Span } {
   const length = Math.max(end - begin, 1);
   const share = (iso: string | undefined, otherwise: number) => {
     const at = Date.parse(iso ?? "");
     return Number.isNaN(at) ? otherwise : Math.min(Math.max((at - begin) / length, 0), 1);
   };
-  const to = share(part.finishedAt, 1);
-  const from = Math.min(share(part.startedAt, to), to);
+  const to = share(target.finishedAt, 1);
+  const from = Math.min(share(target.startedAt, to), to);
   return { waited: { from: 0, to: from }, ran: { from, to } };
 }

@@ -4,7 +4,7 @@ import { keepPreviousData, useInfiniteQuery, useMutation, useQueryClient } from 
 import { memo, useEffect, useId, useMemo, useState, type ReactNode } from "react";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
-import { useRoster } from "../backends/roster";
+import { useThrottledNodes } from "../backends/throttled-nodes";
 import { brief, duration } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useChange, useLive } from "../live/hooks";
@@ -20,7 +20,7 @@ import "./activity.css";
 import { Choice, Time, useSettled, Words } from "./fields";
 import { tookOf } from "./filter";
 import { HistoryDetails } from "./history-details";
-import { addressOf, ALL, askedFor, exportOf, filtersIn, isNarrowed, OUTCOMES, type Filters } from "./history-query";
+import { addressOf, NO_FILTERS, requestParams, exportOf, filtersIn, isNarrowed, OUTCOMES, type Filters } from "./history-query";
 import { WorkGlyph } from "./lines";
 import { ActivityHead } from "./tabs";
 import { KINDS, noun, outcome, placeOf, stateOf } from "./words";
@@ -45,7 +45,7 @@ export function HistoryPage(): ReactNode {
         {(entries.length > 0 || isNarrowed(filters)) && <Button onClick={() => setClearing(true)}>Clear history…</Button>}
       </ActivityHead>
       <FilterBar filters={filters} onChange={setFilters} />
-      {record.isPending && <Loading what="history" />}
+      {record.isPending && <Loading subject="history" />}
       {record.error !== null && <Problem error={record.error} onRetry={() => void record.refetch()} />}
       {record.newer && (
         <div>
@@ -54,7 +54,7 @@ export function HistoryPage(): ReactNode {
       )}
       {empty && isNarrowed(filters) && (
         <Empty title="No matching operations">
-          <Button onClick={() => setFilters(ALL)}>Show all</Button>
+          <Button onClick={() => setFilters(NO_FILTERS)}>Show all</Button>
         </Empty>
       )}
       {empty && !isNarrowed(filters) && (
@@ -87,7 +87,7 @@ function Exports({ filters }: { filters: Filters }): ReactNode {
 /** Grows with each operation that goes into the record. */
 function lastEnd(state: LiveState): number {
   let last = 0;
-  for (const one of state.operations.values()) if (one.seq > last && !isActive(one) && !needsAttention(one)) last = one.seq;
+  for (const operation of state.operations.values()) if (operation.seq > last && !isActive(operation) && !needsAttention(operation)) last = operation.seq;
   return last;
 }
 
@@ -96,7 +96,7 @@ function useRecord(filters: Filters) {
   const [newer, setNewer] = useState(false);
   const record = useInfiniteQuery({
     queryKey: [...KEY, filters],
-    queryFn: ({ pageParam, signal }) => call(client.GET("/api/operations/history", { params: { query: askedFor(filters, pageParam) }, signal })),
+    queryFn: ({ pageParam, signal }) => call(client.GET("/api/operations/history", { params: { query: requestParams(filters, pageParam) }, signal })),
     initialPageParam: "",
     getNextPageParam: (page) => page.nextCursor,
     placeholderData: keepPreviousData,
@@ -128,22 +128,22 @@ interface BarProps {
 }
 
 function FilterBar({ filters, onChange }: BarProps): ReactNode {
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   const sorted = useMemo(() => [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true })), [nodes]);
-  const change = (more: Partial<Filters>) => onChange({ ...filters, ...more });
+  const change = (patch: Partial<Filters>) => onChange({ ...filters, ...patch });
   const options = sorted.map((node) => [node.id, node.name] as const);
-  const gone = filters.node !== "" && !nodes.has(filters.node) ? [[filters.node, `removed node ${filters.node.slice(0, 8)}`] as const] : [];
+  const removedNode = filters.node !== "" && !nodes.has(filters.node) ? [[filters.node, `removed node ${filters.node.slice(0, 8)}`] as const] : [];
   return (
     <form className="row wrap history-filters" role="search" aria-label="Filter history" onSubmit={(event) => event.preventDefault()}>
-      <Choice label="Node" value={filters.node} options={[...gone, ...options]} onChange={(node) => change({ node })} />
+      <Choice label="Node" value={filters.node} options={[...removedNode, ...options]} onChange={(node) => change({ node })} />
       <Words label="Backend or model" value={filters.backend} onChange={(backend) => change({ backend })} />
       <Choice label="Kind" value={filters.kind} options={KINDS} onChange={(kind) => change({ kind })} />
-      <Choice label="Outcome" value={filters.outcome} options={OUTCOMES.map((one) => [one, one] as const)} onChange={(one) => change({ outcome: OUTCOMES.find((known) => known === one) ?? "" })} />
+      <Choice label="Outcome" value={filters.outcome} options={OUTCOMES.map((value) => [value, value] as const)} onChange={(value) => change({ outcome: OUTCOMES.find((option) => option === value) ?? "" })} />
       <Words label="Requested by" value={filters.actor} onChange={(actor) => change({ actor })} />
       <Time label="Ended after" value={filters.from} onChange={(from) => change({ from })} />
       <Time label="Ended before" value={filters.to} onChange={(to) => change({ to })} />
       {isNarrowed(filters) && (
-        <Button small onClick={() => onChange(ALL)}>
+        <Button small onClick={() => onChange(NO_FILTERS)}>
           Clear filters
         </Button>
       )}
@@ -154,18 +154,18 @@ function FilterBar({ filters, onChange }: BarProps): ReactNode {
 function Days({ entries }: { entries: readonly Entry[] }): ReactNode {
   const days = useMemo(() => {
     const format = new Intl.DateTimeFormat(undefined, { dateStyle: "full" });
-    const found = new Map<string, Entry[]>();
+    const entriesByDay = new Map<string, Entry[]>();
     for (const entry of entries) {
       const day = format.format(new Date(entry.finishedAt ?? entry.createdAt));
-      found.set(day, [...(found.get(day) ?? []), entry]);
+      entriesByDay.set(day, [...(entriesByDay.get(day) ?? []), entry]);
     }
-    return [...found];
+    return [...entriesByDay];
   }, [entries]);
-  return days.map(([day, some]) => (
+  return days.map(([day, dayEntries]) => (
     <section key={day} className="stack" aria-label={day}>
       <h2>{day}</h2>
       <ul className="ended">
-        {some.map((entry) => (
+        {dayEntries.map((entry) => (
           <Line key={entry.jobID} entry={entry} />
         ))}
       </ul>
@@ -177,7 +177,7 @@ const Line = memo(
   function Line({ entry }: { entry: Entry }): ReactNode {
     const [open, setOpen] = useState(false);
     const id = useId();
-    const said = outcome(entry, duration(tookOf(entry)));
+    const outcomeText = outcome(entry, duration(tookOf(entry)));
     return (
       <li className="history-line">
         <button type="button" className="history-toggle" aria-expanded={open} aria-controls={id} onClick={() => setOpen(!open)}>
@@ -189,7 +189,7 @@ const Line = memo(
             <span className="muted">{noun(entry)}</span>
           </span>
           <span className="name grow">
-            {said} <bdi>{placeOf(entry)}</bdi>
+            {outcomeText} <bdi>{placeOf(entry)}</bdi>
             {entry.status === "failed" && (
               <span className="muted">
                 : <bdi>{brief(entry.error ?? "")}</bdi>
@@ -215,7 +215,7 @@ const Line = memo(
 
 function ClearQuestion({ onClose }: { onClose: () => void }): ReactNode {
   const queries = useQueryClient();
-  const asked = useMutation({
+  const retryMutation = useMutation({
     mutationFn: () => call(client.DELETE("/api/operations/history")),
     onSuccess: async () => {
       announce("History cleared");
@@ -224,7 +224,7 @@ function ClearQuestion({ onClose }: { onClose: () => void }): ReactNode {
     },
   });
   return (
-    <Confirm open danger typed="clear" onClose={onClose} title="Clear history" action="Clear history" busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+    <Confirm open danger typed="clear" onClose={onClose} title="Clear history" action="Clear history" busy={retryMutation.isPending} error={retryMutation.error} onConfirm={() => retryMutation.mutate()}>
       <ul className="effects">
         <li>Deletes the record of every operation that has ended, also of those that the filters hide, for all users of this cluster.</li>
         <li>Who asked for what, when and from where is lost. This cannot be undone.</li>

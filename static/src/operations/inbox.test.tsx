@@ -15,8 +15,8 @@ afterEach(() => {
   vi.resetAllMocks();
 });
 
-function failure(node: string, second: number, more: Partial<Operation> = {}): Operation {
-  return install(node, { name: `on-${node}`, status: "failed", error: `no room on ${node}`, finishedAt: at(second), ...more });
+function failure(node: string, second: number, overrides: Partial<Operation> = {}): Operation {
+  return install(node, { name: `on-${node}`, status: "failed", error: `no room on ${node}`, finishedAt: at(second), ...overrides });
 }
 
 async function open(...operations: Operation[]): Promise<LiveStore> {
@@ -50,15 +50,15 @@ it("dismisses the selected ones with one comment, and no other", async () => {
   fireEvent.click(screen.getByRole("button", { name: "Dismiss selected (2)…" }));
   fireEvent.change(screen.getByLabelText("Comment (optional)"), { target: { value: "  disks replaced " } });
   fireEvent.click(within(screen.getByRole("dialog")).getByRole("button", { name: "Dismiss" }));
-  await vi.waitFor(() => expect(act.mock.calls.map(([verb, some, comment]) => [verb, some.map((one) => one.jobID), comment])).toEqual([["dismiss", ["job-c", "job-a"], "disks replaced"]]));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, items, comment]) => [verb, items.map((operation) => operation.jobID), comment])).toEqual([["dismiss", ["job-c", "job-a"], "disks replaced"]]));
 });
 
 it("retries all that can be retried: a load comes again with its request", async () => {
   const act = vi.mocked(calls.act).mockResolvedValue();
-  vi.mocked(calls.canRetry).mockImplementation((one) => one.kind.startsWith("backend_"));
+  vi.mocked(calls.canRetry).mockImplementation((operation) => operation.kind.startsWith("backend_"));
   await open(failure("a", 1), failure("b", 2, { kind: "model_load", isBackend: false, taskType: "staging" }));
   fireEvent.click(screen.getByRole("button", { name: "Retry all (2)" }));
-  await vi.waitFor(() => expect(act.mock.calls.map(([verb, some]) => [verb, some.map((one) => one.jobID)])).toEqual([["retry", ["job-a"]]]));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, items]) => [verb, items.map((operation) => operation.jobID)])).toEqual([["retry", ["job-a"]]]));
 });
 
 it("of several nodes offers all that failed, and each of them", async () => {
@@ -68,5 +68,5 @@ it("of several nodes offers all that failed, and each of them", async () => {
   await open(failure("x", 1, { nodes }));
   expect(screen.getByRole("button", { name: "Retry all failed (2): Could not install backend on-x on 2 nodes" }).textContent).toBe("Retry all failed (2)");
   fireEvent.click(screen.getByRole("button", { name: "Retry on-x on gpu-2" }));
-  await vi.waitFor(() => expect(retry.mock.calls.map(([one, some]) => [one.jobID, some])).toEqual([["job-x", ["n2"]]]));
+  await vi.waitFor(() => expect(retry.mock.calls.map(([operation, items]) => [operation.jobID, items])).toEqual([["job-x", ["n2"]]]));
 });

@@ -18,8 +18,8 @@ import { act, canRetry } from "./calls";
 import { DismissDialog } from "./dismiss";
 import { quote, Reason } from "./failure";
 import { WorkGlyph } from "./lines";
-import { failedNodes, partsOf } from "./model";
-import { Parts } from "./parts";
+import { failedNodes, targetsOf } from "./model";
+import { Targets } from "./targets";
 import { ActivityHead } from "./tabs";
 import { pageOf, phrase, place } from "./words";
 
@@ -27,19 +27,19 @@ const AT_ONCE = 50;
 
 /** Failures that are not dismissed, the newest first. */
 export function inboxOf(operations: Iterable<Operation>): Operation[] {
-  const ended = (one: Operation) => Date.parse(one.finishedAt ?? one.createdAt);
+  const ended = (operation: Operation) => Date.parse(operation.finishedAt ?? operation.createdAt);
   return [...operations].filter(needsAttention).sort((left, right) => ended(right) - ended(left) || right.seq - left.seq);
 }
 
 export function InboxPage(): ReactNode {
   const operations = useDeferredValue(useLive((state) => state.operations));
-  const known = useLive((state) => state.operationsSeq !== null);
+  const isLoaded = useLive((state) => state.operationsSeq !== null);
   const failures = useMemo(() => inboxOf(operations.values()), [operations]);
   return (
     <div className="activity">
-      <ActivityHead title="Inbox" note={known && (failures.length === 0 ? "No failures" : `${count(failures.length, "failure")} to retry or dismiss`)} />
-      {!known && <Loading what="failures" />}
-      {known && failures.length === 0 && (
+      <ActivityHead title="Inbox" note={isLoaded && (failures.length === 0 ? "No failures" : `${count(failures.length, "failure")} to retry or dismiss`)} />
+      {!isLoaded && <Loading subject="failures" />}
+      {isLoaded && failures.length === 0 && (
         <Empty title="No failures">
           <p>An operation that fails appears here and stays until you retry or dismiss it.</p>
           <Link className="button" to="/app/activity/history">
@@ -56,19 +56,19 @@ function Failures({ failures }: { failures: readonly Operation[] }): ReactNode {
   const [selected, setSelected] = useState<ReadonlySet<string>>(new Set());
   const [limit, setLimit] = useState(AT_ONCE);
   const [dismissing, setDismissing] = useState<readonly Operation[] | null>(null);
-  const chosen = failures.filter((one) => selected.has(one.jobID));
-  const pick = (some: readonly Operation[], on: boolean) =>
-    setSelected((before) => {
-      const after = new Set(before);
-      for (const { jobID } of some) if (on) after.add(jobID); else after.delete(jobID);
+  const chosen = failures.filter((operation) => selected.has(operation.jobID));
+  const pick = (picked: readonly Operation[], on: boolean) =>
+    setSelected((previous) => {
+      const after = new Set(previous);
+      for (const { jobID } of picked) if (on) after.add(jobID); else after.delete(jobID);
       return after;
     });
   return (
     <>
       <Bulk failures={failures} chosen={chosen} onPick={pick} onDismiss={setDismissing} />
       <ul className="inbox" aria-label="Failures">
-        {failures.slice(0, limit).map((one) => (
-          <Failure key={one.jobID} operation={one} selected={selected.has(one.jobID)} onPick={pick} onDismiss={setDismissing} />
+        {failures.slice(0, limit).map((operation) => (
+          <Failure key={operation.jobID} operation={operation} selected={selected.has(operation.jobID)} onPick={pick} onDismiss={setDismissing} />
         ))}
       </ul>
       {failures.length > limit && (
@@ -81,8 +81,8 @@ function Failures({ failures }: { failures: readonly Operation[] }): ReactNode {
   );
 }
 
-type Pick = (some: readonly Operation[], on: boolean) => void;
-type Dismiss = (some: readonly Operation[]) => void;
+type Pick = (picked: readonly Operation[], on: boolean) => void;
+type Dismiss = (dismissed: readonly Operation[]) => void;
 
 interface BulkProps {
   failures: readonly Operation[];
@@ -92,11 +92,11 @@ interface BulkProps {
 }
 
 function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
-  const again = useRetry();
+  const retryMutation = useRetry();
   // Nothing selected means all of them.
-  const some = chosen.length > 0 ? chosen : failures;
-  const which = chosen.length > 0 ? `selected (${chosen.length})` : `all (${failures.length})`;
-  const possible = some.filter(canRetry);
+  const chosenFailures = chosen.length > 0 ? chosen : failures;
+  const selectionText = chosen.length > 0 ? `selected (${chosen.length})` : `all (${failures.length})`;
+  const possible = chosenFailures.filter(canRetry);
   return (
     <>
       <div className="row wrap" role="toolbar" aria-label="Failures">
@@ -111,22 +111,22 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
           />
           Select all
         </label>
-        <Button small busy={again.isPending} refusal={possible.length === 0 ? "None of these can be retried" : ""} onClick={() => again.mutate(possible)}>
-          Retry {which}
+        <Button small busy={retryMutation.isPending} refusal={possible.length === 0 ? "None of these can be retried" : ""} onClick={() => retryMutation.mutate(possible)}>
+          Retry {selectionText}
         </Button>
-        <Button small onClick={() => onDismiss(some)}>
-          Dismiss {which}…
+        <Button small onClick={() => onDismiss(chosenFailures)}>
+          Dismiss {selectionText}…
         </Button>
       </div>
-      {again.error !== null && <Problem error={again.error} onDismiss={() => again.reset()} />}
+      {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
     </>
   );
 }
 
 function useRetry() {
   return useMutation({
-    mutationFn: (some: readonly Operation[]) => act("retry", some),
-    onSuccess: (_, some) => announce(`${count(some.length, "operation")} started again`),
+    mutationFn: (retried: readonly Operation[]) => act("retry", retried),
+    onSuccess: (_, retried) => announce(`${count(retried.length, "operation")} started again`),
   });
 }
 
@@ -139,8 +139,8 @@ interface FailureProps {
 
 const Failure = memo(
   function Failure({ operation, selected, onPick, onDismiss }: FailureProps): ReactNode {
-    const again = useRetry();
-    const parts = partsOf(operation);
+    const retryMutation = useRetry();
+    const targets = targetsOf(operation);
     const nodes = failedNodes([operation]);
     const title = [phrase(operation, "failed"), operation.name, place(operation, nodes)].filter(Boolean).join(" ");
     return (
@@ -163,10 +163,10 @@ const Failure = memo(
           </span>
           {operation.attempts > 0 && <span>{count(operation.attempts, "failed attempt")}</span>}
         </div>
-        {parts.length > 1 ? <Parts parts={parts} name={operation.name} target="" /> : <Reason error={brief(operation.error ?? "No reason given", 2_000)} name={operation.name} />}
+        {targets.length > 1 ? <Targets targets={targets} name={operation.name} linkedJob="" /> : <Reason error={brief(operation.error ?? "No reason given", 2_000)} name={operation.name} />}
         <div className="row wrap">
           {canRetry(operation) && (
-            <Button small busy={again.isPending} refusal={again.isSuccess ? "Started again; waiting for the live feed" : ""} aria-label={`${nodes.length > 1 ? `Retry all failed (${nodes.length})` : "Retry"}: ${title}`} onClick={() => again.mutate([operation])}>
+            <Button small busy={retryMutation.isPending} refusal={retryMutation.isSuccess ? "Started again; waiting for the live feed" : ""} aria-label={`${nodes.length > 1 ? `Retry all failed (${nodes.length})` : "Retry"}: ${title}`} onClick={() => retryMutation.mutate([operation])}>
               {nodes.length > 1 ? `Retry all failed (${nodes.length})` : "Retry"}
             </Button>
           )}
@@ -175,7 +175,7 @@ const Failure = memo(
           </Button>
           <CopyButton small text={quote(operation)} label="Copy error" />
         </div>
-        {again.error !== null && <Problem error={again.error} onDismiss={() => again.reset()} />}
+        {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
       </li>
     );
   },

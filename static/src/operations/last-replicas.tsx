@@ -9,7 +9,7 @@ interface ConfirmationsProps {
 
 export function Confirmations({ models, confirmed, onChange }: ConfirmationsProps): ReactNode {
   if (models.length === 0) return null;
-  const set = (model: string, on: boolean) => onChange(new Set(on ? [...confirmed, model] : [...confirmed].filter((one) => one !== model)));
+  const set = (model: string, on: boolean) => onChange(new Set(on ? [...confirmed, model] : [...confirmed].filter((confirmedModel) => confirmedModel !== model)));
   return (
     <fieldset className="stack plain-fieldset">
       <legend>No other node serves these models. Confirm that their last replica may stop:</legend>

@@ -1,11 +1,11 @@
 // The small parts that the strip, its list and the cards share: glyph, figures, what is waited for.
 import type { ReactNode } from "react";
-import { bytes, exact, left, rate, span } from "../lib/format";
+import { bytes, exact, formatTimeLeft, rate, span } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { useNow } from "../live/hooks";
 import { Icon, type IconName } from "../ui/icons";
 import type { Pace } from "./pace";
-import { silence, type News } from "./silence";
+import { silence, type ProgressTimes } from "./silence";
 import type { State } from "./words";
 
 const GLYPHS: Partial<Record<State, IconName>> = { failed: "warning", completed: "done", cancelled: "close" };
@@ -25,12 +25,12 @@ export function figures(current: number, total: number, pace: Pace | undefined):
   const parts: string[] = [];
   if (current > 0) parts.push(total > 0 ? `${bytes(current)} / ${bytes(total)}` : bytes(current));
   if (pace !== undefined && pace.rate !== null && pace.rate > 0) parts.push(rate(pace.rate));
-  if (pace !== undefined && pace.left !== null) parts.push(`${left(pace.left)} left`);
+  if (pace !== undefined && pace.secondsLeft !== null) parts.push(`${formatTimeLeft(pace.secondsLeft)} left`);
   return parts.join(" · ");
 }
 
 /** "retrying in 12s, gives up in 23h", while that is still to come; the exact time on hover. */
-export function NextLook({ operation }: { operation: Pick<Operation, "nextLookAt" | "givesUpAt"> }): ReactNode {
+export function NextCheck({ operation }: { operation: Pick<Operation, "nextLookAt" | "givesUpAt"> }): ReactNode {
   const now = useNow(1000);
   const seconds = (Date.parse(operation.nextLookAt) - now) / 1000;
   if (!(seconds >= 1)) return null;
@@ -44,7 +44,7 @@ export function NextLook({ operation }: { operation: Pick<Operation, "nextLookAt
 }
 
 /** "No news for 2 min, limit at 15:27" of work that runs in silence; where it stands turns amber (`operations.css`). */
-export function NoNews({ of }: { of: News }): ReactNode {
+export function SilenceNotice({ of }: { of: ProgressTimes }): ReactNode {
   const now = useNow(5000);
   const text = silence(of, now);
   return text === "" ? null : <span className="no-news">{text}</span>;

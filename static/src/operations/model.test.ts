@@ -2,17 +2,17 @@ import { describe, expect, it } from "vitest";
 import type { Operation } from "../live/messages";
 import { at, byJob, install } from "./fixtures";
 import { groups, underWay, type Group } from "./model";
-import { headline, what, where } from "./summary";
+import { headline, subjectOf, where } from "./summary";
 import { phrase, stateOf } from "./words";
 
-function grouped(operations: Operation[], before: readonly Group[] = []): Group[] {
-  return groups(operations, new Map(before.map((group) => [group.id, group])));
+function grouped(operations: Operation[], previous: readonly Group[] = []): Group[] {
+  return groups(operations, new Map(previous.map((group) => [group.id, group])));
 }
 
-function only(operations: Operation[], before: readonly Group[] = []): Group {
-  const found = grouped(operations, before);
-  expect(found).toHaveLength(1);
-  return found[0] as Group;
+function only(operations: Operation[], previous: readonly Group[] = []): Group {
+  const result = grouped(operations, previous);
+  expect(result).toHaveLength(1);
+  return result[0] as Group;
 }
 
 const done = (node: string, created: number, finished: number) =>
@@ -42,14 +42,14 @@ describe("a group", () => {
 
   it("remembers nothing of an earlier run of the same backend", () => {
     const group = only([done("old", -600, -500), install("a", { progress: 10 })]);
-    expect([group.parts.length, group.progress]).toEqual([1, 10]);
+    expect([group.targets.length, group.progress]).toEqual([1, 10]);
   });
 
   it("does not go back when an attempt starts again, but says so when nodes come in", () => {
     const first = grouped([install("a", { progress: 60 })]);
-    const again = grouped([install("a", { progress: 0, attempts: 1 })], first);
-    expect(again[0]?.progress).toBe(60);
-    expect(only([install("a", { progress: 60 }), install("b")], again).progress).toBe(30);
+    const next = grouped([install("a", { progress: 0, attempts: 1 })], first);
+    expect(next[0]?.progress).toBe(60);
+    expect(only([install("a", { progress: 60 }), install("b")], next).progress).toBe(30);
   });
 
   it("keeps its identity while nothing of it changes", () => {
@@ -61,7 +61,7 @@ describe("a group", () => {
   it("stands for what was asked again, not for what failed before on that node", () => {
     const failed = install("a", { jobID: "first", status: "failed", dismissedAt: at(3), createdAt: at(0), finishedAt: at(2) });
     const group = only([failed, install("a", { jobID: "second", createdAt: at(3), progress: 5 })]);
-    expect(group.parts.map((part) => [part.job.jobID, part.status])).toEqual([["second", "downloading"]]);
+    expect(group.targets.map((target) => [target.job.jobID, target.status])).toEqual([["second", "downloading"]]);
   });
 
   it("counts a node that failed, and measures the progress of the others", () => {
@@ -76,21 +76,21 @@ describe("a group", () => {
   });
 
   it("sums bytes, and knows a total only if all that is under way know theirs", () => {
-    const known = install("a", { progress: 50 }, { current_bytes: 50, total_bytes: 100 });
-    expect(only([known, install("b", {}, { current_bytes: 5, total_bytes: 10 })])).toMatchObject({ current: 55, total: 110 });
-    expect(only([known, install("b", {}, { current_bytes: 5 })])).toMatchObject({ current: 55, total: 0 });
+    const knownSize = install("a", { progress: 50 }, { current_bytes: 50, total_bytes: 100 });
+    expect(only([knownSize, install("b", {}, { current_bytes: 5, total_bytes: 10 })])).toMatchObject({ current: 55, total: 110 });
+    expect(only([knownSize, install("b", {}, { current_bytes: 5 })])).toMatchObject({ current: 55, total: 0 });
   });
 });
 
 describe("the order", () => {
   it("is failures first, then the least advanced (E15, E16, UI-1.2)", () => {
-    const found = grouped([
+    const result = grouped([
       install("a", { name: "far", progress: 80 }),
       install("a", { jobID: "2", name: "near", progress: 10 }),
       install("a", { jobID: "3", name: "broken", status: "failed", error: "disk full" }),
     ]);
-    expect(found.map((group) => group.name)).toEqual(["broken", "near", "far"]);
-    expect(what(found[0] as Group)).toBe("disk full");
+    expect(result.map((group) => group.name)).toEqual(["broken", "near", "far"]);
+    expect(subjectOf(result[0] as Group)).toBe("disk full");
   });
 
   it("shows a model's load and the installation it waits for as two (O35)", () => {
@@ -101,7 +101,7 @@ describe("the order", () => {
   it("shows two loads of a model on one node as two", () => {
     const load = (jobID: string) => install("a", { jobID, kind: "model_load", name: "tiny", taskType: "staging", nodes: [] });
     const both = only([load("one"), load("two")]);
-    expect(both.parts.map((part) => [part.job.jobID, part.nodeID])).toEqual([["one", "a"], ["two", "a"]]);
+    expect(both.targets.map((target) => [target.job.jobID, target.nodeID])).toEqual([["one", "a"], ["two", "a"]]);
   });
 
   it("drops what was dismissed", () => {
@@ -113,7 +113,7 @@ describe("words", () => {
   it("tell a queued operation from one that waits for a reason, and give the reason (E21, UI-1.4)", () => {
     expect(headline(only([install("a", { status: "pending" })]))).toBe("Queued to install backend");
     const waits = only([install("a", { status: "waiting_for_nodes", message: "node gpu-3 is offline" })]);
-    expect([headline(waits), what(waits)]).toEqual(["Waiting to install backend", "node gpu-3 is offline"]);
+    expect([headline(waits), subjectOf(waits)]).toEqual(["Waiting to install backend", "node gpu-3 is offline"]);
     expect(stateOf(install("a", { status: "pending", message: "its controller stopped", attempts: 1 }))).toBe("retrying");
   });
 
@@ -121,13 +121,13 @@ describe("words", () => {
     [{ isDeletion: true, kind: "backend_delete" }, "Could not remove backend"],
     [{ taskType: "staging", kind: "model_load", isBackend: false }, "Could not load model"],
     [{}, "Could not install backend"],
-  ])("have a phrase of its own for each kind that fails (UI-1.4, E12) %#", (more, text) => {
-    expect(phrase(install("a", more), "failed")).toBe(text);
+  ])("have a phrase of its own for each kind that fails (UI-1.4, E12) %#", (overrides, text) => {
+    expect(phrase(install("a", overrides), "failed")).toBe(text);
   });
 
   it("name each node that failed when it is one, and count them when there are more", () => {
-    const one = install("gpu-3", { status: "failed", error: "no space" });
-    expect(where(only([one]))).toBe("on gpu-3");
-    expect(where(only([...byJob(one, install("gpu-4", { status: "failed" })).values()]))).toBe("on 2 nodes");
+    const operation = install("gpu-3", { status: "failed", error: "no space" });
+    expect(where(only([operation]))).toBe("on gpu-3");
+    expect(where(only([...byJob(operation, install("gpu-4", { status: "failed" })).values()]))).toBe("on 2 nodes");
   });
 });

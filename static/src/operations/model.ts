@@ -3,17 +3,17 @@
 // progress does not go back and what has not changed keeps its identity.
 import type { Operation, OperationTarget } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
-import { ENDED, ownState, stateOf, type PartState, type State } from "./words";
+import { ENDED, ownState, stateOf, type TargetState, type State } from "./words";
 
 /** One node's part of the work, or the work itself while no node is known. */
-export interface Part {
+export interface Target {
   /** The node's id; the job's if no node is known. */
   id: string;
   nodeID: string;
   name: string;
   job: Operation;
   /** How the target is, or its operation when that says more. */
-  status: PartState;
+  status: TargetState;
   /** 0 to 100. */
   value: number;
   file: string;
@@ -44,7 +44,7 @@ export interface Group {
   active: readonly Operation[];
   failed: readonly Operation[];
   /** The nodes of the run under way, or of the failures if nothing is. */
-  parts: readonly Part[];
+  targets: readonly Target[];
   /** Parts that ended well. */
   done: number;
   /** Over all parts, 0 to 99: it is not done before the last one ends. */
@@ -65,20 +65,20 @@ export function groupID(operation: Pick<Operation, "kind" | "name">): string {
 }
 
 /** What runs, waits, or failed and is not dismissed: failures first, then the least advanced. */
-export function groups(operations: Iterable<Operation>, before: ReadonlyMap<string, Group>): Group[] {
-  const all = new Map<string, Operation[]>();
+export function groups(operations: Iterable<Operation>, previous: ReadonlyMap<string, Group>): Group[] {
+  const operationsByGroup = new Map<string, Operation[]>();
   for (const operation of operations) {
     const id = groupID(operation);
-    const known = all.get(id);
-    if (known === undefined) all.set(id, [operation]);
-    else known.push(operation);
+    const previous = operationsByGroup.get(id);
+    if (previous === undefined) operationsByGroup.set(id, [operation]);
+    else previous.push(operation);
   }
-  const found: Group[] = [];
-  for (const [id, members] of all) {
-    const group = groupOf(id, members, before.get(id));
-    if (group !== null) found.push(group);
+  const result: Group[] = [];
+  for (const [id, members] of operationsByGroup) {
+    const group = groupOf(id, members, previous.get(id));
+    if (group !== null) result.push(group);
   }
-  return found.sort(byUrgency);
+  return result.sort(byUrgency);
 }
 
 /** The group as if nothing of it had failed: what is still under way. */
@@ -89,7 +89,7 @@ export function underWay(group: Group): Group {
 }
 
 function spokesman(failed: readonly Operation[], active: readonly Operation[]): Operation | undefined {
-  return failed.at(-1) ?? active.find((one) => stateOf(one) === "running") ?? active[0];
+  return failed.at(-1) ?? active.find((operation) => stateOf(operation) === "running") ?? active[0];
 }
 
 function byUrgency(left: Group, right: Group): number {
@@ -100,18 +100,18 @@ function byUrgency(left: Group, right: Group): number {
   return left.progress - right.progress || left.id.localeCompare(right.id);
 }
 
-function groupOf(id: string, members: readonly Operation[], before: Group | undefined): Group | null {
+function groupOf(id: string, members: readonly Operation[], previous: Group | undefined): Group | null {
   const active = members.filter(isActive).sort(byAge);
   const failed = members.filter(needsAttention).sort(byAge);
   const speaker = spokesman(failed, active);
   if (speaker === undefined) return null;
   const run = active.length > 0 ? runOf(active, members) : failed;
-  const parts = latestParts(run);
-  if (before !== undefined && same(before, active, failed, parts)) return before;
+  const targets = latestTargets(run);
+  if (previous !== undefined && same(previous, active, failed, targets)) return previous;
   const state = failed.length > 0 ? "failed" : stateOfAll(active);
-  const done = parts.filter((part) => part.status === "success").length;
-  const progress = active.length > 0 ? advanced(parts, active, before) : 0;
-  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, parts, done, progress, ...bytesOf(parts), speaker };
+  const done = targets.filter((target) => target.status === "success").length;
+  const progress = active.length > 0 ? advanced(targets, active, previous) : 0;
+  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, targets, done, progress, ...bytesOf(targets), speaker };
 }
 
 function stateOfAll(active: readonly Operation[]): Group["state"] {
@@ -124,11 +124,11 @@ function byAge(left: Operation, right: Operation): number {
   return Date.parse(left.createdAt) - Date.parse(right.createdAt) || left.seq - right.seq;
 }
 
-function same(before: Group, active: readonly Operation[], failed: readonly Operation[], parts: readonly Part[]): boolean {
+function same(previous: Group, active: readonly Operation[], failed: readonly Operation[], targets: readonly Target[]): boolean {
   const equal = (left: readonly unknown[], right: readonly unknown[]) =>
-    left.length === right.length && left.every((one, index) => one === right[index]);
-  const jobs = (of: readonly Part[]) => of.map((part) => part.job);
-  return equal(before.active, active) && equal(before.failed, failed) && equal(jobs(before.parts), jobs(parts));
+    left.length === right.length && left.every((value, index) => value === right[index]);
+  const jobs = (of: readonly Target[]) => of.map((target) => target.job);
+  return equal(previous.active, active) && equal(previous.failed, failed) && equal(jobs(previous.targets), jobs(targets));
 }
 
 /**
@@ -137,15 +137,15 @@ function same(before: Group, active: readonly Operation[], failed: readonly Oper
  */
 export function runOf(started: readonly Operation[], members: readonly Operation[]): Operation[] {
   const run = [...started];
-  const known = new Set(started);
-  let since = Math.min(...started.map((one) => Date.parse(one.createdAt)));
+  const startedOperations = new Set(started);
+  let since = Math.min(...started.map((operation) => Date.parse(operation.createdAt)));
   const ended = members
-    .filter((one) => !known.has(one) && (one.status === "completed" || one.status === "failed"))
+    .filter((operation) => !startedOperations.has(operation) && (operation.status === "completed" || operation.status === "failed"))
     .sort((left, right) => endOf(right) - endOf(left));
-  for (const one of ended) {
-    if (endOf(one) + ONE_PRESS_MS < since) break;
-    since = Math.min(since, Date.parse(one.createdAt));
-    run.push(one);
+  for (const operation of ended) {
+    if (endOf(operation) + ONE_PRESS_MS < since) break;
+    since = Math.min(since, Date.parse(operation.createdAt));
+    run.push(operation);
   }
   return run;
 }
@@ -155,32 +155,32 @@ function endOf(operation: Operation): number {
 }
 
 /** The parts of a run, one a node: a retry replaces the failure before it. */
-export function latestParts(run: readonly Operation[]): Part[] {
-  const parts = new Map<string, Part>();
-  for (const operation of [...run].sort(byAge)) for (const part of partsOf(operation)) parts.set(part.id, part);
-  return [...parts.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+export function latestTargets(run: readonly Operation[]): Target[] {
+  const targets = new Map<string, Target>();
+  for (const operation of [...run].sort(byAge)) for (const target of targetsOf(operation)) targets.set(target.id, target);
+  return [...targets.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
 }
 
 /** An operation's parts. */
-export function partsOf(operation: Operation): Part[] {
+export function targetsOf(operation: Operation): Target[] {
   const state = stateOf(operation);
   const { nodes = [] } = operation;
-  if (nodes.length === 0) return [wholePart(operation, state)];
-  return nodes.map((target) => partOf(operation, state, target, nodes.length === 1));
+  if (nodes.length === 0) return [wholeTarget(operation, state)];
+  return nodes.map((target) => targetFrom(operation, state, target, nodes.length === 1));
 }
 
-const UNSAID = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", lastProgressAt: "", timeLimitAt: "", startedAt: "", finishedAt: "" };
+const NO_FIELDS = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", lastProgressAt: "", timeLimitAt: "", startedAt: "", finishedAt: "" };
 
 /** What is there of these values. */
-function told<Values extends object>(values: Values): { [Key in keyof Values]?: Exclude<Values[Key], undefined> } {
-  return Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined)) as ReturnType<typeof told<Values>>;
+function omitUndefined<Values extends object>(values: Values): { [Key in keyof Values]?: Exclude<Values[Key], undefined> } {
+  return Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined)) as ReturnType<typeof omitUndefined<Values>>;
 }
 
-function partOf(operation: Operation, state: State, target: OperationTarget, alone: boolean): Part {
+function targetFrom(operation: Operation, state: State, target: OperationTarget, alone: boolean): Target {
   const status = statusOf(state, target);
   // The only part has what its operation says, where it says nothing itself.
-  const otherwise = alone ? wholePart(operation, state) : UNSAID;
-  const own = told({
+  const otherwise = alone ? wholeTarget(operation, state) : NO_FIELDS;
+  const ownFields = omitUndefined({
     file: target.file_name,
     phase: target.phase,
     error: target.error,
@@ -195,12 +195,12 @@ function partOf(operation: Operation, state: State, target: OperationTarget, alo
     startedAt: target.startedAt,
     finishedAt: target.finishedAt,
   });
-  const part = { ...otherwise, phase: "", ...own, id: target.node_id, nodeID: target.node_id, name: target.node_name, job: operation, status };
+  const result = { ...otherwise, phase: "", ...ownFields, id: target.node_id, nodeID: target.node_id, name: target.node_name, job: operation, status };
   // Until its end, what stands there is the reason of a wait.
-  return { ...part, value: valueOf(status, target.percentage), error: hasFailed(status) ? part.error : "" };
+  return { ...result, value: valueOf(status, target.percentage), error: hasFailed(status) ? result.error : "" };
 }
 
-function wholePart(operation: Operation, state: State): Part {
+function wholeTarget(operation: Operation, state: State): Target {
   const nodeID = operation.nodeID ?? "";
   const status = state === "completed" ? "success" : state;
   return {
@@ -228,54 +228,54 @@ function wholePart(operation: Operation, state: State): Part {
 }
 
 /** Whether a part ended badly. */
-export function hasFailed(status: PartState): boolean {
+export function hasFailed(status: TargetState): boolean {
   return status === "error" || status === "failed";
 }
 
 /** The names of the nodes on which these operations failed. */
 export function failedNodes(operations: readonly Operation[]): string[] {
-  return latestParts(operations).filter((part) => hasFailed(part.status)).map((part) => part.name);
+  return latestTargets(operations).filter((target) => hasFailed(target.status)).map((target) => target.name);
 }
 
-function statusOf(state: State, target: OperationTarget): PartState {
-  const own = ownState(target);
-  if (state === "completed") return own === "cancelled" || own === "superseded" ? own : "success";
+function statusOf(state: State, target: OperationTarget): TargetState {
+  const targetState = ownState(target);
+  if (state === "completed") return targetState === "cancelled" || targetState === "superseded" ? targetState : "success";
   // A part that is done is done, no matter what the rest of its operation waits for.
-  if (ENDED.has(own) || state === "running" || state === "overdue") return own;
+  if (ENDED.has(targetState) || state === "running" || state === "overdue") return targetState;
   // A part that says nothing of itself is as its operation is.
-  return own === "waiting" || own === "retrying" || own === "overdue" ? own : state;
+  return targetState === "waiting" || targetState === "retrying" || targetState === "overdue" ? targetState : state;
 }
 
-function valueOf(status: PartState, percentage: number): number {
+function valueOf(status: TargetState, percentage: number): number {
   if (status === "success") return 100;
   if (status === "queued") return 0;
   return Math.min(Math.max(percentage, 0), 100);
 }
 
 /** The mean of what has not failed, never 100, and never less than a moment ago unless work came in: then there is more to do. */
-function advanced(parts: readonly Part[], active: readonly Operation[], before: Group | undefined): number {
-  const going = parts.filter((part) => !hasFailed(part.status));
-  const mean = going.reduce((sum, part) => sum + part.value, 0) / Math.max(going.length, 1);
+function advanced(targets: readonly Target[], active: readonly Operation[], previous: Group | undefined): number {
+  const remaining = targets.filter((target) => !hasFailed(target.status));
+  const mean = remaining.reduce((sum, target) => sum + target.value, 0) / Math.max(remaining.length, 1);
   const now = Math.min(mean, 99);
-  if (before === undefined || before.active.length === 0) return now;
-  const known = new Set(before.active.map((one) => one.jobID));
-  const more = parts.length > before.parts.length || active.some((one) => !known.has(one.jobID));
-  return more ? now : Math.max(now, before.progress);
+  if (previous === undefined || previous.active.length === 0) return now;
+  const knownJobs = new Set(previous.active.map((operation) => operation.jobID));
+  const isLarger = targets.length > previous.targets.length || active.some((operation) => !knownJobs.has(operation.jobID));
+  return isLarger ? now : Math.max(now, previous.progress);
 }
 
-function bytesOf(parts: readonly Part[]): { current: number; total: number } {
+function bytesOf(targets: readonly Target[]): { current: number; total: number } {
   let current = 0;
   let total = 0;
-  let known = true;
-  for (const part of parts) {
-    if (part.status === "success") {
-      current += part.total;
-      total += part.total;
-    } else if (!ENDED.has(part.status)) {
-      current += part.current;
-      total += part.total;
-      known = known && part.total > 0;
+  let isComplete = true;
+  for (const target of targets) {
+    if (target.status === "success") {
+      current += target.total;
+      total += target.total;
+    } else if (!ENDED.has(target.status)) {
+      current += target.current;
+      total += target.total;
+      isComplete = isComplete && target.total > 0;
     }
   }
-  return { current, total: known ? total : 0 };
+  return { current, total: isComplete ? total : 0 };
 }

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { byJob, install } from "./fixtures";
-import { pace, Paces, together, UNKNOWN, type Sample } from "./pace";
+import { pace, Paces, combine, UNKNOWN, type Sample } from "./pace";
 
 function steady(seconds: number, perSecond: number): Sample[] {
   return Array.from({ length: seconds + 1 }, (_, n) => ({ at: 1000 * n, bytes: perSecond * n }));
@@ -41,18 +41,18 @@ describe("the rate", () => {
 
 describe("the time left", () => {
   it("is known after three steady seconds with a known total", () => {
-    expect(pace(steady(4, 100), 1000, 4000).left).toBe(10);
-    expect(pace(steady(2, 100), 1000, 2000).left).toBeNull();
-    expect(pace(steady(4, 100), null, 4000).left).toBeNull();
+    expect(pace(steady(4, 100), 1000, 4000).secondsLeft).toBe(10);
+    expect(pace(steady(2, 100), 1000, 2000).secondsLeft).toBeNull();
+    expect(pace(steady(4, 100), null, 4000).secondsLeft).toBeNull();
   });
 
   it("is rather none than wrong when the rate jumps", () => {
     const jump = [{ at: 0, bytes: 0 }, { at: 2000, bytes: 10 }, { at: 4000, bytes: 5000 }];
-    expect(pace(jump, 1000, 4000)).toMatchObject({ left: null });
+    expect(pace(jump, 1000, 4000)).toMatchObject({ secondsLeft: null });
   });
 
   it("is the slowest's for a group, and none while one of it is not known", () => {
-    expect(together([{ rate: 10, left: 5 }, { rate: 20, left: 9 }])).toEqual({ rate: 30, left: 9 });
-    expect(together([{ rate: 10, left: 5 }, UNKNOWN])).toEqual({ rate: 10, left: null });
+    expect(combine([{ rate: 10, secondsLeft: 5 }, { rate: 20, secondsLeft: 9 }])).toEqual({ rate: 30, secondsLeft: 9 });
+    expect(combine([{ rate: 10, secondsLeft: 5 }, UNKNOWN])).toEqual({ rate: 10, secondsLeft: null });
   });
 });

@@ -1,6 +1,6 @@
 import { expect, it } from "vitest";
 import { install } from "./fixtures";
-import { newsOf, silence } from "./silence";
+import { progressTimes, silence } from "./silence";
 
 const NOW = Date.parse("2026-11-23T15:14:30Z");
 const ago = (seconds: number) => new Date(NOW - 1000 * seconds).toISOString();
@@ -17,6 +17,6 @@ it("says for how long nothing was heard, and until when that may last (review R5
 
 it("takes the latest news of several operations", () => {
   const of = (seconds: number) => install("a", { status: "processing", lastProgressAt: ago(seconds), timeLimitAt: ago(-seconds) });
-  expect(newsOf([of(300), of(100), of(200), install("b", { status: "pending" })])).toEqual({ lastProgressAt: ago(100), timeLimitAt: ago(-300) });
-  expect(silence(newsOf([install("b", { status: "processing" })]), NOW)).toBe("");
+  expect(progressTimes([of(300), of(100), of(200), install("b", { status: "pending" })])).toEqual({ lastProgressAt: ago(100), timeLimitAt: ago(-300) });
+  expect(silence(progressTimes([install("b", { status: "processing" })]), NOW)).toBe("");
 });

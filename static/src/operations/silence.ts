@@ -2,7 +2,7 @@
 import type { Operation } from "../live/messages";
 
 /** When something was last heard of running work, and when it is given up as unanswered; "" or absent if not known. */
-export interface News {
+export interface ProgressTimes {
   lastProgressAt?: string;
   timeLimitAt?: string;
 }
@@ -13,8 +13,8 @@ export const SILENT_AFTER = 60;
 const HOUR = 60;
 
 function minutes(seconds: number): string {
-  const whole = Math.floor(seconds / 60);
-  return whole < HOUR ? `${whole} min` : `${Math.floor(whole / HOUR)} h ${whole % HOUR} min`;
+  const wholeMinutes = Math.floor(seconds / 60);
+  return wholeMinutes < HOUR ? `${wholeMinutes} min` : `${Math.floor(wholeMinutes / HOUR)} h ${wholeMinutes % HOUR} min`;
 }
 
 function timeOfDay(at: number): string {
@@ -22,7 +22,7 @@ function timeOfDay(at: number): string {
 }
 
 /** "No news for 2 min, limit at 15:27"; "" while there is news, or if nothing is known of it. `now` in ms. */
-export function silence({ lastProgressAt = "", timeLimitAt = "" }: News, now: number): string {
+export function silence({ lastProgressAt = "", timeLimitAt = "" }: ProgressTimes, now: number): string {
   const seconds = (now - Date.parse(lastProgressAt)) / 1000;
   if (!(seconds >= SILENT_AFTER)) return "";
   const limit = Date.parse(timeLimitAt);
@@ -30,8 +30,8 @@ export function silence({ lastProgressAt = "", timeLimitAt = "" }: News, now: nu
 }
 
 /** The latest news of several operations: while one moves, all of them are not silent. */
-export function newsOf(operations: readonly Operation[]): News {
-  const running = operations.filter((one) => one.status === "processing");
+export function progressTimes(operations: readonly Operation[]): ProgressTimes {
+  const running = operations.filter((operation) => operation.status === "processing");
   const latest = (times: (string | undefined)[]) => times.reduce<string>((last, time = "") => (Date.parse(time) > Date.parse(last) || last === "" ? time : last), "");
-  return { lastProgressAt: latest(running.map((one) => one.lastProgressAt)), timeLimitAt: latest(running.map((one) => one.timeLimitAt)) };
+  return { lastProgressAt: latest(running.map((operation) => operation.lastProgressAt)), timeLimitAt: latest(running.map((operation) => operation.timeLimitAt)) };
 }

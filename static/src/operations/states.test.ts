@@ -2,9 +2,9 @@ import { describe, expect, it } from "vitest";
 import type { Operation, OperationTarget } from "../live/messages";
 import { effectOf } from "./cancel";
 import { at, byJob, install } from "./fixtures";
-import { groups, partsOf } from "./model";
-import { Paces, partKey } from "./pace";
-import { headline, what, where } from "./summary";
+import { groups, targetsOf } from "./model";
+import { Paces, targetKey } from "./pace";
+import { headline, subjectOf, where } from "./summary";
 import { tally } from "./tally";
 import { stateOf } from "./words";
 
@@ -36,28 +36,28 @@ describe("a part of an operation on several nodes (UW24, UW25)", () => {
     [{ status: "superseded", reason: "replaced" }, "superseded"],
     [{ status: "cancelled" }, "cancelled"],
   ])("says of itself how it is, apart from the others: %j", (target, status) => {
-    expect(partsOf(onMany("processing", target, BUSY))[0]?.status).toBe(status);
+    expect(targetsOf(onMany("processing", target, BUSY))[0]?.status).toBe(status);
   });
 
   it("has an error only when it failed: the reason of a wait is none", () => {
-    const [failed, waits] = partsOf(onMany("processing", { status: "error", error: "no room" }, RETRYING));
+    const [failed, waits] = targetsOf(onMany("processing", { status: "error", error: "no room" }, RETRYING));
     expect([failed?.error, waits?.error, waits?.reason]).toEqual(["no room", "", "no space left"]);
   });
 
   it("that was cancelled stays so when the others succeed", () => {
-    expect(partsOf(onMany("completed", { status: "success" }, { status: "cancelled" })).map((part) => part.status)).toEqual(["success", "cancelled"]);
+    expect(targetsOf(onMany("completed", { status: "success" }, { status: "cancelled" })).map((target) => target.status)).toEqual(["success", "cancelled"]);
   });
 
   it("is counted by how it is, worst first", () => {
-    const parts = partsOf(onMany("processing", BUSY, { status: "error" }, { status: "success" }, OVERDUE, RETRYING, ABSENT));
-    expect(tally(parts)).toBe("1 failed · 1 running on the worker · 1 retrying · 1 waiting · 1 running · 1 done");
+    const targets = targetsOf(onMany("processing", BUSY, { status: "error" }, { status: "success" }, OVERDUE, RETRYING, ABSENT));
+    expect(tally(targets)).toBe("1 failed · 1 running on the worker · 1 retrying · 1 waiting · 1 running · 1 done");
   });
 });
 
 describe("an operation (issue 11, honest states)", () => {
   it("says of the last node that is left what it does, not that the whole is starting", () => {
     const [group] = groups([onMany("processing", { status: "success" }, { status: "downloading", phase: "downloading", percentage: 40 })], new Map());
-    expect(group && what(group)).toBe("downloading");
+    expect(group && subjectOf(group)).toBe("downloading");
   });
 
   it("runs on the worker when nothing else of it is left (O19)", () => {
@@ -75,7 +75,7 @@ describe("an operation (issue 11, honest states)", () => {
 
   it("that is retried says so, with its last error", () => {
     const [group] = groups([install("a", { status: "pending", message: "no space left", attempts: 2 }, RETRYING)], new Map());
-    expect(group && [headline(group), what(group)]).toEqual(["Retrying to install backend", "no space left"]);
+    expect(group && [headline(group), subjectOf(group)]).toEqual(["Retrying to install backend", "no space left"]);
   });
 
   it("that failed names the nodes that failed, not those that are done", () => {
@@ -92,9 +92,9 @@ describe("an operation (issue 11, honest states)", () => {
 
 describe("the pace of an operation on several nodes", () => {
   const moved = (seconds: number, queued: boolean) => {
-    const part = (n: number, rate: number) => ({ node_id: `n${n}`, node_name: `gpu-${n}`, status: "downloading" as const, percentage: 1, current_bytes: rate * seconds, total_bytes: 1000 });
-    const rest = queued ? [{ node_id: "n9", node_name: "gpu-9", status: "queued" as const, percentage: 0 }] : [];
-    return install("many", { nodes: [part(0, 10), part(1, 20), ...rest], currentBytes: 30 * seconds });
+    const target = (n: number, rate: number) => ({ node_id: `n${n}`, node_name: `gpu-${n}`, status: "downloading" as const, percentage: 1, current_bytes: rate * seconds, total_bytes: 1000 });
+    const otherTargets = queued ? [{ node_id: "n9", node_name: "gpu-9", status: "queued" as const, percentage: 0 }] : [];
+    return install("many", { nodes: [target(0, 10), target(1, 20), ...otherTargets], currentBytes: 30 * seconds });
   };
   const after = (queued: boolean) => {
     const paces = new Paces();
@@ -105,19 +105,19 @@ describe("the pace of an operation on several nodes", () => {
   it("is each part's own, and their sum; it ends with its slowest part", () => {
     const paces = after(false);
     const last = moved(5, false);
-    expect(new Map(paces.ofParts(last, 5000)).get(partKey(last, "n1"))).toEqual({ rate: 20, left: 45 });
-    expect(paces.of(last, 5000)).toEqual({ rate: 30, left: 95 });
+    expect(new Map(paces.ofTargets(last, 5000)).get(targetKey(last, "n1"))).toEqual({ rate: 20, secondsLeft: 45 });
+    expect(paces.of(last, 5000)).toEqual({ rate: 30, secondsLeft: 95 });
   });
 
   it("has no end while a part has not begun", () => {
-    expect(after(true).of(moved(5, true), 5000)).toEqual({ rate: 30, left: null });
+    expect(after(true).of(moved(5, true), 5000)).toEqual({ rate: 30, secondsLeft: null });
   });
 });
 
 describe("a cancellation (UW27)", () => {
   it("says what each worker makes of it: only ours can be told to stop", () => {
-    const parts = partsOf(onMany("processing", BUSY, OVERDUE, ABSENT, { status: "success" }, RETRYING));
+    const targets = targetsOf(onMany("processing", BUSY, OVERDUE, ABSENT, { status: "success" }, RETRYING));
     const nodes = new Map([["n0", { weak_identity: false }], ["n1", { weak_identity: true }]]);
-    expect(effectOf(parts, nodes)).toEqual({ ours: ["gpu-0"], stock: ["gpu-1"], waiting: 2, done: 1 });
+    expect(effectOf(targets, nodes)).toEqual({ ours: ["gpu-0"], stock: ["gpu-1"], waiting: 2, done: 1 });
   });
 });

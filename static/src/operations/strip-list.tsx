@@ -4,7 +4,7 @@ import { Link } from "react-router";
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { ProgressBar } from "../ui/bars";
-import { figures, NextLook, NoNews, WorkGlyph } from "./lines";
+import { figures, NextCheck, SilenceNotice, WorkGlyph } from "./lines";
 import type { Pace } from "./pace";
 import { pageOf, phaseOf, phrase, placeOf, rests, sendingOf, stateOf } from "./words";
 import type { Work } from "./watch";
@@ -12,15 +12,15 @@ import type { Work } from "./watch";
 const SHOWN = 30;
 
 export function StripList({ work }: { work: Work }): ReactNode {
-  const all = work.groups.flatMap((group) => [...group.failed, ...group.active]);
+  const listed = work.groups.flatMap((group) => [...group.failed, ...group.active]);
   return (
     <div className="strip-list">
       <ul>
-        {all.slice(0, SHOWN).map((operation) => (
+        {listed.slice(0, SHOWN).map((operation) => (
           <Line key={operation.jobID} operation={operation} pace={work.paces.get(operation.jobID)} />
         ))}
       </ul>
-      <Link to="/app/activity">{all.length > SHOWN ? `All ${count(all.length, "operation")} in Activity` : "Open Activity"}</Link>
+      <Link to="/app/activity">{listed.length > SHOWN ? `All ${count(listed.length, "operation")} in Activity` : "Open Activity"}</Link>
     </div>
   );
 }
@@ -36,8 +36,8 @@ const Line = memo(function Line({ operation, pace }: { operation: Operation; pac
         {phrase(operation, state)} <bdi>{operation.name}</bdi> {placeOf(operation)}
       </Link>
       <bdi className="name grow muted">{state === "failed" ? brief(operation.error ?? "") : phaseOf(operation)}</bdi>
-      {rests(state) && <NextLook operation={operation} />}
-      {state === "running" && <NoNews of={operation} />}
+      {rests(state) && <NextCheck operation={operation} />}
+      {state === "running" && <SilenceNotice of={operation} />}
       {numbers !== "" && <span className="strip-figures">{numbers}</span>}
       {state === "running" && operation.progress >= 1 && (
         <span className="strip-progress">

@@ -18,15 +18,15 @@ async function open(...operations: Operation[]): Promise<void> {
   await screen.findByTestId("operations-strip");
 }
 
-function news(...operations: Operation[]): void {
-  store.push({ type: "operations.delta", seq: Math.max(...operations.map((one) => one.seq)), operations });
+function publish(...operations: Operation[]): void {
+  store.push({ type: "operations.delta", seq: Math.max(...operations.map((operation) => operation.seq)), operations });
 }
 
 it("the button of the list stays where it is, with its focus, when another operation comes first", async () => {
   await open(install("a", { name: "far", progress: 50 }));
   const list = screen.getByRole("button", { name: "Show every operation" });
   list.focus();
-  news(install("b", { name: "near", progress: 10 }));
+  publish(install("b", { name: "near", progress: 10 }));
   await screen.findByRole("button", { name: "Hide near" });
   expect(document.activeElement).toBe(list);
 });
@@ -35,10 +35,10 @@ it("what was hidden comes back when the same job fails, and can be dismissed the
   await open(install("a", { name: "first", progress: 10 }));
   fireEvent.click(screen.getByRole("button", { name: "Hide first" }));
   expect(screen.queryByTestId("operations-strip")).toBeNull();
-  news(install("a", { name: "first", progress: 20 }));
+  publish(install("a", { name: "first", progress: 20 }));
   await vi.waitFor(() => expect(store.read().operations.get("job-a")?.progress).toBe(20));
   expect(screen.queryByTestId("operations-strip")).toBeNull();
-  news(install("a", { name: "first", status: "failed", error: "no image", finishedAt: "2026-08-22T10:00:05Z" }));
+  publish(install("a", { name: "first", status: "failed", error: "no image", finishedAt: "2026-08-22T10:00:05Z" }));
   expect((await screen.findByTestId("operations-strip")).textContent).toContain("no image");
   expect(screen.getByRole("button", { name: "Dismiss the failure of first" })).toBeTruthy();
 });
@@ -62,7 +62,7 @@ it("a load that sends files says which one of how many, and its bytes once", asy
 it("a press that was begun on one failure dismisses no other one", async () => {
   await open(install("a", { name: "first", status: "failed", finishedAt: "2026-08-22T10:00:01Z" }));
   const button = screen.getByRole("button", { name: "Dismiss the failure of first" });
-  news(install("b", { name: "second", status: "failed", finishedAt: "2026-08-22T10:00:05Z" }));
+  publish(install("b", { name: "second", status: "failed", finishedAt: "2026-08-22T10:00:05Z" }));
   await vi.waitFor(() => expect(screen.getByRole("button", { name: "Dismiss the failure of second" })).not.toBe(button));
   fireEvent.click(button);
   expect(button.isConnected).toBe(false);

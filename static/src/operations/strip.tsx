@@ -9,14 +9,14 @@ import { Button, IconButton } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 import { act } from "./calls";
-import { spoken } from "./ends";
-import { NextLook, NoNews, WorkGlyph } from "./lines";
+import { spoken } from "./announcements";
+import { NextCheck, SilenceNotice, WorkGlyph } from "./lines";
 import type { Group } from "./model";
 import "./operations.css";
 import type { Pace } from "./pace";
-import { newsOf } from "./silence";
+import { progressTimes } from "./silence";
 import { StripList } from "./strip-list";
-import { hasBar, headline, looksAgain, numbers, what, where } from "./summary";
+import { hasBar, headline, hasNextCheck, numbers, subjectOf, where } from "./summary";
 import { useWatch, useWork, type Work } from "./watch";
 
 const SUCCESS_MS = 4_000;
@@ -32,9 +32,9 @@ function useEnds(): string {
   const [success, setSuccess] = useState("");
   useEffect(
     () =>
-      watch.onEnds((told) => {
-        announce(spoken(told));
-        const good = told.findLast((end) => end.tone === "good");
+      watch.onEnds((announcements) => {
+        announce(spoken(announcements));
+        const good = announcements.findLast((end) => end.tone === "good");
         if (good !== undefined) setSuccess(good.text);
       }),
     [watch],
@@ -65,7 +65,7 @@ export function OperationsStrip(): ReactNode {
         shown={shown}
         group={first}
         pace={work.paces.get(first.id)}
-        more={othersThan(first, work)}
+        hiddenCount={othersThan(first, work)}
         open={open}
         list={list}
         onToggle={() => setOpen(!open)}
@@ -94,7 +94,7 @@ function Success({ text }: { text: string }): ReactNode {
   );
 }
 
-interface Asked {
+interface ClearRequest {
   shown: string;
   failed: Group["failed"];
 }
@@ -104,16 +104,16 @@ interface LineProps {
   shown: string;
   group: Group;
   pace: Pace | undefined;
-  more: number;
+  hiddenCount: number;
   open: boolean;
   list: string;
   onToggle: () => void;
   onHide: () => void;
 }
 
-function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
+function StripLine({ shown, group, pace, hiddenCount, open, list, onToggle, onHide }: LineProps): ReactNode {
   // Dismissed on the server, for all users.
-  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => act("dismiss", asked.failed) });
+  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (clearRequest: ClearRequest) => act("dismiss", clearRequest.failed) });
   const mine = variables?.shown === shown;
   const away = () => mutate({ shown, failed: group.failed });
   return (
@@ -125,9 +125,9 @@ function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: L
           {group.name}
         </strong>
         <StripDetail group={group} pace={pace} />
-        {more > 0 && (
+        {hiddenCount > 0 && (
           <Link className="strip-more" to="/app/activity">
-            {more} more
+            {hiddenCount} more
           </Link>
         )}
         <IconButton
@@ -157,16 +157,16 @@ function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: L
 
 function StripDetail({ group, pace }: { group: Group; pace: Pace | undefined }): ReactNode {
   const percent = Math.floor(group.progress);
-  const told = numbers(group, pace);
+  const figuresText = numbers(group, pace);
   return (
     <>
       <span className="strip-where" title={where(group)}>
         {where(group)}
       </span>
-      <bdi className="name grow strip-detail">{what(group)}</bdi>
-      {looksAgain(group) && <NextLook operation={group.speaker} />}
-      {group.state === "running" && <NoNews of={newsOf(group.active)} />}
-      {group.state === "running" && told !== "" && <span className="strip-figures">{told}</span>}
+      <bdi className="name grow strip-detail">{subjectOf(group)}</bdi>
+      {hasNextCheck(group) && <NextCheck operation={group.speaker} />}
+      {group.state === "running" && <SilenceNotice of={progressTimes(group.active)} />}
+      {group.state === "running" && figuresText !== "" && <span className="strip-figures">{figuresText}</span>}
       {hasBar(group) && (
         <span className="strip-progress">
           <span aria-hidden="true">{percent}%</span>

@@ -19,7 +19,7 @@ describe("bar and percent (UI-1.6)", () => {
     ["is queued", { status: "pending", progress: 40 }, false],
     ["waits", { status: "waiting_for_nodes", progress: 40, message: "node gpu-3 is offline" }, false],
     ["failed", { status: "failed", progress: 40, finishedAt: at(1) }, false],
-  ])("of what %s: %#", (_, more, wanted) => expect(hasBar(only(install("gpu-1", more)))).toBe(wanted));
+  ])("of what %s: %#", (_, overrides, expected) => expect(hasBar(only(install("gpu-1", overrides)))).toBe(expected));
 
   it("are gone with what has finished", () => {
     expect(groups(byJob(install("gpu-1", { status: "completed" })).values(), new Map())).toEqual([]);

@@ -4,7 +4,7 @@ import { figures } from "./lines";
 import { failedNodes, hasFailed, type Group } from "./model";
 import type { Pace } from "./pace";
 import { tally } from "./tally";
-import { ENDED, phaseOf, phrase, place, rests, sendingOf, stateOf, type PartState } from "./words";
+import { ENDED, phaseOf, phrase, place, rests, sendingOf, stateOf, type TargetState } from "./words";
 
 /** "Installing backend": what comes before the name. */
 export function headline(group: Group): string {
@@ -14,23 +14,23 @@ export function headline(group: Group): string {
 /** Where: "7 of 13 nodes", "on gpu-1"; of a failure the nodes that failed. */
 export function where(group: Group): string {
   if (group.state === "failed") return place(group.speaker, failedNodes(group.failed));
-  if (group.parts.length > 1) {
-    const failed = group.parts.filter((part) => hasFailed(part.status)).length;
-    return `${group.done} of ${count(group.parts.length, "node")}${failed > 0 ? `, ${failed} failed` : ""}`;
+  if (group.targets.length > 1) {
+    const failed = group.targets.filter((target) => hasFailed(target.status)).length;
+    return `${group.done} of ${count(group.targets.length, "node")}${failed > 0 ? `, ${failed} failed` : ""}`;
   }
-  return place(group.speaker, [group.parts[0]?.name ?? ""]);
+  return place(group.speaker, [group.targets[0]?.name ?? ""]);
 }
 
-const MOVING: ReadonlySet<PartState> = new Set(["running", "downloading"]);
+const MOVING: ReadonlySet<TargetState> = new Set(["running", "downloading"]);
 
 /** What it is at, or why it is not: the error, the reason of the wait, the phase. */
-export function what(group: Group): string {
+export function subjectOf(group: Group): string {
   if (group.state === "failed") return brief(group.speaker.error ?? "No reason given");
   // Of several parts: how those are that have not ended; `where` counts the others.
-  const left = group.parts.filter((part) => !ENDED.has(part.status));
-  const [last] = left;
+  const remaining = group.targets.filter((target) => !ENDED.has(target.status));
+  const [last] = remaining;
   const several = (group.speaker.nodes ?? []).length > 1;
-  if (several && left.length > 1) return tally(left);
+  if (several && remaining.length > 1) return tally(remaining);
   if (several && last !== undefined && MOVING.has(last.status)) return last.phase || last.status;
   return phaseOf(group.speaker);
 }
@@ -38,7 +38,7 @@ export function what(group: Group): string {
 /** Bytes, rate and time left; "" if `what` says them: of files that are sent. */
 export function numbers(group: Group, pace: Pace | undefined): string {
   const sending = sendingOf(group.speaker);
-  return sending !== "" && sending === what(group) ? "" : figures(group.current, group.total, pace);
+  return sending !== "" && sending === subjectOf(group) ? "" : figures(group.current, group.total, pace);
 }
 
 /** Whether its progress is worth a bar (§2.1): nothing that is queued, waits, failed or has not begun. */
@@ -47,6 +47,6 @@ export function hasBar(group: Group): boolean {
 }
 
 /** Whether the speaker says when it looks again. */
-export function looksAgain(group: Group): boolean {
+export function hasNextCheck(group: Group): boolean {
   return group.state !== "failed" && rests(stateOf(group.speaker));
 }

@@ -8,9 +8,9 @@ import { PageHead } from "../ui/title";
 import "./record.css";
 
 function failures(state: LiveState): number {
-  let found = 0;
-  for (const operation of state.operations.values()) if (needsAttention(operation)) found += 1;
-  return found;
+  let total = 0;
+  for (const operation of state.operations.values()) if (needsAttention(operation)) total += 1;
+  return total;
 }
 
 interface HeadProps {

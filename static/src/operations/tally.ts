@@ -1,8 +1,8 @@
 // Parts counted by how they are, worst first: "2 failed · 1 waiting · 10 done". Pure.
-import type { Part } from "./model";
-import type { PartState } from "./words";
+import type { Target } from "./model";
+import type { TargetState } from "./words";
 
-const COUNTED: readonly (readonly [string, readonly PartState[]])[] = [
+const COUNTED: readonly (readonly [string, readonly TargetState[]])[] = [
   ["failed", ["error", "failed"]],
   ["running on the worker", ["overdue"]],
   ["retrying", ["retrying"]],
@@ -14,7 +14,7 @@ const COUNTED: readonly (readonly [string, readonly PartState[]])[] = [
   ["done", ["success", "completed"]],
 ];
 
-export function tally(parts: readonly Pick<Part, "status">[]): string {
-  const found = COUNTED.map(([word, states]) => [parts.filter((part) => states.includes(part.status)).length, word] as const);
-  return found.filter(([number]) => number > 0).map(([number, word]) => `${number} ${word}`).join(" · ");
+export function tally(targets: readonly Pick<Target, "status">[]): string {
+  const counts = COUNTED.map(([word, states]) => [targets.filter((target) => states.includes(target.status)).length, word] as const);
+  return counts.filter(([number]) => number > 0).map(([number, word]) => `${number} ${word}`).join(" · ");
 }

@@ -10,10 +10,10 @@ it("tells what is not known yet from nothing, and goes on when the clock is put 
   const store = new LiveStore();
   const watch = new Watch(store);
   const stop = watch.subscribe(() => undefined);
-  expect(watch.read().known).toBe(false);
+  expect(watch.read().isKnownTotal).toBe(false);
   store.push({ type: "operations.snapshot", seq: 1, operations: [] });
   vi.advanceTimersByTime(1000);
-  expect([watch.read().known, watch.read().groups.length]).toEqual([true, 0]);
+  expect([watch.read().isKnownTotal, watch.read().groups.length]).toEqual([true, 0]);
   vi.setSystemTime(Date.now() - 3_600_000);
   store.push({ type: "operations.delta", seq: 2, operations: [install("a")] });
   vi.advanceTimersByTime(1000);

@@ -4,13 +4,13 @@ import { useContext, useSyncExternalStore } from "react";
 import { LiveContext } from "../live/hooks";
 import type { Operation } from "../live/messages";
 import type { LiveStore } from "../live/store";
-import { ends, type End } from "./ends";
+import { ends, type End } from "./announcements";
 import { groups, type Group } from "./model";
 import { Paces, UNKNOWN, type Pace } from "./pace";
 
 export interface Work {
   /** Whether the feed has told what there is; until then nothing is known, which is not the same as nothing. */
-  known: boolean;
+  isKnownTotal: boolean;
   operations: ReadonlyMap<string, Operation>;
   groups: readonly Group[];
   /** By group, by job, and by part (`partKey`); what is not here has no pace. */
@@ -19,17 +19,17 @@ export interface Work {
 
 const REST_MS = 250;
 /** Rates run out when nothing comes any more; somebody has to look. */
-const LOOK_MS = 1_000;
+const REFRESH_MS = 1_000;
 
-const NOTHING: Work = { known: false, operations: new Map(), groups: [], paces: new Map() };
+const NOTHING: Work = { isKnownTotal: false, operations: new Map(), groups: [], paces: new Map() };
 
 export class Watch {
   private work = NOTHING;
   private readonly paces = new Paces();
   private readonly listeners = new Set<() => void>();
-  private readonly enders = new Set<(told: readonly End[]) => void>();
+  private readonly enders = new Set<(announcements: readonly End[]) => void>();
   private timer: ReturnType<typeof setTimeout> | undefined;
-  private lastLook = 0;
+  private lastRefresh = 0;
   private stop: () => void = () => undefined;
 
   constructor(private readonly store: LiveStore) {}
@@ -41,22 +41,22 @@ export class Watch {
     this.listeners.add(listener);
     return () => {
       this.listeners.delete(listener);
-      if (this.listeners.size === 0) this.rest();
+      if (this.listeners.size === 0) this.suspend();
     };
   };
 
   /** Calls `listener` with what has ended, each end once, while somebody looks. */
-  readonly onEnds = (listener: (told: readonly End[]) => void): (() => void) => {
+  readonly onEnds = (listener: (announcements: readonly End[]) => void): (() => void) => {
     this.enders.add(listener);
     return () => this.enders.delete(listener);
   };
 
   private start(): void {
     this.stop = this.store.subscribe(() => this.soon());
-    this.look();
+    this.refresh();
   }
 
-  private rest(): void {
+  private suspend(): void {
     this.stop();
     clearTimeout(this.timer);
     this.timer = undefined;
@@ -64,33 +64,33 @@ export class Watch {
 
   private soon(): void {
     if (this.store.read().operations === this.work.operations) return;
-    const wait = Math.max(0, this.lastLook + REST_MS - performance.now());
+    const wait = Math.max(0, this.lastRefresh + REST_MS - performance.now());
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.look(), wait);
+    this.timer = setTimeout(() => this.refresh(), wait);
   }
 
-  private look(): void {
-    const now = (this.lastLook = performance.now());
+  private refresh(): void {
+    const now = (this.lastRefresh = performance.now());
     const { operations, operationsSeq } = this.store.read();
-    const before = this.work.known ? this.work.operations : null;
+    const previous = this.work.isKnownTotal ? this.work.operations : null;
     this.paces.observe(operations, now);
-    const known = new Map(this.work.groups.map((group) => [group.id, group]));
-    const found = groups(operations.values(), known);
-    this.work = { known: operationsSeq !== null, operations, groups: found, paces: this.measured(found, now) };
+    const previousGroups = new Map(this.work.groups.map((group) => [group.id, group]));
+    const nextGroups = groups(operations.values(), previousGroups);
+    this.work = { isKnownTotal: operationsSeq !== null, operations, groups: nextGroups, paces: this.measured(nextGroups, now) };
     for (const listener of this.listeners) listener();
-    const told = ends(before, operations);
-    if (told.length > 0) for (const ender of this.enders) ender(told);
-    if (found.some((group) => group.active.length > 0)) this.timer = setTimeout(() => this.look(), LOOK_MS);
+    const announcements = ends(previous, operations);
+    if (announcements.length > 0) for (const ender of this.enders) ender(announcements);
+    if (nextGroups.some((group) => group.active.length > 0)) this.timer = setTimeout(() => this.refresh(), REFRESH_MS);
   }
 
-  private measured(found: readonly Group[], now: number): ReadonlyMap<string, Pace> {
+  private measured(currentGroups: readonly Group[], now: number): ReadonlyMap<string, Pace> {
     const paces = new Map<string, Pace>();
-    for (const group of found) {
+    for (const group of currentGroups) {
       paces.set(group.id, this.paces.ofGroup(group, now));
       for (const operation of group.active) {
-        const one = this.paces.of(operation, now);
-        if (one !== UNKNOWN) paces.set(operation.jobID, one);
-        for (const [key, part] of this.paces.ofParts(operation, now)) if (part !== UNKNOWN) paces.set(key, part);
+        const pace = this.paces.of(operation, now);
+        if (pace !== UNKNOWN) paces.set(operation.jobID, pace);
+        for (const [key, part] of this.paces.ofTargets(operation, now)) if (part !== UNKNOWN) paces.set(key, part);
       }
     }
     return paces;

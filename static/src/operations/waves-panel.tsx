@@ -9,7 +9,7 @@ import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
 import { chooseWaves } from "./calls";
 import { Confirmations } from "./last-replicas";
-import { lastReplicas, standing, waitOf, type Standing } from "./waves";
+import { lastReplicas, waveProgress, waitOf, type Standing } from "./waves";
 import { ENDED, ownState } from "./words";
 
 const NAMED = 5;
@@ -17,11 +17,11 @@ const NAMED = 5;
 export function Waves({ operation }: { operation: Operation }): ReactNode {
   const nodes = useLive((state) => state.nodes);
   const [choice, setChoice] = useState<"continue" | "stop" | null>(null);
-  const now = standing(operation);
+  const now = waveProgress(operation);
   if (now === null) return null;
   const asks = now.state === "asks";
   // While a wave runs, only a last replica can need a word from the operator.
-  const resting = now.open.filter((part) => ["waiting", "retrying"].includes(ownState(part)));
+  const resting = now.open.filter((target) => ["waiting", "retrying"].includes(ownState(target)));
   const models = lastReplicas(operation, asks ? now.later : resting, nodes);
   return (
     <section className="stack" aria-label={`Waves of ${operation.name}`}>
@@ -55,7 +55,7 @@ export function Waves({ operation }: { operation: Operation }): ReactNode {
 }
 
 function names({ open }: Standing): string {
-  const shown = open.slice(0, NAMED).map((part) => part.node_name).join(", ");
+  const shown = open.slice(0, NAMED).map((target) => target.node_name).join(", ");
   return open.length > NAMED ? `${shown} and ${open.length - NAMED} more` : shown;
 }
 
@@ -69,7 +69,7 @@ interface QuestionProps {
 
 function Question({ operation, now, choice, models, onClose }: QuestionProps): ReactNode {
   const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
-  const asked = useMutation({
+  const control = useMutation({
     mutationFn: () => chooseWaves(operation, choice, models.filter((model) => confirmed.has(model))),
     onSuccess: () => {
       announce(choice === "stop" ? `Stopped upgrading ${operation.name}` : `${operation.name}: goes on`);
@@ -77,9 +77,9 @@ function Question({ operation, now, choice, models, onClose }: QuestionProps): R
     },
   });
   const stops = choice === "stop";
-  const running = now.open.some((part) => !ENDED.has(ownState(part)));
+  const running = now.open.some((target) => !ENDED.has(ownState(target)));
   return (
-    <Confirm open onClose={onClose} title={stops ? `Stop upgrading ${operation.name}` : `Continue upgrading ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+    <Confirm open onClose={onClose} title={stops ? `Stop upgrading ${operation.name}` : `Continue upgrading ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.isPending} error={control.error} onConfirm={() => control.mutate()}>
       {stops ? (
         <p>
           {count(now.later.length, "node")} not begun: nothing is sent there. {running && `Wave ${now.number} ends by itself. `}Nodes that are done keep the new version.

@@ -16,7 +16,7 @@ export interface Standing {
 }
 
 /** Null unless it goes in waves. */
-export function standing({ waves, nodes = [] }: Pick<Operation, "waves" | "nodes">): Standing | null {
+export function waveProgress({ waves, nodes = [] }: Pick<Operation, "waves" | "nodes">): Standing | null {
   if (waves === undefined) return null;
   const numbers = [...new Set(nodes.flatMap(({ wave }) => (wave === undefined ? [] : [wave])))].sort((left, right) => left - right);
   return {
@@ -25,34 +25,34 @@ export function standing({ waves, nodes = [] }: Pick<Operation, "waves" | "nodes
     count: waves.count,
     isCanary: waves.canary && waves.open === 0,
     open: nodes.filter(({ wave }) => wave === waves.open),
-    later: nodes.filter((part) => part.wave !== undefined && part.wave > waves.open && !ENDED.has(ownState(part))),
+    later: nodes.filter((target) => target.wave !== undefined && target.wave > waves.open && !ENDED.has(ownState(target))),
   };
 }
 
 /** What goes on and what the other nodes wait for, in a sentence. */
 export function waitOf({ state, number, count, open, later }: Standing): string {
   if (later.length === 0) return "";
-  const rest = later.length === 1 ? "1 node waits" : `${later.length} nodes wait`;
+  const waitingText = later.length === 1 ? "1 node waits" : `${later.length} nodes wait`;
   if (state === "asks") {
-    const failed = open.some((part) => ownState(part) === "error");
-    return `Wave ${number} of ${count} ${failed ? "failed" : "was cancelled in part"}: ${rest} for your choice.`;
+    const failed = open.some((target) => ownState(target) === "error");
+    return `Wave ${number} of ${count} ${failed ? "failed" : "was cancelled in part"}: ${waitingText} for your choice.`;
   }
-  return `${rest} until wave ${number} of ${count} is done.`;
+  return `${waitingText} until wave ${number} of ${count} is done.`;
 }
 
 /** Models of the backend on these nodes that no other healthy node serves and that are not confirmed yet. */
-export function lastReplicas(operation: Pick<Operation, "name" | "waves">, parts: readonly OperationTarget[], nodes: ReadonlyMap<string, LiveNode>): string[] {
-  const found = new Set<string>();
-  for (const part of parts) {
-    const node = nodes.get(part.node_id);
+export function lastReplicas(operation: Pick<Operation, "name" | "waves">, targets: readonly OperationTarget[], nodes: ReadonlyMap<string, LiveNode>): string[] {
+  const endingModels = new Set<string>();
+  for (const target of targets) {
+    const node = nodes.get(target.node_id);
     if (node === undefined) continue;
     for (const { model_name: model } of usersOf(node, operation.name)) {
-      const elsewhere = [...nodes.values()].some(
-        (other) => other.id !== node.id && other.status === "healthy" && other.models.some((one) => one.model_name === model && one.state === "loaded"),
+      const isServedByOther = [...nodes.values()].some(
+        (candidate) => candidate.id !== node.id && candidate.status === "healthy" && candidate.models.some((replica) => replica.model_name === model && replica.state === "loaded"),
       );
-      if (!elsewhere) found.add(model);
+      if (!isServedByOther) endingModels.add(model);
     }
   }
-  for (const model of operation.waves?.lastReplicas ?? []) found.delete(model);
-  return [...found].sort();
+  for (const model of operation.waves?.lastReplicas ?? []) endingModels.delete(model);
+  return [...endingModels].sort();
 }

@@ -14,13 +14,13 @@ type Kind = Pick<Operation, "kind" | "isBackend" | "isDeletion" | "taskType">;
 const PLAINLY_QUEUED = ["", "queued"];
 
 /** How a part is; `waiting`, `retrying` and `overdue` as of an operation. */
-export type PartState = Exclude<OperationTarget["status"], "running_on_worker"> | State;
+export type TargetState = Exclude<OperationTarget["status"], "running_on_worker"> | State;
 
-export const ENDED: ReadonlySet<PartState> = new Set(["success", "error", "failed", "completed", "cancelled", "superseded"]);
+export const ENDED: ReadonlySet<TargetState> = new Set(["success", "error", "failed", "completed", "cancelled", "superseded"]);
 
 /** What the part says of itself, apart from the rest of its operation. */
-export function ownState(target: OperationTarget): PartState {
-  if (ENDED.has(target.status as PartState)) return target.status as PartState;
+export function ownState(target: OperationTarget): TargetState {
+  if (ENDED.has(target.status as TargetState)) return target.status as TargetState;
   if (target.overdueSince !== undefined) return "overdue";
   if (target.status !== "queued") return target.status === "running_on_worker" ? "running" : target.status;
   // Without a time for its next attempt it waits for its node, however many attempts there were.
@@ -30,11 +30,11 @@ export function ownState(target: OperationTarget): PartState {
 
 export function stateOf(operation: Operation): State {
   if (!["pending", "processing", "waiting_for_nodes"].includes(operation.status)) return operation.status as State;
-  const left = (operation.nodes ?? []).map(ownState).filter((state) => !ENDED.has(state));
-  if (left.length > 0 && left.every((state) => state === "overdue")) return "overdue";
+  const remaining = (operation.nodes ?? []).map(ownState).filter((state) => !ENDED.has(state));
+  if (remaining.length > 0 && remaining.every((state) => state === "overdue")) return "overdue";
   if (operation.status === "processing") return "running";
   if (operation.status === "waiting_for_nodes") return "waiting";
-  if (left.length > 1) return left.includes("queued") ? "queued" : left.includes("retrying") ? "retrying" : "waiting";
+  if (remaining.length > 1) return remaining.includes("queued") ? "queued" : remaining.includes("retrying") ? "retrying" : "waiting";
   if (PLAINLY_QUEUED.includes(operation.message)) return "queued";
   return operation.attempts > 0 ? "retrying" : "waiting";
 }
@@ -116,14 +116,14 @@ export function phrase(kind: Kind, state: State): string {
   return sentence(verb(kind), noun(kind), state).trim();
 }
 
-function sentence(words: Verb, what: string, state: State): string {
-  if (state === "queued") return `Queued to ${words.do} ${what}`;
-  if (state === "waiting") return `Waiting to ${words.do} ${what}`;
-  if (state === "retrying") return `Retrying to ${words.do} ${what}`;
-  if (state === "failed") return `Could not ${words.do} ${what}`;
-  if (state === "cancelled") return `Cancelled: ${words.do} ${what}`;
-  if (state === "completed") return `${words.done} ${what}`;
-  return `${words.doing} ${what}`;
+function sentence(words: Verb, object: string, state: State): string {
+  if (state === "queued") return `Queued to ${words.do} ${object}`;
+  if (state === "waiting") return `Waiting to ${words.do} ${object}`;
+  if (state === "retrying") return `Retrying to ${words.do} ${object}`;
+  if (state === "failed") return `Could not ${words.do} ${object}`;
+  if (state === "cancelled") return `Cancelled: ${words.do} ${object}`;
+  if (state === "completed") return `${words.done} ${object}`;
+  return `${words.doing} ${object}`;
 }
 
 /** What happened, for the list of what has ended: "installed in 40s", "removed", "cancelled". */

@@ -1,7 +1,7 @@
 // The labels that selectors can ask for, node by node, from the feed: it stands beside the rules and does not need them.
 import { useDeferredValue, useId, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
-import { isTold, useRoster } from "../backends/roster";
+import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { LiveNode } from "../live/messages";
@@ -9,7 +9,7 @@ import { NodeStatus } from "../nodes/shared/node-status";
 import { listedLabels, written } from "../nodes/shared/labels";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
-import { AT_FIRST, labelled, MORE } from "./labels";
+import { AT_FIRST, labelled, PAGE_SIZE } from "./labels";
 import { candidates } from "./rules";
 
 export function LabelsCard(): ReactNode {
@@ -31,14 +31,14 @@ export function LabelsCard(): ReactNode {
 }
 
 function Nodes(): ReactNode {
-  const roster = useRoster();
+  const nodesById = useThrottledNodes();
   const lost = useLive((state) => state.connection === "stale");
   const [term, setTerm] = useState("");
   const [limit, setLimit] = useState(AT_FIRST);
   const settled = useDeferredValue(term);
-  const nodes = useMemo(() => candidates(roster.values()), [roster]);
-  const found = useMemo(() => labelled(nodes, settled), [nodes, settled]);
-  if (!isTold(roster)) return lost ? <p role="alert">The live feed is unreachable; reconnecting automatically.</p> : <Loading what="node labels" />;
+  const nodes = useMemo(() => candidates(nodesById.values()), [nodesById]);
+  const matches = useMemo(() => labelled(nodes, settled), [nodes, settled]);
+  if (!isLoaded(nodesById)) return lost ? <p role="alert">The live feed is unreachable; reconnecting automatically.</p> : <Loading subject="node labels" />;
   if (nodes.length === 0) return <p className="muted">No approved worker yet.</p>;
   return (
     <div className="stack">
@@ -55,18 +55,18 @@ function Nodes(): ReactNode {
           }}
         />
         <span className="muted" role="status">
-          {found.length} of {count(nodes.length, "node")}
+          {matches.length} of {count(nodes.length, "node")}
         </span>
       </div>
-      {found.length === 0 && <p className="muted">No node matches.</p>}
+      {matches.length === 0 && <p className="muted">No node matches.</p>}
       <ul className="label-nodes" aria-label="Nodes and their labels">
-        {found.slice(0, limit).map((node) => (
+        {matches.slice(0, limit).map((node) => (
           <Labelled key={node.id} node={node} />
         ))}
       </ul>
-      {found.length > limit && (
+      {matches.length > limit && (
         <div className="label-more">
-          <Button onClick={() => setLimit(limit + MORE)}>Show {Math.min(MORE, found.length - limit)} more</Button>
+          <Button onClick={() => setLimit(limit + PAGE_SIZE)}>Show {Math.min(PAGE_SIZE, matches.length - limit)} more</Button>
         </div>
       )}
     </div>

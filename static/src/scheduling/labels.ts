@@ -4,7 +4,7 @@ import { listedLabels, written } from "../nodes/shared/labels";
 
 /** How many nodes are shown at first, and how many more with each press. */
 export const AT_FIRST = 5;
-export const MORE = 20;
+export const PAGE_SIZE = 20;
 
 /** Whether the letters of the word are in the text, together or one after another. */
 export function forgiving(text: string, word: string): boolean {

@@ -16,7 +16,7 @@ const OLD: Rule = {
 };
 
 let rules: Rule[];
-let asked: [string, unknown][];
+let requests: [string, unknown][];
 let refusal: { error: string; field: string } | null;
 
 function answer(data: unknown, status = 200): Promise<unknown> {
@@ -25,16 +25,16 @@ function answer(data: unknown, status = 200): Promise<unknown> {
 
 beforeEach(() => {
   rules = [OLD];
-  asked = [];
+  requests = [];
   refusal = null;
   vi.spyOn(client, "GET").mockImplementation(((path: string) => answer(path === "/api/models/capabilities" ? { data: [{ id: "org/m", backend: "echo", capabilities: [], disabled: false, pinned: false }] } : rules)) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
     if (path === "/api/placement/plan") return answer({ replicas_now: 0, wanted: 1, loads: [], retires: [], unsatisfiable: null, misses: [] });
-    asked.push([path, sent.body]);
+    requests.push([path, sent.body]);
     return refusal === null ? answer({ model_name: "m" }) : Promise.resolve({ error: refusal, response: new Response(null, { status: 400 }) });
   }) as never);
   vi.spyOn(client, "DELETE").mockImplementation(((path: string, sent: { params: unknown }) => {
-    asked.push([path, sent.params]);
+    requests.push([path, sent.params]);
     rules = [];
     return answer(undefined, 204);
   }) as never);
@@ -99,7 +99,7 @@ it("saves a new rule, and shows the server's refusal at its field with everythin
   const form = await dialog("Add rule…");
   fireEvent.click(form.getByRole("button", { name: "Save rule" }));
   expect((await form.findByText("Enter a model.")).getAttribute("role")).toBe("alert");
-  expect(asked).toEqual([]);
+  expect(requests).toEqual([]);
   fireEvent.change(form.getByLabelText("Model"), { target: { value: "org/m" } });
   expect(form.getByText("This model has a rule. Saving replaces it.")).toBeTruthy();
   fireEvent.change(form.getByLabelText("Model"), { target: { value: "new" } });
@@ -113,7 +113,7 @@ it("saves a new rule, and shows the server's refusal at its field with everythin
   fireEvent.change(form.getByLabelText("Maximum replicas"), { target: { value: "3" } });
   fireEvent.click(form.getByRole("button", { name: "Save rule" }));
   await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
-  expect(asked.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "new", min_replicas: 3, max_replicas: 3, node_selector: {} })]);
+  expect(requests.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "new", min_replicas: 3, max_replicas: 3, node_selector: {} })]);
 });
 
 it("editing fills every field and keeps the model (E41, UI-6.4)", async () => {
@@ -126,7 +126,7 @@ it("editing fills every field and keeps the model (E41, UI-6.4)", async () => {
   expect(form.queryByLabelText("Minimum replicas")).toBeNull();
   fireEvent.click(form.getByRole("button", { name: "Save rule" }));
   await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
-  expect(asked.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "org/m", spread_all: true, min_replicas: 0, node_selector: { tier: "fast" } })]);
+  expect(requests.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "org/m", spread_all: true, min_replicas: 0, node_selector: { tier: "fast" } })]);
 });
 
 it("deletes after a question that starts on Cancel (UI-6.6)", async () => {
@@ -136,7 +136,7 @@ it("deletes after a question that starts on Cancel (UI-6.6)", async () => {
   expect(document.activeElement).toBe(question.getByRole("button", { name: "Cancel" }));
   fireEvent.click(question.getByRole("button", { name: "Delete" }));
   await screen.findByText("No scheduling rules");
-  expect(asked).toEqual([["/api/nodes/scheduling/{model}", { path: { model: "org/m" } }]]);
+  expect(requests).toEqual([["/api/nodes/scheduling/{model}", { path: { model: "org/m" } }]]);
 });
 
 it("a list that cannot be read is not taken for an empty one (UI-6.6, E43)", async () => {

@@ -4,8 +4,8 @@ import { useMutation } from "@tanstack/react-query";
 import { useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { addressOf, termIn } from "../backends/catalogue";
-import { useRoster } from "../backends/roster";
-import { count, exact, left } from "../lib/format";
+import { useThrottledNodes } from "../backends/throttled-nodes";
+import { count, exact, formatTimeLeft } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useNow } from "../live/hooks";
 import { placesOf, type Places } from "../models/rows";
@@ -19,13 +19,13 @@ import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { LabelsCard } from "./labels-card";
 import { RuleDialog } from "./rule-dialog";
-import { cooldown, counts, deleteRule, demand, selectorOf, standing, useReread, useRules, type Rule } from "./rules";
+import { cooldown, counts, deleteRule, demand, selectorOf, ruleState, useReread, useRules, type Rule } from "./rules";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "./scheduling.css";
 
 /** What is open over the page. */
-type Opened = { what: "edit"; rule: Rule | null } | { what: "delete"; rule: Rule } | null;
+type Opened = { dialog: "edit"; rule: Rule | null } | { dialog: "delete"; rule: Rule } | null;
 
 export function SchedulingPage(): ReactNode {
   const rules = useRules();
@@ -35,15 +35,15 @@ export function SchedulingPage(): ReactNode {
   return (
     <div className="rules">
       <PageHead title="Scheduling" note="How many replicas each model shall have, and on which nodes.">
-        <Button onClick={() => setOpened({ what: "edit", rule: null })}>Add rule…</Button>
+        <Button onClick={() => setOpened({ dialog: "edit", rule: null })}>Add rule…</Button>
       </PageHead>
-      {rules.isPending && <Loading what="scheduling rules" />}
+      {rules.isPending && <Loading subject="scheduling rules" />}
       {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
       {rules.data?.length === 0 && <NoRules />}
       {rules.data !== undefined && rules.data.length > 0 && <Rules rules={rules.data} onOpen={setOpened} />}
       <LabelsCard />
-      {opened?.what === "edit" && <RuleDialog rule={opened.rule} ruled={ruled} onClose={close} />}
-      {opened?.what === "delete" && <DeleteRule rule={opened.rule} onClose={close} />}
+      {opened?.dialog === "edit" && <RuleDialog rule={opened.rule} ruled={ruled} onClose={close} />}
+      {opened?.dialog === "delete" && <DeleteRule rule={opened.rule} onClose={close} />}
     </div>
   );
 }
@@ -61,19 +61,19 @@ function NoRules(): ReactNode {
 
 function Rules({ rules, onOpen }: { rules: readonly Rule[]; onOpen: (opened: Opened) => void }): ReactNode {
   const [term, setTerm] = useInAddress(termIn, addressOf);
-  const nodes = useRoster();
+  const nodes = useThrottledNodes();
   const places = useMemo(() => placesOf(nodes.values()), [nodes]);
   const words = term.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = rules.filter((rule) => words.every((word) => `${rule.model_name} ${rule.node_selector ?? ""}`.toLowerCase().includes(word)));
+  const matches = rules.filter((rule) => words.every((word) => `${rule.model_name} ${rule.node_selector ?? ""}`.toLowerCase().includes(word)));
   return (
     <>
       <div className="row wrap">
         <input className="input rule-filter" type="search" aria-label="Filter rules" placeholder="Model or label" value={term} onChange={(event) => setTerm(event.target.value)} />
         <span className="muted" role="status">
-          {found.length} of {count(rules.length, "rule")} shown
+          {matches.length} of {count(rules.length, "rule")} shown
         </span>
       </div>
-      {found.length === 0 ? (
+      {matches.length === 0 ? (
         <Empty title="No matching rules">
           <Button onClick={() => setTerm("")}>Show all</Button>
         </Empty>
@@ -89,7 +89,7 @@ function Rules({ rules, onOpen }: { rules: readonly Rule[]; onOpen: (opened: Ope
             </tr>
           </thead>
           <tbody>
-            {found.map((rule) => (
+            {matches.map((rule) => (
               <Row key={rule.model_name} rule={rule} places={places.get(rule.model_name) ?? []} onOpen={onOpen} />
             ))}
           </tbody>
@@ -122,10 +122,10 @@ function Row({ rule, places, onOpen }: { rule: Rule; places: Places; onOpen: (op
       </td>
       <td data-label="Actions">
         <div className="row wrap">
-          <Button small aria-label={`Edit rule of ${rule.model_name}`} onClick={() => onOpen({ what: "edit", rule })}>
+          <Button small aria-label={`Edit rule of ${rule.model_name}`} onClick={() => onOpen({ dialog: "edit", rule })}>
             Edit…
           </Button>
-          <Button small aria-label={`Delete rule of ${rule.model_name}`} onClick={() => onOpen({ what: "delete", rule })}>
+          <Button small aria-label={`Delete rule of ${rule.model_name}`} onClick={() => onOpen({ dialog: "delete", rule })}>
             Delete…
           </Button>
         </div>
@@ -192,12 +192,12 @@ function Running({ places }: { places: Places }): ReactNode {
 
 function State({ rule }: { rule: Rule }): ReactNode {
   const now = useNow(1000);
-  const { tone, word } = standing(rule, now);
+  const { tone, word } = ruleState(rule, now);
   const wait = cooldown(rule, now);
   return (
     <div className="rule-state">
       <span className={`pill ${tone}`}>{word}</span>
-      {wait > 0 && <span title={exact(rule.unsatisfiable_until ?? "")}>next try in {left(wait)}</span>}
+      {wait > 0 && <span title={exact(rule.unsatisfiable_until ?? "")}>next try in {formatTimeLeft(wait)}</span>}
       {rule.unsatisfiable_ticks > 0 && <span className="muted">{count(rule.unsatisfiable_ticks, "pass", "passes")} in a row could not load what is wanted</span>}
       {counts(rule) && rule.state !== undefined && (
         <span className="anywhere">

@@ -10,7 +10,7 @@ import { LabelsCard } from "./labels-card";
 import { countsIn, Preview, type RulePlan } from "./preview";
 import { BLANK, type Draft } from "./rules";
 
-let asked: unknown[];
+let requests: unknown[];
 let answer: () => Promise<unknown>;
 
 const PLAN: RulePlan = {
@@ -19,10 +19,10 @@ const PLAN: RulePlan = {
 };
 
 beforeEach(() => {
-  asked = [];
+  requests = [];
   answer = () => Promise.resolve({ data: PLAN, response: new Response() });
   vi.spyOn(client, "POST").mockImplementation(((_: string, sent: { body: unknown }) => {
-    asked.push(sent.body);
+    requests.push(sent.body);
     return answer();
   }) as never);
 });
@@ -43,7 +43,7 @@ it("says what a rule would do now: loads where and why, and why it cannot be met
   expect(preview.getByRole("list", { name: "Loads" }).textContent).toBe("a: most VRAM free");
   expect(preview.getByText(/It cannot be met now/).textContent).toContain("no node with room for one more");
   expect(preview.getByText("2 nodes: offline; 1 node: no free slot for this model")).toBeTruthy();
-  expect(asked).toEqual([{ rule: expect.objectContaining({ model_name: "m", min_replicas: 3, node_selector: { tier: "fast" } }) as unknown }]);
+  expect(requests).toEqual([{ rule: expect.objectContaining({ model_name: "m", min_replicas: 3, node_selector: { tier: "fast" } }) as unknown }]);
 });
 
 it("asks nothing of a rule that cannot be sent, and shows a refusal in place (UI-6.9)", async () => {
@@ -53,7 +53,7 @@ it("asks nothing of a rule that cannot be sent, and shows a refusal in place (UI
   answer = () => Promise.resolve({ error: { error: "min_replicas must be <= max_replicas" }, response: new Response(null, { status: 400 }) });
   open({ model: "m", min: "3", max: "1" });
   expect((await screen.findByRole("alert")).textContent).toContain("min_replicas must be <= max_replicas");
-  expect(asked).toHaveLength(1);
+  expect(requests).toHaveLength(1);
 });
 
 it("says the codes of reasons in the words of a miss", () => {
@@ -80,7 +80,7 @@ it("labels of nodes: five first, twenty more, a forgiving search with a live cou
 });
 
 it("a label search needs every word, over name, keys, values and both together (E40)", () => {
-  const names = (term: string) => labelled(FLEET, term).map((one) => one.name);
+  const names = (term: string) => labelled(FLEET, term).map((node) => node.name);
   expect(names("gpu-7 west")).toEqual(["gpu-7"]);
   expect(names("tier=fast gpu-29")).toEqual(["gpu-29"]);
   expect(names("")).toHaveLength(30);

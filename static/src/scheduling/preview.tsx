@@ -6,7 +6,7 @@ import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { count } from "../lib/format";
 import { Problem } from "../ui/problem";
-import { bodyOf, wrongIn, type Draft } from "./rules";
+import { bodyOf, validateDraft, type Draft } from "./rules";
 
 type Miss = components["schemas"]["PlacementMiss"];
 
@@ -44,28 +44,28 @@ function planned(draft: Draft, signal: AbortSignal): Promise<RulePlan> {
 
 export function Preview({ draft }: { draft: Draft }): ReactNode {
   const paused = usePaused(draft);
-  const whole = Object.keys(wrongIn(paused)).length === 0;
+  const isValid = Object.keys(validateDraft(paused)).length === 0;
   const { data, error, refetch, isFetching } = useQuery({
     queryKey: ["scheduling", "preview", bodyOf(paused)],
     queryFn: ({ signal }) => planned(paused, signal),
-    enabled: whole,
+    enabled: isValid,
     placeholderData: keepPreviousData,
     staleTime: 0,
     gcTime: 0,
     retry: false,
   });
-  if (!whole) return null;
+  if (!isValid) return null;
   return (
     <section className="rule-preview" aria-label="What the rule would do now" aria-busy={isFetching || draft !== paused}>
       <h3>What it would do now</h3>
       {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
-      {error === null && data !== undefined && <Said plan={data} />}
+      {error === null && data !== undefined && <PlanSummary plan={data} />}
       {error === null && data === undefined && <p className="muted">Asking…</p>}
     </section>
   );
 }
 
-function Said({ plan }: { plan: RulePlan }): ReactNode {
+function PlanSummary({ plan }: { plan: RulePlan }): ReactNode {
   const { replicas_now: now, wanted, loads, retires, unsatisfiable, misses } = plan;
   return (
     <div className="stack">

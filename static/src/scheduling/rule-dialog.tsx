@@ -6,8 +6,8 @@ import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
-import { Said, TextField } from "../ui/text-field";
-import { BLANK, draftOf, refusedField, saveRule, useReread, wrongIn, type Draft, type Rule, type Wrong } from "./rules";
+import { FieldMessage, TextField } from "../ui/text-field";
+import { BLANK, draftOf, refusedField, saveRule, useReread, validateDraft, type Draft, type Rule, type FieldProblems } from "./rules";
 import { Preview } from "./preview";
 import { SelectorField } from "./selector";
 import "../nodes/detail/detail.css";
@@ -26,8 +26,8 @@ interface RuleDialogProps {
 
 interface FormProps {
   draft: Draft;
-  wrong: Wrong;
-  change: (part: Partial<Draft>) => void;
+  problems: FieldProblems;
+  change: (target: Partial<Draft>) => void;
 }
 
 export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps): ReactNode {
@@ -41,26 +41,26 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
       announce(`Rule of ${saved.model_name} saved.`);
     },
   });
-  const change = (part: Partial<Draft>) => {
-    setDraft((before) => ({ ...before, ...part }));
+  const change = (target: Partial<Draft>) => {
+    setDraft((previous) => ({ ...previous, ...target }));
     if (save.error !== null) save.reset();
   };
   const refused = refusedField(save.error);
-  const own = wrongIn(draft);
-  const wrong: Wrong = refused === null ? (sent ? own : {}) : { [refused.field]: refused.words };
+  const problems = validateDraft(draft);
+  const shownProblems: FieldProblems = refused === null ? (sent ? problems : {}) : { [refused.field]: refused.words };
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     setSent(true);
-    if (Object.keys(own).length === 0 && !save.isPending) save.mutate(draft, { onSuccess: onClose });
+    if (Object.keys(problems).length === 0 && !save.isPending) save.mutate(draft, { onSuccess: onClose });
   };
-  const form = { draft, wrong, change };
+  const form = { draft, problems: shownProblems, change };
   const replaces = rule === null && ruled.includes(draft.model.trim());
   return (
     <Dialog open onClose={onClose} title={rule === null ? "Add rule" : <>Edit rule of <bdi>{rule.model_name}</bdi></>}>
       <form className="stack" onSubmit={submit} noValidate>
         {rule === null && <ModelField {...form} />}
         {replaces && <p className="risk">This model has a rule. Saving replaces it.</p>}
-        <SelectorField draft={draft} wrong={wrong.node_selector ?? ""} onChange={change} />
+        <SelectorField draft={draft} selectorProblem={shownProblems.node_selector ?? ""} onChange={change} />
         <ReplicaFields {...form} />
         <MoreFields {...form} />
         <Preview draft={draft} />
@@ -76,45 +76,45 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
   );
 }
 
-function ModelField({ draft, wrong, change }: FormProps): ReactNode {
+function ModelField({ draft, problems, change }: FormProps): ReactNode {
   const list = useId();
   const { data = [] } = useDefinitions();
-  const unknown = data.length > 0 && draft.model.trim() !== "" && !data.some((one) => one.id === draft.model.trim());
+  const unknown = data.length > 0 && draft.model.trim() !== "" && !data.some((definition) => definition.id === draft.model.trim());
   return (
     <>
       <TextField
         label="Model"
        value={draft.model}
-        wrong={wrong.model_name}
-        hint={unknown ? "No model of this name is defined yet." : ""}
+        problem={problems.model_name}
+        description={unknown ? "No model of this name is defined yet." : ""}
         list={list}
         first
         onChange={(model) => change({ model })}
       />
       <datalist id={list}>
-        {data.map((one) => (
-          <option key={one.id} value={one.id} />
+        {data.map((definition) => (
+          <option key={definition.id} value={definition.id} />
         ))}
       </datalist>
     </>
   );
 }
 
-function ReplicaFields({ draft, wrong, change }: FormProps): ReactNode {
-  const said = useId();
+function ReplicaFields({ draft, problems, change }: FormProps): ReactNode {
+  const messageId = useId();
   return (
     <>
       <div>
         <label className="row">
-          <input type="checkbox" checked={draft.spread} aria-describedby={said} onChange={(event) => change({ spread: event.target.checked })} />
+          <input type="checkbox" checked={draft.spread} aria-describedby={messageId} onChange={(event) => change({ spread: event.target.checked })} />
           One replica on every matching node
         </label>
-        <Said id={said} wrong={wrong.spread_all ?? ""} hint="" />
+        <FieldMessage id={messageId} problem={problems.spread_all ?? ""} description="" />
       </div>
       {!draft.spread && (
         <div className="rule-pair">
-          <TextField label="Minimum replicas" value={draft.min} wrong={wrong.min_replicas} hint="Empty or 0: loaded on request." numeric onChange={(min) => change({ min })} />
-          <TextField label="Maximum replicas" value={draft.max} wrong={wrong.max_replicas} hint="Empty or 0: no limit." numeric onChange={(max) => change({ max })} />
+          <TextField label="Minimum replicas" value={draft.min} problem={problems.min_replicas} description="Empty or 0: loaded on request." numeric onChange={(min) => change({ min })} />
+          <TextField label="Maximum replicas" value={draft.max} problem={problems.max_replicas} description="Empty or 0: no limit." numeric onChange={(max) => change({ max })} />
         </div>
       )}
     </>
@@ -122,10 +122,10 @@ function ReplicaFields({ draft, wrong, change }: FormProps): ReactNode {
 }
 
 /** How requests choose a replica; open if any of it is set or wrong. */
-function MoreFields({ draft, wrong, change }: FormProps): ReactNode {
+function MoreFields({ draft, problems, change }: FormProps): ReactNode {
   const id = useId();
   const [used] = useState([draft.policy, draft.prefix, draft.absolute, draft.relative].some((text) => text !== ""));
-  const amiss = (["route_policy", "min_prefix_match", "balance_abs_threshold", "balance_rel_threshold"] as const).some((field) => wrong[field] !== undefined);
+  const amiss = (["route_policy", "min_prefix_match", "balance_abs_threshold", "balance_rel_threshold"] as const).some((field) => problems[field] !== undefined);
   return (
     <details className="rule-more" open={used || amiss || undefined}>
       <summary>More: routing of requests</summary>
@@ -137,12 +137,12 @@ function MoreFields({ draft, wrong, change }: FormProps): ReactNode {
             <option value="round_robin">Round robin</option>
             <option value="prefix_cache">Prefix cache</option>
           </select>
-          <Said id={`${id}-said`} wrong={wrong.route_policy ?? ""} hint="" />
+          <FieldMessage id={`${id}-said`} problem={problems.route_policy ?? ""} description="" />
         </div>
-        <TextField label="Minimum prefix match" value={draft.prefix} wrong={wrong.min_prefix_match} hint="0 to 1. Empty: as the cluster does." numeric onChange={(prefix) => change({ prefix })} />
+        <TextField label="Minimum prefix match" value={draft.prefix} problem={problems.min_prefix_match} description="0 to 1. Empty: as the cluster does." numeric onChange={(prefix) => change({ prefix })} />
         <div className="rule-pair">
-          <TextField label="Absolute balance threshold" value={draft.absolute} wrong={wrong.balance_abs_threshold} hint="Empty: as the cluster does." numeric onChange={(absolute) => change({ absolute })} />
-          <TextField label="Relative balance threshold" value={draft.relative} wrong={wrong.balance_rel_threshold} hint="At least 1. Empty: as the cluster does." numeric onChange={(relative) => change({ relative })} />
+          <TextField label="Absolute balance threshold" value={draft.absolute} problem={problems.balance_abs_threshold} description="Empty: as the cluster does." numeric onChange={(absolute) => change({ absolute })} />
+          <TextField label="Relative balance threshold" value={draft.relative} problem={problems.balance_rel_threshold} description="At least 1. Empty: as the cluster does." numeric onChange={(relative) => change({ relative })} />
         </div>
       </div>
     </details>

@@ -1,17 +1,17 @@
 import { describe, expect, it } from "vitest";
 import { ApiError } from "../api/client";
 import { node } from "../live/fixtures";
-import { BLANK, bodyOf, candidates, cooldown, demand, draftOf, labelKeys, labelValues, matching, matchWords, refusedField, selectorIn, selectorOf, standing, wrongIn, type Rule } from "./rules";
+import { BLANK, bodyOf, candidates, cooldown, demand, draftOf, labelKeys, labelValues, matching, matchWords, refusedField, selectorIn, selectorOf, ruleState, validateDraft, type Rule } from "./rules";
 
 const NOW = Date.parse("2026-08-22T10:00:00Z");
 const AT = "2026-08-22T09:59:50Z";
 
-function rule(more: Partial<Rule> = {}): Rule {
-  return { id: "1", model_name: "m", min_replicas: 1, max_replicas: 0, unsatisfiable_ticks: 0, created_at: AT, updated_at: AT, ...more };
+function rule(overrides: Partial<Rule> = {}): Rule {
+  return { id: "1", model_name: "m", min_replicas: 1, max_replicas: 0, unsatisfiable_ticks: 0, created_at: AT, updated_at: AT, ...overrides };
 }
 
-function state(wanted: number, current: number, loading: number): NonNullable<Rule["state"]> {
-  return { wanted, current, loading, reason: "because", at: AT };
+function state(desired: number, current: number, loading: number): NonNullable<Rule["state"]> {
+  return { wanted: desired, current, loading, reason: "because", at: AT };
 }
 
 describe("the selector (UW11)", () => {
@@ -30,15 +30,15 @@ describe("the selector (UW11)", () => {
     ["[]", null],
     ["null", null],
     ["{", null],
-  ])("is read from its text %s", (text, wanted) => {
-    expect(selectorOf(text === undefined ? {} : { node_selector: text })).toEqual(wanted);
+  ])("is read from its text %s", (text, expected) => {
+    expect(selectorOf(text === undefined ? {} : { node_selector: text })).toEqual(expected);
   });
 
   it("is matched against approved workers only, by all of its labels", () => {
     const among = candidates(nodes);
-    expect(among.map((one) => one.name)).toEqual(["a", "b", "c"]);
-    expect(matching(among, { tier: "fast" }).map((one) => one.name)).toEqual(["a", "b"]);
-    expect(matching(among, { tier: "fast", zone: "" }).map((one) => one.name)).toEqual(["b"]);
+    expect(among.map((node) => node.name)).toEqual(["a", "b", "c"]);
+    expect(matching(among, { tier: "fast" }).map((node) => node.name)).toEqual(["a", "b"]);
+    expect(matching(among, { tier: "fast", zone: "" }).map((node) => node.name)).toEqual(["b"]);
     expect(matching(among, {})).toHaveLength(3);
     expect(matching(among, { toString: "x" })).toEqual([]);
   });
@@ -68,7 +68,7 @@ describe("how a rule is (UW10)", () => {
     ["too few", { state: state(2, 1, 0) }],
     ["cooling down", { state: state(2, 1, 0), unsatisfiable_until: "2026-08-22T10:05:00Z" }],
     ["too few", { state: state(2, 1, 0), unsatisfiable_until: AT }],
-  ])("%s", (word, more) => expect(standing(rule(more), NOW).word).toBe(word));
+  ])("%s", (word, overrides) => expect(ruleState(rule(overrides), NOW).word).toBe(word));
 
   it("a cooldown counts down to nothing", () => {
     const cooling = rule({ unsatisfiable_until: "2026-08-22T10:05:00Z" });
@@ -82,23 +82,23 @@ describe("how a rule is (UW10)", () => {
     ["up to 3", { min_replicas: 0, max_replicas: 3 }],
     ["one on every matching node", { min_replicas: 0, spread_all: true }],
     ["any number, on request", { min_replicas: 0 }],
-  ])("asks for %s", (words, more) => expect(demand(rule(more))).toBe(words));
+  ])("asks for %s", (words, overrides) => expect(demand(rule(overrides))).toBe(words));
 });
 
 describe("what is typed (E41)", () => {
-  const whole = rule({
+  const fullRule = rule({
     node_selector: '{"tier":"fast"}', max_replicas: 3, route_policy: "prefix_cache", min_prefix_match: 0.4, balance_abs_threshold: 3, balance_rel_threshold: 1.5,
   });
 
   it("is the rule, and becomes it again", () => {
-    expect(bodyOf(draftOf(whole))).toEqual({
+    expect(bodyOf(draftOf(fullRule))).toEqual({
       model_name: "m", node_selector: { tier: "fast" }, spread_all: false, min_replicas: 1, max_replicas: 3,
       route_policy: "prefix_cache", min_prefix_match: 0.4, balance_abs_threshold: 3, balance_rel_threshold: 1.5,
     });
   });
 
   it("clears a routing field by naming it, and the counts of one that spreads", () => {
-    const body = bodyOf({ ...draftOf(whole), policy: "", prefix: "", spread: true });
+    const body = bodyOf({ ...draftOf(fullRule), policy: "", prefix: "", spread: true });
     expect(body).toMatchObject({ route_policy: "", min_prefix_match: 0, spread_all: true, min_replicas: 0, max_replicas: 0 });
   });
 
@@ -108,9 +108,9 @@ describe("what is typed (E41)", () => {
   });
 
   it("is told where it cannot be sent", () => {
-    expect(Object.keys(wrongIn(BLANK))).toEqual(["model_name"]);
-    expect(Object.keys(wrongIn({ ...BLANK, model: "m", min: "1.5", max: "-1", relative: "x" }))).toEqual(["min_replicas", "max_replicas", "balance_rel_threshold"]);
-    expect(wrongIn({ ...BLANK, model: "m", min: "many", spread: true })).toEqual({});
+    expect(Object.keys(validateDraft(BLANK))).toEqual(["model_name"]);
+    expect(Object.keys(validateDraft({ ...BLANK, model: "m", min: "1.5", max: "-1", relative: "x" }))).toEqual(["min_replicas", "max_replicas", "balance_rel_threshold"]);
+    expect(validateDraft({ ...BLANK, model: "m", min: "many", spread: true })).toEqual({});
   });
 
   it("a refusal goes to its field; any other failure to none", () => {

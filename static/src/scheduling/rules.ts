@@ -24,22 +24,22 @@ export function selectorOf(rule: Pick<Rule, "node_selector">): Selector | null {
 
 /** The nodes that may run models: an approved worker that is no agent. */
 export function candidates(nodes: Iterable<LiveNode>): LiveNode[] {
-  return [...nodes].filter((node) => node.node_type === "backend" && node.status !== "pending").sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+  return [...nodes].filter((node) => node.node_type === "backend" && node.status !== "pending").sort((secondsLeft, right) => secondsLeft.name.localeCompare(right.name, undefined, { numeric: true }));
 }
 
 /** Which of these nodes have every label of the selector. */
 export function matching(nodes: readonly LiveNode[], selector: Selector): LiveNode[] {
-  const wanted = Object.entries(selector);
-  return nodes.filter((node) => wanted.every(([key, value]) => Object.hasOwn(node.labels, key) && node.labels[key] === value));
+  const labels = Object.entries(selector);
+  return nodes.filter((node) => labels.every(([key, value]) => Object.hasOwn(node.labels, key) && node.labels[key] === value));
 }
 
 const NAMED = 10;
 
 /** "matches 3 of 5 nodes: a, b, c" */
-export function matchWords(found: readonly LiveNode[], all: number): string {
-  const names = found.slice(0, NAMED).map((node) => node.name).join(", ");
-  const more = found.length > NAMED ? ` and ${found.length - NAMED} more` : "";
-  return `Matches ${found.length} of ${all} ${all === 1 ? "node" : "nodes"}${names === "" ? "" : `: ${names}${more}`}`;
+export function matchWords(matchedNodes: readonly LiveNode[], total: number): string {
+  const names = matchedNodes.slice(0, NAMED).map((node) => node.name).join(", ");
+  const othersText = matchedNodes.length > NAMED ? ` and ${matchedNodes.length - NAMED} more` : "";
+  return `Matches ${matchedNodes.length} of ${total} ${total === 1 ? "node" : "nodes"}${names === "" ? "" : `: ${names}${othersText}`}`;
 }
 
 /** The keys that nodes have, and the values of one of them; for suggestions. */
@@ -71,7 +71,7 @@ export interface Standing {
 }
 
 /** How the rule is, in a word; `now` in ms by the server's clock. */
-export function standing(rule: Rule, now: number): Standing {
+export function ruleState(rule: Rule, now: number): Standing {
   if (!counts(rule)) return { tone: "", word: "restricts only" };
   if (cooldown(rule, now) > 0) return { tone: "warn", word: "cooling down" };
   const { state } = rule;
@@ -83,8 +83,8 @@ export function standing(rule: Rule, now: number): Standing {
 
 /** Seconds for which nothing is tried for the model; 0 if it is. */
 export function cooldown(rule: Rule, now: number): number {
-  const left = rule.unsatisfiable_until === undefined ? 0 : (Date.parse(rule.unsatisfiable_until) - now) / 1000;
-  return left > 0 ? left : 0;
+  const secondsLeft = rule.unsatisfiable_until === undefined ? 0 : (Date.parse(rule.unsatisfiable_until) - now) / 1000;
+  return secondsLeft > 0 ? secondsLeft : 0;
 }
 
 /** What is typed: texts, until they are sent. */
@@ -131,7 +131,7 @@ export function selectorIn(draft: Draft): Selector {
 
 /** The fields of the dialog by the names that the server has for them. */
 export type Field = "model_name" | "node_selector" | "spread_all" | "min_replicas" | "max_replicas" | "route_policy" | "min_prefix_match" | "balance_abs_threshold" | "balance_rel_threshold";
-export type Wrong = Partial<Record<Field, string>>;
+export type FieldProblems = Partial<Record<Field, string>>;
 
 const NUMBERS = [
   ["min_replicas", "min", true],
@@ -142,23 +142,23 @@ const NUMBERS = [
 ] as const;
 
 /** What cannot be sent at all, by field; the server judges the rest. */
-export function wrongIn(draft: Draft): Wrong {
-  const wrong: Wrong = {};
-  if (draft.model.trim() === "") wrong.model_name = "Enter a model.";
-  for (const [field, name, whole] of NUMBERS) {
+export function validateDraft(draft: Draft): FieldProblems {
+  const problems: FieldProblems = {};
+  if (draft.model.trim() === "") problems.model_name = "Enter a model.";
+  for (const [field, name, isInteger] of NUMBERS) {
     const hidden = draft.spread && (name === "min" || name === "max");
     const value = Number(draft[name].trim());
-    const fits = Number.isFinite(value) && value >= 0 && (!whole || Number.isSafeInteger(value));
-    if (!hidden && !fits) wrong[field] = whole ? "Enter a whole number, or leave it empty." : "Enter a number, or leave it empty.";
+    const fits = Number.isFinite(value) && value >= 0 && (!isInteger || Number.isSafeInteger(value));
+    if (!hidden && !fits) problems[field] = isInteger ? "Enter a whole number, or leave it empty." : "Enter a number, or leave it empty.";
   }
-  return wrong;
+  return problems;
 }
 
 /** The field that the server refused, with its words; null if it named none of ours. */
 export function refusedField(error: Error | null): { field: Field; words: string } | null {
   if (!(error instanceof ApiError) || error.status !== 400) return null;
-  const known: readonly string[] = ["model_name", "node_selector", "spread_all", "route_policy", ...NUMBERS.map(([field]) => field)];
-  return known.includes(error.field) ? { field: error.field as Field, words: error.message } : null;
+  const knownFields: readonly string[] = ["model_name", "node_selector", "spread_all", "route_policy", ...NUMBERS.map(([field]) => field)];
+  return knownFields.includes(error.field) ? { field: error.field as Field, words: error.message } : null;
 }
 
 /** The whole rule: what is empty is cleared, and a cleared routing field has to be named to be. */

@@ -1,22 +1,22 @@
 // The labels that a node must have: those chosen as chips, one more being typed with suggestions from the live nodes,
 // and at once how many nodes have them all.
 import { useId, useRef, type KeyboardEvent, type ReactNode } from "react";
-import { useRoster } from "../backends/roster";
+import { useThrottledNodes } from "../backends/throttled-nodes";
 import { keyProblem, valueProblem, written } from "../nodes/shared/labels";
 import { Button, IconButton } from "../ui/button";
-import { Said } from "../ui/text-field";
+import { FieldMessage } from "../ui/text-field";
 import { candidates, labelKeys, labelValues, matching, matchWords, selectorIn, type Draft } from "./rules";
 
 interface SelectorProps {
   draft: Draft;
-  wrong: string;
-  onChange: (part: Partial<Draft>) => void;
+  selectorProblem: string;
+  onChange: (target: Partial<Draft>) => void;
 }
 
-export function SelectorField({ draft, wrong, onChange }: SelectorProps): ReactNode {
+export function SelectorField({ draft, selectorProblem, onChange }: SelectorProps): ReactNode {
   const id = useId();
   const key = useRef<HTMLInputElement>(null);
-  const nodes = candidates(useRoster().values());
+  const nodes = candidates(useThrottledNodes().values());
   const problem = draft.key.trim() === "" ? "" : keyProblem(draft.key) || valueProblem(draft.value);
   const add = () => {
     if (draft.key.trim() === "" || problem !== "") return;
@@ -24,7 +24,7 @@ export function SelectorField({ draft, wrong, onChange }: SelectorProps): ReactN
     key.current?.focus();
   };
   const remove = (name: string) => {
-    onChange({ selector: Object.fromEntries(Object.entries(draft.selector).filter(([one]) => one !== name)) });
+    onChange({ selector: Object.fromEntries(Object.entries(draft.selector).filter(([key]) => key !== name)) });
     key.current?.focus();
   };
   const enter = (event: KeyboardEvent) => {
@@ -46,13 +46,13 @@ export function SelectorField({ draft, wrong, onChange }: SelectorProps): ReactN
         ))}
       </ul>
       <div className="nd-add" onKeyDown={enter}>
-        <Suggested id={`${id}-key`} label="Label" value={draft.key} options={labelKeys(nodes)} input={key} said={`${id}-said`} onChange={(text) => onChange({ key: text })} />
-        <Suggested id={`${id}-value`} label="Value" value={draft.value} options={labelValues(nodes, draft.key.trim())} said={`${id}-said`} onChange={(text) => onChange({ value: text })} />
+        <Suggested id={`${id}-key`} label="Label" value={draft.key} options={labelKeys(nodes)} input={key} description={`${id}-said`} onChange={(text) => onChange({ key: text })} />
+        <Suggested id={`${id}-value`} label="Value" value={draft.value} options={labelValues(nodes, draft.key.trim())} description={`${id}-said`} onChange={(text) => onChange({ value: text })} />
         <Button onClick={add} refusal={draft.key.trim() === "" ? "Enter a label." : problem}>
           Add
         </Button>
       </div>
-      <Said id={`${id}-said`} wrong={wrong || problem} hint="" />
+      <FieldMessage id={`${id}-said`} problem={selectorProblem || problem} description="" />
       <Matches draft={draft} />
     </fieldset>
   );
@@ -60,13 +60,13 @@ export function SelectorField({ draft, wrong, onChange }: SelectorProps): ReactN
 
 /** How many nodes match; that none does, or none that works, is a warning and no refusal: they may come. */
 function Matches({ draft }: { draft: Draft }): ReactNode {
-  const nodes = candidates(useRoster().values());
-  const found = matching(nodes, selectorIn(draft));
-  const idle = found.length > 0 && found.every((node) => node.status !== "healthy");
+  const nodes = candidates(useThrottledNodes().values());
+  const matches = matching(nodes, selectorIn(draft));
+  const idle = matches.length > 0 && matches.every((node) => node.status !== "healthy");
   return (
-    <div role="status" className={found.length === 0 || idle ? "risk" : "rule-matches"}>
-      <bdi>{matchWords(found, nodes.length)}</bdi>
-      {found.length === 0 && <> ⚠ No node matches: the model cannot be loaded.</>}
+    <div role="status" className={matches.length === 0 || idle ? "risk" : "rule-matches"}>
+      <bdi>{matchWords(matches, nodes.length)}</bdi>
+      {matches.length === 0 && <> ⚠ No node matches: the model cannot be loaded.</>}
       {idle && <> ⚠ None of them is healthy now.</>}
     </div>
   );
@@ -77,12 +77,12 @@ interface SuggestedProps {
   label: string;
   value: string;
   options: readonly string[];
-  said: string;
+  description: string;
   input?: React.RefObject<HTMLInputElement | null>;
   onChange: (text: string) => void;
 }
 
-function Suggested({ id, label, value, options, said, input, onChange }: SuggestedProps): ReactNode {
+function Suggested({ id, label, value, options, description, input, onChange }: SuggestedProps): ReactNode {
   return (
     <label className="field" htmlFor={id}>
       <span>{label}</span>
@@ -95,7 +95,7 @@ function Suggested({ id, label, value, options, said, input, onChange }: Suggest
         autoComplete="off"
         autoCapitalize="none"
         spellCheck={false}
-        aria-describedby={said}
+        aria-describedby={description}
         onChange={(event) => onChange(event.target.value)}
       />
       <datalist id={`${id}-list`}>

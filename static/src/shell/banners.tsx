@@ -25,7 +25,7 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
   const place = useLocation().pathname;
   const outdated = useLive((state) => state.outdated);
   const forbidden = useLive((state) => state.connection === "forbidden");
-  useNews(notices);
+  useNoticeAnnouncements(notices);
   const shown = notices.filter((notice) => notice.id !== "identity-conflicts" || place !== CONFLICTS);
   if (shown.length === 0 && !outdated && !forbidden && failure === null) return null;
   return (
@@ -76,12 +76,12 @@ export function Banner({ level, text, hint, children }: BannerProps): ReactNode 
 }
 
 /** Says a notice when it comes; those that were there at first are read with the page. */
-function useNews(notices: readonly { id: string; text: string }[]): void {
-  const known = useRef<Set<string> | null>(null);
+function useNoticeAnnouncements(notices: readonly { id: string; text: string }[]): void {
+  const shownNotices = useRef<Set<string> | null>(null);
   useEffect(() => {
-    const before = known.current;
-    known.current = new Set(notices.map((notice) => notice.id));
-    if (before === null) return;
-    for (const notice of notices) if (!before.has(notice.id)) announce(notice.text);
+    const previous = shownNotices.current;
+    shownNotices.current = new Set(notices.map((notice) => notice.id));
+    if (previous === null) return;
+    for (const notice of notices) if (!previous.has(notice.id)) announce(notice.text);
   }, [notices]);
 }

@@ -12,12 +12,12 @@ afterEach(cleanup);
 const OUTAGE = { id: "database-unreachable", level: "error", text: "", hint: "" } as const;
 
 it("what failed while the database was away is asked for again when it is back, and what is not there is not", async () => {
-  const asked = { away: vi.fn(() => Promise.reject(new ApiError("no", 503))), gone: vi.fn(() => Promise.reject(new ApiError("no", 404))) };
+  const fetches = { away: vi.fn(() => Promise.reject(new ApiError("no", 503))), gone: vi.fn(() => Promise.reject(new ApiError("no", 404))) };
   function Page(): ReactNode {
     useCatchUp();
-    const away = useQuery({ queryKey: ["away"], queryFn: asked.away, retry: false });
-    const gone = useQuery({ queryKey: ["gone"], queryFn: asked.gone, retry: false });
-    return away.isError && gone.isError ? "failed" : "";
+    const away = useQuery({ queryKey: ["away"], queryFn: fetches.away, retry: false });
+    const missing = useQuery({ queryKey: ["gone"], queryFn: fetches.gone, retry: false });
+    return away.isError && missing.isError ? "failed" : "";
   }
   const store = new LiveStore();
   store.push({ type: "notices", notices: [OUTAGE] });
@@ -30,6 +30,6 @@ it("what failed while the database was away is asked for again when it is back, 
   );
   await screen.findByText("failed");
   store.push({ type: "notices", notices: [] });
-  await vi.waitFor(() => expect(asked.away).toHaveBeenCalledTimes(2));
-  expect(asked.gone).toHaveBeenCalledOnce();
+  await vi.waitFor(() => expect(fetches.away).toHaveBeenCalledTimes(2));
+  expect(fetches.gone).toHaveBeenCalledOnce();
 });

@@ -58,8 +58,8 @@ export function useCatchUp(): void {
   const queries = useQueryClient();
   const well = useLive((state) => state.connection === "live" && isReadable(state));
   const away = ({ state: { error } }: { state: { error: Error | null } }) => error instanceof ApiError && (error.status === 0 || error.status >= 500);
-  useChange(well, (before) => {
-    if (!before) void queries.invalidateQueries({ predicate: away });
+  useChange(well, (previous) => {
+    if (!previous) void queries.invalidateQueries({ predicate: away });
   });
 }
 
@@ -69,9 +69,9 @@ export function clockTime(ms: number): string {
 }
 
 /** Says once that the connection is lost, and once that it is back. */
-export function useConnectionNews(stale: Staleness | null): void {
-  useChange(stale !== null, (before) => {
-    if (before) announce("Connection restored. The page is up to date.");
+export function useConnectionAnnouncements(stale: Staleness | null): void {
+  useChange(stale !== null, (previous) => {
+    if (previous) announce("Connection restored. The page is up to date.");
     else announce("Connection lost. The page may be out of date.");
   });
 }

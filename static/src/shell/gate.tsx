@@ -4,7 +4,7 @@ import { Navigate, Outlet, useLocation } from "react-router";
 import { Button } from "../ui/button";
 import { Problem } from "../ui/problem";
 import { usePageTitle } from "../ui/title";
-import { signInPath } from "./next";
+import { signInPath } from "./next-address";
 import { Brand } from "./nav";
 import { useSession, useSignOut, type Person } from "./session";
 

@@ -12,22 +12,22 @@ import { Icon, type IconName } from "../ui/icons";
 import { Tip } from "../ui/tip";
 
 function healthy(state: LiveState): number {
-  let found = 0;
-  for (const node of state.nodes.values()) if (node.status === "healthy") found += 1;
-  return found;
+  let total = 0;
+  for (const node of state.nodes.values()) if (node.status === "healthy") total += 1;
+  return total;
 }
 
-function tally(state: LiveState, which: typeof isActive): number {
-  let found = 0;
-  for (const operation of state.operations.values()) if (which(operation)) found += 1;
-  return found;
+function tally(state: LiveState, matches: typeof isActive): number {
+  let total = 0;
+  for (const operation of state.operations.values()) if (matches(operation)) total += 1;
+  return total;
 }
 
 function NodesSignal(): ReactNode {
   const well = useLive(healthy);
   const total = useLive((state) => state.nodes.size);
-  const known = useLive((state) => state.nodesCursor !== null);
-  if (!known) return null;
+  const isLoaded = useLive((state) => state.nodesCursor !== null);
+  if (!isLoaded) return null;
   return (
     <span className="signal">
       <span aria-hidden="true">
@@ -53,8 +53,8 @@ function errors(state: LiveState): number {
 }
 
 function HealthSignal(): ReactNode {
-  const wrong = useLive(errors);
-  return wrong === 0 ? null : <Badge className="signal badge bad" number={wrong} words={`, ${count(wrong, "problem")}`} />;
+  const failureCount = useLive(errors);
+  return failureCount === 0 ? null : <Badge className="signal badge bad" number={failureCount} words={`, ${count(failureCount, "problem")}`} />;
 }
 
 function Badge({ className, number, words }: { className: string; number: number; words: string }): ReactNode {
@@ -166,11 +166,11 @@ export function Drawer(): ReactNode {
   const phone = useMedia(PHONE);
   const { pathname } = useLocation();
   const [open, setOpen] = useState(false);
-  const leaving = useRef(false);
+  const isLeaving = useRef(false);
   const press = (event: MouseEvent) => {
     const link = event.target instanceof Element ? event.target.closest("a") : null;
     if (link === null) return;
-    leaving.current = link.getAttribute("href") !== pathname;
+    isLeaving.current = link.getAttribute("href") !== pathname;
     setOpen(false);
   };
   if (!phone) return null;
@@ -188,7 +188,7 @@ export function Drawer(): ReactNode {
           aria-describedby={undefined}
           onCloseAutoFocus={(event) => {
             // The next page takes the focus; the button would take it away again.
-            if (leaving.current) event.preventDefault();
+            if (isLeaving.current) event.preventDefault();
           }}
         >
           <div className="row spread">

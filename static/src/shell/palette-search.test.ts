@@ -3,9 +3,9 @@ import type { components } from "../api/schema";
 import type { LiveNode, Operation } from "../live/messages";
 import { atFirst, backendEntries, chatEntries, find, index, modelEntries, nodeEntries, operationEntries, verbEntries, withVerbs, type Entry } from "./palette-search";
 
-function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
+function node(name: string, overrides: Partial<LiveNode> = {}): LiveNode {
   const none = { status: "healthy", address: "", http_address: "", gpu_vendor: "", labels: {}, models: [], backends: [] };
-  return { id: `id-${name}`, name, ...none, ...more } as unknown as LiveNode;
+  return { id: `id-${name}`, name, ...none, ...overrides } as unknown as LiveNode;
 }
 
 function model(model_name: string): LiveNode["models"][number] {
@@ -37,8 +37,8 @@ describe("the search (UW37)", () => {
   });
 
   it("says on which nodes a model is and leads to the node if there is one only", () => {
-    const found = modelEntries(nodes);
-    expect(found.map(({ title, detail, to }) => [title, detail, to])).toEqual([
+    const result = modelEntries(nodes);
+    expect(result.map(({ title, detail, to }) => [title, detail, to])).toEqual([
       ["phi", "on my-gpu", "/app/nodes/id-my-gpu"],
       ["qwen", "on gpu-2, my-gpu", "/app/nodes?q=qwen"],
     ]);
@@ -46,27 +46,27 @@ describe("the search (UW37)", () => {
 
   it("knows installed backends and those of the catalogue, once", () => {
     const catalogue = [{ name: "llama-cpp", tags: ["text"] }, { name: "piper", tags: ["speech"] }];
-    const found = backendEntries(nodes, catalogue as components["schemas"]["CatalogueEntry"][]);
-    expect(found.map((entry) => [entry.title, entry.detail])).toEqual([
+    const result = backendEntries(nodes, catalogue as components["schemas"]["CatalogueEntry"][]);
+    expect(result.map((entry) => [entry.title, entry.detail])).toEqual([
       ["llama-cpp", "on gpu-2"],
       ["piper", "in the catalogue"],
     ]);
-    expect(titles(found, "speech")).toEqual(["piper"]);
+    expect(titles(result, "speech")).toEqual(["piper"]);
   });
 
   it("puts failed operations before running ones and those before the ended", () => {
-    const one = (name: string, status: Operation["status"], seq: number) =>
+    const namedOperation = (name: string, status: Operation["status"], seq: number) =>
       ({ jobID: name, name, status, seq, kind: "installation", actor: "admin", message: "" }) as Operation;
-    const entries = operationEntries([one("old", "completed", 9), one("runs", "processing", 3), one("bad", "failed", 1)]);
+    const entries = operationEntries([namedOperation("old", "completed", 9), namedOperation("runs", "processing", 3), namedOperation("bad", "failed", 1)]);
     expect(entries.map((entry) => entry.title)).toEqual(["bad", "runs", "old"]);
     expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/operations/bad", "/app/operations/runs"]);
   });
 
   it("does not shift operations under the pointer while they move", () => {
-    const one = (name: string, createdAt: string, seq: number) =>
+    const datedOperation = (name: string, createdAt: string, seq: number) =>
       ({ jobID: name, name, status: "processing", seq, createdAt, kind: "installation", actor: "admin", message: "" }) as Operation;
     const titlesOf = (first: number, second: number) =>
-      operationEntries([one("older", "2026-08-22T10:00:00Z", first), one("newer", "2026-08-22T10:00:01Z", second)]).map((entry) => entry.title);
+      operationEntries([datedOperation("older", "2026-08-22T10:00:00Z", first), datedOperation("newer", "2026-08-22T10:00:01Z", second)]).map((entry) => entry.title);
     expect(titlesOf(7, 8)).toEqual(["newer", "older"]);
     expect(titlesOf(9, 8)).toEqual(["newer", "older"]);
   });
@@ -80,17 +80,17 @@ describe("the search (UW37)", () => {
 describe("verbs in the search (UW37)", () => {
   const nodes = [node("two", { drain: null }), node("gpu-two", { drain: null }), node("three", { drain: null, status: "offline" })];
   const backends = backendEntries(nodes, [{ name: "llama-cpp", tags: [] }] as unknown as components["schemas"]["CatalogueEntry"][]);
-  const said = (query: string) => verbEntries(query, nodes, backends).map(({ title, to }) => [title, to]);
+  const entryTitles = (query: string) => verbEntries(query, nodes, backends).map(({ title, to }) => [title, to]);
 
   it("lead to the question of what is named, and only where it makes sense", () => {
-    expect(said("drain two")).toEqual([["Drain gpu-two…", "/app/nodes/id-gpu-two?do=drain"], ["Drain two…", "/app/nodes/id-two?do=drain"]]);
-    expect(said("resu")).toEqual([["Resume three…", "/app/nodes/id-three?do=resume"]]);
-    expect(said("approve two")).toEqual([]);
+    expect(entryTitles("drain two")).toEqual([["Drain gpu-two…", "/app/nodes/id-gpu-two?do=drain"], ["Drain two…", "/app/nodes/id-two?do=drain"]]);
+    expect(entryTitles("resu")).toEqual([["Resume three…", "/app/nodes/id-three?do=resume"]]);
+    expect(entryTitles("approve two")).toEqual([]);
   });
 
   it("install by backend or on a node", () => {
-    expect(said("install")).toEqual([["Install llama-cpp…", "/app/backends?install=llama-cpp"]]);
-    expect(said("inst thr")).toEqual([["Install a backend on three…", "/app/nodes/id-three?do=install"]]);
+    expect(entryTitles("install")).toEqual([["Install llama-cpp…", "/app/backends?install=llama-cpp"]]);
+    expect(entryTitles("inst thr")).toEqual([["Install a backend on three…", "/app/nodes/id-three?do=install"]]);
   });
 
   it("lead to a talk with a model (UI-10.12)", () => {

@@ -47,19 +47,19 @@ export function index(entries: readonly Entry[]): Index {
 
 const NOT_FOUND = 4;
 
-function rank({ title, text }: Prepared, words: readonly string[], whole: string): number {
+function rank({ title, text }: Prepared, words: readonly string[], phrase: string): number {
   if (!words.every((word) => text.includes(word))) return NOT_FOUND;
-  if (title === whole) return 0;
-  if (title.startsWith(whole)) return 1;
-  return title.includes(whole) ? 2 : 3;
+  if (title === phrase) return 0;
+  if (title.startsWith(phrase)) return 1;
+  return title.includes(phrase) ? 2 : 3;
 }
 
 /** The best of each kind, at most `limit`; the kind with the best entry first. */
-export function find(known: Index, query: string, limit: number): Map<Kind, Entry[]> {
-  const whole = plain(query.trim());
-  const words = whole.split(/\s+/);
+export function find(entries: Index, query: string, limit: number): Map<Kind, Entry[]> {
+  const phrase = plain(query.trim());
+  const words = phrase.split(/\s+/);
   const ranks: Prepared[][] = Array.from({ length: NOT_FOUND }, () => []);
-  for (const one of known) ranks[rank(one, words, whole)]?.push(one);
+  for (const prepared of entries) ranks[rank(prepared, words, phrase)]?.push(prepared);
   const groups = new Map<Kind, Entry[]>();
   for (const { entry } of ranks.flat()) {
     const group = groups.get(entry.kind) ?? [];
@@ -73,8 +73,8 @@ export function find(known: Index, query: string, limit: number): Map<Kind, Entr
 export function atFirst(entries: readonly Entry[], limit: number): Map<Kind, Entry[]> {
   const groups = new Map<Kind, Entry[]>();
   for (const kind of ["Operations", "Pages", "Actions"] as const) {
-    const found = entries.filter((entry) => entry.kind === kind).slice(0, limit);
-    if (found.length > 0) groups.set(kind, found);
+    const matches = entries.filter((entry) => entry.kind === kind).slice(0, limit);
+    if (matches.length > 0) groups.set(kind, matches);
   }
   return groups;
 }
@@ -103,22 +103,22 @@ const LEAST_OF_A_VERB = 3;
  * the question that the page asks before anything happens.
  */
 export function verbEntries(query: string, nodes: Iterable<LiveNode>, backends: readonly Entry[]): Entry[] {
-  const [first = "", ...rest] = plain(query.trim()).split(/\s+/);
+  const [first = "", ...words] = plain(query.trim()).split(/\s+/);
   if (first.length < LEAST_OF_A_VERB) return [];
-  const fits = (name: string) => rest.every((word) => plain(name).includes(word));
-  const found: Entry[] = [];
+  const fits = (name: string) => words.every((word) => plain(name).includes(word));
+  const actions: Entry[] = [];
   const meant = VERBS.filter(([verb]) => verb.startsWith(first));
   const installs = "install".startsWith(first);
   for (const node of meant.length > 0 || installs ? nodes : []) {
     if (!fits(node.name)) continue;
     for (const [verb, label] of meant) {
-      if (refusal(verb, node) === "") found.push(onNode(node, verb, `${label} ${node.name}…`));
+      if (refusal(verb, node) === "") actions.push(onNode(node, verb, `${label} ${node.name}…`));
     }
-    if (installs && rest.length > 0 && refusal("install", node) === "") found.push(onNode(node, "install", `Install a backend on ${node.name}…`));
+    if (installs && words.length > 0 && refusal("install", node) === "") actions.push(onNode(node, "install", `Install a backend on ${node.name}…`));
   }
   const offered = installs ? backends.filter(({ title }) => fits(title)) : [];
-  const asked = offered.map(({ title, detail }): Entry => ({ key: `install ${title}`, kind: "Actions", icon: "backends", title: `Install ${title}…`, detail, to: `/app/backends?install=${encodeURIComponent(title)}` }));
-  return [...byTitle(asked), ...byTitle(found)];
+  const installEntries = offered.map(({ title, detail }): Entry => ({ key: `install ${title}`, kind: "Actions", icon: "backends", title: `Install ${title}…`, detail, to: `/app/backends?install=${encodeURIComponent(title)}` }));
+  return [...byTitle(installEntries), ...byTitle(actions)];
 }
 
 const TALKS = ["chat", "talk"];
@@ -126,9 +126,9 @@ const BETWEEN = new Set(["to", "with"]);
 
 /** Who can be talked to: "talk to smollm2", "chat smol". */
 export function chatEntries(query: string, models: readonly string[]): Entry[] {
-  const [first = "", ...rest] = plain(query.trim()).split(/\s+/);
+  const [first = "", ...otherWords] = plain(query.trim()).split(/\s+/);
   if (first.length < LEAST_OF_A_VERB || !TALKS.some((verb) => verb.startsWith(first))) return [];
-  const words = rest.filter((word) => !BETWEEN.has(word));
+  const words = otherWords.filter((word) => !BETWEEN.has(word));
   const meant = models.filter((name) => words.every((word) => plain(name).includes(word)));
   return byTitle(meant.map((name): Entry => ({ key: `chat ${name}`, kind: "Actions", icon: "chat", title: `Chat with ${name}`, detail: "", to: chatAddress(name) })));
 }
@@ -138,11 +138,11 @@ function onNode(node: LiveNode, verb: string, title: string): Entry {
 }
 
 /** The results with what is asked to do: on top once it is said to what, because a verb alone may be a name. */
-export function withVerbs(query: string, verbs: readonly Entry[], found: Map<Kind, Entry[]>, limit: number): Map<Kind, Entry[]> {
-  if (verbs.length === 0) return found;
-  const actions: [Kind, Entry[]] = ["Actions", [...verbs.slice(0, limit), ...(found.get("Actions") ?? [])]];
-  const others = [...found].filter(([kind]) => kind !== "Actions");
-  return new Map<Kind, Entry[]>(/\S\s+\S/.test(query) ? [actions, ...others] : [...others, actions]);
+export function withVerbs(query: string, verbs: readonly Entry[], groups: Map<Kind, Entry[]>, limit: number): Map<Kind, Entry[]> {
+  if (verbs.length === 0) return groups;
+  const actions: [Kind, Entry[]] = ["Actions", [...verbs.slice(0, limit), ...(groups.get("Actions") ?? [])]];
+  const otherGroups = [...groups].filter(([kind]) => kind !== "Actions");
+  return new Map<Kind, Entry[]>(/\S\s+\S/.test(query) ? [actions, ...otherGroups] : [...otherGroups, actions]);
 }
 
 /** Each model with the nodes that have it. */
@@ -178,16 +178,16 @@ export function backendEntries(
 
 /** Failed ones first, then those under way, then what ended, each from the newest: news of one moves no line. */
 export function operationEntries(operations: Iterable<Operation>): Entry[] {
-  const weight = (one: Operation) => (needsAttention(one) ? 0 : isActive(one) ? 1 : 2);
+  const weight = (operation: Operation) => (needsAttention(operation) ? 0 : isActive(operation) ? 1 : 2);
   const sorted = [...operations].sort((left, right) => weight(left) - weight(right) || Date.parse(right.createdAt) - Date.parse(left.createdAt) || right.seq - left.seq);
-  return sorted.map((one) => ({
-    key: `operation ${one.jobID}`,
+  return sorted.map((operation) => ({
+    key: `operation ${operation.jobID}`,
     kind: "Operations",
     icon: "activity",
-    title: one.name,
-    detail: [one.kind, one.status.replaceAll("_", " "), one.nodeName ?? ""].filter(Boolean).join(" · "),
-    words: `${one.jobID} ${one.actor} ${one.message} ${one.error ?? ""}`,
-    to: pageOf(one),
+    title: operation.name,
+    detail: [operation.kind, operation.status.replaceAll("_", " "), operation.nodeName ?? ""].filter(Boolean).join(" · "),
+    words: `${operation.jobID} ${operation.actor} ${operation.message} ${operation.error ?? ""}`,
+    to: pageOf(operation),
   }));
 }
 

@@ -37,11 +37,11 @@ interface PaletteProps {
 }
 
 export function Palette(props: PaletteProps): ReactNode {
-  const leaving = useRef(false);
-  const focus = useReturnFocus(() => !leaving.current);
+  const isLeaving = useRef(false);
+  const focus = useReturnFocus(() => !isLeaving.current);
   const navigate = useNavigate();
   const choice = ({ to, run }: Entry) => {
-    leaving.current = to !== undefined;
+    isLeaving.current = to !== undefined;
     props.onClose();
     run?.();
     if (to !== undefined) void navigate(to);
@@ -120,7 +120,7 @@ function useCatalogue(): { data: Catalogue | undefined; isPending: boolean; isEr
 function useEntries(catalogue: Catalogue | undefined, actions: PaletteProps): Entry[] {
   const nodes = useLive((state) => state.nodes);
   const operations = useLive((state) => state.operations);
-  const found = useMemo(
+  const resultGroups = useMemo(
     () => [
       ...nodeEntries(nodes.values()),
       ...modelEntries(nodes.values()),
@@ -130,13 +130,13 @@ function useEntries(catalogue: Catalogue | undefined, actions: PaletteProps): En
   );
   const live = useMemo(() => operationEntries(operations.values()), [operations]);
   const fixed = useMemo(() => places(actions), [actions]);
-  return useMemo(() => [...live, ...found, ...fixed], [live, found, fixed]);
+  return useMemo(() => [...live, ...resultGroups, ...fixed], [live, resultGroups, fixed]);
 }
 
 function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
   // The cluster moves many times a second and may follow behind; what is typed may not: Enter takes what is on top.
   const entries = useDeferredValue(present);
-  const known = useMemo(() => index(entries), [entries]);
+  const searchIndex = useMemo(() => index(entries), [entries]);
   const backends = useMemo(() => entries.filter((entry) => entry.kind === "Backends"), [entries]);
   const nodes = useDeferredValue(useLive((state) => state.nodes));
   const { data: defined } = useDefinitions();
@@ -144,8 +144,8 @@ function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
   return useMemo(() => {
     if (query.trim() === "") return atFirst(entries, LIMIT);
     const verbs = [...chatEntries(query, models), ...verbEntries(query, nodes.values(), backends)];
-    return withVerbs(query, verbs, find(known, query, LIMIT), LIMIT);
-  }, [entries, known, query, nodes, backends, models]);
+    return withVerbs(query, verbs, find(searchIndex, query, LIMIT), LIMIT);
+  }, [entries, searchIndex, query, nodes, backends, models]);
 }
 
 function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {

@@ -15,16 +15,16 @@ export const SHORTEST = 8;
 
 /** Every rule that the browser can check. */
 export function problems(entry: Entry): Problems {
-  const found: Problems = {};
-  if (entry.old === "") found.old = ["Enter your current password."];
+  const entryProblems: Problems = {};
+  if (entry.old === "") entryProblems.old = ["Enter your current password."];
   const next: string[] = [];
   // The server counts characters, not UTF-16 units.
   if (Array.from(entry.next).length < SHORTEST) next.push(`Use at least ${SHORTEST} characters.`);
   if (/^\d+$/.test(entry.next)) next.push("Use at least one character that is not a digit.");
   if (entry.next !== "" && entry.next === entry.old) next.push("The new password must differ from the current one.");
-  if (next.length > 0) found.next = next;
-  if (entry.next !== entry.repeat) found.repeat = ["Passwords do not match."];
-  return found;
+  if (next.length > 0) entryProblems.next = next;
+  if (entry.next !== entry.repeat) entryProblems.repeat = ["Passwords do not match."];
+  return entryProblems;
 }
 
 /** What the server refused, at its fields; nothing if it failed for another reason. */

@@ -4,7 +4,7 @@ import { useLocation, useSearchParams } from "react-router";
 import { Button } from "../ui/button";
 import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
-import { useOnward } from "./onward";
+import { useOnward } from "./redirect";
 import { problems, refused, SHORTEST, type Entry, type Problems } from "./password-rules";
 import { useChangePassword, useSession, useSignOut } from "./session";
 
@@ -25,31 +25,31 @@ export function PasswordPage(): ReactNode {
 
 function PasswordForm({ name, forced }: { name: string; forced: boolean }): ReactNode {
   const [entry, setEntry] = useState<Entry>(EMPTY);
-  const [found, setFound] = useState<Problems>({});
+  const [entryProblems, setEntryProblems] = useState<Problems>({});
   const change = useChangePassword();
   const onward = useOnward();
-  const wanted = useWanted();
+  const returnAddress = useReturnAddress();
   const rules = useId();
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (change.isPending) return;
-    const wrong = problems(entry);
-    setFound(wrong);
+    const entryErrors = problems(entry);
+    setEntryProblems(entryErrors);
     change.reset();
-    if (Object.keys(wrong).length > 0) return;
+    if (Object.keys(entryErrors).length > 0) return;
     const done = () => {
       setEntry(EMPTY);
       // At once: the gate shows another page as soon as it knows.
-      if (forced) onward(wanted);
+      if (forced) onward(returnAddress);
     };
-    change.mutate({ old: entry.old, new: entry.next }, { onSuccess: done, onError: (error) => setFound(refused(error)) });
+    change.mutate({ old: entry.old, new: entry.next }, { onSuccess: done, onError: (error) => setEntryProblems(refused(error)) });
   };
   const secret = (field: keyof Entry) => ({
     value: entry[field],
-    problems: found[field] ?? [],
+    problems: entryProblems[field] ?? [],
     onText: (text: string) => {
       setEntry({ ...entry, [field]: text });
-      setFound({ ...found, [field]: [] });
+      setEntryProblems({ ...entryProblems, [field]: [] });
     },
   });
   return (
@@ -85,7 +85,7 @@ function Rules({ id }: { id: string }): ReactNode {
 }
 
 /** Where a person wanted to go before the password came between: this page says it, or the server in the address. */
-function useWanted(): string | null {
+function useReturnAddress(): string | null {
   const { state } = useLocation() as { state: { next?: unknown } | null };
   const [search] = useSearchParams();
   return typeof state?.next === "string" ? state.next : search.get("next");
@@ -115,8 +115,8 @@ interface SecretProps extends Pick<ComponentProps<"input">, "autoComplete"> {
 
 function Secret({ label, value, onText, problems, describedBy = "", children, autoComplete }: SecretProps): ReactNode {
   const id = useId();
-  const wrong = problems.length > 0;
-  const description = [wrong ? `${id}-error` : "", describedBy].filter(Boolean).join(" ");
+  const isInvalid = problems.length > 0;
+  const description = [isInvalid ? `${id}-error` : "", describedBy].filter(Boolean).join(" ");
   return (
     <div className="field">
       <label htmlFor={id}>{label}</label>
@@ -127,14 +127,14 @@ function Secret({ label, value, onText, problems, describedBy = "", children, au
         required
         autoComplete={autoComplete}
         value={value}
-        aria-invalid={wrong || undefined}
+        aria-invalid={isInvalid || undefined}
         aria-describedby={description || undefined}
         onChange={(event) => onText(event.target.value)}
       />
-      {wrong && (
+      {isInvalid && (
         <div className="field-error" id={`${id}-error`} role="alert">
-          {problems.map((one) => (
-            <div key={one}>{one}</div>
+          {problems.map((problem) => (
+            <div key={problem}>{problem}</div>
           ))}
         </div>
       )}

@@ -60,10 +60,10 @@ it("a session that is refused again though it was found to hold is over", async 
 
 it("a session that no one has is over, which is told to what goes on in the page", async () => {
   signedIn = null;
-  const told = vi.fn();
-  const stop = whenOver(told);
+  const listener = vi.fn();
+  const stop = whenOver(listener);
   await sent()();
   expect(await screen.findByRole("dialog", { name: "Your session has ended" })).toBeTruthy();
-  expect(told).toHaveBeenCalledOnce();
+  expect(listener).toHaveBeenCalledOnce();
   stop();
 });

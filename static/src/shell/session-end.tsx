@@ -7,7 +7,7 @@ import { LiveContext, useChange, useLive } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Banner } from "./banners";
-import { askAgain, tellOver, useSetSession, type Person } from "./session";
+import { refetchPerson, notifySessionEnd, useSetSession, type Person } from "./session";
 import { SignInForm } from "./sign-in-form";
 
 /** A session that is said to be over again so soon after it was found to hold is over. */
@@ -23,7 +23,7 @@ export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void 
     onBack();
   });
   useEnd(back, held, () => {
-    tellOver();
+    notifySessionEnd();
     setOver(true);
     setAside(false);
   });
@@ -77,16 +77,16 @@ function useBack(user: Person, goOn: () => void): Back {
  */
 function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   const latest = useRef({ back, end });
-  const asking = useRef(false);
+  const isFetching = useRef(false);
   useEffect(() => {
     latest.current = { back, end };
   });
   const [check] = useState(() => async (sentAt: number) => {
     // What was sent with the session before is answered late.
-    if (asking.current || sentAt < held.current) return;
-    asking.current = true;
-    const person = performance.now() - held.current < TWICE_MS ? null : await askAgain().catch(() => null);
-    asking.current = false;
+    if (isFetching.current || sentAt < held.current) return;
+    isFetching.current = true;
+    const person = performance.now() - held.current < TWICE_MS ? null : await refetchPerson().catch(() => null);
+    isFetching.current = false;
     if (person === null) {
       latest.current.end();
       return;
@@ -99,16 +99,16 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   useChange(connection, () => {
     if (connection === "signed-out") void check(performance.now());
     // The right may be gone: then the gate says so.
-    if (connection === "forbidden") void askAgain().then((person) => person !== null && setSession(person), () => undefined);
+    if (connection === "forbidden") void refetchPerson().then((person) => person !== null && setSession(person), () => undefined);
   });
 }
 
 /** While the feed was cut another account may have signed in, in another tab: the feed is then that account's, and does not say so. */
 function useSomebodyElse(user: Person): void {
   const connection = useLive((state) => state.connection);
-  useChange(connection, (before) => {
-    if (connection !== "live" || before !== "stale") return;
-    void askAgain().then((person) => person !== null && person.id !== user.id && window.location.reload(), () => undefined);
+  useChange(connection, (previous) => {
+    if (connection !== "live" || previous !== "stale") return;
+    void refetchPerson().then((person) => person !== null && person.id !== user.id && window.location.reload(), () => undefined);
   });
 }
 
@@ -120,11 +120,11 @@ function useReturn(over: boolean, back: Back): void {
   });
   useEffect(() => {
     if (!over) return;
-    const look = () => {
+    const checkIdle = () => {
       if (document.hidden) return;
-      void askAgain().then((person) => person !== null && latest.current(person), () => undefined);
+      void refetchPerson().then((person) => person !== null && latest.current(person), () => undefined);
     };
-    document.addEventListener("visibilitychange", look);
-    return () => document.removeEventListener("visibilitychange", look);
+    document.addEventListener("visibilitychange", checkIdle);
+    return () => document.removeEventListener("visibilitychange", checkIdle);
   }, [over]);
 }

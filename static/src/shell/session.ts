@@ -7,18 +7,18 @@ export type Person = components["schemas"]["Person"];
 
 const SESSION = ["session"] as const;
 
-async function ask(): Promise<Person | null> {
+async function fetchPerson(): Promise<Person | null> {
   return (await call(client.GET("/api/auth/status"))).user;
 }
 
 /** Who is signed in; null for a visitor, undefined as long as it is not known. */
 export function useSession(): UseQueryResult<Person | null> {
-  return useQuery({ queryKey: SESSION, queryFn: ask, staleTime: Infinity, gcTime: Infinity });
+  return useQuery({ queryKey: SESSION, queryFn: fetchPerson, staleTime: Infinity, gcTime: Infinity });
 }
 
 /** Asks the server again without touching what is known: the page decides what a change means. */
-export function askAgain(): Promise<Person | null> {
-  return ask();
+export function refetchPerson(): Promise<Person | null> {
+  return fetchPerson();
 }
 
 const listeners = new Set<() => void>();
@@ -29,7 +29,7 @@ export function whenOver(listener: () => void): () => void {
   return () => listeners.delete(listener);
 }
 
-export function tellOver(): void {
+export function notifySessionEnd(): void {
   for (const listener of listeners) listener();
 }
 

@@ -3,11 +3,11 @@
 import { Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
 import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
-import { keepFocus } from "../ui/focus-kept";
+import { keepFocus } from "../ui/keep-focus";
 import { lazyDialog } from "../ui/lazy";
 import { listen, useShortcut } from "../ui/shortcuts";
 import { Banners } from "./banners";
-import { useCatchUp, useConnectionNews, useFeed, useStale } from "./feed";
+import { useCatchUp, useConnectionAnnouncements, useFeed, useStale } from "./feed";
 import { Gate } from "./gate";
 import { Sidebar } from "./nav";
 import { useSignOut, type Person } from "./session";
@@ -30,7 +30,7 @@ function Frame({ user }: { user: Person }): ReactNode {
   const stale = useStale();
   const signOut = useSignOut();
   const { state } = useNavigation();
-  useConnectionNews(stale);
+  useConnectionAnnouncements(stale);
   useCatchUp();
   useFocusOnNavigation();
   useKeys(setOverlay);
@@ -98,10 +98,10 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
 /** Puts the focus on the heading of a page that was opened; the first page keeps the browser's own order. */
 function useFocusOnNavigation(): void {
   const { pathname } = useLocation();
-  const before = useRef(pathname);
+  const previous = useRef(pathname);
   useEffect(() => {
-    if (before.current === pathname) return;
-    before.current = pathname;
+    if (previous.current === pathname) return;
+    previous.current = pathname;
     const main = document.getElementById("main");
     const heading = main?.querySelector<HTMLElement>("h1");
     heading?.setAttribute("tabindex", "-1");

@@ -13,10 +13,10 @@ export function ShortcutsDialog({ onClose }: { onClose: () => void }): ReactNode
           <div key={description}>
             <dt>{description}</dt>
             <dd>
-              {keys.map((one, index) => (
-                <span key={one}>
+              {keys.map((key, index) => (
+                <span key={key}>
                   {index > 0 && " or "}
-                  <Keys keys={one} />
+                  <Keys keys={key} />
                 </span>
               ))}
             </dd>
@@ -34,8 +34,8 @@ export function ShortcutsDialog({ onClose }: { onClose: () => void }): ReactNode
 function byDescription(shortcuts: readonly Shortcut[]): Map<string, string[]> {
   const rows = new Map<string, string[]>();
   for (const { description, keys } of shortcuts) {
-    const known = rows.get(description) ?? [];
-    if (!known.includes(keys)) rows.set(description, [...known, keys]);
+    const describedKeys = rows.get(description) ?? [];
+    if (!describedKeys.includes(keys)) rows.set(description, [...describedKeys, keys]);
   }
   return rows;
 }

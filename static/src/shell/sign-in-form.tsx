@@ -27,8 +27,8 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
     };
     signIn.mutate({ username, password }, { onError: failed });
   };
-  const wrong = signIn.error instanceof ApiError && signIn.error.status === 401;
-  const marks = { "aria-invalid": wrong || undefined, "aria-describedby": signIn.error === null ? undefined : errorId };
+  const isInvalid = signIn.error instanceof ApiError && signIn.error.status === 401;
+  const marks = { "aria-invalid": isInvalid || undefined, "aria-describedby": signIn.error === null ? undefined : errorId };
   return (
     <form className="stack" onSubmit={submit}>
       <label className="field">
@@ -94,7 +94,7 @@ function useWait(error: Error | null): number {
   const waiting = until.at > now;
   useEffect(() => {
     if (!waiting) return;
-    const timer = setInterval(() => setNow((before) => before + 1), 1000);
+    const timer = setInterval(() => setNow((previous) => previous + 1), 1000);
     return () => clearInterval(timer);
   }, [waiting]);
   return Math.max(0, until.at - now);

@@ -2,7 +2,7 @@
 import type { ReactNode } from "react";
 import { useSearchParams } from "react-router";
 import { Checking, Lone } from "./gate";
-import { Onward } from "./onward";
+import { Onward } from "./redirect";
 import { useSession, useSetSession } from "./session";
 import { SignInForm } from "./sign-in-form";
 import "./shell.css";
@@ -13,7 +13,7 @@ export function SignInPage(): ReactNode {
   const [search] = useSearchParams();
   if (session.data === undefined && session.isFetching) return <Checking />;
   if (session.data !== undefined && session.data !== null) {
-    return <Onward wanted={search.get("next")} />;
+    return <Onward address={search.get("next")} />;
   }
   return (
     <Lone title="Sign in">

@@ -88,13 +88,13 @@ const THEMES: readonly { theme: Theme; label: string; icon: IconName }[] = [
 
 function ThemeMenu(): ReactNode {
   const theme = useTheme();
-  const items = THEMES.map<MenuItem>((one) => ({
-    label: one.label,
-    icon: one.icon,
-    checked: one.theme === theme,
-    onSelect: () => choose(one.theme),
+  const items = THEMES.map<MenuItem>((choice) => ({
+    label: choice.label,
+    icon: choice.icon,
+    checked: choice.theme === theme,
+    onSelect: () => choose(choice.theme),
   }));
-  const icon = THEMES.find((one) => one.theme === theme)?.icon ?? "system";
+  const icon = THEMES.find((choice) => choice.theme === theme)?.icon ?? "system";
   const trigger = (
     <Button kind="ghost" className="icon" aria-label="Theme">
       <Icon name={icon} />

@@ -30,8 +30,8 @@ const WELL = {
 } as const;
 
 function open(...answers: unknown[]): LiveStore {
-  const asked = vi.mocked(api.call);
-  for (const answer of answers) asked.mockResolvedValueOnce(answer);
+  const requests = vi.mocked(api.call);
+  for (const answer of answers) requests.mockResolvedValueOnce(answer);
   const store = new LiveStore();
   stage(store, createMemoryRouter([{ path: "*", element: <HealthPage /> }]));
   return store;

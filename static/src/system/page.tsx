@@ -16,12 +16,12 @@ type Health = components["schemas"]["SystemHealth"];
 type Part = Health["parts"][number];
 
 const KEY = ["system", "health"] as const;
-const SAID: Readonly<Record<Part["state"], { tone: string; word: string }>> = {
+const STATE_WORDS: Readonly<Record<Part["state"], { tone: string; word: string }>> = {
   ok: { tone: "good", word: "OK" },
   warning: { tone: "warn", word: "attention" },
   error: { tone: "bad", word: "problem" },
 };
-const WHOLE: Readonly<Record<Part["state"], string>> = {
+const OVERALL_TEXTS: Readonly<Record<Part["state"], string>> = {
   ok: "All parts are well.",
   warning: "Something needs attention.",
   error: "Something does not work.",
@@ -37,10 +37,10 @@ export function HealthPage(): ReactNode {
   const health = useHealth();
   return (
     <div className="system">
-      <PageHead title="System health" note={health.data === undefined ? undefined : WHOLE[health.data.state]} />
-      {health.isPending && <Loading what="system health" />}
+      <PageHead title="System health" note={health.data === undefined ? undefined : OVERALL_TEXTS[health.data.state]} />
+      {health.isPending && <Loading subject="system health" />}
       {health.error !== null && <Problem error={health.error} onRetry={() => void health.refetch()} />}
-      {health.data !== undefined && <Found health={health.data} />}
+      {health.data !== undefined && <HealthParts health={health.data} />}
     </div>
   );
 }
@@ -49,9 +49,9 @@ function useHealth() {
   const queries = useQueryClient();
   const beats = useLive((state) => state.beats);
   const notices = useLive((state) => state.notices);
-  const again = () => void queries.invalidateQueries({ queryKey: KEY });
-  useChange(beats, again);
-  useChange(notices, again);
+  const refresh = () => void queries.invalidateQueries({ queryKey: KEY });
+  useChange(beats, refresh);
+  useChange(notices, refresh);
   return useQuery({
     queryKey: KEY,
     queryFn: ({ signal }) => call(client.GET("/api/system/health", { signal })),
@@ -60,7 +60,7 @@ function useHealth() {
   });
 }
 
-function Found({ health }: { health: Health }): ReactNode {
+function HealthParts({ health }: { health: Health }): ReactNode {
   return (
     <>
       <section>
@@ -74,21 +74,21 @@ function Found({ health }: { health: Health }): ReactNode {
       <section>
         <h2>Schedules</h2>
         <ul className="system-lines" aria-label="Schedules">
-          {health.schedules.map((one) => (
-            <li key={one.id}>
-              <h3>{one.name}</h3>
-              {one.paused ? <Pill tone="warn" word="paused" /> : one.last_ok === false ? <Pill tone="bad" word="failed" /> : <Pill tone="good" word="on" />}
+          {health.schedules.map((schedule) => (
+            <li key={schedule.id}>
+              <h3>{schedule.name}</h3>
+              {schedule.paused ? <Pill tone="warn" word="paused" /> : schedule.last_ok === false ? <Pill tone="bad" word="failed" /> : <Pill tone="good" word="on" />}
               <p>
-                Last run <Ago at={one.last_run} />
-                {!one.paused && (
+                Last run <Ago at={schedule.last_run} />
+                {!schedule.paused && (
                   <>
                     {" "}
-                    · next <Ago at={one.next_run} />
+                    · next <Ago at={schedule.next_run} />
                   </>
                 )}
               </p>
-              <a href={`/admin/django_q/schedule/${String(one.id)}/change/`}>
-                Edit<span className="visually-hidden"> {one.name}</span>
+              <a href={`/admin/django_q/schedule/${String(schedule.id)}/change/`}>
+                Edit<span className="visually-hidden"> {schedule.name}</span>
               </a>
             </li>
           ))}
@@ -97,12 +97,12 @@ function Found({ health }: { health: Health }): ReactNode {
       <section>
         <h2>Server processes</h2>
         <ul className="system-lines" aria-label="Server processes">
-          {health.processes.map((one) => (
-            <li key={`${one.kind} ${one.name}`}>
-              <h3>{one.name}</h3>
-              <span>{one.kind}</span>
+          {health.processes.map((process) => (
+            <li key={`${process.kind} ${process.name}`}>
+              <h3>{process.name}</h3>
+              <span>{process.kind}</span>
               <p>
-                {one.version === "" ? "version unknown" : `version ${one.version}`} · started <Ago at={one.started_at} /> · heard <Ago at={one.seen_at} />
+                {process.version === "" ? "version unknown" : `version ${process.version}`} · started <Ago at={process.started_at} /> · heard <Ago at={process.seen_at} />
               </p>
             </li>
           ))}
@@ -113,7 +113,7 @@ function Found({ health }: { health: Health }): ReactNode {
 }
 
 function Line({ part }: { part: Part }): ReactNode {
-  const { tone, word } = SAID[part.state];
+  const { tone, word } = STATE_WORDS[part.state];
   const page = PAGES[part.id];
   return (
     <li>

@@ -1,13 +1,13 @@
 // What assistive tech is told: ends, never ticks. One polite region for the whole page.
 import { useSyncExternalStore, type ReactNode } from "react";
 
-let said = "";
+let announced = "";
 const listeners = new Set<() => void>();
 
 /** Says `text` once. */
 export function announce(text: string): void {
   // The same words twice would not be read again.
-  said = text === said ? `${text}\u00a0` : text;
+  announced = text === announced ? `${text}\u00a0` : text;
   for (const listener of listeners) listener();
 }
 
@@ -17,7 +17,7 @@ export function Announcer(): ReactNode {
       listeners.add(listener);
       return () => listeners.delete(listener);
     },
-    () => said,
+    () => announced,
   );
   return (
     <div className="visually-hidden" role="status" aria-live="polite" data-testid="announcer">

@@ -4,10 +4,10 @@ import { bytes } from "../lib/format";
 
 /** Progress with a name; nothing for assistive tech to be told at every tick. */
 export function ProgressBar({ value, name, tone = "" }: { value: number; name: string; tone?: "" | "good" | "bad" }): ReactNode {
-  const whole = Math.floor(Math.min(Math.max(value, 0), 100));
+  const percent = Math.floor(Math.min(Math.max(value, 0), 100));
   return (
-    <div className={`bar ${tone}`} role="progressbar" aria-label={name} aria-valuenow={whole} aria-valuemin={0} aria-valuemax={100}>
-      <span style={{ width: `${whole}%` }} />
+    <div className={`bar ${tone}`} role="progressbar" aria-label={name} aria-valuenow={percent} aria-valuemin={0} aria-valuemax={100}>
+      <span style={{ width: `${percent}%` }} />
     </div>
   );
 }
@@ -17,9 +17,9 @@ const TIGHT = 0.85;
 const FULL = 0.95;
 
 /** How near its end a resource is: what is reserved is as good as used. */
-export function fillOf(taken: number, total: number): "" | "tight" | "full" {
+export function fillOf(used: number, total: number): "" | "tight" | "full" {
   if (total <= 0) return "";
-  return taken >= FULL * total ? "full" : taken >= TIGHT * total ? "tight" : "";
+  return used >= FULL * total ? "full" : used >= TIGHT * total ? "tight" : "";
 }
 
 /** What the colours of the meters mean; everything that a meter shows is in words beside it. */

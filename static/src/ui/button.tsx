@@ -12,7 +12,7 @@ export interface ButtonProps extends Omit<ComponentProps<"button">, "disabled"> 
 }
 
 export function Button({ kind = "plain", small = false, busy = false, refusal, ...rest }: ButtonProps): ReactNode {
-  const { className = "", onClick, children, ...others } = rest;
+  const { className = "", onClick, children, ...attributes } = rest;
   const off = busy || (refusal !== undefined && refusal !== "");
   const press = (event: MouseEvent<HTMLButtonElement>) => {
     if (off) event.preventDefault();
@@ -21,7 +21,7 @@ export function Button({ kind = "plain", small = false, busy = false, refusal, .
   const button = (
     <button
       type="button"
-      {...others}
+      {...attributes}
       className={`button ${kind} ${small ? "small" : ""} ${className}`}
       aria-disabled={off || undefined}
       aria-busy={busy || undefined}

@@ -4,17 +4,17 @@ import { announce } from "./announce";
 import { Button } from "./button";
 
 export function CopyButton({ text, label = "Copy", small = false }: { text: string; label?: string; small?: boolean }): ReactNode {
-  const [said, setSaid] = useState("");
+  const [status, setStatus] = useState("");
   const copy = async () => {
     const outcome = await written(text);
-    setSaid(outcome);
+    setStatus(outcome);
     // Not by a region in the button, which would have no name then.
     announce(outcome);
-    setTimeout(() => setSaid(""), 2000);
+    setTimeout(() => setStatus(""), 2000);
   };
   return (
     <Button small={small} onClick={() => void copy()}>
-      {said === "" ? label : said}
+      {status === "" ? label : status}
     </Button>
   );
 }

@@ -69,17 +69,17 @@ describe("the focus of dialogs (UI-0.12, UI-0.13)", () => {
     ["starts on Cancel before something is lost", { danger: true }, () => screen.getByText("Cancel")],
     ["starts on the answer otherwise", {}, () => screen.getByText("Do it")],
     ["starts in the field if a word is wanted", { danger: true, typed: "gpu-1" }, () => screen.getByRole("textbox")],
-  ])("%s", (_, more, wanted) => {
+  ])("%s", (_, overrides, expected) => {
     render(
       <Opener>
         {(shown, close) => (
-          <Confirm open={shown} onClose={close} title="Sure?" action="Do it" onConfirm={nothing} {...more}>
+          <Confirm open={shown} onClose={close} title="Sure?" action="Do it" onConfirm={nothing} {...overrides}>
             It will happen.
           </Confirm>
         )}
       </Opener>,
     );
     open();
-    expect(document.activeElement).toBe(wanted());
+    expect(document.activeElement).toBe(expected());
   });
 });

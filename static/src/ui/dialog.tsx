@@ -21,13 +21,13 @@ interface DialogProps {
 export function Dialog({ open, onClose, title, description, wide = false, first, children }: DialogProps): ReactNode {
   const focus = useReturnFocus();
   const enter = (event: Event) => {
-    const wanted = first?.current ?? marked(event.currentTarget);
-    if (wanted === null) return;
+    const target = first?.current ?? marked(event.currentTarget);
+    if (target === null) return;
     event.preventDefault();
-    wanted.focus();
+    target.focus();
   };
   return (
-    <Radix.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
+    <Radix.Root open={open} onOpenChange={(isOpen) => !isOpen && onClose()}>
       <Radix.Portal>
         <Radix.Overlay className="overlay" />
         <Radix.Content
@@ -81,7 +81,7 @@ export function Confirm(props: ConfirmProps): ReactNode {
   const focus = useReturnFocus();
   const { open, onClose, title, danger = false, error = null } = props;
   return (
-    <AlertDialog.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
+    <AlertDialog.Root open={open} onOpenChange={(isOpen) => !isOpen && onClose()}>
       <AlertDialog.Portal>
         <AlertDialog.Overlay className="overlay" onClick={onClose} />
         <AlertDialog.Content

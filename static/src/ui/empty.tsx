@@ -10,10 +10,10 @@ export function Empty({ title, children }: { title: string; children?: ReactNode
   );
 }
 
-export function Loading({ what }: { what: string }): ReactNode {
+export function Loading({ subject }: { subject: string }): ReactNode {
   return (
     <p className="row muted" role="status">
-      <span className="spinner" aria-hidden="true" /> Loading {what}…
+      <span className="spinner" aria-hidden="true" /> Loading {subject}…
     </p>
   );
 }

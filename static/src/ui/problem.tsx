@@ -5,16 +5,16 @@ import { Button } from "./button";
 import { CopyButton } from "./copy";
 
 export function Problem({ error, onRetry, onDismiss }: { error: Error; onRetry?: () => void; onDismiss?: () => void }): ReactNode {
-  const known = error instanceof ApiError ? error : null;
-  const hint = known === null ? "" : advice(known);
+  const apiError = error instanceof ApiError ? error : null;
+  const adviceText = apiError === null ? "" : advice(apiError);
   return (
     <div className="problem" role="alert">
       <span className="grow">
         <strong>{error.message}</strong>
-        {hint !== "" && <> {hint}</>}
+        {adviceText !== "" && <> {adviceText}</>}
       </span>
-      {known !== null && known.requestId !== "" && (
-        <CopyButton small text={`${error.message} (request ${known.requestId})`} label="Copy error" />
+      {apiError !== null && apiError.requestId !== "" && (
+        <CopyButton small text={`${error.message} (request ${apiError.requestId})`} label="Copy error" />
       )}
       {onRetry !== undefined && (
         <Button small onClick={onRetry}>

@@ -23,8 +23,8 @@ export function useReturnFocus(keep: () => boolean = () => true): ReturnFocus {
   const ref = useCallback((content: HTMLElement | null) => {
     if (content === null) return;
     const present = document.activeElement;
-    const before = content.contains(present) ? recent.findLast((element) => !content.contains(element)) : present;
-    opener.current = origin(before ?? null);
+    const previous = content.contains(present) ? recent.findLast((element) => !content.contains(element)) : present;
+    opener.current = origin(previous ?? null);
   }, []);
   return {
     ref,
@@ -41,6 +41,6 @@ export function useReturnFocus(keep: () => boolean = () => true): ReturnFocus {
 function origin(element: Element | null): HTMLElement | null {
   const menu = element?.closest("[role='menu']");
   const button = menu?.getAttribute("aria-labelledby");
-  const found = button === null || button === undefined ? element : document.getElementById(button);
-  return found instanceof HTMLElement && found !== document.body ? found : null;
+  const opener = button === null || button === undefined ? element : document.getElementById(button);
+  return opener instanceof HTMLElement && opener !== document.body ? opener : null;
 }

@@ -5,28 +5,28 @@ function shortcut(keys: string): Shortcut {
   return { keys, description: keys, run: vi.fn() };
 }
 
-const KNOWN = ["g n", "g a", "/", "?", "mod+k", "j", "x"].map(shortcut);
+const SHORTCUTS = ["g n", "g a", "/", "?", "mod+k", "j", "x"].map(shortcut);
 const PLAIN = { ctrlKey: false, metaKey: false, altKey: false };
 
 describe("the keyboard map", () => {
   it("waits for the second key of a sequence", () => {
-    const first = match(KNOWN, "", "g");
+    const first = match(SHORTCUTS, "", "g");
     expect(first).toEqual({ hit: null, pending: "g" });
-    expect(match(KNOWN, first.pending, "a").hit?.keys).toBe("g a");
+    expect(match(SHORTCUTS, first.pending, "a").hit?.keys).toBe("g a");
   });
 
   it("takes a key that ends no sequence for itself", () => {
-    expect(match(KNOWN, "g", "x").hit?.keys).toBe("x");
-    expect(match(KNOWN, "g", "q")).toEqual({ hit: null, pending: "" });
+    expect(match(SHORTCUTS, "g", "x").hit?.keys).toBe("x");
+    expect(match(SHORTCUTS, "g", "q")).toEqual({ hit: null, pending: "" });
   });
 
   it("is not disturbed by a key that only changes others", () => {
-    expect(match(KNOWN, "g", written({ ...PLAIN, key: "Shift" })).pending).toBe("g");
+    expect(match(SHORTCUTS, "g", written({ ...PLAIN, key: "Shift" })).pending).toBe("g");
   });
 
   it("gives keys taken twice to the one that came last", () => {
     const page = shortcut("/");
-    expect(match([...KNOWN, page], "", "/").hit).toBe(page);
+    expect(match([...SHORTCUTS, page], "", "/").hit).toBe(page);
   });
 
   it.each([
@@ -41,7 +41,7 @@ describe("the keyboard map", () => {
 
   it("leaves the keys of fields, menus and dialogs to them", () => {
     document.body.innerHTML = `<input id="a"><div role="dialog"><button id="b"></button></div><button id="c"></button><input type="checkbox" id="d">`;
-    const taken = ["a", "b", "c", "d"].map((id) => typing(document.getElementById(id)));
-    expect(taken).toEqual([true, true, false, false]);
+    const typingStates = ["a", "b", "c", "d"].map((id) => typing(document.getElementById(id)));
+    expect(typingStates).toEqual([true, true, false, false]);
   });
 });

@@ -23,7 +23,7 @@ const OWN_KEYS = `${FIELDS}, [role='dialog'], [role='alertdialog'], [role='menu'
 let shortcuts: readonly Shortcut[] = [];
 const listeners = new Set<() => void>();
 
-function tell(next: readonly Shortcut[]): void {
+function publish(next: readonly Shortcut[]): void {
   shortcuts = next;
   for (const listener of listeners) listener();
 }
@@ -60,8 +60,8 @@ export function useShortcut(keys: string, run: () => void, description: string, 
   useEffect(() => {
     if (!enabled) return;
     const shortcut = { keys, description, run: () => latest.current() };
-    tell([...shortcuts, shortcut]);
-    return () => tell(shortcuts.filter((one) => one !== shortcut));
+    publish([...shortcuts, shortcut]);
+    return () => publish(shortcuts.filter((other) => other !== shortcut));
   }, [keys, description, enabled]);
 }
 
@@ -73,13 +73,13 @@ export function written(press: Press): string {
 }
 
 /** What pressing `key` after `before` ("" for nothing) does: a shortcut, or what a longer one now waits for. */
-export function match(known: readonly Shortcut[], before: string, key: string): { hit: Shortcut | null; pending: string } {
-  if (key === "") return { hit: null, pending: before };
-  const sequence = before === "" ? key : `${before} ${key}`;
-  const hit = known.findLast((one) => one.keys === sequence) ?? null;
+export function match(registered: readonly Shortcut[], previous: string, key: string): { hit: Shortcut | null; pending: string } {
+  if (key === "") return { hit: null, pending: previous };
+  const sequence = previous === "" ? key : `${previous} ${key}`;
+  const hit = registered.findLast((shortcut) => shortcut.keys === sequence) ?? null;
   if (hit !== null) return { hit, pending: "" };
-  if (known.some((one) => one.keys.startsWith(`${sequence} `))) return { hit: null, pending: sequence };
-  return before === "" ? { hit: null, pending: "" } : match(known, "", key);
+  if (registered.some((shortcut) => shortcut.keys.startsWith(`${sequence} `))) return { hit: null, pending: sequence };
+  return previous === "" ? { hit: null, pending: "" } : match(registered, "", key);
 }
 
 /** Whether the element has a use of its own for single keys. */
@@ -96,12 +96,12 @@ export function listen(): () => void {
     const key = written(event);
     const inside = event.target instanceof Element ? event.target.closest("[role='dialog'], [role='alertdialog']") : null;
     if (key.startsWith("mod+") ? inside !== null : typing(event.target) || !singleKeysWork()) return;
-    const found = match(shortcuts, event.timeStamp - at < SEQUENCE_MS ? pending : "", key);
-    pending = found.pending;
+    const result = match(shortcuts, event.timeStamp - at < SEQUENCE_MS ? pending : "", key);
+    pending = result.pending;
     at = event.timeStamp;
-    if (found.hit === null) return;
+    if (result.hit === null) return;
     event.preventDefault();
-    found.hit.run();
+    result.hit.run();
   };
   document.addEventListener("keydown", hear);
   return () => document.removeEventListener("keydown", hear);

@@ -30,8 +30,8 @@ describe("a percent", () => {
     [99.9, "99"],
     [-4, "0"],
     [140, "100"],
-  ])("is a whole number within bounds (UI-0.16, UI-1.7): %d is %s", (value, wanted) => {
+  ])("is a whole number within bounds (UI-0.16, UI-1.7): %d is %s", (value, expected) => {
     render(<ProgressBar value={value} name="Installing echo" />);
-    expect(screen.getByRole("progressbar", { name: "Installing echo" }).getAttribute("aria-valuenow")).toBe(wanted);
+    expect(screen.getByRole("progressbar", { name: "Installing echo" }).getAttribute("aria-valuenow")).toBe(expected);
   });
 });

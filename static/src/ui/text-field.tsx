@@ -5,9 +5,9 @@ interface TextFieldProps {
   label: string;
   value: string;
   onChange: (text: string) => void;
-  hint?: string;
+  description?: string;
   /** What is wrong with it; "" if nothing is. */
-  wrong?: string | undefined;
+  problem?: string | undefined;
   numeric?: boolean;
   /** The id of a list of suggestions. */
   list?: string;
@@ -15,7 +15,7 @@ interface TextFieldProps {
   first?: boolean;
 }
 
-export function TextField({ label, value, onChange, hint = "", wrong = "", numeric = false, list, first = false }: TextFieldProps): ReactNode {
+export function TextField({ label, value, onChange, description = "", problem = "", numeric = false, list, first = false }: TextFieldProps): ReactNode {
   const id = useId();
   return (
     <div className="field">
@@ -28,22 +28,22 @@ export function TextField({ label, value, onChange, hint = "", wrong = "", numer
         autoCapitalize="none"
         spellCheck={false}
         inputMode={numeric ? "decimal" : "text"}
-        aria-invalid={wrong !== "" || undefined}
+        aria-invalid={problem !== "" || undefined}
         aria-describedby={`${id}-said`}
         {...(list === undefined ? {} : { list })}
         {...(first ? { autoFocus: true, "data-first": "" } : {})}
         onChange={(event) => onChange(event.target.value)}
       />
-      <Said id={`${id}-said`} wrong={wrong} hint={hint} />
+      <FieldMessage id={`${id}-said`} problem={problem} description={description} />
     </div>
   );
 }
 
 /** Under a field: what is wrong with it, else a hint. */
-export function Said({ id, wrong, hint }: { id: string; wrong: string; hint: string }): ReactNode {
+export function FieldMessage({ id, problem, description }: { id: string; problem: string; description: string }): ReactNode {
   return (
-    <p id={id} className={wrong === "" ? "field-hint" : "field-hint bad"} role={wrong === "" ? undefined : "alert"}>
-      {wrong || hint}
+    <p id={id} className={problem === "" ? "field-hint" : "field-hint bad"} role={problem === "" ? undefined : "alert"}>
+      {problem || description}
     </p>
   );
 }

@@ -9,8 +9,8 @@ const listeners = new Set<() => void>();
 export type Theme = "light" | "dark" | "system";
 
 export function chosen(): Theme {
-  const kept = recall(KEY);
-  return kept === "light" || kept === "dark" ? kept : "system";
+  const storedTheme = recall(KEY);
+  return storedTheme === "light" || storedTheme === "dark" ? storedTheme : "system";
 }
 
 export function choose(theme: Theme): void {

@@ -7,8 +7,8 @@ import { Tip } from "./tip";
 const NEVER = "0001-01-01T00:00:00Z";
 
 /** "3m ago", or "in 3m" for a time to come. */
-export function Ago({ at, every = 5000 }: { at: string | null | undefined; every?: number }): ReactNode {
-  const now = useNow(every);
+export function Ago({ at, intervalMs = 5000 }: { at: string | null | undefined; intervalMs?: number }): ReactNode {
+  const now = useNow(intervalMs);
   if (at === null || at === undefined || at === "" || at === NEVER) return <span className="muted">never</span>;
   const seconds = (now - Date.parse(at)) / 1000;
   // A worker may have written anything there.

@@ -16,6 +16,7 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import throttle
@@ -409,6 +410,70 @@ def test_the_admin_shows_and_revokes_them() -> None:
     client.post(url, {"action": "revoke", "_selected_action": [str(token.pk)]})
     token.refresh_from_db()
     assert token.revoked_by == "root"
+
+
+def edit(token: str, **changes: object) -> tuple[str, JoinToken]:
+    """Edit a token in the admin; return the text of the answer and the row."""
+    client = Client()
+    client.force_login(
+        get_user_model().objects.get_or_create(username="root", is_superuser=True, is_staff=True)[0]
+    )
+    stored = row(token)
+    fields = {"note": stored.note, "max_uses": stored.max_uses, "expires_at": stored.expires_at} | changes
+    expires_at = fields.pop("expires_at")
+    form = fields | {"expires_at_0": f"{expires_at:%Y-%m-%d}", "expires_at_1": f"{expires_at:%H:%M:%S}"}
+    answer = client.post(f"/admin/nodes/jointoken/{stored.pk}/change/", form, follow=True)
+    return answer.content.decode(), row(token)
+
+
+def test_the_admin_edits_note_expiry_and_uses() -> None:
+    token = made(uses=1)
+    assert join(token).status_code == 201
+    expire(token)
+    expires_at = (clock.now() + timedelta(days=2)).replace(microsecond=0)
+    _, stored = edit(token, note="rack 5", max_uses=3, expires_at=expires_at)
+    assert (stored.note, stored.max_uses, stored.uses, stored.expires_at) == ("rack 5", 3, 1, expires_at)
+    assert join(token, "w2").status_code == 201
+    audited = AuditEntry.objects.get()
+    assert (audited.kind, audited.actor, audited.subject_id) == ("admin.changed", "root", str(stored.pk))
+
+
+def test_an_edit_of_the_note_leaves_the_expiry_of_an_expired_token() -> None:
+    token = made()
+    expire(token)
+    expires_at = row(token).expires_at
+    _, stored = edit(token, note="rack 5")
+    assert (stored.note, stored.expires_at) == ("rack 5", expires_at)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"max_uses": 1}, "max_uses must be a whole number from 2 to 1000."),
+        ({"max_uses": 1001}, "max_uses must be a whole number from 2 to 1000."),
+        ({"expires_at": clock.now() + timedelta(days=8)}, "expires_at must be in the next 7 days"),
+        ({"expires_at": clock.now() - timedelta(days=1)}, "expires_at must be in the next 7 days"),
+        ({"note": "a\u202eb"}, "note must not contain the character"),
+    ],
+)
+def test_the_admin_refuses_edits_that_joining_refuses(changes: dict[str, object], refusal: str) -> None:
+    token = made(uses=3)
+    assert [join(token, name).status_code for name in ("w1", "w2")] == [201, 201]
+    before = row(token)
+    page, stored = edit(token, **changes)
+    assert refusal in page
+    assert (stored.note, stored.max_uses, stored.expires_at) == (before.note, 3, before.expires_at)
+
+
+def test_nobody_edits_a_revoked_token() -> None:
+    token = made()
+    revoke(token)
+    _, stored = edit(token, note="rack 5")
+    assert stored.note == ""
+    with pytest.raises(errors.Conflict, match="revoked"):
+        joining.change(stored.pk, {"note": "rack 5"}, actor=ROOT, now=clock.now())
+    with pytest.raises(errors.NotFound):
+        joining.change(uuid4(), {}, actor=ROOT, now=clock.now())
 
 
 def test_the_admin_says_with_which_token_a_node_came() -> None:

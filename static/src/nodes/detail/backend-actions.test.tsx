@@ -5,7 +5,7 @@ import { model, node, show } from "../../live/fixtures";
 import type { LiveNode, Operation } from "../../live/messages";
 import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
-import { posted, watchPosts } from "../../live/written";
+import { posted, watchPosts } from "../../live/recorded-posts";
 import { install } from "../../operations/fixtures";
 import { BackendActions } from "./backend-actions";
 
@@ -13,14 +13,14 @@ watchPosts(409, "conflict");
 
 afterEach(cleanup);
 
-async function open(more: Partial<LiveNode> = {}, operations: Operation[] = []) {
-  const one = node("n1", more);
-  const element = <BackendActions node={one} name="llama-cpp" operations={operations} />;
-  stage(show(new LiveStore(), one), createMemoryRouter([{ path: "/", element }]));
+async function open(overrides: Partial<LiveNode> = {}, operations: Operation[] = []) {
+  const shownNode = node("n1", overrides);
+  const element = <BackendActions node={shownNode} name="llama-cpp" operations={operations} />;
+  stage(show(new LiveStore(), shownNode), createMemoryRouter([{ path: "/", element }]));
   await screen.findByRole("button", { name: "Delete llama-cpp" });
 }
 
-function ask(verb: "Upgrade" | "Delete") {
+function openDialog(verb: "Upgrade" | "Delete") {
   fireEvent.click(screen.getByRole("button", { name: `${verb} llama-cpp` }));
   return within(screen.getByRole("alertdialog"));
 }
@@ -34,7 +34,7 @@ it.each([
 ] as const)("%s names the replicas that stop, and is sent after a yes", async (verb, path) => {
   const models = [model("tiny", 0, { in_flight: 2 }), model("tiny", 1), model("voice", 0, { backend_type: "piper" })];
   await open({ models });
-  const question = ask(verb);
+  const question = openDialog(verb);
   expect(question.getByRole("heading").textContent).toContain(`${verb} backend llama-cpp on n1`);
   expect(question.getByText(/2 replicas with 2 requests in flight stop immediately/)).toBeTruthy();
   expect(question.getAllByText(/replica \d/).map((item) => item.textContent)).toEqual(["tiny, replica 0", "tiny, replica 1"]);
@@ -47,7 +47,7 @@ it.each([
 
 it("the safe answer to Delete has the focus, and sends nothing", async () => {
   await open();
-  const question = ask("Delete");
+  const question = openDialog("Delete");
   const cancel = question.getByRole("button", { name: "Cancel" });
   expect(document.activeElement).toBe(cancel);
   expect(question.getByText("No replica on this node uses it by this name.")).toBeTruthy();
@@ -59,7 +59,7 @@ it("the safe answer to Delete has the focus, and sends nothing", async () => {
 it("a refusal is said in the question, which stays", async () => {
   posted.refused = "backend_install of llama-cpp is in progress (operation 7, processing)";
   await open();
-  const question = ask("Delete");
+  const question = openDialog("Delete");
   fireEvent.click(question.getByRole("button", { name: "Delete" }));
   expect(await question.findByRole("alert")).toBeTruthy();
   expect(question.getByRole("alert").textContent).toContain(posted.refused);
@@ -77,7 +77,7 @@ it("what is under way shows in the row, and keeps from another command", async (
 it("the work on another backend keeps from nothing", async () => {
   await open({}, [install("n1", { name: "echo" })]);
   expect(screen.queryByRole("progressbar")).toBeNull();
-  expect(ask("Delete").getByRole("button", { name: "Delete" })).toBeTruthy();
+  expect(openDialog("Delete").getByRole("button", { name: "Delete" })).toBeTruthy();
 });
 
 it.each([

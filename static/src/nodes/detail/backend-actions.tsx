@@ -6,8 +6,8 @@ import type { LiveModel, LiveNode, Operation } from "../../live/messages";
 import { isActive, needsAttention } from "../../live/store";
 import { deleteOn, upgradeOn } from "../../operations/calls";
 import { FailureActions, Reason } from "../../operations/failure";
-import { NextLook, NoNews, WorkGlyph } from "../../operations/lines";
-import { partsOf } from "../../operations/model";
+import { NextCheck, SilenceNotice, WorkGlyph } from "../../operations/lines";
+import { targetsOf } from "../../operations/model";
 import { phaseOf, phrase, stateOf } from "../../operations/words";
 import { announce } from "../../ui/announce";
 import { ProgressBar } from "../../ui/bars";
@@ -29,13 +29,13 @@ interface BackendActionsProps {
 const LABEL: Readonly<Record<Verb, string>> = { upgrade: "Upgrade", delete: "Delete" };
 
 export function BackendActions({ node, name, operations }: BackendActionsProps): ReactNode {
-  const [asked, setAsked] = useState<Verb | null>(null);
-  const mine = operations.filter((one) => onBackend(one, name));
+  const [dialog, setDialog] = useState<Verb | null>(null);
+  const mine = operations.filter((operation) => onBackend(operation, name));
   const running = mine.find(isActive);
   const failed = mine.filter(needsAttention);
   const done = (verb: Verb) => () => {
     announce(`${LABEL[verb]} of ${name} requested.`);
-    setAsked((present) => (present === verb ? null : present));
+    setDialog((present) => (present === verb ? null : present));
   };
   const actions: Readonly<Record<Verb, Action<string>>> = {
     upgrade: useAction<string, unknown>(node.id, (backend) => upgradeOn(node.id, backend), done("upgrade")),
@@ -46,42 +46,42 @@ export function BackendActions({ node, name, operations }: BackendActionsProps):
     <div className="nd-backend">
       <div className="row wrap">
         {(["upgrade", "delete"] as const).map((verb) => (
-          <Button key={verb} small aria-label={`${LABEL[verb]} ${name}`} refusal={refusal("install", node) || busy} onClick={() => setAsked(verb)}>
+          <Button key={verb} small aria-label={`${LABEL[verb]} ${name}`} refusal={refusal("install", node) || busy} onClick={() => setDialog(verb)}>
             {LABEL[verb]}…
           </Button>
         ))}
       </div>
       {running !== undefined && <Progress operation={running} />}
-      {failed.map((one) => (
-        <div key={one.jobID} className="stack">
-          <strong>{phrase(one, "failed")}</strong>
-          <Reason error={one.error} name={name} />
-          <FailureActions operations={[one]} small />
+      {failed.map((operation) => (
+        <div key={operation.jobID} className="stack">
+          <strong>{phrase(operation, "failed")}</strong>
+          <Reason error={operation.error} name={name} />
+          <FailureActions operations={[operation]} small />
         </div>
       ))}
-      {asked !== null && <Ask verb={asked} node={node} name={name} action={actions[asked]} onClose={() => setAsked(null)} />}
+      {dialog !== null && <ActionDialogs verb={dialog} node={node} name={name} action={actions[dialog]} onClose={() => setDialog(null)} />}
     </div>
   );
 }
 
 function Progress({ operation }: { operation: Operation }): ReactNode {
   const state = stateOf(operation);
-  const value = partsOf(operation)[0]?.value ?? 0;
+  const value = targetsOf(operation)[0]?.value ?? 0;
   return (
     <>
       <div className="row wrap muted">
         <WorkGlyph state={state} />
         <span>{phrase(operation, state)}</span>
         <span>{phaseOf(operation)}</span>
-        <NextLook operation={operation} />
-        <NoNews of={operation} />
+        <NextCheck operation={operation} />
+        <SilenceNotice of={operation} />
       </div>
       {state === "running" && <ProgressBar name={`${phrase(operation, state)} ${operation.name}`} value={value} />}
     </>
   );
 }
 
-interface AskProps {
+interface ActionDialogsProps {
   verb: Verb;
   node: LiveNode;
   name: string;
@@ -89,7 +89,7 @@ interface AskProps {
   onClose: () => void;
 }
 
-function Ask({ verb, node, name, action, onClose }: AskProps): ReactNode {
+function ActionDialogs({ verb, node, name, action, onClose }: ActionDialogsProps): ReactNode {
   const close = () => {
     action.forget();
     onClose();
@@ -110,7 +110,7 @@ function Ask({ verb, node, name, action, onClose }: AskProps): ReactNode {
       onConfirm={() => action.run(name)}
     >
       <ul className="nd-effects">
-        <Stops models={usersOf(node, name)} others={node.models.length} />
+        <Stops models={usersOf(node, name)} otherCount={node.models.length} />
         {verb === "upgrade" ? (
           <li>It is installed again from its gallery.</li>
         ) : (
@@ -122,7 +122,7 @@ function Ask({ verb, node, name, action, onClose }: AskProps): ReactNode {
 }
 
 /** The replicas that stop, by name: their requests end in the middle. */
-function Stops({ models, others }: { models: readonly LiveModel[]; others: number }): ReactNode {
+function Stops({ models, otherCount }: { models: readonly LiveModel[]; otherCount: number }): ReactNode {
   const requests = models.reduce((sum, model) => sum + model.in_flight, 0);
   return (
     <>
@@ -140,7 +140,7 @@ function Stops({ models, others }: { models: readonly LiveModel[]; others: numbe
           </ul>
         </li>
       )}
-      {others > models.length && <li>Replicas that use it by another name, such as an alias, stop too.</li>}
+      {otherCount > models.length && <li>Replicas that use it by another name, such as an alias, stop too.</li>}
       <li>The next request for such a model loads it again.</li>
     </>
   );

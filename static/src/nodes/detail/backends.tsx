@@ -31,7 +31,7 @@ export function Backends({ node, detail, operations }: BackendsProps): ReactNode
   return (
     <Panel title="Installed backends" aside={add}>
       <AsOf node={node} problem={problem} />
-      <Fetched query={listed} what="the backends">
+      <Fetched query={listed} subject="the backends">
         {(backends) =>
           backends.length > 0 ? <List node={node} backends={backends} operations={operations} /> : <None node={node} add={add} />
         }

@@ -9,7 +9,7 @@ import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Meter } from "../../ui/bars";
 import { Button } from "../../ui/button";
-import { goOnAt } from "../../ui/go-on";
+import { goOnAt } from "../../ui/move-focus";
 import { Problem } from "../../ui/problem";
 import { Ago } from "../../ui/time";
 import { useAction, type Action, type NodeDetail } from "./data";
@@ -68,7 +68,7 @@ function ReplicaCap({ node, override }: { node: LiveNode; override: Override }):
         value={String(node.max_replicas_per_model)}
         check={capProblem}
         action={set}
-        ask={(value) => belowWhatRuns(node, Number(value))}
+        confirm={(value) => belowWhatRuns(node, Number(value))}
         numeric
       >
         {node.max_replicas_per_model}

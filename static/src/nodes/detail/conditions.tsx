@@ -24,7 +24,7 @@ export function Conditions({ node, detail }: Props): ReactNode {
         <li>
           <span className={`pill ${heartbeatTone(node)}`}>Heartbeat</span>
           <span>
-            <Ago at={node.last_heartbeat} every={1000} />
+            <Ago at={node.last_heartbeat} intervalMs={1000} />
             {node.last_heartbeat !== null && <span className="muted">, reported by the worker</span>}
           </span>
         </li>
@@ -37,7 +37,7 @@ export function Conditions({ node, detail }: Props): ReactNode {
           </li>
         )}
       </ul>
-      <Fetched query={detail} what="the node's history">
+      <Fetched query={detail} subject="the node's history">
         {() => null}
       </Fetched>
     </Panel>
@@ -63,7 +63,7 @@ function Row({ condition }: { condition: Condition }): ReactNode {
         )}
         {condition.next != null && (
           <span className="muted">
-            ; next check <Ago at={condition.next} every={1000} />
+            ; next check <Ago at={condition.next} intervalMs={1000} />
           </span>
         )}
       </span>
@@ -112,7 +112,7 @@ export function Identity({ node, detail }: Props): ReactNode {
           </Fact>
         )}
       </dl>
-      <Fetched query={detail} what="the identity">
+      <Fetched query={detail} subject="the identity">
         {() => null}
       </Fetched>
     </Panel>

@@ -44,9 +44,9 @@ const BUDGET = /^(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?$/i;
 export function ceiling(text: string, total: number): number | null {
   const plain = text.trim().toLowerCase();
   if (plain === "") return 0;
-  const found = BUDGET.exec(plain);
-  if (found === null) return null;
-  const amount = amountOf(Number(found[1]), found[2] ?? "", total);
+  const match = BUDGET.exec(plain);
+  if (match === null) return null;
+  const amount = amountOf(Number(match[1]), match[2] ?? "", total);
   return amount === null ? null : Math.min(Math.trunc(amount), total);
 }
 

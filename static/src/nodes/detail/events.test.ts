@@ -60,8 +60,8 @@ describe("what an event says", () => {
   });
 
   it("tells who: a person, a key, a task, the worker", () => {
-    const who = (actor_kind: string, actor: string) => actorWords({ actor_kind, actor });
-    expect([who("user", "anna"), who("static_key", "admin"), who("task", "drains"), who("worker", "worker")]).toEqual([
+    const wordsOf = (actor_kind: string, actor: string) => actorWords({ actor_kind, actor });
+    expect([wordsOf("user", "anna"), wordsOf("static_key", "admin"), wordsOf("task", "drains"), wordsOf("worker", "worker")]).toEqual([
       "anna",
       "admin (API key)",
       "task drains",

@@ -52,9 +52,9 @@ export function withNewest(shown: Timeline | undefined, page: Page): Timeline {
 
 /** An older page put below. */
 export function withOlder(shown: Timeline | undefined, page: Page): Timeline {
-  const known = new Set(shown?.events.map((event) => event.id));
+  const shownIds = new Set(shown?.events.map((event) => event.id));
   return {
-    events: [...(shown?.events ?? []), ...page.events.filter((event) => !known.has(event.id))],
+    events: [...(shown?.events ?? []), ...page.events.filter((event) => !shownIds.has(event.id))],
     next: page.next_cursor,
   };
 }
@@ -79,9 +79,9 @@ const IMPLIED = new Set(["vram_budget_bytes", "available_vram", "max_replicas_pe
 export function changes(event: Pick<NodeEvent, "detail">): string[] {
   const detail = event.detail ?? {};
   return Object.entries(detail).flatMap(([name, value]) => {
-    const kept = keptOverride(name);
+    const previousValue = keptOverride(name);
     // The value stays as it is and only changes hands: its name has to be said all the same.
-    return kept !== undefined && !(kept in detail) ? [OVERRIDES[kept] ?? kept] : change(name, value);
+    return previousValue !== undefined && !(previousValue in detail) ? [OVERRIDES[previousValue] ?? previousValue] : change(name, value);
   });
 }
 

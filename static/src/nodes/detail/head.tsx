@@ -1,7 +1,7 @@
 // The top of the page: which node, how it is and why, and what can be done with it now.
 import { useEffect, useState, type ReactNode } from "react";
 import { Link, useLocation, useNavigate } from "react-router";
-import { left } from "../../lib/format";
+import { formatTimeLeft } from "../../lib/format";
 import { useChange, useNow } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
@@ -11,7 +11,7 @@ import { Ago } from "../../ui/time";
 import { ApproveDialog, DrainDialog, RejectDialog, ResumeDialog } from "../shared/dialogs";
 import { NodeStatus } from "../shared/node-status";
 import { refusal } from "../shared/verbs";
-import { keptFilter } from "./back";
+import { keptFilter } from "./back-link";
 import { DANGERS, type Danger } from "./danger";
 import { InstallDialog } from "./install";
 import { drainLeft } from "./words";
@@ -28,26 +28,26 @@ export function BackLink(): ReactNode {
   );
 }
 
-type Asked = "" | "approve" | "reject" | "drain" | "resume" | "install";
+type HeadDialog = "" | "approve" | "reject" | "drain" | "resume" | "install";
 
-const ASKED: readonly Asked[] = ["approve", "reject", "drain", "resume", "install"];
+const HEAD_DIALOGS: readonly HeadDialog[] = ["approve", "reject", "drain", "resume", "install"];
 
 /** Which dialog is open. An address with `do=drain` opens it once, and is the node's own again. */
-function useAsked(): [Asked, (asked: Asked) => void] {
+function useHeadDialog(): [HeadDialog, (dialog: HeadDialog) => void] {
   const { search, key } = useLocation();
   const navigate = useNavigate();
   const named = new URLSearchParams(search).get("do");
-  const wanted = ASKED.find((verb) => verb === named) ?? "";
-  const [asked, setAsked] = useState<Asked>("");
+  const requested = HEAD_DIALOGS.find((verb) => verb === named) ?? "";
+  const [dialog, setDialog] = useState<HeadDialog>("");
   const [adopted, setAdopted] = useState("");
-  if (wanted !== "" && adopted !== key) {
+  if (requested !== "" && adopted !== key) {
     setAdopted(key);
-    setAsked(wanted);
+    setDialog(requested);
   }
   useEffect(() => {
-    if (wanted !== "") void navigate({ search: "" }, { replace: true, preventScrollReset: true });
-  }, [wanted, navigate]);
-  return [asked, setAsked];
+    if (requested !== "") void navigate({ search: "" }, { replace: true, preventScrollReset: true });
+  }, [requested, navigate]);
+  return [dialog, setDialog];
 }
 
 interface HeadProps {
@@ -58,8 +58,8 @@ interface HeadProps {
 }
 
 export function Head({ node, operations, onDanger }: HeadProps): ReactNode {
-  const [asked, setAsked] = useAsked();
-  const close = () => setAsked("");
+  const [openDialog, setDialog] = useHeadDialog();
+  const close = () => setDialog("");
   const dialog = { nodes: [node], onClose: close };
   return (
     <header className="nd-head">
@@ -72,30 +72,30 @@ export function Head({ node, operations, onDanger }: HeadProps): ReactNode {
           </h1>
         </div>
         <div className="row wrap">
-          <Actions node={node} onAsk={setAsked} />
+          <Actions node={node} onOpenDialog={setDialog} />
           <Menu name={`More actions for ${node.name}`} items={DANGERS.map(([verb, label]) => ({ label: `${label}…`, danger: true, refusal: refusal(verb, node), onSelect: () => onDanger(verb) }))} />
         </div>
       </div>
       <Reason node={node} />
       <DrainProgress node={node} operations={operations} />
-      {asked === "approve" && <ApproveDialog {...dialog} />}
-      {asked === "reject" && <RejectDialog {...dialog} />}
-      {asked === "drain" && <DrainDialog {...dialog} />}
-      {asked === "resume" && <ResumeDialog {...dialog} />}
-      {asked === "install" && <InstallDialog id={node.id} onClose={close} />}
+      {openDialog === "approve" && <ApproveDialog {...dialog} />}
+      {openDialog === "reject" && <RejectDialog {...dialog} />}
+      {openDialog === "drain" && <DrainDialog {...dialog} />}
+      {openDialog === "resume" && <ResumeDialog {...dialog} />}
+      {openDialog === "install" && <InstallDialog id={node.id} onClose={close} />}
     </header>
   );
 }
 
 /** The buttons that make sense in this state; an approval that is refused for now says why. */
-function Actions({ node, onAsk }: { node: LiveNode; onAsk: (verb: Asked) => void }): ReactNode {
+function Actions({ node, onOpenDialog }: { node: LiveNode; onOpenDialog: (verb: HeadDialog) => void }): ReactNode {
   if (node.status === "pending") {
     return (
       <div className="row wrap">
-        <Button kind="primary" refusal={refusal("approve", node)} onClick={() => onAsk("approve")}>
+        <Button kind="primary" refusal={refusal("approve", node)} onClick={() => onOpenDialog("approve")}>
           Approve…
         </Button>
-        <Button refusal={refusal("reject", node)} onClick={() => onAsk("reject")}>
+        <Button refusal={refusal("reject", node)} onClick={() => onOpenDialog("reject")}>
           Reject…
         </Button>
       </div>
@@ -103,9 +103,9 @@ function Actions({ node, onAsk }: { node: LiveNode; onAsk: (verb: Asked) => void
   }
   return (
     <div className="row wrap">
-      {refusal("resume", node) === "" && <Button onClick={() => onAsk("resume")}>Resume…</Button>}
-      {refusal("drain", node) === "" && <Button onClick={() => onAsk("drain")}>Drain…</Button>}
-      {refusal("install", node) === "" && <Button onClick={() => onAsk("install")}>Install backend…</Button>}
+      {refusal("resume", node) === "" && <Button onClick={() => onOpenDialog("resume")}>Resume…</Button>}
+      {refusal("drain", node) === "" && <Button onClick={() => onOpenDialog("drain")}>Drain…</Button>}
+      {refusal("install", node) === "" && <Button onClick={() => onOpenDialog("install")}>Install backend…</Button>}
     </div>
   );
 }
@@ -129,15 +129,15 @@ function Reason({ node }: { node: LiveNode }): ReactNode {
 }
 
 function DrainProgress({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
-  const found = drainLeft(node, operations);
-  useChange(found?.safe === true, (before) => {
-    if (!before && found?.safe === true) announce(`${node.name} can be powered off safely.`);
+  const drainState = drainLeft(node, operations);
+  useChange(drainState?.safe === true, (previous) => {
+    if (!previous && drainState?.safe === true) announce(`${node.name} can be powered off safely.`);
   });
-  if (found === null) return null;
+  if (drainState === null) return null;
   return (
-    <p className={`nd-drain ${found.safe ? "good" : ""}`}>
-      <strong>{found.text}</strong>
-      {!found.safe && node.drain?.deadline != null && <TimeLeft until={node.drain.deadline} />}
+    <p className={`nd-drain ${drainState.safe ? "good" : ""}`}>
+      <strong>{drainState.text}</strong>
+      {!drainState.safe && node.drain?.deadline != null && <TimeLeft until={node.drain.deadline} />}
     </p>
   );
 }
@@ -146,5 +146,5 @@ function TimeLeft({ until }: { until: string }): ReactNode {
   const now = useNow(1000);
   const seconds = (Date.parse(until) - now) / 1000;
   if (seconds <= 0) return <span> · deadline passed, stopping replicas</span>;
-  return <span> · {left(seconds)} until replicas are stopped</span>;
+  return <span> · {formatTimeLeft(seconds)} until replicas are stopped</span>;
 }

@@ -5,7 +5,7 @@ import { ApiError } from "../../api/client";
 import { Button, IconButton } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { Problem } from "../../ui/problem";
-import { Said } from "../../ui/text-field";
+import { FieldMessage } from "../../ui/text-field";
 import type { Action } from "./data";
 import { decide, overtaken } from "./editing";
 
@@ -18,7 +18,7 @@ interface InlineEditProps {
   check: (text: string) => string;
   action: Action<string>;
   /** What has to be agreed to before this value is saved; null if nothing has. */
-  ask?: (value: string) => ReactNode | null;
+  confirm?: (value: string) => ReactNode | null;
   /** What the typed text would mean. */
   meaning?: (text: string) => string;
   numeric?: boolean;
@@ -50,13 +50,13 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
   const [text, setText] = useState(value);
   const [opened] = useState(value);
   const [refusal, setRefusal] = useState("");
-  const [asked, setAsked] = useState<ReactNode>(null);
+  const [question, setQuestion] = useState<ReactNode>(null);
   const { run, forget, busy, error } = action;
   // What failed in an earlier edit does not concern this one.
   useEffect(forget, [forget]);
-  const save = (wanted: string) => {
-    setAsked(null);
-    run(wanted, onClose);
+  const save = (value: string) => {
+    setQuestion(null);
+    run(value, onClose);
   };
   const submit = () => {
     if (busy) return;
@@ -64,9 +64,9 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
     if (decision.kind === "close") onClose();
     else if (decision.kind === "refuse") setRefusal(decision.why);
     else {
-      const question = props.ask?.(decision.value) ?? null;
+      const question = props.confirm?.(decision.value) ?? null;
       if (question === null) save(decision.value);
-      else setAsked(question);
+      else setQuestion(question);
     }
   };
   const change = (typed: string) => {
@@ -80,7 +80,7 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
       <EditForm
         {...props}
         text={text}
-        wrong={atField}
+        problem={atField}
         busy={busy}
         moved={overtaken(opened, value) ? `Changed meanwhile to ${value === "" ? "empty" : value}.` : ""}
         onChange={change}
@@ -88,13 +88,13 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
       />
       {error !== null && atField === "" && <Problem error={error} onRetry={submit} />}
       <Confirm
-        open={asked !== null}
-        onClose={() => setAsked(null)}
+        open={question !== null}
+        onClose={() => setQuestion(null)}
         title={`Save ${name}?`}
         action="Save"
         onConfirm={() => save(text.trim())}
       >
-        {asked}
+        {question}
       </Confirm>
     </>
   );
@@ -102,7 +102,7 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
 
 interface FormProps extends InlineEditProps {
   text: string;
-  wrong: string;
+  problem: string;
   busy: boolean;
   moved: string;
   onChange: (text: string) => void;
@@ -111,9 +111,9 @@ interface FormProps extends InlineEditProps {
 }
 
 function EditForm(props: FormProps): ReactNode {
-  const { name, text, wrong, busy, moved, meaning, numeric = false, placeholder, onClose } = props;
+  const { name, text, problem, busy, moved, meaning, numeric = false, placeholder, onClose } = props;
   const input = useRef<HTMLInputElement>(null);
-  const said = useId();
+  const messageId = useId();
   useEffect(() => input.current?.select(), []);
   const escape = (event: KeyboardEvent) => {
     // Escape in the question above it answers the question.
@@ -131,8 +131,8 @@ function EditForm(props: FormProps): ReactNode {
           className="input"
           value={text}
           aria-label={name}
-          aria-invalid={wrong !== "" || undefined}
-          aria-describedby={said}
+          aria-invalid={problem !== "" || undefined}
+          aria-describedby={messageId}
           inputMode={numeric ? "numeric" : "text"}
           placeholder={placeholder}
           autoComplete="off"
@@ -146,7 +146,7 @@ function EditForm(props: FormProps): ReactNode {
           Cancel
         </Button>
       </div>
-      <Said id={said} wrong={wrong} hint={[meaning?.(text) ?? "", moved].join(" ").trim()} />
+      <FieldMessage id={messageId} problem={problem} description={[meaning?.(text) ?? "", moved].join(" ").trim()} />
     </form>
   );
 }

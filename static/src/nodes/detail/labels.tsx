@@ -4,9 +4,9 @@ import { ApiError } from "../../api/client";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button, IconButton } from "../../ui/button";
-import { goOnAt } from "../../ui/go-on";
+import { goOnAt } from "../../ui/move-focus";
 import { Problem } from "../../ui/problem";
-import { Said } from "../../ui/text-field";
+import { FieldMessage } from "../../ui/text-field";
 import { Tip } from "../../ui/tip";
 import { isAutomatic, keyProblem, listedLabels, valueProblem, written } from "../shared/labels";
 import { mergeLabels, removeLabel } from "../shared/verbs";
@@ -134,7 +134,7 @@ interface AddProps {
 }
 
 function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
-  const said = useId();
+  const messageId = useId();
   const form = useRef<HTMLFormElement>(null);
   const label = { key: draft.key.trim(), value: draft.value };
   const add = useAction(
@@ -148,43 +148,43 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
       goOnAt(keyInput.current, form.current);
     },
   );
-  const change = (part: Partial<Draft>) => {
-    setDraft({ ...draft, ...part });
+  const change = (target: Partial<Draft>) => {
+    setDraft({ ...draft, ...target });
     if (add.error !== null) add.forget();
   };
   const problem = keyProblem(label.key) || valueProblem(label.value);
   const refused = add.error instanceof ApiError && add.error.status === 400 ? add.error.message : "";
   // Nothing is wrong with an empty form yet.
-  const wrong = refused || (label.key === "" ? "" : problem);
+  const shownProblem = refused || (label.key === "" ? "" : problem);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (problem === "" && !add.busy) add.run(label);
   };
-  const before = Object.hasOwn(node.labels, label.key) ? node.labels[label.key] : undefined;
-  const about = { "aria-describedby": said, autoComplete: "off" };
+  const previous = Object.hasOwn(node.labels, label.key) ? node.labels[label.key] : undefined;
+  const inputAttributes = { "aria-describedby": messageId, autoComplete: "off" };
   return (
     <form ref={form} className="stack" onSubmit={submit}>
       <div className="nd-add">
         <label className="field">
           <span>Key</span>
           <input
-            {...about}
+            {...inputAttributes}
             ref={keyInput}
             className="input"
             value={draft.key}
-            aria-invalid={wrong !== "" || undefined}
+            aria-invalid={shownProblem !== "" || undefined}
             onChange={(event) => change({ key: event.target.value })}
           />
         </label>
         <label className="field">
           <span>Value</span>
-          <input {...about} className="input" value={draft.value} onChange={(event) => change({ value: event.target.value })} />
+          <input {...inputAttributes} className="input" value={draft.value} onChange={(event) => change({ value: event.target.value })} />
         </label>
         <Button type="submit" busy={add.busy} refusal={problem}>
-          {before === undefined ? "Add" : "Change"}
+          {previous === undefined ? "Add" : "Change"}
         </Button>
       </div>
-      <Said id={said} wrong={wrong} hint={before === undefined ? "" : `Current value: ${before === "" ? "empty" : before}`} />
+      <FieldMessage id={messageId} problem={shownProblem} description={previous === undefined ? "" : `Current value: ${previous === "" ? "empty" : previous}`} />
       {add.error !== null && refused === "" && <Problem error={add.error} onRetry={() => add.run(label)} />}
     </form>
   );

@@ -12,13 +12,13 @@ import { EVERY_MS, range, sampled, usedRam, usedVram, vramLimit, withKept, withS
 const Spark = lazy(() => import("./spark").catch(() => ({ default: () => null })));
 
 export function Memory({ node }: { node: LiveNode }): ReactNode {
-  const seen = useSamples(node.id);
-  const kept = useKept(node.id);
-  const ring = useMemo(() => withKept(kept, seen), [kept, seen]);
-  const known = node.total_vram > 0 || node.total_ram > 0 || node.total_disk > 0;
+  const live = useSamples(node.id);
+  const stored = useKept(node.id);
+  const ring = useMemo(() => withKept(stored, live), [stored, live]);
+  const hasTotals = node.total_vram > 0 || node.total_ram > 0 || node.total_disk > 0;
   return (
     <Panel title="Memory" aside={<span className="muted">{sinceWhen(ring)}</span>}>
-      {!known && <p className="muted">Not reported yet. Updated with the next heartbeat.</p>}
+      {!hasTotals && <p className="muted">Not reported yet. Updated with the next heartbeat.</p>}
       {node.total_vram > 0 && (
         <Figure name="VRAM" now={usedVram(node)} total={vramLimit(node)} ring={ring} of="vram" />
       )}
@@ -41,7 +41,7 @@ function useSamples(id: string): readonly Sample[] {
     const take = () => {
       const { nodes, connection, skew } = store.read();
       const sample = sampled(nodes.get(id), connection === "live", Date.now() + skew);
-      setRing((known) => withSample(known, sample));
+      setRing((current) => withSample(current, sample));
     };
     take();
     const timer = setInterval(take, EVERY_MS);
@@ -66,9 +66,9 @@ interface FigureProps {
 
 function Figure({ name, now, total, ring, of }: FigureProps): ReactNode {
   const values = ring.map((sample) => sample[of]);
-  const seen = range(values);
+  const bounds = range(values);
   const words = `${bytes(now)} of ${bytes(total)}`;
-  const between = seen === null || seen.low === seen.high ? "" : `, between ${bytes(seen.low)} and ${bytes(seen.high)}`;
+  const between = bounds === null || bounds.low === bounds.high ? "" : `, between ${bytes(bounds.low)} and ${bytes(bounds.high)}`;
   return (
     <div className="nd-figure">
       <div className="row spread">

@@ -40,8 +40,8 @@ beforeEach(() => {
 
 afterEach(cleanup);
 
-async function open(more: Partial<LiveNode> = {}) {
-  const store = show(new LiveStore(), node("n1", more));
+async function open(overrides: Partial<LiveNode> = {}) {
+  const store = show(new LiveStore(), node("n1", overrides));
   window.history.replaceState(null, "", "/app/nodes/n1");
   const router = createBrowserRouter([{ path: "/app/nodes/:id", element: <NodePage /> }, { path: "/app/*", element: <p>Elsewhere</p> }]);
   stage(store, router);
@@ -122,8 +122,8 @@ describe("the replica cap (UI-4.4)", () => {
 it("running models have their state and requests, and a replica number where there are several (UI-4.7)", async () => {
   await open({ models: [model("tiny", 1, { state: "loading" }), model("big", 0, { in_flight: 3 }), model("tiny", 0)] });
   const rows = panel("Replicas").getAllByRole("row").slice(1);
-  const said = rows.map((row) => [...row.querySelectorAll("th, td")].slice(0, 3).map((cell) => cell.textContent.trim()));
-  expect(said).toEqual([
+  const cells = rows.map((row) => [...row.querySelectorAll("th, td")].slice(0, 3).map((cell) => cell.textContent.trim()));
+  expect(cells).toEqual([
     ["big", "loaded", "3"],
     ["tiny rep 0", "loaded", "0"],
     ["tiny rep 1", "loading", "0"],
@@ -134,8 +134,8 @@ it("installed backends have name, type and age of the installation (UI-4.10)", a
   await open({ inventory_at: new Date().toISOString() });
   await panel("Installed backends").findByRole("rowheader", { name: "piper" });
   const rows = panel("Installed backends").getAllByRole("row").slice(1);
-  const said = rows.map((row) => [row.querySelector("th"), ...row.querySelectorAll("td")].map((cell) => cell?.textContent.trim()));
-  expect(said).toEqual([
+  const cells = rows.map((row) => [row.querySelector("th"), ...row.querySelectorAll("td")].map((cell) => cell?.textContent.trim()));
+  expect(cells).toEqual([
     ["llama-cpp", "–", "gallery meta", "3h ago", "Upgrade…Delete…"],
     ["piper", "–", "system", "unknown", ""],
   ]);
@@ -163,9 +163,9 @@ describe("what is offered follows the state (UI-4.15)", () => {
       { drain: { since: "", by: "admin", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" } },
       ["Resume…", "Install backend…"],
     ],
-  ])("of a %s node", async (status, more, wanted) => {
-    await open({ status, ...more });
-    expect(offered()).toEqual(wanted);
+  ])("of a %s node", async (status, overrides, expected) => {
+    await open({ status, ...overrides });
+    expect(offered()).toEqual(expected);
   });
 });
 
@@ -175,10 +175,10 @@ describe("a node that is deregistered", () => {
   async function deregister() {
     vi.spyOn(client, "DELETE").mockImplementation(() => new Promise((resolve) => (answer = () => resolve({ response: new Response() }))) as never);
     const router = await open();
-    fireEvent.click(screen.getByRole("button", { name: "Deregister…" }));
+    fireEvent.click(screen.getByRole("button", { name: "Remove…" }));
     const question = within(screen.getByRole("alertdialog"));
     fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
-    fireEvent.click(question.getByRole("button", { name: "Deregister" }));
+    fireEvent.click(question.getByRole("button", { name: "Remove" }));
     await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
     return router;
   }

@@ -36,12 +36,12 @@ export function NodePage(): ReactNode {
 function OneNode({ id }: { id: string }): ReactNode {
   const live = useLive((state) => state.nodes.get(id));
   const detail = useDetail(id);
-  const [seen, setSeen] = useState("");
+  const [lastName, setSeen] = useState("");
   useInStep(id, live);
-  if (live !== undefined && live.name !== seen) setSeen(live.name);
-  usePageTitle(live?.name ?? seen);
+  if (live !== undefined && live.name !== lastName) setSeen(live.name);
+  usePageTitle(live?.name ?? lastName);
   if (live !== undefined) return <Shown node={live} detail={detail} />;
-  return seen === "" ? <Waiting detail={detail} /> : <Removed id={id} name={seen} />;
+  return lastName === "" ? <Waiting detail={detail} /> : <Removed id={id} name={lastName} />;
 }
 
 function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDetail> }): ReactNode {
@@ -74,7 +74,7 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
             <Labels node={node} sources={detail.data?.label_sources} />
             <Hardware node={node} />
             {!pending && <Identity node={node} detail={detail} />}
-            <DangerZone node={node} operations={active} asked={danger} onAsk={setDanger} />
+            <DangerZone node={node} operations={active} dialog={danger} onOpenDialog={setDanger} />
           </div>
         </div>
       </AfterPaint>
@@ -86,7 +86,7 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
 function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode {
   const cut = useLive((state) => state.connection !== "live" && state.connection !== "connecting");
   const { error } = detail;
-  const known = useLive((state) => state.nodesCursor !== null);
+  const isLoaded = useLive((state) => state.nodesCursor !== null);
   if (error instanceof ApiError && error.status === 404) return <NotFound />;
   return (
     <div className="nd">
@@ -96,7 +96,7 @@ function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode 
       {cut ? (
         <p role="status">The live feed is unreachable; reconnecting automatically.</p>
       ) : (
-        error === null && <Loading what={known ? "the node" : "the live state of all nodes"} />
+        error === null && <Loading subject={isLoaded ? "the node" : "the live state of all nodes"} />
       )}
       <div className="nd-columns" aria-hidden="true">
         <div className="nd-skeleton" />

@@ -28,14 +28,14 @@ export function Panel({ title, aside, className = "", children }: PanelProps): R
 interface FetchedProps<Data> {
   query: UseQueryResult<Data>;
   /** What is loaded, as in "Loading the timeline…". */
-  what: string;
+  subject: string;
   children: (data: Data) => ReactNode;
 }
 
 /** What a query has; its failure with a way to try again, above the last known state if there is one. */
-export function Fetched<Data>({ query, what, children }: FetchedProps<Data>): ReactNode {
+export function Fetched<Data>({ query, subject, children }: FetchedProps<Data>): ReactNode {
   const { data, error } = query;
-  if (data === undefined && error === null) return <Loading what={what} />;
+  if (data === undefined && error === null) return <Loading subject={subject} />;
   return (
     <>
       {error !== null && <Problem error={error} onRetry={() => void query.refetch()} />}

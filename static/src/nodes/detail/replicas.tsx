@@ -7,7 +7,7 @@ import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
 import { logAddress } from "../logs/lines";
 import { Panel } from "./panel";
-import { Leaving, LogsAndUnload } from "./unload";
+import { EndingReplica, LogsAndUnload } from "./unload";
 
 export function Replicas({ node }: { node: LiveNode }): ReactNode {
   const models = [...node.models].sort(byModel);
@@ -64,7 +64,7 @@ function Row({ node, model, several }: { node: LiveNode; model: LiveModel; sever
       </th>
       <td data-label="State">
         <StatusPill status={model.state} />
-        <Leaving model={model} />
+        <EndingReplica model={model} />
       </td>
       <td data-label="In flight" className="nd-number">
         {model.in_flight}

@@ -6,8 +6,8 @@ import { useLive } from "../../live/hooks";
 import type { Operation } from "../../live/messages";
 import { isActive, needsAttention } from "../../live/store";
 import { Reason } from "../../operations/failure";
-import { figures, NextLook, NoNews, WorkGlyph } from "../../operations/lines";
-import { partsOf, type Part } from "../../operations/model";
+import { figures, NextCheck, SilenceNotice, WorkGlyph } from "../../operations/lines";
+import { targetsOf, type Target } from "../../operations/model";
 import { pageOf, phaseOf, phrase, stateOf } from "../../operations/words";
 import { ProgressBar } from "../../ui/bars";
 import { StatusPill } from "../../ui/status";
@@ -18,7 +18,7 @@ import { concerns } from "./words";
 export function useOperations(id: string): readonly Operation[] {
   const operations = useLive((state) => state.operations);
   return useMemo(
-    () => [...operations.values()].filter((one) => concerns(one, id) && (isActive(one) || needsAttention(one))),
+    () => [...operations.values()].filter((operation) => concerns(operation, id) && (isActive(operation) || needsAttention(operation))),
     [operations, id],
   );
 }
@@ -38,8 +38,8 @@ export function Running({ id, operations }: { id: string; operations: readonly O
 
 function Row({ id, operation }: { id: string; operation: Operation }): ReactNode {
   const state = stateOf(operation);
-  const parts = partsOf(operation);
-  const mine = parts.find((part) => part.nodeID === id) ?? parts[0];
+  const targets = targetsOf(operation);
+  const mine = targets.find((target) => target.nodeID === id) ?? targets[0];
   const error = mine?.error || operation.error || "";
   return (
     <li>
@@ -54,44 +54,44 @@ function Row({ id, operation }: { id: string; operation: Operation }): ReactNode
             by <bdi>{operation.actor}</bdi>
           </span>
         </span>
-        {mine !== undefined && parts.length > 1 && <StatusPill status={mine.status} />}
+        {mine !== undefined && targets.length > 1 && <StatusPill status={mine.status} />}
       </div>
-      {mine !== undefined && isActive(operation) && hasEnded(mine) && <Elsewhere parts={parts} />}
-      {mine !== undefined && isActive(operation) && !hasEnded(mine) && <Progress operation={operation} part={mine} />}
+      {mine !== undefined && isActive(operation) && hasEnded(mine) && <OtherTargets targets={targets} />}
+      {mine !== undefined && isActive(operation) && !hasEnded(mine) && <Progress operation={operation} target={mine} />}
       {error !== "" && <Reason error={error} name={operation.name} />}
     </li>
   );
 }
 
-function hasEnded(part: Part): boolean {
-  return part.status === "success" || part.status === "error";
+function hasEnded(target: Target): boolean {
+  return target.status === "success" || target.status === "error";
 }
 
 /** This node's part is over; what the operation still does, it does on others. */
-function Elsewhere({ parts }: { parts: readonly Part[] }): ReactNode {
-  const ended = parts.filter(hasEnded).length;
+function OtherTargets({ targets }: { targets: readonly Target[] }): ReactNode {
+  const ended = targets.filter(hasEnded).length;
   return (
     <p className="muted">
-      Finished on this node. {ended} of {count(parts.length, "node")} finished.
+      Finished on this node. {ended} of {count(targets.length, "node")} finished.
     </p>
   );
 }
 
-function Progress({ operation, part }: { operation: Operation; part: Part }): ReactNode {
+function Progress({ operation, target }: { operation: Operation; target: Target }): ReactNode {
   return (
     <>
       <div className="row">
         <div className="grow">
-          <ProgressBar name={`${phrase(operation, stateOf(operation))} ${operation.name}`} value={part.value} />
+          <ProgressBar name={`${phrase(operation, stateOf(operation))} ${operation.name}`} value={target.value} />
         </div>
-        <span>{Math.floor(part.value)}%</span>
+        <span>{Math.floor(target.value)}%</span>
       </div>
       <div className="muted row wrap">
         <span>{phaseOf(operation)}</span>
-        {part.file !== "" && <bdi>{part.file}</bdi>}
-        <span>{figures(part.current, part.total, undefined)}</span>
-        <NextLook operation={operation} />
-        <NoNews of={part} />
+        {target.file !== "" && <bdi>{target.file}</bdi>}
+        <span>{figures(target.current, target.total, undefined)}</span>
+        <NextCheck operation={operation} />
+        <SilenceNotice of={target} />
       </div>
     </>
   );

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { KEPT, range, sampled, withSample, type Sample } from "./samples";
+import { MAX_SAMPLES, range, sampled, withSample, type Sample } from "./samples";
 
 const node = {
   status: "healthy",
@@ -13,8 +13,8 @@ const node = {
 describe("memory since the page was opened", () => {
   it("keeps a bounded number of samples, the newest ones", () => {
     let ring: readonly Sample[] = [];
-    for (let at = 0; at < KEPT + 10; at += 1) ring = withSample(ring, { at, vram: at, ram: null });
-    expect([ring.length, ring[0]?.at, ring.at(-1)?.at]).toEqual([KEPT, 10, KEPT + 9]);
+    for (let at = 0; at < MAX_SAMPLES + 10; at += 1) ring = withSample(ring, { at, vram: at, ram: null });
+    expect([ring.length, ring[0]?.at, ring.at(-1)?.at]).toEqual([MAX_SAMPLES, 10, MAX_SAMPLES + 9]);
   });
 
   it("samples what is in use", () => {

@@ -2,7 +2,7 @@
 // bounded ring of samples, with gaps where nothing was known.
 
 /** How many samples are kept. */
-export const KEPT = 600;
+export const MAX_SAMPLES = 600;
 /** How often one is taken, in ms: together fifty minutes. */
 export const EVERY_MS = 5000;
 
@@ -16,11 +16,11 @@ export interface Sample {
 
 /** The ring with one more sample; the oldest falls out. */
 export function withSample(ring: readonly Sample[], sample: Sample): readonly Sample[] {
-  return [...(ring.length < KEPT ? ring : ring.slice(ring.length - KEPT + 1)), sample];
+  return [...(ring.length < MAX_SAMPLES ? ring : ring.slice(ring.length - MAX_SAMPLES + 1)), sample];
 }
 
 /** A minute that the server has kept. */
-interface Kept {
+interface StoredSample {
   at: string;
   vram_used: number | null;
   ram_used: number | null;
@@ -30,24 +30,24 @@ interface Kept {
 const GAP_S = 150;
 
 /** What was kept before the page began to look, and what it has seen since. */
-export function withKept(kept: readonly Kept[], seen: readonly Sample[]): readonly Sample[] {
-  const before: Sample[] = [];
-  const end = seen[0]?.at ?? Infinity;
-  for (const { at: iso, vram_used: vram, ram_used: ram } of kept) {
+export function withKept(stored: readonly StoredSample[], live: readonly Sample[]): readonly Sample[] {
+  const previous: Sample[] = [];
+  const end = live[0]?.at ?? Infinity;
+  for (const { at: iso, vram_used: vram, ram_used: ram } of stored) {
     const at = Date.parse(iso) / 1000;
-    const last = before.at(-1);
+    const last = previous.at(-1);
     if (at >= end) break;
-    if (last !== undefined && at - last.at > GAP_S) before.push({ at: last.at + 1, vram: null, ram: null });
-    before.push({ at, vram, ram });
+    if (last !== undefined && at - last.at > GAP_S) previous.push({ at: last.at + 1, vram: null, ram: null });
+    previous.push({ at, vram, ram });
   }
-  return [...before, ...seen];
+  return [...previous, ...live];
 }
 
 /** The lowest and highest known figure, null without any. */
 export function range(values: readonly (number | null)[]): { low: number; high: number } | null {
-  const known = values.filter((value) => value !== null);
-  if (known.length === 0) return null;
-  return { low: Math.min(...known), high: Math.max(...known) };
+  const numbers = values.filter((value) => value !== null);
+  if (numbers.length === 0) return null;
+  return { low: Math.min(...numbers), high: Math.max(...numbers) };
 }
 
 interface Figures {

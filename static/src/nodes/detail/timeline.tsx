@@ -14,7 +14,7 @@ export function TimelinePanel({ id }: { id: string }): ReactNode {
   const { newest, older } = useTimeline(id, kind);
   return (
     <Panel title="Timeline" aside={<KindFilter kind={kind} onChange={setKind} />}>
-      <Fetched query={newest} what="the timeline">
+      <Fetched query={newest} subject="the timeline">
         {({ events, next }) => (
           <>
             <Events events={events} kind={kind} onAll={() => setKind("")} />
@@ -71,7 +71,7 @@ function Events({ events, kind, onAll }: { events: readonly NodeEvent[]; kind: E
 
 function Row({ event }: { event: NodeEvent }): ReactNode {
   const moved = event.status_before !== event.status_after && event.status_after !== "";
-  const what = changes(event);
+  const details = changes(event);
   return (
     <li>
       <div className="row wrap">
@@ -106,9 +106,9 @@ function Row({ event }: { event: NodeEvent }): ReactNode {
           </>
         )}
       </div>
-      {what.length > 0 && (
+      {details.length > 0 && (
         <ul className="nd-changes">
-          {what.map((line) => (
+          {details.map((line) => (
             <li key={line}>
               <bdi>{line}</bdi>
             </li>

@@ -5,7 +5,7 @@ import { model, node, show } from "../../live/fixtures";
 import type { LiveModel } from "../../live/messages";
 import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
-import { posted, watchPosts } from "../../live/written";
+import { posted, watchPosts } from "../../live/recorded-posts";
 import { Replicas } from "./replicas";
 
 watchPosts(404, "node_error");
@@ -13,8 +13,8 @@ watchPosts(404, "node_error");
 afterEach(cleanup);
 
 async function open(...models: LiveModel[]) {
-  const one = node("n1", { models });
-  stage(show(new LiveStore(), one), createMemoryRouter([{ path: "/", element: <Replicas node={one} /> }]));
+  const shownNode = node("n1", { models });
+  stage(show(new LiveStore(), shownNode), createMemoryRouter([{ path: "/", element: <Replicas node={shownNode} /> }]));
   await screen.findByRole("table");
 }
 
@@ -53,9 +53,9 @@ it.each([
   [{ in_flight: 1, cleanup_next_retry_at: "2026-01-01T00:00:00Z" }, /Stopping$/],
   [{ in_flight: 0, reason: "evicted" as const }, /Stopping, evicted by a load/],
   [{ in_flight: 2, cleanup_next_retry_at: LATER, reason: "upgrade" as const }, /at most, for an upgrade/],
-])("a replica that leaves says what it waits for: %o", async (more, said) => {
-  await open(model("tiny", 0, { state: "unloading", ...more }));
-  expect(screen.getByText(said)).toBeTruthy();
+])("a replica that leaves says what it waits for: %o", async (overrides, text) => {
+  await open(model("tiny", 0, { state: "unloading", ...overrides }));
+  expect(screen.getByText(text)).toBeTruthy();
   expect(button(0).getAttribute("aria-disabled")).toBe("true");
 });
 

@@ -2,7 +2,7 @@
 import { useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { call, client } from "../../api/client";
-import { count, left } from "../../lib/format";
+import { count, formatTimeLeft } from "../../lib/format";
 import { useNow } from "../../live/hooks";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
@@ -36,27 +36,27 @@ export function LogsAndUnload({ node, model, where = "" }: { node: LiveNode; mod
 }
 
 function Unload({ node, model }: { node: LiveNode; model: LiveModel }): ReactNode {
-  const [asked, setAsked] = useState(false);
+  const [isDialogOpen, setIsDialogOpen] = useState(false);
   const name = `${model.model_name}, replica ${model.replica_index}`;
   const action = useAction<LiveModel, unknown>(
     node.id,
-    (one) => unload(node.id, one),
+    (replica) => unload(node.id, replica),
     () => {
       announce(`Unload of ${name} requested.`);
-      setAsked(false);
+      setIsDialogOpen(false);
     },
   );
   const close = () => {
     action.forget();
-    setAsked(false);
+    setIsDialogOpen(false);
   };
   return (
     <>
-      <Button small aria-label={`Unload ${name}, from ${node.name}`} refusal={refusal(model)} onClick={() => setAsked(true)}>
+      <Button small aria-label={`Unload ${name}, from ${node.name}`} refusal={refusal(model)} onClick={() => setIsDialogOpen(true)}>
         Unload…
       </Button>
       <Confirm
-        open={asked}
+        open={isDialogOpen}
         danger
         onClose={close}
         title={
@@ -100,7 +100,7 @@ const REASONS: Partial<Record<NonNullable<LiveModel["reason"]>, string>> = {
 };
 
 /** What a replica that is being unloaded waits for. */
-export function Leaving({ model }: { model: LiveModel }): ReactNode {
+export function EndingReplica({ model }: { model: LiveModel }): ReactNode {
   const now = useNow(1000);
   if (model.state !== "unloading") return null;
   const until = model.cleanup_next_retry_at ?? "";
@@ -118,7 +118,7 @@ export function Leaving({ model }: { model: LiveModel }): ReactNode {
   if (model.in_flight === 0 || !(seconds > 0)) return <p className="nd-leaving muted">Stopping{why}</p>;
   return (
     <p className="nd-leaving muted">
-      Waiting for {count(model.in_flight, "request")}, {left(seconds)} at most{why}
+      Waiting for {count(model.in_flight, "request")}, {formatTimeLeft(seconds)} at most{why}
     </p>
   );
 }

@@ -5,9 +5,9 @@ import { by, concerns, conditions, confirmationWord, drainLeft, provenance } fro
 
 const AT = "2026-01-01T00:00:00Z";
 
-function node(part: Partial<LiveNode> = {}): LiveNode {
+function node(target: Partial<LiveNode> = {}): LiveNode {
   const plain = { status: "healthy", rejected: null, revoked: null, drain: null, created_at: AT, models: [], in_flight_count: 0, file_port: null };
-  return { ...plain, ...part } as LiveNode;
+  return { ...plain, ...target } as LiveNode;
 }
 
 describe("provenance (UW14, UW17)", () => {
@@ -24,8 +24,8 @@ describe("provenance (UW14, UW17)", () => {
   it("lists what holds, worst first", () => {
     const drain = { since: AT, by: "anna", reason: "fan", own: false, deadline: null, engines_gone_at: null, engines_error: "" };
     const detail = { approval: { at: AT, by: "bob", reason: "" }, offline: { at: AT, by: "silence", reason: "no heartbeat" } };
-    const found = conditions(node({ drain }), detail as NodeDetail);
-    expect(found.map(({ id, by: who, reason }) => [id, who, reason])).toEqual([
+    const result = conditions(node({ drain }), detail as NodeDetail);
+    expect(result.map(({ id, by: actor, reason }) => [id, actor, reason])).toEqual([
       ["approval", "by bob", ""],
       ["offline", "by silence", "no heartbeat"],
       ["drain", "by anna", "fan"],
@@ -35,15 +35,15 @@ describe("provenance (UW14, UW17)", () => {
   it("names a file port that does not answer, with the next check, and gives draining its one colour (review R4, R14)", () => {
     const drain = { since: AT, by: "anna", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" };
     const port = { error: "its file port 10.0.0.1:50050 does not answer: connection refused", since: AT, next_check_at: "2026-01-01T00:05:00Z" };
-    const found = conditions(node({ drain, file_port: port }), undefined);
-    expect(found.map(({ id, tone }) => [id, tone])).toEqual([["approval", "good"], ["file-port", "bad"], ["drain", "info"]]);
-    expect(found[1]).toMatchObject({ title: "File port unreachable", at: AT, reason: port.error, next: port.next_check_at });
+    const result = conditions(node({ drain, file_port: port }), undefined);
+    expect(result.map(({ id, tone }) => [id, tone])).toEqual([["approval", "good"], ["file-port", "bad"], ["drain", "info"]]);
+    expect(result[1]).toMatchObject({ title: "File port unreachable", at: AT, reason: port.error, next: port.next_check_at });
   });
 
   it("shows a pending node's no before that it waits", () => {
     const rejected = { at: AT, by: "anna", reason: "not ours" };
-    const found = conditions(node({ status: "pending", rejected }), undefined);
-    expect(found.map((one) => one.title)).toEqual(["Rejected", "Awaiting approval"]);
+    const result = conditions(node({ status: "pending", rejected }), undefined);
+    expect(result.map((condition) => condition.title)).toEqual(["Rejected", "Awaiting approval"]);
   });
 });
 
@@ -57,17 +57,17 @@ describe("a drain (UW16)", () => {
   });
 
   it("does not say so before the worker has confirmed that no engine runs there", () => {
-    const asked = { ...drain, engines_gone_at: null };
-    expect(drainLeft(node({ drain: asked }), 0)).toEqual({
+    const drainRequest = { ...drain, engines_gone_at: null };
+    expect(drainLeft(node({ drain: drainRequest }), 0)).toEqual({
       safe: false,
       text: "No replicas left; stopping engines",
     });
-    const stock = { ...asked, engines_error: "its worker cannot tell what runs there" };
+    const stock = { ...drainRequest, engines_error: "its worker cannot tell what runs there" };
     expect(drainLeft(node({ drain: stock }), 0)).toEqual({
       safe: false,
       text: "No replicas left; stop not confirmed: its worker cannot tell what runs there",
     });
-    expect(drainLeft(node({ drain: asked, status: "offline" }), 0)?.text).toContain("stop not confirmed: the node is offline");
+    expect(drainLeft(node({ drain: drainRequest, status: "offline" }), 0)?.text).toContain("stop not confirmed: the node is offline");
   });
 
   it("does not say so while an operation goes on there", () => {

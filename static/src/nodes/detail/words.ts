@@ -30,33 +30,33 @@ export interface Condition {
   next?: string | null;
 }
 
-interface Said {
+interface ConditionText {
   at: string;
   by: string;
   reason: string;
 }
 
-function condition(id: string, tone: Condition["tone"], title: string, fact: Said): Condition {
+function condition(id: string, tone: Condition["tone"], title: string, fact: ConditionText): Condition {
   return { id, tone, title, at: fact.at, by: by(fact.by), reason: fact.reason };
 }
 
 /** What lies behind the status, worst first; `detail` may not be there yet. */
 export function conditions(node: LiveNode, detail: NodeDetail | undefined): Condition[] {
-  const found: Condition[] = [];
-  if (node.revoked !== null) found.push(condition("revoked", "bad", "Secret revoked", node.revoked));
-  if (node.rejected !== null) found.push(condition("rejected", "bad", "Rejected", node.rejected));
-  found.push(approval(node, detail));
-  if (detail?.offline !== undefined) found.push(condition("offline", "bad", "Offline", detail.offline));
-  if (detail?.unhealthy !== undefined) found.push(condition("unhealthy", "bad", "Unhealthy", detail.unhealthy));
+  const result: Condition[] = [];
+  if (node.revoked !== null) result.push(condition("revoked", "bad", "Secret revoked", node.revoked));
+  if (node.rejected !== null) result.push(condition("rejected", "bad", "Rejected", node.rejected));
+  result.push(approval(node, detail));
+  if (detail?.offline !== undefined) result.push(condition("offline", "bad", "Offline", detail.offline));
+  if (detail?.unhealthy !== undefined) result.push(condition("unhealthy", "bad", "Unhealthy", detail.unhealthy));
   if (node.file_port !== null) {
     const { error, since, next_check_at: next } = node.file_port;
-    found.push({ id: "file-port", tone: "bad", title: "File port unreachable", at: since, by: "", reason: error, next });
+    result.push({ id: "file-port", tone: "bad", title: "File port unreachable", at: since, by: "", reason: error, next });
   }
   if (node.drain !== null) {
     const title = node.drain.own ? "Draining (worker shutting down)" : "Draining";
-    found.push(condition("drain", "info", title, { ...node.drain, at: node.drain.since }));
+    result.push(condition("drain", "info", title, { ...node.drain, at: node.drain.since }));
   }
-  return found;
+  return result;
 }
 
 function approval(node: LiveNode, detail: NodeDetail | undefined): Condition {

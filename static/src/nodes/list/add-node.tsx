@@ -1,7 +1,7 @@
 // How a machine joins: a token is made, one line is pasted there, and what becomes of it shows here, live.
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useId, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
-import { left } from "../../lib/format";
+import { formatTimeLeft } from "../../lib/format";
 import { useChange, useLive, useNow } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
@@ -27,7 +27,7 @@ export function AddNode({ id, token, onToken }: AddNodeProps): ReactNode {
   return (
     <section id={id} className="add-node stack" aria-labelledby={`${id}-title`}>
       <h2 id={`${id}-title`}>Add a node</h2>
-      {token === null ? <Wish onMade={onToken} /> : <Joining key={token.id} token={token} onAnother={() => onToken(null)} />}
+      {token === null ? <TokenForm onMade={onToken} /> : <Joining key={token.id} token={token} onAnother={() => onToken(null)} />}
       <OtherTokens except={token?.id ?? ""} />
       <details>
         <summary>Add a worker on this machine</summary>
@@ -39,24 +39,24 @@ export function AddNode({ id, token, onToken }: AddNodeProps): ReactNode {
 }
 
 /** For how long and for how many machines; then the token is made. */
-function Wish({ onMade }: { onMade: (token: MadeJoinToken) => void }): ReactNode {
+function TokenForm({ onMade }: { onMade: (token: MadeJoinToken) => void }): ReactNode {
   const [lifetime, setLifetime] = useState(3600);
   const [uses, setUses] = useState("1");
   const [note, setNote] = useState("");
   const id = useId();
   const queries = useQueryClient();
-  const asked = useMutation({
+  const creation = useMutation({
     mutationFn: () => joining.make({ lifetime, uses: Number(uses), note }),
-    onSuccess: async (made) => {
-      onMade(made);
+    onSuccess: async (created) => {
+      onMade(created);
       announce("The line to run on the other machine is shown.");
       await queries.invalidateQueries({ queryKey: TOKENS });
     },
   });
-  const wrong = joining.usesProblem(uses);
+  const problem = joining.usesProblem(uses);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (wrong === "" && !asked.isPending) asked.mutate();
+    if (problem === "" && !creation.isPending) creation.mutate();
   };
   return (
     <form className="stack" onSubmit={submit}>
@@ -79,8 +79,8 @@ function Wish({ onMade }: { onMade: (token: MadeJoinToken) => void }): ReactNode
             inputMode="numeric"
             size={5}
             value={uses}
-            aria-invalid={wrong !== "" || undefined}
-            aria-describedby={wrong === "" ? undefined : `${id}-uses`}
+            aria-invalid={problem !== "" || undefined}
+            aria-describedby={problem === "" ? undefined : `${id}-uses`}
             onChange={(event) => setUses(event.target.value)}
           />
         </label>
@@ -89,14 +89,14 @@ function Wish({ onMade }: { onMade: (token: MadeJoinToken) => void }): ReactNode
           <input className="input" value={note} maxLength={joining.LONGEST_NOTE} autoComplete="off" onChange={(event) => setNote(event.target.value)} />
         </label>
       </div>
-      {wrong !== "" && (
+      {problem !== "" && (
         <p id={`${id}-uses`} className="field-hint bad" role="alert">
-          {wrong}
+          {problem}
         </p>
       )}
-      {asked.error !== null && <Problem error={asked.error} />}
+      {creation.error !== null && <Problem error={creation.error} />}
       <div>
-        <Button type="submit" kind="primary" busy={asked.isPending} refusal={wrong}>
+        <Button type="submit" kind="primary" busy={creation.isPending} refusal={problem}>
           Show the line
         </Button>
       </div>
@@ -107,12 +107,12 @@ function Wish({ onMade }: { onMade: (token: MadeJoinToken) => void }): ReactNode
 /** The line, the token's time, and the machines that come with it. */
 function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => void }): ReactNode {
   const nodes = useLive((state) => state.nodes);
-  const found = useMemo(() => joining.joined(nodes.values(), token.id), [nodes, token.id]);
+  const joined = useMemo(() => joining.joined(nodes.values(), token.id), [nodes, token.id]);
   const [revoked, setRevoked] = useState(false);
   const over = useNow() >= Date.parse(token.expires_at);
-  const full = found.length >= token.max_uses;
-  useChange(found.length, (before) => {
-    if (found.length > before) announce(`${found.at(-1)?.name ?? ""} has joined. Compare its fingerprint and approve it.`);
+  const full = joined.length >= token.max_uses;
+  useChange(joined.length, (previous) => {
+    if (joined.length > previous) announce(`${joined.at(-1)?.name ?? ""} has joined. Compare its fingerprint and approve it.`);
   });
   const open = !revoked && !over && !full;
   return (
@@ -130,7 +130,7 @@ function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => 
         </>
       )}
       <div className="row wrap">
-        <Remaining token={token} number={found.length} revoked={revoked} />
+        <Remaining token={token} number={joined.length} revoked={revoked} />
         {open && <Revoke token={token} onRevoked={() => setRevoked(true)} />}
         <Button small onClick={onAnother}>
           Make another line
@@ -138,11 +138,11 @@ function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => 
       </div>
       {open && (
         <p className="row muted" role="status">
-          <span className="spinner" aria-hidden="true" /> Waiting for {found.length === 0 ? "the machine" : "the next machine"}…
+          <span className="spinner" aria-hidden="true" /> Waiting for {joined.length === 0 ? "the machine" : "the next machine"}…
         </p>
       )}
       <ul className="pinned-cards" aria-label="Joined machines">
-        {found.map((node) => (
+        {joined.map((node) => (
           <Newcomer key={node.id} node={node} />
         ))}
       </ul>
@@ -169,12 +169,12 @@ function remaining(most: number, number: number, seconds: number, revoked: boole
   const used = most === 1 ? (number === 0 ? "not used yet" : "used") : `${number} of ${most} used`;
   if (revoked) return `revoked, ${used}`;
   if (number >= most) return "used up";
-  return seconds <= 0 ? `expired, ${used}` : `valid for another ${left(seconds)}, ${used}`;
+  return seconds <= 0 ? `expired, ${used}` : `valid for another ${formatTimeLeft(seconds)}, ${used}`;
 }
 
 function Revoke({ token, onRevoked }: { token: JoinToken; onRevoked?: () => void }): ReactNode {
   const queries = useQueryClient();
-  const asked = useMutation({
+  const revocation = useMutation({
     mutationFn: () => joining.revoke(token.id),
     onSuccess: async () => {
       announce("The token is revoked.");
@@ -184,10 +184,10 @@ function Revoke({ token, onRevoked }: { token: JoinToken; onRevoked?: () => void
   });
   return (
     <>
-      <Button small kind="danger" busy={asked.isPending} aria-label={`Revoke the token ${token.note || token.id.slice(0, 8)}`} onClick={() => asked.mutate()}>
+      <Button small kind="danger" busy={revocation.isPending} aria-label={`Revoke the token ${token.note || token.id.slice(0, 8)}`} onClick={() => revocation.mutate()}>
         Revoke
       </Button>
-      {asked.error !== null && <Problem error={asked.error} />}
+      {revocation.error !== null && <Problem error={revocation.error} />}
     </>
   );
 }
@@ -197,12 +197,12 @@ const TONES = { ok: "good", waiting: "quiet", failed: "bad" } as const;
 
 /** One machine that has come: whom to compare, the decision, and what works so far. */
 function Newcomer({ node }: { node: LiveNode }): ReactNode {
-  const [asked, setAsked] = useState<"" | "approve" | "reject">("");
+  const [openDialog, setDialog] = useState<"" | "approve" | "reject">("");
   const connected = joining.isConnected(node);
   useChange(connected, () => {
     if (connected) announce(`${node.name} is connected.`);
   });
-  const dialog = { nodes: [node], onClose: () => setAsked("") };
+  const dialog = { nodes: [node], onClose: () => setDialog("") };
   const undecided = node.status === "pending" && node.rejected === null;
   return (
     <li className="pinned-card stack" data-testid={`joined-${node.id}`}>
@@ -214,10 +214,10 @@ function Newcomer({ node }: { node: LiveNode }): ReactNode {
         <>
           <Risk node={node} />
           <div className="row wrap">
-            <Button kind="primary" refusal={refusal("approve", node)} aria-label={`Approve ${node.name}, which has joined`} onClick={() => setAsked("approve")}>
+            <Button kind="primary" refusal={refusal("approve", node)} aria-label={`Approve ${node.name}, which has joined`} onClick={() => setDialog("approve")}>
               Approve…
             </Button>
-            <Button aria-label={`Reject ${node.name}, which has joined`} onClick={() => setAsked("reject")}>
+            <Button aria-label={`Reject ${node.name}, which has joined`} onClick={() => setDialog("reject")}>
               Reject…
             </Button>
           </div>
@@ -229,13 +229,13 @@ function Newcomer({ node }: { node: LiveNode }): ReactNode {
             <span className={`pill ${TONES[check.state]}`}>{WORDS[check.state]}</span>
             <span>
               {check.text}
-              {check.hint !== "" && <bdi className="muted"> · {check.hint}</bdi>}
+              {check.advice !== "" && <bdi className="muted"> · {check.advice}</bdi>}
             </span>
           </li>
         ))}
       </ul>
-      {asked === "approve" && <ApproveDialog {...dialog} />}
-      {asked === "reject" && <RejectDialog {...dialog} />}
+      {openDialog === "approve" && <ApproveDialog {...dialog} />}
+      {openDialog === "reject" && <RejectDialog {...dialog} />}
     </li>
   );
 }
@@ -244,19 +244,19 @@ function Newcomer({ node }: { node: LiveNode }): ReactNode {
 function OtherTokens({ except }: { except: string }): ReactNode {
   const { data } = useQuery({ queryKey: TOKENS, queryFn: joining.list });
   const now = useNow(5000);
-  const usable = (data ?? []).filter((one) => one.state === "usable" && one.id !== except && Date.parse(one.expires_at) > now);
+  const usable = (data ?? []).filter((token) => token.state === "usable" && token.id !== except && Date.parse(token.expires_at) > now);
   if (usable.length === 0) return null;
   return (
     <details>
       <summary>Other tokens that still work: {usable.length}</summary>
       <ul className="join-tokens">
-        {usable.map((one) => (
-          <li key={one.id} className="row wrap">
-            <bdi className="name">{one.note || one.id.slice(0, 8)}</bdi>
+        {usable.map((token) => (
+          <li key={token.id} className="row wrap">
+            <bdi className="name">{token.note || token.id.slice(0, 8)}</bdi>
             <span className="muted">
-              by <bdi>{one.created_by}</bdi>, {one.uses} of {one.max_uses} used, valid for another {left((Date.parse(one.expires_at) - now) / 1000)}
+              by <bdi>{token.created_by}</bdi>, {token.uses} of {token.max_uses} used, valid for another {formatTimeLeft((Date.parse(token.expires_at) - now) / 1000)}
             </span>
-            <Revoke token={one} />
+            <Revoke token={token} />
           </li>
         ))}
       </ul>

@@ -15,7 +15,7 @@ const CARD_HEIGHT = 220;
 
 export function NodeCards({ nodes, sort, onSort, selection, onAct }: ListProps): ReactNode {
   const list = useRef<HTMLUListElement>(null);
-  const rows = useWindowRows({ list, nodes, rowHeight: CARD_HEIGHT, kept: -1 });
+  const rows = useWindowRows({ list, nodes, rowHeight: CARD_HEIGHT, pinnedRow: -1 });
   return (
     <div>
       <div className="card-head row">

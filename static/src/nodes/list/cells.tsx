@@ -72,14 +72,14 @@ export function Address({ node }: { node: LiveNode }): ReactNode {
 export function Vram({ node }: { node: LiveNode }): ReactNode {
   if (node.total_vram <= 0) return <Dash why={node.node_type === "agent" ? "agents do not run models" : "no GPU memory"} />;
   return (
-    <AsTold node={node}>
+    <Reported node={node}>
       <Meter name="VRAM" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} />
-    </AsTold>
+    </Reported>
   );
 }
 
 /** Figures come with heartbeats, which count only while the node is in service: before and after that they stand still. */
-function AsTold({ node, children }: { node: LiveNode; children: ReactNode }): ReactNode {
+function Reported({ node, children }: { node: LiveNode; children: ReactNode }): ReactNode {
   const why = node.status === "pending" ? "as of its registration" : node.status === "offline" ? "as of its last heartbeat" : "";
   if (why === "") return children;
   return (
@@ -102,18 +102,18 @@ export function Disk({ node }: { node: LiveNode }): ReactNode {
 
 function Pair({ node, used, total }: { node: LiveNode; used: number; total: number }): ReactNode {
   return (
-    <AsTold node={node}>
+    <Reported node={node}>
       <span className={`nowrap fill ${fillOf(used, total)}`}>{bytes(used)}</span>
       <span className="second nowrap">used of {bytes(total)}</span>
       {fillOf(used, total) !== "" && <span className="visually-hidden">, {Math.floor((100 * used) / total)}%</span>}
-    </AsTold>
+    </Reported>
   );
 }
 
 export function Models({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
   if (node.node_type === "agent") return <Dash why="agents do not run models" />;
   if (node.models.length === 0) return <Dash why="no models" />;
-  return <Chips items={node.models.map((model) => [model.id, <Model key={model.id} model={model} />])} most={most} what="models" />;
+  return <Chips items={node.models.map((model) => [model.id, <Model key={model.id} model={model} />])} most={most} itemName="models" />;
 }
 
 function Model({ model }: { model: LiveModel }): ReactNode {
@@ -133,15 +133,15 @@ function Model({ model }: { model: LiveModel }): ReactNode {
 }
 
 /** Name and vendor are there already, and the node's page shows the cap. */
-const SAID_ELSEWHERE = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
+const SHOWN_IN_OTHER_CELLS = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
 
 export function Labels({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
-  const labels = Object.entries(node.labels).filter(([key]) => !SAID_ELSEWHERE.has(key));
+  const labels = Object.entries(node.labels).filter(([key]) => !SHOWN_IN_OTHER_CELLS.has(key));
   if (labels.length === 0) return <Dash why="no labels" />;
   // Those that a person or the worker gave say more than those that the registry writes by itself.
   const ordered = labels.toSorted(([left], [right]) => Number(isAutomatic(left)) - Number(isAutomatic(right)));
   const chips = ordered.map(([key, value]): [string, ReactNode] => [key, <Label key={key} text={written(key, value)} />]);
-  return <Chips items={chips} most={most} what="labels" />;
+  return <Chips items={chips} most={most} itemName="labels" />;
 }
 
 function Label({ text }: { text: string }): ReactNode {
@@ -152,7 +152,7 @@ function Label({ text }: { text: string }): ReactNode {
   );
 }
 
-function Chips({ items, most, what }: { items: readonly (readonly [string, ReactNode])[]; most: number; what: string }): ReactNode {
+function Chips({ items, most, itemName }: { items: readonly (readonly [string, ReactNode])[]; most: number; itemName: string }): ReactNode {
   const over = items.length - most;
   return (
     <span className={`cell-chips ${over > 0 ? "with-more" : ""}`}>
@@ -160,7 +160,7 @@ function Chips({ items, most, what }: { items: readonly (readonly [string, React
       {over > 0 && (
         <span className="muted over">
           +{over}
-          <span className="visually-hidden"> more {what}</span>
+          <span className="visually-hidden"> more {itemName}</span>
         </span>
       )}
     </span>

@@ -9,7 +9,7 @@ import { useChange } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
-import { ConflictCard, Decide, type Asked } from "../shared/conflicts";
+import { ConflictCard, Decide, type ConflictDialog } from "../shared/conflicts";
 import { Pinned } from "./pinned";
 
 const KEY = ["conflicts"];
@@ -20,19 +20,19 @@ interface ConflictsProps {
 }
 
 export const Conflicts = memo(function Conflicts({ nodes }: ConflictsProps): ReactNode {
-  const [asked, setAsked] = useState<Asked | null>(null);
+  const [dialog, setDialog] = useState<ConflictDialog | null>(null);
   return (
     <>
-      <Open nodes={nodes} onAsk={setAsked} />
-      {asked !== null && <Decide {...asked} onClose={() => setAsked(null)} />}
+      <Open nodes={nodes} onOpenDialog={setDialog} />
+      {dialog !== null && <Decide {...dialog} onClose={() => setDialog(null)} />}
     </>
   );
 });
 
-function Open({ nodes, onAsk }: ConflictsProps & { onAsk: (asked: Asked) => void }): ReactNode {
-  const { total, told } = useMemo(() => openIn(nodes.values()), [nodes]);
+function Open({ nodes, onOpenDialog }: ConflictsProps & { onOpenDialog: (dialog: ConflictDialog) => void }): ReactNode {
+  const { total, descriptions } = useMemo(() => openIn(nodes.values()), [nodes]);
   const queries = useQueryClient();
-  useChange(told, () => void queries.invalidateQueries({ queryKey: KEY }));
+  useChange(descriptions, () => void queries.invalidateQueries({ queryKey: KEY }));
   const { data, error, refetch } = useQuery({
     queryKey: KEY,
     queryFn: ({ signal }) => call(client.GET("/api/nodes/conflicts", { signal })),
@@ -41,7 +41,7 @@ function Open({ nodes, onAsk }: ConflictsProps & { onAsk: (asked: Asked) => void
   if (total === 0) return null;
   // What was decided a moment ago is still in the answer of before.
   const shown = (data ?? []).filter((conflict) => (nodes.get(conflict.node_id)?.open_conflicts ?? 0) > 0);
-  const left = data !== undefined && data.length > 0 && data.length < total;
+  const hasMore = data !== undefined && data.length > 0 && data.length < total;
   return (
     <Pinned
       id="conflicts"
@@ -55,25 +55,25 @@ function Open({ nodes, onAsk }: ConflictsProps & { onAsk: (asked: Asked) => void
               <bdi>{conflict.node_name}</bdi>
             </Link>
           </h3>
-          <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} onAsk={onAsk} />
+          <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} onOpenDialog={onOpenDialog} />
         </li>
       ))}
     >
       {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
-      {data === undefined && error === null && <Loading what="the conflicts" />}
-      {left && <p className="muted">The {data.length} latest are shown.</p>}
+      {data === undefined && error === null && <Loading subject="the conflicts" />}
+      {hasMore && <p className="muted">The {data.length} latest are shown.</p>}
     </Pinned>
   );
 }
 
 /** How many are open, and a text that changes whenever one of the counts does. */
-function openIn(nodes: Iterable<LiveNode>): { total: number; told: string } {
+function openIn(nodes: Iterable<LiveNode>): { total: number; descriptions: string } {
   let total = 0;
-  const told: string[] = [];
+  const descriptions: string[] = [];
   for (const node of nodes) {
     if (node.open_conflicts === 0) continue;
     total += node.open_conflicts;
-    told.push(`${node.id}:${node.open_conflicts}:${node.revision}`);
+    descriptions.push(`${node.id}:${node.open_conflicts}:${node.revision}`);
   }
-  return { total, told: told.join(" ") };
+  return { total, descriptions: descriptions.join(" ") };
 }

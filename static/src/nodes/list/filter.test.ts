@@ -6,9 +6,9 @@ import { DEFAULT_SORT, pressed, readSort, sorted } from "./sort";
 
 const GIB = 1024 ** 3;
 
-function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
+function node(name: string, overrides: Partial<LiveNode> = {}): LiveNode {
   const empty = { open_conflicts: 0, rejected: null, labels: {}, models: [], backends: [], gpu_vendor: "", node_type: "backend", address: "", source_address: "", gpus: [] };
-  return { id: name, name, status: "healthy", total_vram: 0, available_vram: 0, ...empty, ...more } as unknown as LiveNode;
+  return { id: name, name, status: "healthy", total_vram: 0, available_vram: 0, ...empty, ...overrides } as unknown as LiveNode;
 }
 
 function model(name: string, backend = "llama-cpp") {
@@ -26,10 +26,10 @@ const west = node("gpu-1", {
 });
 const east = node("gpu-2", { gpu_vendor: "amd", labels: { zone: "east" }, backends: ["whisper"] });
 const agent = node("helper", { node_type: "agent", labels: { zone: "west" } });
-const all = [west, east, agent];
+const allNodes = [west, east, agent];
 
 function named(query: string): string[] {
-  return all.filter((one) => matches(parse(query), one)).map((one) => one.name);
+  return allNodes.filter((node) => matches(parse(query), node)).map((node) => node.name);
 }
 
 describe("the box (UW3, UI-3.19)", () => {
@@ -64,7 +64,7 @@ describe("the box (UW3, UI-3.19)", () => {
     ["-zone=west", ["gpu-2"]],
     ["-type:agent -offline", ["gpu-2"]],
     ["-", ["gpu-1", "gpu-2"]],
-  ])("%s shows %j", (query, wanted) => expect(named(query)).toEqual(wanted));
+  ])("%s shows %j", (query, expected) => expect(named(query)).toEqual(expected));
 
   it.each([
     ["zone=west 1", ["wide"]],
@@ -72,9 +72,9 @@ describe("the box (UW3, UI-3.19)", () => {
     ["zone=west 10", ["gpu-1"]],
     ['zone="west 1"', ["wide"]],
     ["-zone=west 1", ["gpu-1", "gpu-2", "helper"]],
-  ])("%s finds a label value with a blank", (query, wanted) => {
-    const nodes = [...all, node("wide", { labels: { zone: "west 1" } })];
-    expect(find(nodes, filter({}, query)).nodes.map((one) => one.name)).toEqual(wanted);
+  ])("%s finds a label value with a blank", (query, expected) => {
+    const nodes = [...allNodes, node("wide", { labels: { zone: "west 1" } })];
+    expect(find(nodes, filter({}, query)).nodes.map((node) => node.name)).toEqual(expected);
   });
 
   it.each([
@@ -82,33 +82,33 @@ describe("the box (UW3, UI-3.19)", () => {
     ["-type:gpu", "There is no type “gpu”"],
     ["tier:slow", "There is no field “tier”"],
     ["gpu-1:50051 10.0.0.1:9 fd00::1 model:x tier=slow", ""],
-  ])("%s says %s", (query, said) => {
+  ])("%s says %s", (query, message) => {
     const { problems } = parse(query);
-    expect(problems.join(" ")).toContain(said);
-    expect(problems.length).toBe(said === "" ? 0 : 1);
+    expect(problems.join(" ")).toContain(message);
+    expect(problems.length).toBe(message === "" ? 0 : 1);
   });
 });
 
-function filter(more: Partial<Filter["chosen"]>, q = ""): Filter {
-  return { q, chosen: { ...NOTHING_CHOSEN, ...more }, sort: DEFAULT_SORT };
+function filter(overrides: Partial<Filter["chosen"]>, q = ""): Filter {
+  return { q, chosen: { ...NOTHING_CHOSEN, ...overrides }, sort: DEFAULT_SORT };
 }
 
 describe("facets", () => {
   it("count what one more value would show: all other conditions hold", () => {
-    const { nodes, counts } = find(all, filter({ label: ["zone=west"], state: ["offline"] }));
-    expect(nodes.map((one) => one.name)).toEqual(["gpu-1"]);
+    const { nodes, counts } = find(allNodes, filter({ label: ["zone=west"], state: ["offline"] }));
+    expect(nodes.map((node) => node.name)).toEqual(["gpu-1"]);
     expect(Object.fromEntries(counts.state)).toEqual({ offline: 1, healthy: 1 });
     expect(Object.fromEntries(counts.label)).toEqual({ "zone=west": 1 });
     expect(Object.fromEntries(counts.vendor)).toEqual({ nvidia: 1 });
   });
 
   it("count nothing that the text hides", () => {
-    expect(Object.fromEntries(find(all, filter({}, "helper")).counts.type)).toEqual({ agent: 1 });
+    expect(Object.fromEntries(find(allNodes, filter({}, "helper")).counts.type)).toEqual({ agent: 1 });
   });
 
   it("take two values of one key as either, two keys as both", () => {
     const both = node("both", { labels: { zone: "west", tier: "fast" } });
-    const names = (label: string[]) => find([...all, both], filter({ label })).nodes.map((one) => one.name);
+    const names = (label: string[]) => find([...allNodes, both], filter({ label })).nodes.map((node) => node.name);
     expect(names(["zone=west", "zone=east"])).toEqual(["gpu-1", "gpu-2", "helper", "both"]);
     expect(names(["zone=west", "tier=fast"])).toEqual(["both"]);
   });
@@ -135,20 +135,20 @@ describe("the order", () => {
   const large = node("b9", { total_vram: 24 * GIB, available_vram: 20 * GIB });
 
   it("is by name as people count", () => {
-    expect(sorted([small, large, agent], readSort("name")).map((one) => one.name)).toEqual(["b9", "b10", "helper"]);
+    expect(sorted([small, large, agent], readSort("name")).map((node) => node.name)).toEqual(["b9", "b10", "helper"]);
   });
 
   it.each([
     ["-vram", ["b9", "b10", "helper"]],
     ["vram", ["b10", "b9", "helper"]],
-  ])("%s keeps what has none last", (text, wanted) => {
-    expect(sorted([agent, small, large], readSort(text)).map((one) => one.name)).toEqual(wanted);
+  ])("%s keeps what has none last", (text, expected) => {
+    expect(sorted([agent, small, large], readSort(text)).map((node) => node.name)).toEqual(expected);
   });
 
   it("starts with what needs an eye (UI-3.18), and with the largest figures", () => {
     const rejected = node("refused", { status: "pending", rejected: { at: "", by: "", reason: "" } });
     const claimed = node("claimed", { open_conflicts: 1 });
-    expect(sorted([...all, rejected, claimed, node("new", { status: "pending" })], DEFAULT_SORT).map((one) => one.name)).toEqual(["new", "claimed", "gpu-1", "gpu-2", "helper", "refused"]);
+    expect(sorted([...allNodes, rejected, claimed, node("new", { status: "pending" })], DEFAULT_SORT).map((node) => node.name)).toEqual(["new", "claimed", "gpu-1", "gpu-2", "helper", "refused"]);
     expect(pressed(DEFAULT_SORT, "vram")).toEqual({ key: "vram", descending: true });
     expect(pressed({ key: "vram", descending: true }, "vram").descending).toBe(false);
   });

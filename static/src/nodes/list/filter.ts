@@ -15,7 +15,7 @@ export interface Filter {
   sort: Sort;
 }
 
-export type SetFilter = (change: (before: Filter) => Filter) => void;
+export type SetFilter = (change: (previous: Filter) => Filter) => void;
 
 export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [], label: [] };
 
@@ -60,14 +60,14 @@ export function cleared(filter: Filter): Filter {
 
 /** The filter with `value` of `facet` turned on or off. */
 export function toggled(filter: Filter, facet: Facet, value: string): Filter {
-  const before = filter.chosen[facet];
-  const after = before.includes(value) ? before.filter((one) => one !== value) : [...before, value];
+  const previous = filter.chosen[facet];
+  const after = previous.includes(value) ? previous.filter((chosen) => chosen !== value) : [...previous, value];
   return { ...filter, chosen: { ...filter.chosen, [facet]: after } };
 }
 
 export type Counts = Readonly<Record<Facet, ReadonlyMap<string, number>>>;
 
-export interface Found {
+export interface FilterResult {
   nodes: LiveNode[];
   counts: Counts;
   /** What of the text means nothing here. */
@@ -79,20 +79,20 @@ function noCounts(): Record<Facet, Map<string, number>> {
 }
 
 /** What the filter shows, unsorted, and what each value of each facet would. */
-export function find(nodes: Iterable<LiveNode>, filter: Filter): Found {
-  const all = [...nodes];
-  const query = parse(filter.q, all);
-  const found: LiveNode[] = [];
+export function find(nodes: Iterable<LiveNode>, filter: Filter): FilterResult {
+  const nodeList = [...nodes];
+  const query = parse(filter.q, nodeList);
+  const matching: LiveNode[] = [];
   const counts = noCounts();
-  for (const node of all) {
+  for (const node of nodeList) {
     const misses = missed(node, query, filter);
-    if (misses.length === 0) found.push(node);
+    if (misses.length === 0) matching.push(node);
     for (const facet of misses.length === 0 ? FACETS : misses.length === 1 ? misses : []) {
       if (facet === "text") continue;
       for (const value of VALUES[facet](node)) counts[facet].set(value, (counts[facet].get(value) ?? 0) + 1);
     }
   }
-  return { nodes: found, counts, problems: query.problems };
+  return { nodes: matching, counts, problems: query.problems };
 }
 
 function missed(node: LiveNode, query: Query, { chosen }: Filter): (Facet | "text")[] {

@@ -39,7 +39,7 @@ export function Filters({ filter, counts, problems, onFilter }: FiltersProps): R
 
 function Box({ filter, problems, onFilter }: Omit<FiltersProps, "counts">): ReactNode {
   const box = useRef<HTMLInputElement>(null);
-  const said = useId();
+  const messageId = useId();
   useShortcut("f", () => box.current?.focus(), "Filter the nodes");
   return (
     <div className="filter-box">
@@ -49,7 +49,7 @@ function Box({ filter, problems, onFilter }: Omit<FiltersProps, "counts">): Reac
           type="search"
           className="input grow"
           aria-label="Filter nodes"
-          aria-describedby={said}
+          aria-describedby={messageId}
           aria-invalid={problems.length > 0 || undefined}
           placeholder="Filter: words, status:offline, zone=west"
           value={filter.q}
@@ -57,12 +57,12 @@ function Box({ filter, problems, onFilter }: Omit<FiltersProps, "counts">): Reac
           autoComplete="off"
           onChange={(event) => {
             const q = event.target.value;
-            onFilter((before) => ({ ...before, q }));
+            onFilter((previous) => ({ ...previous, q }));
           }}
         />
         <Help />
       </div>
-      <p id={said} className="filter-problem" role="status">
+      <p id={messageId} className="filter-problem" role="status">
         {problems.join(" ")}
       </p>
     </div>
@@ -106,7 +106,7 @@ function StateSwitch({ state, filter, counts, onFilter }: Shared & { state: stri
       className="state-switch"
       aria-pressed={chosen}
       data-empty={number === 0 || undefined}
-      onClick={() => onFilter((before) => toggled(before, "state", state))}
+      onClick={() => onFilter((previous) => toggled(previous, "state", state))}
     >
       <StatusPill status={state} />
       <b>{number}</b>
@@ -120,14 +120,14 @@ const SEARCHED_FROM = 9;
 function FacetList({ facet, filter, counts, onFilter }: Shared & { facet: Exclude<Facet, "state"> }): ReactNode {
   const chosen = filter.chosen[facet];
   const title = TITLES[facet];
-  const said = chosen.length === 0 ? "" : chosen.length === 1 ? `: ${chosen[0] ?? ""}` : `: ${chosen.length}`;
+  const selectionText = chosen.length === 0 ? "" : chosen.length === 1 ? `: ${chosen[0] ?? ""}` : `: ${chosen.length}`;
   return (
     <Popover.Root>
       <Popover.Trigger asChild>
         <Button small className={`facet ${chosen.length > 0 ? "on" : ""}`}>
           <span className="name">
             {title}
-            <bdi>{said}</bdi>
+            <bdi>{selectionText}</bdi>
           </span>
           <span aria-hidden="true">▾</span>
         </Button>
@@ -137,7 +137,7 @@ function FacetList({ facet, filter, counts, onFilter }: Shared & { facet: Exclud
           <FacetValues
             counts={counts[facet]}
             chosen={chosen}
-            onToggle={(value) => onFilter((before) => toggled(before, facet, value))}
+            onToggle={(value) => onFilter((previous) => toggled(previous, facet, value))}
           />
         </Popover.Content>
       </Popover.Portal>
@@ -147,8 +147,8 @@ function FacetList({ facet, filter, counts, onFilter }: Shared & { facet: Exclud
 
 /** The values with their counts: what is chosen stays, even where nothing has it any more. */
 function valuesOf(counts: ReadonlyMap<string, number>, chosen: readonly string[]): [string, number][] {
-  const all = new Map([...chosen.map((value) => [value, 0] as const), ...counts]);
-  return [...all].sort(([left], [right]) => left.localeCompare(right));
+  const countsByValue = new Map([...chosen.map((value) => [value, 0] as const), ...counts]);
+  return [...countsByValue].sort(([left], [right]) => left.localeCompare(right));
 }
 
 interface FacetValuesProps {
@@ -160,7 +160,7 @@ interface FacetValuesProps {
 function FacetValues({ counts, chosen, onToggle }: FacetValuesProps): ReactNode {
   const [text, setText] = useState("");
   const values = valuesOf(counts, chosen);
-  const found = values.filter(([value]) => value.toLowerCase().includes(text.toLowerCase()));
+  const matches = values.filter(([value]) => value.toLowerCase().includes(text.toLowerCase()));
   return (
     <div className="stack">
       {values.length >= SEARCHED_FROM && (
@@ -174,7 +174,7 @@ function FacetValues({ counts, chosen, onToggle }: FacetValuesProps): ReactNode 
         />
       )}
       <ul>
-        {found.slice(0, LISTED).map(([value, number]) => (
+        {matches.slice(0, LISTED).map(([value, number]) => (
           <li key={value}>
             <label className="facet-value">
               <input type="checkbox" checked={chosen.includes(value)} onChange={() => onToggle(value)} />
@@ -186,8 +186,8 @@ function FacetValues({ counts, chosen, onToggle }: FacetValuesProps): ReactNode 
           </li>
         ))}
       </ul>
-      {found.length > LISTED && <p className="muted">and {found.length - LISTED} more; type to search</p>}
-      {found.length === 0 && <p className="muted">none</p>}
+      {matches.length > LISTED && <p className="muted">and {matches.length - LISTED} more; type to search</p>}
+      {matches.length === 0 && <p className="muted">none</p>}
     </div>
   );
 }

@@ -16,14 +16,14 @@ export const LIFETIMES: readonly (readonly [seconds: number, words: string])[] =
   [7 * 86400, "7 days"],
 ];
 
-export interface Wish {
+export interface TokenRequest {
   lifetime: number;
   uses: number;
   note: string;
 }
 
 /** Makes a token; the answer is the only place where it is. */
-export function make({ lifetime, uses, note }: Wish): Promise<MadeJoinToken> {
+export function make({ lifetime, uses, note }: TokenRequest): Promise<MadeJoinToken> {
   const body = { lifetime_seconds: lifetime, uses, note: note.trim(), url: window.location.origin };
   return call(client.POST("/api/join-tokens", { body }));
 }
@@ -54,16 +54,16 @@ export interface Check {
   state: "ok" | "waiting" | "failed";
   text: string;
   /** What to do about it. */
-  hint: string;
+  advice: string;
 }
 
 /** What has been reached on the way to a working node, and what has failed. */
 export function checks(node: LiveNode): Check[] {
   const approval = approved(node);
   return [
-    { id: "registered", state: "ok", text: "Registered", hint: "" },
+    { id: "registered", state: "ok", text: "Registered", advice: "" },
     approval,
-    heard(node),
+    heartbeatCheck(node),
     onBus(node, approval.state === "ok"),
     reachable(node),
   ];
@@ -75,42 +75,42 @@ export function isConnected(node: LiveNode): boolean {
 }
 
 function approved(node: LiveNode): Check {
-  const told = { id: "approved", text: "Approved", hint: "" } as const;
-  if (node.rejected !== null) return { ...told, state: "failed", hint: `Rejected by ${node.rejected.by}.` };
-  if (node.status !== "pending") return { ...told, state: "ok" };
-  return { ...told, state: "waiting", hint: "Compare the fingerprint with the one in the worker's log, then approve." };
+  const base = { id: "approved", text: "Approved", advice: "" } as const;
+  if (node.rejected !== null) return { ...base, state: "failed", advice: `Rejected by ${node.rejected.by}.` };
+  if (node.status !== "pending") return { ...base, state: "ok" };
+  return { ...base, state: "waiting", advice: "Compare the fingerprint with the one in the worker's log, then approve." };
 }
 
 /** A registration counts as a sign of life, too: the first heartbeat comes after it. */
-function heard(node: LiveNode): Check {
-  const told = { id: "heartbeat", text: "Heartbeat", hint: "" } as const;
-  if (node.status === "offline") return { ...told, state: "failed", hint: node.reason };
+function heartbeatCheck(node: LiveNode): Check {
+  const base = { id: "heartbeat", text: "Heartbeat", advice: "" } as const;
+  if (node.status === "offline") return { ...base, state: "failed", advice: node.reason };
   const beats = node.last_heartbeat !== null && Date.parse(node.last_heartbeat) > Date.parse(node.created_at);
-  return { ...told, state: beats ? "ok" : "waiting" };
+  return { ...base, state: beats ? "ok" : "waiting" };
 }
 
 function onBus(node: LiveNode, isApproved: boolean): Check {
-  const told = { id: "bus", text: "Answers commands", hint: "" } as const;
-  if (node.inventory_at !== null) return { ...told, state: "ok" };
-  if (!isApproved) return { ...told, state: "waiting", hint: "Begins after the approval." };
-  if (node.inventory_error === "") return { ...told, state: "waiting" };
-  return { ...told, state: "failed", hint: `${node.inventory_error}. Check that it reaches the message bus (NATS); its log says why not.` };
+  const base = { id: "bus", text: "Answers commands", advice: "" } as const;
+  if (node.inventory_at !== null) return { ...base, state: "ok" };
+  if (!isApproved) return { ...base, state: "waiting", advice: "Begins after the approval." };
+  if (node.inventory_error === "") return { ...base, state: "waiting" };
+  return { ...base, state: "failed", advice: `${node.inventory_error}. Check that it reaches the message bus (NATS); its log says why not.` };
 }
 
 function reachable(node: LiveNode): Check {
-  const told = { id: "address", text: "Its address is reachable", hint: "" } as const;
+  const base = { id: "address", text: "Its address is reachable", advice: "" } as const;
   const host = node.address.replace(/:\d+$/, "");
   if (node.file_port !== null) {
-    return { ...told, state: "failed", hint: `${node.file_port.error}. Check its firewall, and what LOCALAI_ADVERTISE_HTTP_ADDR says there.` };
+    return { ...base, state: "failed", advice: `${node.file_port.error}. Check its firewall, and what LOCALAI_ADVERTISE_HTTP_ADDR says there.` };
   }
-  if (node.model_count > 0) return { ...told, state: "ok" };
+  if (node.model_count > 0) return { ...base, state: "ok" };
   if (isLoopback(host) && node.source_address !== "" && !isLoopback(node.source_address)) {
-    const hint = `It advertises ${node.address}, which only that machine can reach. Set LOCALAI_ADVERTISE_ADDR there.`;
-    return { ...told, state: "failed", hint };
+    const advice = `It advertises ${node.address}, which only that machine can reach. Set LOCALAI_ADVERTISE_ADDR there.`;
+    return { ...base, state: "failed", advice };
   }
   const odd = isAddress(host) && node.source_address !== "" && host !== node.source_address;
   const note = odd ? ` It advertises ${host}, but calls from ${node.source_address}.` : "";
-  return { ...told, state: "waiting", hint: `Is tried when the first model is loaded there.${note}` };
+  return { ...base, state: "waiting", advice: `Is tried when the first model is loaded there.${note}` };
 }
 
 /** Whether only the machine itself can reach it. */

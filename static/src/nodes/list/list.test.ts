@@ -4,9 +4,9 @@ import { menuOf, refusalOfAll } from "./actions";
 import { waiting } from "./pending";
 import { summed } from "./pulse";
 
-function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
+function node(id: string, overrides: Partial<LiveNode> = {}): LiveNode {
   const empty = { rejected: null, revoked: null, drain: null, weak_identity: false, total_vram: 0, available_vram: 0 };
-  return { id, name: id, node_type: "backend", status: "healthy", fingerprint: "ab", created_at: id, ...empty, ...more } as LiveNode;
+  return { id, name: id, node_type: "backend", status: "healthy", fingerprint: "ab", created_at: id, ...empty, ...overrides } as LiveNode;
 }
 
 const rejected = { at: "", by: "admin", reason: "not ours" };
@@ -21,12 +21,12 @@ describe("the pulse (E30)", () => {
 describe("what waits for a decision (E31, UW18)", () => {
   it("is pending and not rejected, the longest waiting first", () => {
     const nodes = [node("c", { status: "pending" }), node("b", { status: "pending", rejected }), node("a", { status: "pending" }), node("d")];
-    expect(waiting(nodes).map((one) => one.id)).toEqual(["a", "c"]);
+    expect(waiting(nodes).map((node) => node.id)).toEqual(["a", "c"]);
   });
 });
 
 describe("what is offered", () => {
-  const labels = (one: LiveNode) => menuOf(one, () => undefined, () => undefined).map((item) => item.label);
+  const labels = (node: LiveNode) => menuOf(node, () => undefined, () => undefined).map((item) => item.label);
 
   it("leaves out what a node cannot be asked now", () => {
     expect(labels(node("a"))).toEqual(["Open", "Drain…", "Label…", "Install…", "Remove…"]);

@@ -37,8 +37,8 @@ afterEach(() => {
   vi.restoreAllMocks();
 });
 
-function open(path = "/app/nodes", others: RouteObject[] = []): () => string {
-  const router = createMemoryRouter([{ path: "/app/nodes", element: <NodesPage /> }, ...others], { initialEntries: [path] });
+function open(path = "/app/nodes", otherRoutes: RouteObject[] = []): () => string {
+  const router = createMemoryRouter([{ path: "/app/nodes", element: <NodesPage /> }, ...otherRoutes], { initialEntries: [path] });
   stage(store, router);
   return () => router.state.location.search;
 }
@@ -67,17 +67,17 @@ describe("a machine that joins (UI-3.8)", () => {
   const joined = { token: "t1", note: "rack 4", by: "root" };
 
   it("waits for its approval in one place: in the steps while they are open, then with the others", async () => {
-    const made = {
+    const created = {
       id: "t1", state: "usable", note: "rack 4", created_at: "2026-08-22T10:00:00Z", created_by: "root", max_uses: 2, uses: 0,
       expires_at: new Date(Date.now() + 3_600_000).toISOString(), token: "join-0", command: "T=join-0; curl", url: "http://h:1", url_is_set: true, warnings: [],
     };
     vi.spyOn(client, "GET").mockImplementation(() => Promise.resolve({ data: [], response: new Response() }) as never);
-    vi.spyOn(client, "POST").mockImplementation(() => Promise.resolve({ data: made, response: new Response() }) as never);
+    vi.spyOn(client, "POST").mockImplementation(() => Promise.resolve({ data: created, response: new Response() }) as never);
     open();
     show(store, node("well"), node("waits", { status: "pending" }));
     fireEvent.click(await screen.findByRole("button", { name: "Add a node" }));
     fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
-    await screen.findByText(made.command);
+    await screen.findByText(created.command);
     show(store, node("well"), node("waits", { status: "pending" }), node("joins", { status: "pending", joined }));
     expect(await screen.findByTestId("joined-joins")).toBeTruthy();
     fireEvent.click(await screen.findByRole("button", { name: "Review 1 worker awaiting approval" }));
@@ -87,7 +87,7 @@ describe("a machine that joins (UI-3.8)", () => {
     expect(await screen.findByTestId("pending-joins")).toBeTruthy();
     expect(screen.queryByTestId("joined-joins")).toBeNull();
     fireEvent.click(screen.getByRole("button", { name: "Add a node" }));
-    expect(screen.queryByText(made.command)).toBeNull();
+    expect(screen.queryByText(created.command)).toBeNull();
   });
 });
 
@@ -158,8 +158,8 @@ it("a pending node whose secret was revoked says why it cannot be approved (UI-3
   open();
   show(store, node("lost", { status: "pending", fingerprint: "", revoked: { at: "", by: "anna", reason: "" } }), node("new", { status: "pending" }));
   fireEvent.click(await screen.findByRole("button", { name: "Review 2 workers awaiting approval" }));
-  const said = await screen.findAllByText(/^Cannot be approved yet: no worker has registered since/);
-  expect(said.map((one) => one.closest("li")?.dataset["testid"])).toEqual(["pending-lost"]);
+  const refusals = await screen.findAllByText(/^Cannot be approved yet: no worker has registered since/);
+  expect(refusals.map((element) => element.closest("li")?.dataset["testid"])).toEqual(["pending-lost"]);
 });
 
 it("a node chosen right after typing opens, however long its page is fetched, and Back finds the filter (UI-3.11)", async () => {

@@ -33,9 +33,9 @@ const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("
 export function NodesPage(): ReactNode {
   const present = useLive((state) => state.nodes);
   const nodes = useDeferredValue(present);
-  const known = useLive((state) => state.nodesCursor !== null);
+  const isLoaded = useLive((state) => state.nodesCursor !== null);
   const id = useId();
-  const empty = known && present.size === 0;
+  const empty = isLoaded && present.size === 0;
   const [adding, setAdding] = useAdding(empty);
   const [token, setToken] = useState<MadeJoinToken | null>(null);
   const toggle = () => {
@@ -46,7 +46,7 @@ export function NodesPage(): ReactNode {
   return (
     <div className="nodes-page stack">
       <PageHead title="Nodes" note={nodes.size > 0 && !empty ? <Pulse nodes={nodes} /> : undefined}>
-        {known && !empty && (
+        {isLoaded && !empty && (
           <Button aria-expanded={adding} aria-controls={id} onClick={toggle}>
             Add a node
           </Button>
@@ -67,10 +67,10 @@ export function NodesPage(): ReactNode {
 
 /** Whether the steps of joining are open: by themselves while there is no node, and still when the first one comes. */
 function useAdding(empty: boolean): [boolean, (adding: boolean) => void] {
-  const [wanted, setWanted] = useState<boolean | null>(null);
+  const [isOpen, setIsOpen] = useState<boolean | null>(null);
   const [began, setBegan] = useState(false);
   if (empty && !began) setBegan(true);
-  return [empty || (wanted ?? began), setWanted];
+  return [empty || (isOpen ?? began), setIsOpen];
 }
 
 /** Nothing has come yet: says whether it is on its way or why not. */
@@ -79,7 +79,7 @@ function Connecting(): ReactNode {
   if (connection === "stale") return <Empty title="The live feed is unreachable">Reconnecting automatically.</Empty>;
   if (connection === "forbidden") return <Empty title="Only administrators can see the nodes." />;
   if (connection === "signed-out") return <Empty title="You are signed out.">Sign in to see the nodes.</Empty>;
-  return <Loading what="nodes" />;
+  return <Loading subject="nodes" />;
 }
 
 interface FleetProps {
@@ -97,7 +97,7 @@ const Fleet = memo(function Fleet({ nodes, joining }: FleetProps): ReactNode {
         <Conflicts nodes={nodes} />
         <Pending nodes={nodes} except={joining} onAct={setAction} />
       </div>
-      <Roster nodes={nodes} onAct={setAction} />
+      <NodeList nodes={nodes} onAct={setAction} />
       {action !== null && action.verb !== "install" && <ActionDialog action={action} onClose={close} />}
       {action?.verb === "install" && (
         <Suspense>
@@ -108,15 +108,15 @@ const Fleet = memo(function Fleet({ nodes, joining }: FleetProps): ReactNode {
   );
 });
 
-interface RosterProps {
+interface NodeListProps {
   nodes: ReadonlyMap<string, LiveNode>;
   onAct: (action: Action) => void;
 }
 
-function Roster({ nodes, onAct }: RosterProps): ReactNode {
+function NodeList({ nodes, onAct }: NodeListProps): ReactNode {
   const [filter, setFilter] = useInAddress(readFilter, writeFilter);
   const settled = useDeferredValue(filter);
-  const { found, counts, problems } = useFound(nodes, settled);
+  const { matches, counts, problems } = useMatches(nodes, settled);
   const selection = useSelection(nodes);
   const tools = useRef<HTMLDivElement>(null);
   const covered = useHeight(tools);
@@ -126,9 +126,9 @@ function Roster({ nodes, onAct }: RosterProps): ReactNode {
     <section className="roster" aria-label="All nodes" tabIndex={-1} data-content="" style={{ "--tools": `${covered}px` } as CSSProperties}>
       <div ref={tools} className="roster-tools">
         <Filters filter={filter} counts={counts} problems={problems} onFilter={setFilter} />
-        <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
+        <BulkBar shown={matches} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
       </div>
-      <Listing found={found} sort={settled.sort} selection={selection} covered={covered} problems={problems} onFilter={setFilter} onAct={onAct} />
+      <Listing matches={matches} sort={settled.sort} selection={selection} covered={covered} problems={problems} onFilter={setFilter} onAct={onAct} />
     </section>
   );
 }
@@ -147,17 +147,17 @@ function useHeight(element: RefObject<HTMLElement | null>): number {
 }
 
 /** What the filter shows, in order. Says how many there are when the filter changes, not when the nodes do. */
-function useFound(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
+function useMatches(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
   const { nodes: unsorted, counts, problems } = useMemo(() => find(nodes.values(), filter), [nodes, filter]);
-  const found = useMemo(() => sorted(unsorted, filter.sort), [unsorted, filter.sort]);
+  const matches = useMemo(() => sorted(unsorted, filter.sort), [unsorted, filter.sort]);
   useChange(filter, () => {
-    if (isFiltering(filter)) announce(`${count(found.length, "node")} shown`);
+    if (isFiltering(filter)) announce(`${count(matches.length, "node")} shown`);
   });
-  return { found, counts, problems };
+  return { matches, counts, problems };
 }
 
-interface ListingProps extends Pick<RosterProps, "onAct"> {
-  found: readonly LiveNode[];
+interface ListingProps extends Pick<NodeListProps, "onAct"> {
+  matches: readonly LiveNode[];
   sort: Sort;
   selection: Selection;
   /** How much of the window's top the tools cover, in pixels. */
@@ -166,19 +166,19 @@ interface ListingProps extends Pick<RosterProps, "onAct"> {
   onFilter: SetFilter;
 }
 
-const Listing = memo(function Listing({ found, sort, selection, covered, problems, onFilter, onAct }: ListingProps): ReactNode {
+const Listing = memo(function Listing({ matches, sort, selection, covered, problems, onFilter, onAct }: ListingProps): ReactNode {
   const narrow = useNarrow();
-  const order = useCallback((next: Sort) => onFilter((before) => ({ ...before, sort: next })), [onFilter]);
-  const shared = { nodes: found, sort, onSort: order, selection, covered, onAct };
+  const order = useCallback((next: Sort) => onFilter((previous) => ({ ...previous, sort: next })), [onFilter]);
+  const shared = { nodes: matches, sort, onSort: order, selection, covered, onAct };
   return (
     <>
-      {found.length === 0 && (
+      {matches.length === 0 && (
         <Empty title="No matching nodes">
           {problems.length === 0 && <p>Every word and condition must hold. “?” beside the filter says what can be typed.</p>}
           <Button onClick={() => onFilter(cleared)}>Clear filters</Button>
         </Empty>
       )}
-      {found.length > 0 && (narrow ? <NodeCards {...shared} /> : <NodesTable {...shared} />)}
+      {matches.length > 0 && (narrow ? <NodeCards {...shared} /> : <NodesTable {...shared} />)}
     </>
   );
 });

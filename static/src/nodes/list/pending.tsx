@@ -25,21 +25,21 @@ export function waiting(nodes: Iterable<LiveNode>, except = ""): LiveNode[] {
 }
 
 export const Pending = memo(function Pending({ nodes, except, onAct }: PendingProps): ReactNode {
-  const found = useMemo(() => waiting(nodes.values(), except), [nodes, except]);
-  if (found.length === 0) return null;
-  const approveAll = found.length > 1 && (
-    <Button small onClick={() => onAct({ verb: "approve", nodes: found })}>
-      Approve all {found.length}…
+  const pendingNodes = useMemo(() => waiting(nodes.values(), except), [nodes, except]);
+  if (pendingNodes.length === 0) return null;
+  const approveAll = pendingNodes.length > 1 && (
+    <Button small onClick={() => onAct({ verb: "approve", nodes: pendingNodes })}>
+      Approve all {pendingNodes.length}…
     </Button>
   );
   return (
     <Pinned
       id="pending"
-      title={`${count(found.length, "worker")} awaiting approval`}
+      title={`${count(pendingNodes.length, "worker")} awaiting approval`}
       risk={RISK}
       first={OPEN_FIRST}
       actions={approveAll}
-      cards={found.map((node) => (
+      cards={pendingNodes.map((node) => (
         <PendingCard key={node.id} node={node} onAct={onAct} />
       ))}
     />

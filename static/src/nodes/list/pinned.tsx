@@ -19,17 +19,17 @@ interface PinnedProps {
 
 export function Pinned({ id, title, risk, cards, first, actions, children }: PinnedProps): ReactNode {
   const { hash } = useLocation();
-  const [all, setAll] = useState(false);
+  const [isExpanded, setIsExpanded] = useState(false);
   const [open, setOpen] = useState(hash === `#${id}`);
-  const shown = all ? cards : cards.slice(0, first);
+  const shown = isExpanded ? cards : cards.slice(0, first);
   return (
     <section className={`pinned stack ${open ? "open" : ""}`} aria-labelledby={`${id}-title`}>
       <div className="row wrap spread">
         <h2 id={`${id}-title`}>{title}</h2>
         <div className="row wrap">
           {open && cards.length > first && (
-            <Button small aria-expanded={all} aria-controls={`${id}-cards`} onClick={() => setAll(!all)}>
-              {all ? "Show fewer" : `Show all ${cards.length}`}
+            <Button small aria-expanded={isExpanded} aria-controls={`${id}-cards`} onClick={() => setIsExpanded(!isExpanded)}>
+              {isExpanded ? "Show fewer" : `Show all ${cards.length}`}
             </Button>
           )}
           {actions}

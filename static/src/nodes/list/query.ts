@@ -59,32 +59,32 @@ interface Token {
 
 /** A blank ends a token unless it is in quotation marks, or in a value that a label of these nodes has. */
 function tokens(text: string, nodes: readonly LiveNode[]): Token[] {
-  const found: Token[] = [];
+  const result: Token[] = [];
   const next = /(?:[^\s"]+|"[^"]*"?)+/g;
   for (let match = next.exec(text); match !== null; match = next.exec(text)) {
     let raw = match[0];
     const [, key = "", value = ""] = /^-?([^:="]+)=([^"]*)$/s.exec(raw) ?? [];
     if (key !== "" && value !== "") {
       const start = match.index + raw.length - value.length;
-      const whole = longestValue(text.slice(start).toLowerCase(), key.toLowerCase(), nodes);
-      if (whole.length > value.length) {
-        raw = text.slice(match.index, start + whole.length);
-        next.lastIndex = start + whole.length;
+      const longest = longestValue(text.slice(start).toLowerCase(), key.toLowerCase(), nodes);
+      if (longest.length > value.length) {
+        raw = text.slice(match.index, start + longest.length);
+        next.lastIndex = start + longest.length;
       }
     }
     const negated = raw.length > 1 && raw.startsWith("-");
-    found.push({ plain: (negated ? raw.slice(1) : raw).replaceAll('"', "").toLowerCase(), negated });
+    result.push({ plain: (negated ? raw.slice(1) : raw).replaceAll('"', "").toLowerCase(), negated });
   }
-  return found;
+  return result;
 }
 
 /** The longest value of the label with which this text begins as a word. */
 function longestValue(text: string, key: string, nodes: readonly LiveNode[]): string {
   let longest = "";
   for (const { labels } of nodes) {
-    for (const [name, found] of Object.entries(labels)) {
-      if (found.length <= longest.length || name.toLowerCase() !== key) continue;
-      const value = found.toLowerCase();
+    for (const [name, labelValues] of Object.entries(labels)) {
+      if (labelValues.length <= longest.length || name.toLowerCase() !== key) continue;
+      const value = labelValues.toLowerCase();
       if (text.startsWith(value) && /^(\s|$)/.test(text.slice(value.length))) longest = value;
     }
   }
@@ -103,7 +103,7 @@ export function parse(text: string, nodes: readonly LiveNode[] = []): Query {
     const field = mark === ":" ? FIELDS[name] : undefined;
     // `model:` is being typed and asks for nothing yet.
     if (plain === "" || (field !== undefined && value === "")) continue;
-    const problem = wrong(field, name, mark, value);
+    const problem = describeProblem(field, name, mark, value);
     if (problem !== "") problems.push(problem);
     if (negated) not.push(alone(plain, field, mark === "=" ? name : null, value));
     else if (field !== undefined) add(fields, field, value);
@@ -120,7 +120,7 @@ function alone(plain: string, field: Field | undefined, label: string | null, va
 }
 
 /** Why this can find nothing; "" if it can. */
-function wrong(field: Field | undefined, name: string, mark: string | undefined, value: string): string {
+function describeProblem(field: Field | undefined, name: string, mark: string | undefined, value: string): string {
   if (field === "status" && !STATUSES.some((status) => status.startsWith(value))) return `There is no state “${value}”: ${STATUSES.join(", ")}.`;
   if (field === "type" && !TYPES.some((type) => type.startsWith(value))) return `There is no type “${value}”: ${TYPES.join(", ")}.`;
   // An address may be a word: a host's name and a port, or hexadecimal groups.
@@ -129,9 +129,9 @@ function wrong(field: Field | undefined, name: string, mark: string | undefined,
 }
 
 function add<Key>(into: Map<Key, string[]>, key: Key, value: string): void {
-  const found = into.get(key);
-  if (found === undefined) into.set(key, [value]);
-  else found.push(value);
+  const collected = into.get(key);
+  if (collected === undefined) into.set(key, [value]);
+  else collected.push(value);
 }
 
 /** Whether the node is what was asked for. */
@@ -160,7 +160,7 @@ function hasWord(node: LiveNode, word: string): boolean {
 
 function hasLabel(node: LiveNode, key: string, values: readonly string[]): boolean {
   return Object.entries(node.labels).some(
-    ([name, found]) => name.toLowerCase() === key && values.some((value) => value === "" || value === found.toLowerCase()),
+    ([name, labelValue]) => name.toLowerCase() === key && values.some((value) => value === "" || value === labelValue.toLowerCase()),
   );
 }
 

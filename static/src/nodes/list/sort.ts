@@ -15,7 +15,7 @@ export const DEFAULT_SORT: Sort = { key: "state", descending: false };
 /** Reads `vram` or, for descending, `-vram`; anything else is the usual order. */
 export function readSort(text: string | null): Sort {
   const descending = text?.startsWith("-") ?? false;
-  const key = SORT_KEYS.find((known) => known === (descending ? text?.slice(1) : text));
+  const key = SORT_KEYS.find((sortKey) => sortKey === (descending ? text?.slice(1) : text));
   return key === undefined ? DEFAULT_SORT : { key, descending };
 }
 

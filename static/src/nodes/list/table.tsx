@@ -53,7 +53,7 @@ export function NodesTable({ nodes, sort, onSort, selection, covered, onAct }: L
   const list = useRef<HTMLDivElement>(null);
   const [active, setActive] = useState("");
   const index = nodes.findIndex((node) => node.id === active);
-  const rows = useWindowRows({ list, nodes, rowHeight: ROW_HEIGHT, kept: index, covered: covered + TOP });
+  const rows = useWindowRows({ list, nodes, rowHeight: ROW_HEIGHT, pinnedRow: index, covered: covered + TOP });
   const move = (to: number) => {
     const next = nodes[Math.min(Math.max(to, 0), nodes.length - 1)];
     if (next === undefined) return;
@@ -185,14 +185,14 @@ function Header({ nodes, sort, onSort, selection }: HeaderProps): ReactNode {
 /** Selects everything that the filter shows. */
 export function SelectAll({ nodes, selection }: { nodes: readonly LiveNode[]; selection: Selection }): ReactNode {
   const chosen = nodes.filter((node) => selection.ids.has(node.id)).length;
-  const all = chosen === nodes.length && chosen > 0;
+  const isAllChosen = chosen === nodes.length && chosen > 0;
   return (
     <input
       type="checkbox"
       aria-label={`Select all ${nodes.length} shown`}
-      checked={all}
+      checked={isAllChosen}
       ref={(box) => {
-        if (box !== null) box.indeterminate = chosen > 0 && !all;
+        if (box !== null) box.indeterminate = chosen > 0 && !isAllChosen;
       }}
       onChange={() => selection.toggleAll(nodes)}
     />

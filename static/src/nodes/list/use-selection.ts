@@ -11,15 +11,15 @@ export interface Selection {
   clear: () => void;
 }
 
-export function useSelection(known: ReadonlyMap<string, LiveNode>): Selection {
+export function useSelection(nodesById: ReadonlyMap<string, LiveNode>): Selection {
   const [ids, setIds] = useState<ReadonlySet<string>>(new Set());
-  const nodes = useMemo(() => [...ids].flatMap((id) => known.get(id) ?? []), [ids, known]);
-  const toggle = useCallback((id: string) => setIds((before) => without(before, [id]) ?? new Set([...before, id])), []);
-  const toggleAll = useCallback((some: readonly LiveNode[]) => {
-    const chosen = some.map((node) => node.id);
-    setIds((before) => {
-      if (chosen.every((id) => before.has(id))) return without(before, chosen) ?? before;
-      return new Set([...before, ...chosen]);
+  const nodes = useMemo(() => [...ids].flatMap((id) => nodesById.get(id) ?? []), [ids, nodesById]);
+  const toggle = useCallback((id: string) => setIds((previous) => without(previous, [id]) ?? new Set([...previous, id])), []);
+  const toggleAll = useCallback((toggled: readonly LiveNode[]) => {
+    const chosen = toggled.map((node) => node.id);
+    setIds((previous) => {
+      if (chosen.every((id) => previous.has(id))) return without(previous, chosen) ?? previous;
+      return new Set([...previous, ...chosen]);
     });
   }, []);
   const clear = useCallback(() => setIds(new Set()), []);
@@ -27,8 +27,8 @@ export function useSelection(known: ReadonlyMap<string, LiveNode>): Selection {
 }
 
 /** Without these; null if none of them was there. */
-function without(ids: ReadonlySet<string>, gone: readonly string[]): ReadonlySet<string> | null {
-  const left = new Set(ids);
-  for (const id of gone) left.delete(id);
-  return left.size < ids.size ? left : null;
+function without(ids: ReadonlySet<string>, removedIds: readonly string[]): ReadonlySet<string> | null {
+  const remaining = new Set(ids);
+  for (const id of removedIds) remaining.delete(id);
+  return remaining.size < ids.size ? remaining : null;
 }

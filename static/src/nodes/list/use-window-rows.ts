@@ -18,20 +18,20 @@ interface Options {
   nodes: readonly LiveNode[];
   rowHeight: number;
   /** This row stays in the document, because the focus may be in it; -1 for none. */
-  kept: number;
+  pinnedRow: number;
   /** What covers the top of the window, in pixels. */
   covered?: number;
 }
 
-export function useWindowRows({ list, nodes, rowHeight, kept, covered = 0 }: Options): WindowRows {
+export function useWindowRows({ list, nodes, rowHeight, pinnedRow, covered = 0 }: Options): WindowRows {
   const margin = useTop(list);
   const rangeExtractor = useCallback(
     (range: Range) => {
       const rows = defaultRangeExtractor(range);
-      if (kept < 0 || kept >= range.count || rows.includes(kept)) return rows;
-      return [...rows, kept].sort((left, right) => left - right);
+      if (pinnedRow < 0 || pinnedRow >= range.count || rows.includes(pinnedRow)) return rows;
+      return [...rows, pinnedRow].sort((left, right) => left - right);
     },
-    [kept],
+    [pinnedRow],
   );
   const virtual = useWindowVirtualizer({
     count: nodes.length,

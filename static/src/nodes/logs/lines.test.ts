@@ -1,25 +1,25 @@
 import { describe, expect, it } from "vitest";
-import { addressOf, appended, asText, chosen, chunks, fileName, KEPT, logAddress, pieces, placeIn, plain, rejoined } from "./lines";
+import { addressOf, appended, asText, chosen, chunks, fileName, MAX_LINES, logAddress, pieces, placeIn, plain, rejoined } from "./lines";
 
-const told = (text: string, second = 0, stream: "stdout" | "stderr" = "stdout") => ({
+const logLine = (text: string, second = 0, stream: "stdout" | "stderr" = "stdout") => ({
   timestamp: `2026-11-21T00:00:${String(second).padStart(2, "0")}.5Z`, stream, text,
 });
 const texts = (lines: readonly { text: string }[]) => lines.map((line) => line.text);
 
 describe("the lines that a page keeps (UI-5.2)", () => {
   it("are numbered and bounded", () => {
-    const many = appended([], Array.from({ length: KEPT + 5 }, (_, at) => told(String(at))));
-    expect(many.length).toBe(KEPT);
+    const many = appended([], Array.from({ length: MAX_LINES + 5 }, (_, at) => logLine(String(at))));
+    expect(many.length).toBe(MAX_LINES);
     expect([many[0]?.text, many[0]?.number]).toEqual(["5", 6]);
     expect(appended(many, [])).toBe(many);
-    expect(appended(many, [told("x")]).at(-1)?.number).toBe(KEPT + 6);
+    expect(appended(many, [logLine("x")]).at(-1)?.number).toBe(MAX_LINES + 6);
   });
 
   it("are not doubled when the connection comes back, and none is lost", () => {
-    const before = appended([], [told("a", 1), told("b", 2), told("c", 3)]);
-    expect(texts(rejoined(before, [told("b", 2), told("c", 3), told("d", 4)]))).toEqual(["a", "b", "c", "d"]);
-    expect(texts(rejoined(before, [told("x", 9)]))).toEqual(["a", "b", "c", "x"]);
-    expect(rejoined(before, [])).toBe(before);
+    const previous = appended([], [logLine("a", 1), logLine("b", 2), logLine("c", 3)]);
+    expect(texts(rejoined(previous, [logLine("b", 2), logLine("c", 3), logLine("d", 4)]))).toEqual(["a", "b", "c", "d"]);
+    expect(texts(rejoined(previous, [logLine("x", 9)]))).toEqual(["a", "b", "c", "x"]);
+    expect(rejoined(previous, [])).toBe(previous);
   });
 
   it("have no colours of a terminal", () => {
@@ -29,7 +29,7 @@ describe("the lines that a page keeps (UI-5.2)", () => {
 });
 
 describe("what is shown of a log (UI-5.4)", () => {
-  const lines = appended([], [told("Loading GGUF"), told("loaded", 1, "stderr"), told("ready", 2)]);
+  const lines = appended([], [logLine("Loading GGUF"), logLine("loaded", 1, "stderr"), logLine("ready", 2)]);
 
   it("is what contains the term, in the chosen stream", () => {
     expect(texts(chosen(lines, { term: "LOAD", stream: "" }))).toEqual(["Loading GGUF", "loaded"]);
@@ -44,8 +44,8 @@ describe("what is shown of a log (UI-5.4)", () => {
   });
 
   it("is drawn in parts that stay the same", () => {
-    const many = appended([], Array.from({ length: 450 }, (_, at) => told(String(at))));
-    const [first, second] = [chunks(many), chunks(appended(many, [told("new")]))];
+    const many = appended([], Array.from({ length: 450 }, (_, at) => logLine(String(at))));
+    const [first, second] = [chunks(many), chunks(appended(many, [logLine("new")]))];
     expect(first.map((part) => part.length)).toEqual([199, 200, 51]);
     expect(second.map((part) => part.length)).toEqual([199, 200, 52]);
   });
@@ -60,7 +60,7 @@ describe("what is shown of a log (UI-5.4)", () => {
 });
 
 it("a download is the text of what is shown, under a safe name (UI-5.5)", () => {
-  const lines = appended([], [told("one"), told("two", 1, "stderr")]);
+  const lines = appended([], [logLine("one"), logLine("two", 1, "stderr")]);
   expect(asText(lines)).toBe("2026-11-21T00:00:00.5Z stdout one\n2026-11-21T00:00:01.5Z stderr two\n");
   expect(fileName("gpu/../a", "org/m#0", new Date("2026-11-21T01:02:03Z"))).toBe("gpu-..-a-org-m-0-2026-11-21T010203.log");
 });

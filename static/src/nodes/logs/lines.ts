@@ -12,11 +12,11 @@ export interface Line {
 }
 
 /** Lines that a page keeps; older ones go. */
-export const KEPT = 10_000;
+export const MAX_LINES = 10_000;
 /** Lines that are drawn together. */
 export const CHUNK = 200;
 
-type Told = components["schemas"]["LogLine"];
+type LogLine = components["schemas"]["LogLine"];
 
 /** Colours and cursor movements of terminals. */
 const ESCAPES = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\-_])/g;
@@ -27,20 +27,20 @@ export function plain(text: string): string {
 }
 
 /** These lines after those that there are, the newest `KEPT`. */
-export function appended(lines: readonly Line[], told: readonly Told[]): readonly Line[] {
-  if (told.length === 0) return lines;
+export function appended(lines: readonly Line[], received: readonly LogLine[]): readonly Line[] {
+  if (received.length === 0) return lines;
   let number = lines.at(-1)?.number ?? 0;
-  const more = told.map((line) => ({ number: ++number, timestamp: line.timestamp, stream: line.stream, text: plain(line.text) }));
-  return [...lines, ...more].slice(-KEPT);
+  const newLines = received.map((line) => ({ number: ++number, timestamp: line.timestamp, stream: line.stream, text: plain(line.text) }));
+  return [...lines, ...newLines].slice(-MAX_LINES);
 }
 
 /** What the worker has, after what this page has kept from before the connection was lost. */
-export function rejoined(lines: readonly Line[], told: readonly Told[]): readonly Line[] {
-  const [first] = told;
+export function rejoined(lines: readonly Line[], received: readonly LogLine[]): readonly Line[] {
+  const [first] = received;
   if (first === undefined) return lines;
   const text = plain(first.text);
   const same = lines.findIndex((line) => line.timestamp === first.timestamp && line.text === text && line.stream === first.stream);
-  return appended(same < 0 ? lines : lines.slice(0, same), told);
+  return appended(same < 0 ? lines : lines.slice(0, same), received);
 }
 
 export interface Choice {
@@ -51,8 +51,8 @@ export interface Choice {
 /** The lines that contain the term, whatever its case, in the chosen stream. */
 export function chosen(lines: readonly Line[], { term, stream }: Choice): readonly Line[] {
   if (term === "" && stream === "") return lines;
-  const wanted = term.toLowerCase();
-  return lines.filter((line) => (stream === "" || line.stream === stream) && line.text.toLowerCase().includes(wanted));
+  const needle = term.toLowerCase();
+  return lines.filter((line) => (stream === "" || line.stream === stream) && line.text.toLowerCase().includes(needle));
 }
 
 /** The lines in parts that stay the same while others come and go. */
@@ -69,8 +69,8 @@ export function chunks(lines: readonly Line[]): (readonly Line[])[] {
 }
 
 /** Whether two parts show the same lines: a line never changes. */
-export function alike(one: readonly Line[], other: readonly Line[]): boolean {
-  return one.length === other.length && one[0]?.number === other[0]?.number && one.at(-1)?.number === other.at(-1)?.number;
+export function alike(first: readonly Line[], second: readonly Line[]): boolean {
+  return first.length === second.length && first[0]?.number === second[0]?.number && first.at(-1)?.number === second.at(-1)?.number;
 }
 
 /** The text in pieces, every second one what was searched for. */
@@ -79,14 +79,14 @@ export function pieces(text: string, term: string): string[] {
   const lower = text.toLowerCase();
   // A letter may be longer in lower case: then no place in one text is a place in the other.
   if (lower.length !== text.length) return [text];
-  const found: string[] = [];
-  const wanted = term.toLowerCase();
+  const matches: string[] = [];
+  const needle = term.toLowerCase();
   let from = 0;
-  for (let at = lower.indexOf(wanted); at >= 0; at = lower.indexOf(wanted, from)) {
-    found.push(text.slice(from, at), text.slice(at, at + term.length));
+  for (let at = lower.indexOf(needle); at >= 0; at = lower.indexOf(needle, from)) {
+    matches.push(text.slice(from, at), text.slice(at, at + term.length));
     from = at + term.length;
   }
-  return [...found, text.slice(from)];
+  return [...matches, text.slice(from)];
 }
 
 /** The lines as a text file. */

@@ -32,8 +32,8 @@ export function LogsPage(): ReactNode {
   const [place, setPlace] = useInAddress(placeIn, addressOf);
   const name = useLive((state) => state.nodes.get(id)?.name);
   const running = useLive((state) => state.nodes.get(id)?.models) ?? NONE;
-  const kept = useKept(id);
-  const models = useMemo(() => known(running, kept.data ?? [], place.of), [running, kept.data, place.of]);
+  const storedLogs = useKept(id);
+  const models = useMemo(() => replicaNames(running, storedLogs.data ?? [], place.of), [running, storedLogs.data, place.of]);
   const [only] = models;
   // Of one there is nothing to choose.
   const of = place.of === "" && models.length === 1 && only !== undefined ? only : place.of;
@@ -46,9 +46,9 @@ export function LogsPage(): ReactNode {
         </Link>
       </nav>
       <h1 tabIndex={-1}>Logs{of !== "" && <> of <bdi>{of}</bdi></>}</h1>
-      <Which models={models} running={running} of={of} onChange={(next) => setPlace((before) => ({ ...before, of: next }))} />
+      <ReplicaChoice models={models} running={running} of={of} onChange={(next) => setPlace((previous) => ({ ...previous, of: next }))} />
       {of === "" ? (
-        <NothingChosen kept={kept} />
+        <NothingChosen storedLogs={storedLogs} />
       ) : (
         <OneLog key={`${id} ${of}`} id={id} node={name ?? id} place={{ ...place, of }} onPlace={setPlace} ended={!runs(running, of)} />
       )}
@@ -65,8 +65,8 @@ function useKept(id: string): UseQueryResult<string[]> {
   });
 }
 
-function known(running: readonly LiveModel[], kept: readonly string[], of: string): string[] {
-  return [...new Set([...running.map((model) => model.model_name), ...kept, ...(of === "" ? [] : [modelOf(of)])])].sort();
+function replicaNames(running: readonly LiveModel[], storedLogs: readonly string[], of: string): string[] {
+  return [...new Set([...running.map((model) => model.model_name), ...storedLogs, ...(of === "" ? [] : [modelOf(of)])])].sort();
 }
 
 /** Whether an engine of it is among the node's replicas. */
@@ -74,14 +74,14 @@ function runs(running: readonly LiveModel[], of: string): boolean {
   return running.some((model) => of === model.model_name || of === `${model.model_name}#${model.replica_index}`);
 }
 
-function NothingChosen({ kept }: { kept: UseQueryResult<string[]> }): ReactNode {
-  if (kept.isPending) return <Loading what="the list of logs" />;
-  if (kept.error !== null) return <Problem error={kept.error} onRetry={() => void kept.refetch()} />;
-  if (kept.data.length > 0) return null;
+function NothingChosen({ storedLogs }: { storedLogs: UseQueryResult<string[]> }): ReactNode {
+  if (storedLogs.isPending) return <Loading subject="the list of logs" />;
+  if (storedLogs.error !== null) return <Problem error={storedLogs.error} onRetry={() => void storedLogs.refetch()} />;
+  if (storedLogs.data.length > 0) return null;
   return <Empty title="No logs on this node">No model has been loaded here since the worker started.</Empty>;
 }
 
-interface WhichProps {
+interface ReplicaChoiceProps {
   models: readonly string[];
   running: readonly LiveModel[];
   of: string;
@@ -89,12 +89,12 @@ interface WhichProps {
 }
 
 /** Which model, and of several replicas which. */
-function Which({ models, running, of, onChange }: WhichProps): ReactNode {
+function ReplicaChoice({ models, running, of, onChange }: ReplicaChoiceProps): ReactNode {
   const id = useId();
   const name = modelOf(of);
   const replicas = running.filter((model) => model.model_name === name).map((model) => model.replica_index);
-  const asked = of.includes("#") ? Number(of.slice(of.indexOf("#") + 1)) : null;
-  const shown = [...new Set(asked === null || Number.isNaN(asked) ? replicas : [...replicas, asked])].sort((left, right) => left - right);
+  const requestedIndex = of.includes("#") ? Number(of.slice(of.indexOf("#") + 1)) : null;
+  const shown = [...new Set(requestedIndex === null || Number.isNaN(requestedIndex) ? replicas : [...replicas, requestedIndex])].sort((left, right) => left - right);
   if (models.length === 0) return null;
   return (
     <div className="row wrap">
@@ -161,7 +161,7 @@ function useTail(id: string, of: string): [TailState, Tail] {
   return [useSyncExternalStore(tail.subscribe, tail.read), tail];
 }
 
-type SetPlace = (change: (before: Place) => Place) => void;
+type SetPlace = (change: (previous: Place) => Place) => void;
 
 interface OneLogProps {
   id: string;
@@ -174,7 +174,7 @@ interface OneLogProps {
 function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
   const [state, tail] = useTail(id, place.of);
   const [paused, setPaused] = useState<readonly Line[] | null>(null);
-  const [follows, setFollows] = useState(true);
+  const [isFollowing, setFollows] = useState(true);
   const [details, setDetails] = useState(true);
   const { stream } = place;
   const term = useDeferredValue(place.term);
@@ -185,7 +185,7 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
     tail.clear();
     setPaused(null);
   };
-  useConnectionNews(state);
+  useTailAnnouncements(state);
   return (
     <>
       <div className="row wrap log-tools">
@@ -197,7 +197,7 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
         <Button refusal={state.lines.length === 0 ? "There is nothing to clear." : ""} onClick={clear}>
           Clear
         </Button>
-        <Box label="Follow" on={follows} onChange={setFollows} />
+        <Box label="Follow" on={isFollowing} onChange={setFollows} />
         <Box label="Details" on={details} onChange={setDetails} />
       </div>
       <p className="row wrap muted">
@@ -210,9 +210,9 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
       </p>
       {state.problem !== null && <Problem error={state.problem} onRetry={tail.now} />}
       {shown.length > 0 ? (
-        <LogView lines={shown} term={term} details={details} follows={follows && paused === null} onFollows={setFollows} label={`Log of ${place.of}`} />
+        <LogView lines={shown} term={term} details={details} isFollowing={isFollowing && paused === null} onFollowing={setFollows} label={`Log of ${place.of}`} />
       ) : (
-        <NoLines any={present.length > 0} connection={state.connection} ended={ended} onAll={() => onPlace((before) => ({ ...before, term: "", stream: "" }))} />
+        <NoLines any={present.length > 0} connection={state.connection} ended={ended} onAll={() => onPlace((previous) => ({ ...previous, term: "", stream: "" }))} />
       )}
     </>
   );
@@ -230,13 +230,13 @@ function Filters({ place, onPlace }: { place: Place; onPlace: SetPlace }): React
         aria-label="Search the log"
         placeholder="Search"
         value={place.term}
-        onChange={(event) => onPlace((before) => ({ ...before, term: event.target.value }))}
+        onChange={(event) => onPlace((previous) => ({ ...previous, term: event.target.value }))}
       />
       <Choices
         legend="Stream"
         value={place.stream}
         choices={STREAMS.map((choice) => ({ value: choice.stream, label: choice.label }))}
-        onChange={(value) => onPlace((before) => ({ ...before, stream: value }))}
+        onChange={(value) => onPlace((previous) => ({ ...previous, stream: value }))}
       />
     </>
   );
@@ -284,7 +284,7 @@ function NoLines({ any, connection, ended, onAll }: NoLinesProps): ReactNode {
       </Empty>
     );
   }
-  if (connection === "connecting") return <Loading what="the log" />;
+  if (connection === "connecting") return <Loading subject="the log" />;
   if (connection === "lost") return null;
   return (
     <Empty title="No output yet">
@@ -300,10 +300,10 @@ function Connection({ state, paused }: { state: TailState; paused: boolean }): R
 }
 
 /** Says once that lines are missed, and once that they come again. */
-function useConnectionNews({ connection }: TailState): void {
-  useChange(connection, (before) => {
+function useTailAnnouncements({ connection }: TailState): void {
+  useChange(connection, (previous) => {
     if (connection === "lost") announce("The log is not live. Reconnecting.");
-    if (connection === "live" && before === "lost") announce("The log is live again.");
+    if (connection === "live" && previous === "lost") announce("The log is live again.");
   });
 }
 

@@ -1,22 +1,22 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { client } from "../../api/client";
-import { KEPT } from "./lines";
+import { MAX_LINES } from "./lines";
 import { address, read, Tail } from "./tail";
 
 const line = (text: string) => ({ timestamp: "2026-11-21T00:00:00Z", stream: "stdout", text });
 
 class FakeSocket {
-  static made: FakeSocket[] = [];
+  static created: FakeSocket[] = [];
   onmessage: ((event: { data: unknown }) => void) | null = null;
   onclose: ((event: { code: number; reason: string }) => void) | null = null;
   closed = false;
   constructor(readonly url: string) {
-    FakeSocket.made.push(this);
+    FakeSocket.created.push(this);
   }
   close(): void {
     this.closed = true;
   }
-  says(message: unknown): void {
+  receive(message: unknown): void {
     this.onmessage?.({ data: typeof message === "string" ? message : JSON.stringify(message) });
   }
   ends(code: number, reason = ""): void {
@@ -25,12 +25,12 @@ class FakeSocket {
 }
 
 const last = (): FakeSocket => {
-  const found = FakeSocket.made.at(-1);
-  if (found === undefined) throw new Error("no socket was opened");
-  return found;
+  const socket = FakeSocket.created.at(-1);
+  if (socket === undefined) throw new Error("no socket was opened");
+  return socket;
 };
 
-const texts = (tail: Tail) => tail.read().lines.map((one) => one.text);
+const texts = (tail: Tail) => tail.read().lines.map((line) => line.text);
 const answer = (data: unknown, status = 200) =>
   vi.spyOn(client, "GET").mockResolvedValue((status === 200 ? { data, response: new Response() } : { error: data, response: new Response(null, { status }) }));
 
@@ -38,7 +38,7 @@ let tail: Tail;
 
 beforeEach(() => {
   vi.useFakeTimers();
-  FakeSocket.made = [];
+  FakeSocket.created = [];
   vi.stubGlobal("WebSocket", FakeSocket);
   tail = new Tail("n1", "org/m#0");
   tail.start();
@@ -55,11 +55,11 @@ describe("a log that is followed (UI-5.1)", () => {
   it("has the lines there are, then each new one with the next frame", () => {
     expect(address({ protocol: "https:", host: "h" }, "n 1", "org/m#0")).toBe("wss://h/ws/nodes/n%201/backend-logs/org%2Fm%230");
     expect(tail.read().connection).toBe("connecting");
-    last().says({ type: "initial", lines: [line("old")] });
+    last().receive({ type: "initial", lines: [line("old")] });
     expect([texts(tail), tail.read().connection]).toEqual([["old"], "live"]);
     let changes = 0;
     tail.subscribe(() => (changes += 1));
-    for (let at = 0; at < 500; at += 1) last().says({ type: "line", line: line(String(at)) });
+    for (let at = 0; at < 500; at += 1) last().receive({ type: "line", line: line(String(at)) });
     expect(changes).toBe(0);
     vi.advanceTimersByTime(50);
     expect([changes, texts(tail).length]).toEqual([1, 501]);
@@ -67,9 +67,9 @@ describe("a log that is followed (UI-5.1)", () => {
 
   it("is bounded in a tab that gets no frames", () => {
     vi.stubGlobal("requestAnimationFrame", () => 1);
-    last().says({ type: "initial", lines: [] });
-    for (let at = 0; at < KEPT * 2 + 5; at += 1) last().says({ type: "line", line: line(String(at)) });
-    expect(texts(tail).length).toBe(KEPT);
+    last().receive({ type: "initial", lines: [] });
+    for (let at = 0; at < MAX_LINES * 2 + 5; at += 1) last().receive({ type: "line", line: line(String(at)) });
+    expect(texts(tail).length).toBe(MAX_LINES);
   });
 
   it("leaves out what is no message", () => {
@@ -82,12 +82,12 @@ describe("a log that is followed (UI-5.1)", () => {
 
 describe("a log that is lost (UI-5.6)", () => {
   it("comes back after three seconds, without doubles", () => {
-    last().says({ type: "initial", lines: [line("a")] });
+    last().receive({ type: "initial", lines: [line("a")] });
     last().ends(1011, "node gpu-a: its worker has ended the stream");
     expect([tail.read().connection, tail.read().problem?.message]).toEqual(["lost", "node gpu-a: its worker has ended the stream"]);
     vi.advanceTimersByTime(3_000);
-    expect(FakeSocket.made.length).toBe(2);
-    last().says({ type: "initial", lines: [line("a"), line("b")] });
+    expect(FakeSocket.created.length).toBe(2);
+    last().receive({ type: "initial", lines: [line("a"), line("b")] });
     expect([texts(tail), tail.read().connection, tail.read().problem]).toEqual([["a", "b"], "live", null]);
   });
 
@@ -103,14 +103,14 @@ describe("a log that is lost (UI-5.6)", () => {
     last().ends(1006);
     await vi.waitFor(() => expect(tail.read().problem?.message).toBe("node not found"));
     vi.advanceTimersByTime(60_000);
-    expect(FakeSocket.made.length).toBe(1);
+    expect(FakeSocket.created.length).toBe(1);
     tail.now();
-    expect(FakeSocket.made.length).toBe(2);
+    expect(FakeSocket.created.length).toBe(2);
   });
 
   it("is not tried again for somebody who may not read it", () => {
     last().ends(4403);
     vi.advanceTimersByTime(60_000);
-    expect([FakeSocket.made.length, tail.read().problem?.message]).toEqual([1, "Only administrators can read logs."]);
+    expect([FakeSocket.created.length, tail.read().problem?.message]).toEqual([1, "Only administrators can read logs."]);
   });
 });

@@ -2,10 +2,10 @@
 // socket cannot say, because it was refused before it was open, one request over REST does.
 import { ApiError, call, client } from "../../api/client";
 import type { components } from "../../api/schema";
-import { appended, KEPT, rejoined, type Line } from "./lines";
+import { appended, MAX_LINES, rejoined, type Line } from "./lines";
 
 type Message = components["schemas"]["LogMessage"];
-type Told = components["schemas"]["LogLine"];
+type LogLine = components["schemas"]["LogLine"];
 
 const AGAIN_MS = 3_000;
 const SIGNED_OUT = 4401;
@@ -25,8 +25,8 @@ export function address(place: Pick<Location, "protocol" | "host">, node: string
   return `${scheme}://${place.host}/ws/nodes/${encodeURIComponent(node)}/backend-logs/${encodeURIComponent(of)}`;
 }
 
-function isLine(value: unknown): value is Told {
-  const line = value as Partial<Told> | null;
+function isLine(value: unknown): value is LogLine {
+  const line = value as Partial<LogLine> | null;
   return typeof line === "object" && line !== null && typeof line.text === "string" && typeof line.timestamp === "string";
 }
 
@@ -47,9 +47,9 @@ export class Tail {
   private state: TailState = { lines: [], connection: "connecting", problem: null };
   private readonly listeners = new Set<() => void>();
   private socket: WebSocket | null = null;
-  private again: ReturnType<typeof setTimeout> | undefined;
+  private retryTimer: ReturnType<typeof setTimeout> | undefined;
   private frame = 0;
-  private waiting: Told[] = [];
+  private waiting: LogLine[] = [];
   private greeted = false;
   private stopped = true;
 
@@ -74,7 +74,7 @@ export class Tail {
 
   stop(): void {
     this.stopped = true;
-    clearTimeout(this.again);
+    clearTimeout(this.retryTimer);
     cancelAnimationFrame(this.frame);
     this.frame = 0;
     this.socket?.close();
@@ -94,7 +94,7 @@ export class Tail {
   };
 
   private connect(): void {
-    clearTimeout(this.again);
+    clearTimeout(this.retryTimer);
     const socket = new WebSocket(address(window.location, this.node, this.of));
     this.socket = socket;
     this.greeted = false;
@@ -109,15 +109,15 @@ export class Tail {
     };
   }
 
-  private greet(lines: readonly Told[]): void {
+  private greet(lines: readonly LogLine[]): void {
     this.greeted = true;
     this.set({ lines: rejoined(this.state.lines, lines), connection: "live", problem: null });
   }
 
-  private push(line: Told): void {
+  private push(line: LogLine): void {
     this.waiting.push(line);
     // A tab that is not shown gets no frames.
-    if (this.waiting.length >= KEPT) this.flush();
+    if (this.waiting.length >= MAX_LINES) this.flush();
     if (this.frame === 0) this.frame = requestAnimationFrame(() => this.flush());
   }
 
@@ -133,15 +133,15 @@ export class Tail {
     this.flush();
     this.socket = null;
     if (this.stopped) return;
-    this.again = setTimeout(() => this.connect(), AGAIN_MS);
-    if (code === SIGNED_OUT || code === FORBIDDEN) clearTimeout(this.again);
-    const known = code === FORBIDDEN ? "Only administrators can read logs." : reason;
-    this.set({ connection: "lost", problem: known === "" ? this.state.problem : new Error(known) });
-    if (!this.greeted && known === "") void this.ask();
+    this.retryTimer = setTimeout(() => this.connect(), AGAIN_MS);
+    if (code === SIGNED_OUT || code === FORBIDDEN) clearTimeout(this.retryTimer);
+    const closeReason = code === FORBIDDEN ? "Only administrators can read logs." : reason;
+    this.set({ connection: "lost", problem: closeReason === "" ? this.state.problem : new Error(closeReason) });
+    if (!this.greeted && closeReason === "") void this.fetchTicket();
   }
 
   /** The lines over REST, or why there are none. */
-  private async ask(): Promise<void> {
+  private async fetchTicket(): Promise<void> {
     const params = { path: { node_id: this.node, model: this.of } };
     try {
       const lines = await call(client.GET("/api/nodes/{node_id}/backend-logs/{model}", { params }));
@@ -149,7 +149,7 @@ export class Tail {
     } catch (error) {
       if (this.stopped || this.greeted || !(error instanceof ApiError)) return;
       // A node that is not there does not come back under this id.
-      if (error.status === 404) clearTimeout(this.again);
+      if (error.status === 404) clearTimeout(this.retryTimer);
       this.set({ problem: error });
     }
   }

@@ -8,8 +8,8 @@ interface ViewProps {
   term: string;
   details: boolean;
   /** Whether the newest line stays in sight. */
-  follows: boolean;
-  onFollows: (follows: boolean) => void;
+  isFollowing: boolean;
+  onFollowing: (isFollowing: boolean) => void;
   label: string;
 }
 
@@ -17,7 +17,7 @@ interface ViewProps {
 const NEAR = 24;
 const UPWARDS: ReadonlySet<string> = new Set(["ArrowUp", "PageUp", "Home"]);
 
-export function LogView({ lines, term, details, follows, onFollows, label }: ViewProps): ReactNode {
+export function LogView({ lines, term, details, isFollowing, onFollowing, label }: ViewProps): ReactNode {
   const box = useRef<HTMLDivElement>(null);
   const content = useRef<HTMLDivElement>(null);
   const parts = useMemo(() => chunks(lines), [lines]);
@@ -25,15 +25,15 @@ export function LogView({ lines, term, details, follows, onFollows, label }: Vie
     if (box.current !== null) box.current.scrollTop = box.current.scrollHeight;
   }, []);
   useLayoutEffect(() => {
-    if (follows) toEnd();
-  }, [follows, lines, details, toEnd]);
+    if (isFollowing) toEnd();
+  }, [isFollowing, lines, details, toEnd]);
   useEffect(() => {
     // A part gets its true height when it is painted for the first time.
-    if (!follows || content.current === null) return;
+    if (!isFollowing || content.current === null) return;
     const observer = new ResizeObserver(toEnd);
     observer.observe(content.current);
     return () => observer.disconnect();
-  }, [follows, toEnd]);
+  }, [isFollowing, toEnd]);
   const top = useRef(0);
   // Upwards only a reader goes: new lines and other heights leave the place, or move it to the end.
   const scrolled = () => {
@@ -41,20 +41,20 @@ export function LogView({ lines, term, details, follows, onFollows, label }: Vie
     if (current === null) return;
     const end = atEnd(current);
     const down = current.scrollTop > top.current;
-    if (end !== follows && (end ? down : current.scrollTop < top.current)) onFollows(end);
+    if (end !== isFollowing && (end ? down : current.scrollTop < top.current)) onFollowing(end);
     top.current = current.scrollTop;
   };
   // A key or a wheel tells before the first pixel moves. On the way up parts are painted for the first time, and
   // their new heights would take a reader who is still close to the end back to it.
   const goesUp = () => {
     const { current } = box;
-    if (follows && current !== null && current.scrollTop > 0) onFollows(false);
+    if (isFollowing && current !== null && current.scrollTop > 0) onFollowing(false);
   };
   return (
     // What scrolls takes the focus, so that keys can scroll it. It announces no line: there may be thousands.
     <div
       ref={box}
-      className={`log-box ${details ? "" : "plain"} ${follows ? "follows" : ""}`}
+      className={`log-box ${details ? "" : "plain"} ${isFollowing ? "follows" : ""}`}
       role="log"
       aria-live="off"
       aria-label={label}
@@ -101,5 +101,5 @@ const Part = memo(
       </div>
     );
   },
-  (before, after) => before.term === after.term && alike(before.lines, after.lines),
+  (previous, after) => previous.term === after.term && alike(previous.lines, after.lines),
 );

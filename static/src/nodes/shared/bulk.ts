@@ -35,9 +35,9 @@ export interface Bulk<Item> {
 
 /** How many of `outcomes` are in `state`. */
 export function tally(outcomes: Outcomes, state: Outcome["state"]): number {
-  let found = 0;
-  for (const outcome of outcomes.values()) if (outcome.state === state) found += 1;
-  return found;
+  let matchCount = 0;
+  for (const outcome of outcomes.values()) if (outcome.state === state) matchCount += 1;
+  return matchCount;
 }
 
 const STATES: Readonly<Partial<Record<OperationTarget["status"], Outcome["state"]>>> = {
@@ -51,20 +51,20 @@ const STATES: Readonly<Partial<Record<OperationTarget["status"], Outcome["state"
 /** What became of each node of an operation. Every refusal may be looked into and tried again, as a conflict. */
 export function outcomesOf({ nodes = [] }: Operation): Outcomes {
   return new Map(
-    nodes.map((part) => {
-      const state = STATES[part.status] ?? "running";
-      return [part.node_id, state === "failed" ? { state, error: new ApiError(part.error ?? "", 409) } : { state }];
+    nodes.map((target) => {
+      const state = STATES[target.status] ?? "running";
+      return [target.node_id, state === "failed" ? { state, error: new ApiError(target.error ?? "", 409) } : { state }];
     }),
   );
 }
 
 /** The feed tells an operation at once; only after this long is the server asked for it. */
-const ASK_EVERY_MS = 3_000;
+const POLL_MS = 3_000;
 
 /** Follows the operation to its end and reports its state after each change. */
 export async function follow(store: LiveStore, jobID: string, report: (operation: Operation) => void, signal: AbortSignal): Promise<void> {
   for (;;) {
-    const operation = store.read().operations.get(jobID) ?? (await changedOrAsked(store, jobID, signal));
+    const operation = store.read().operations.get(jobID) ?? (await waitForChange(store, jobID, signal));
     if (signal.aborted) return;
     if (operation !== undefined) {
       report(operation);
@@ -75,24 +75,24 @@ export async function follow(store: LiveStore, jobID: string, report: (operation
 }
 
 /** Resolves when the store has another state of the operation, or when it is time to ask the server. */
-function changed(store: LiveStore, jobID: string, before: Operation | undefined, signal: AbortSignal): Promise<void> {
+function changed(store: LiveStore, jobID: string, previous: Operation | undefined, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     const done = () => {
       clearTimeout(timer);
       stop();
       resolve();
     };
-    const timer = setTimeout(done, ASK_EVERY_MS);
+    const timer = setTimeout(done, POLL_MS);
     const stop = store.subscribe(() => {
-      if (store.read().operations.get(jobID) !== before) done();
+      if (store.read().operations.get(jobID) !== previous) done();
     });
     signal.addEventListener("abort", done, { once: true });
-    if (signal.aborted || store.read().operations.get(jobID) !== before) done();
+    if (signal.aborted || store.read().operations.get(jobID) !== previous) done();
   });
 }
 
 /** The operation if the feed names it soon, else what the server says of it. */
-async function changedOrAsked(store: LiveStore, jobID: string, signal: AbortSignal): Promise<Operation | undefined> {
+async function waitForChange(store: LiveStore, jobID: string, signal: AbortSignal): Promise<Operation | undefined> {
   await changed(store, jobID, undefined, signal);
   const operation = store.read().operations.get(jobID);
   if (operation !== undefined || signal.aborted) return operation;
@@ -120,31 +120,31 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
     async (items: readonly Item[], work: Work<Item>, workOnAll: WorkOnAll<Item>) => {
       const mine = new AbortController();
       control.current = mine;
-      let known: Outcomes = new Map();
-      const tell = (told: Outcomes) => {
-        known = told;
-        setOutcomes((before) => new Map([...before, ...told]));
+      let latestOutcomes: Outcomes = new Map();
+      const publish = (latest: Outcomes) => {
+        latestOutcomes = latest;
+        setOutcomes((previous) => new Map([...previous, ...latest]));
       };
-      const all = (outcome: Outcome) => tell(new Map(items.map((item) => [item.id, outcome])));
+      const setEach = (outcome: Outcome) => publish(new Map(items.map((item) => [item.id, outcome])));
       setRunning(true);
       setStopping(false);
       setJobID("");
-      all({ state: "running" });
+      setEach({ state: "running" });
       const [only] = items;
       try {
         if (items.length === 1 && only !== undefined) {
           const note = await work(only);
-          all(typeof note === "string" ? { state: "done", note } : { state: "done" });
+          setEach(typeof note === "string" ? { state: "done", note } : { state: "done" });
         } else {
           const job = (await workOnAll(items)).jobID;
           setJobID(job);
-          await follow(store, job, (operation) => tell(outcomesOf(operation)), mine.signal);
+          await follow(store, job, (operation) => publish(outcomesOf(operation)), mine.signal);
         }
       } catch (error) {
-        all(failureOf(error));
+        setEach(failureOf(error));
       }
       setRunning(false);
-      return known;
+      return latestOutcomes;
     },
     [store],
   );

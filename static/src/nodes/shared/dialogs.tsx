@@ -1,6 +1,7 @@
 // The dialogs of the verbs, for one node or many. Each is mounted when it is asked for and sends what the reader
 // saw; see `verb-dialog.tsx` for what they share.
 import { useId, useState, type ReactNode } from "react";
+import { ACTIONS } from "../../api/actions";
 import { count, grouped } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { TextField } from "../../ui/text-field";
@@ -23,9 +24,9 @@ export function ApproveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("approve", node)}
       {...(alone ? {} : { details })}
       work={async (node) => (await verbs.approve(node.id, node.fingerprint)).api_token}
-      workOnAll={(all) => verbs.onAll("approve", all, { fingerprints: fingerprints(all) })}
+      workOnAll={(targets) => verbs.onAll("approve", targets, { fingerprints: fingerprints(targets) })}
     >
-      {(seen) => (alone ? seen.map((node) => <Alone key={node.id} node={node} />) : <Risks nodes={seen} />)}
+      {(shownNodes) => (alone ? shownNodes.map((node) => <Alone key={node.id} node={node} />) : <Risks nodes={shownNodes} />)}
     </VerbDialog>
   );
 }
@@ -66,9 +67,9 @@ export function RejectDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("reject", node)}
       problem={reason.trim() === "" ? "Enter a reason" : tooLong(reason)}
       work={(node) => verbs.reject(node.id, reason)}
-      workOnAll={(all) => verbs.onAll("reject", all, { reason })}
+      workOnAll={(targets) => verbs.onAll("reject", targets, { reason })}
     >
-      <p>The worker stays pending and receives no work, even if it re-registers. Approve it to undo.</p>
+      <p>{ACTIONS.reject.consequence}</p>
       <ReasonField value={reason} onChange={setReason} />
     </VerbDialog>
   );
@@ -79,7 +80,7 @@ export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
   const [reason, setReason] = useState("");
   const [minutes, setMinutes] = useState("");
   const deadline = minutes.trim() === "" ? null : Number(minutes);
-  const wrong = deadlineProblem(deadline);
+  const problem = deadlineProblem(deadline);
   return (
     <VerbDialog
       action="Drain"
@@ -88,16 +89,14 @@ export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       nodes={nodes}
       onClose={onClose}
       refuse={(node) => verbs.refusal("drain", node)}
-      problem={wrong || tooLong(reason)}
+      problem={problem || tooLong(reason)}
       details={running}
       work={(node) => verbs.drain(node.id, reason, deadline)}
-      workOnAll={(all) => verbs.onAll("drain", all, { reason, ...(deadline === null ? {} : { deadline_seconds: Math.round(deadline * 60) }) })}
+      workOnAll={(targets) => verbs.onAll("drain", targets, { reason, ...(deadline === null ? {} : { deadline_seconds: Math.round(deadline * 60) }) })}
     >
-      <p>
-        No new requests are sent to the node. Running requests may finish until the deadline; then replicas are stopped. Restarting the worker does not end the drain; Resume does.
-      </p>
+      <p>{ACTIONS.drain.consequence}</p>
       <ReasonField value={reason} onChange={setReason} />
-      <MinutesField value={minutes} onChange={setMinutes} problem={wrong} />
+      <MinutesField value={minutes} onChange={setMinutes} problem={problem} />
     </VerbDialog>
   );
 }
@@ -132,9 +131,9 @@ export function ResumeDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       onClose={onClose}
       refuse={(node) => verbs.refusal("resume", node)}
       work={(node) => verbs.resume(node.id)}
-      workOnAll={(all) => verbs.onAll("resume", all)}
+      workOnAll={(targets) => verbs.onAll("resume", targets)}
     >
-      <p>The node receives work again. An offline node does so after its next heartbeat.</p>
+      <p>{ACTIONS.resume.consequence}</p>
     </VerbDialog>
   );
 }
@@ -151,11 +150,9 @@ export function RemoveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("deregister", node)}
       details={running}
       work={(node) => verbs.deregister(node.id)}
-      workOnAll={(all) => verbs.onAll("remove", all)}
+      workOnAll={(targets) => verbs.onAll("remove", targets)}
     >
-      <p>
-        The record is removed with its labels and waiting operations; its timeline stays. A running worker re-registers as a new, pending node, so stop it first.
-      </p>
+      <p>{ACTIONS.remove.consequence}</p>
     </VerbDialog>
   );
 }
@@ -166,7 +163,7 @@ export function LabelDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
   const [key, setKey] = useState("");
   const [value, setValue] = useState("");
   const trimmed = key.trim();
-  const wrong = keyProblem(trimmed) || (mode === "set" ? valueProblem(value) : "");
+  const problem = keyProblem(trimmed) || (mode === "set" ? valueProblem(value) : "");
   const refuse = (node: LiveNode) => {
     if (mode === "set") return node.labels[trimmed] === value && trimmed !== "" ? "already has this label" : "";
     return trimmed === "" || Object.hasOwn(node.labels, trimmed) ? "" : "does not have this label";
@@ -180,14 +177,14 @@ export function LabelDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       nodes={nodes}
       onClose={onClose}
       refuse={refuse}
-      problem={wrong}
+      problem={problem}
       work={work}
-      workOnAll={(all) => verbs.onAll("label", all, mode === "set" ? { labels: { [trimmed]: value } } : { remove_labels: [trimmed] })}
+      workOnAll={(targets) => verbs.onAll("label", targets, mode === "set" ? { labels: { [trimmed]: value } } : { remove_labels: [trimmed] })}
     >
       <Modes mode={mode} onChange={setMode} />
-      <KeyField value={key} onChange={setKey} nodes={nodes} problem={trimmed === "" ? "" : wrong} />
+      <KeyField value={key} onChange={setKey} nodes={nodes} problem={trimmed === "" ? "" : problem} />
       {mode === "set" && <TextField label="Value" value={value} onChange={setValue} />}
-      {trimmed !== "" && wrong === "" && (
+      {trimmed !== "" && problem === "" && (
         <p className="muted">
           {mode === "set" ? "Sets" : "Removes"} <bdi className="tag">{written(trimmed, mode === "set" ? value : "")}</bdi>
           {isAutomatic(trimmed) && "; the automatic value returns when the worker registers"}
@@ -219,12 +216,12 @@ interface FieldProps {
 }
 
 function ReasonField({ value, onChange }: Omit<FieldProps, "problem">): ReactNode {
-  return <TextField label="Reason" value={value} onChange={onChange} hint="Shown in the timeline." wrong={tooLong(value)} />;
+  return <TextField label="Reason" value={value} onChange={onChange} description="Shown in the timeline." problem={tooLong(value)} />;
 }
 
 function MinutesField({ value, onChange, problem }: FieldProps): ReactNode {
-  const hint = "Leave empty for the server default (1 h). 0 = immediately.";
-  return <TextField label="Deadline in minutes" value={value} onChange={onChange} hint={hint} wrong={problem} numeric />;
+  const description = "Leave empty for the server default (1 h). 0 = immediately.";
+  return <TextField label="Deadline in minutes" value={value} onChange={onChange} description={description} problem={problem} numeric />;
 }
 
 function KeyField({ nodes, value, onChange, problem }: FieldProps & { nodes: readonly LiveNode[] }): ReactNode {
@@ -232,7 +229,7 @@ function KeyField({ nodes, value, onChange, problem }: FieldProps & { nodes: rea
   const keys = [...new Set(nodes.flatMap((node) => Object.keys(node.labels)))].sort();
   return (
     <>
-      <TextField label="Key" value={value} onChange={onChange} wrong={problem} list={list} first />
+      <TextField label="Key" value={value} onChange={onChange} problem={problem} list={list} first />
       <datalist id={list}>
         {keys.map((key) => (
           <option key={key} value={key} />

@@ -8,23 +8,23 @@ const NAMED_FIRST = 10;
 
 /** Each node with what is said beside its name. */
 export function Names({ nodes }: { nodes: readonly (readonly [node: LiveNode, said: ReactNode])[] }): ReactNode {
-  const [all, setAll] = useState(false);
-  const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
+  const [isExpanded, setIsExpanded] = useState(false);
+  const shown = isExpanded ? nodes : nodes.slice(0, NAMED_FIRST);
   return (
     <div className="stack">
       {/* Scrolled by keys as well. */}
       <ul className="verb-nodes" tabIndex={0} aria-label="Nodes">
-        {shown.map(([node, said]) => (
+        {shown.map(([node, text]) => (
           <li key={node.id} className="verb-node">
             <bdi className="name" title={node.name}>
               {node.name}
             </bdi>
-            {said}
+            {text}
           </li>
         ))}
       </ul>
       {shown.length < nodes.length && (
-        <Button small kind="ghost" onClick={() => setAll(true)}>
+        <Button small kind="ghost" onClick={() => setIsExpanded(true)}>
           and {nodes.length - shown.length} more
         </Button>
       )}

@@ -20,10 +20,10 @@ export function shownStatus({ status, rejected }: Pick<LiveNode, "status" | "rej
   return status === "pending" && rejected !== null ? "rejected" : status;
 }
 
-type Heard = Pick<LiveNode, "status" | "last_heartbeat" | "inventory_error">;
+type HeartbeatFields = Pick<LiveNode, "status" | "last_heartbeat" | "inventory_error">;
 
 /** For how many seconds a healthy node has been silent; 0 if its heartbeats are in time. */
-export function silentFor({ status, last_heartbeat: at, inventory_error: error }: Heard, now: number): number {
+export function silentFor({ status, last_heartbeat: at, inventory_error: error }: HeartbeatFields, now: number): number {
   if (status !== "healthy" || at === null) return 0;
   const silent = now - Date.parse(at);
   return silent > (error === MUTE ? LATE_AND_MUTE_MS : LATE_MS) ? Math.floor(silent / 1000) : 0;

@@ -13,13 +13,13 @@ vi.mock("./verbs", { spy: true });
 
 afterEach(cleanup);
 
-function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
+function node(id: string, overrides: Partial<LiveNode> = {}): LiveNode {
   const empty = { labels: {}, models: [], model_count: 0, in_flight_count: 0, drain: null, rejected: null, revoked: null, joined: null, worker_version: "", version_skew: "" };
   const facts = { node_type: "backend", weak_identity: false, fingerprint: "aaaa", source_address: "", address: "", gpu_vendor: "" };
-  return { id, name: id, status: "healthy", gpu_compute_capability: "", created_at: "", ...empty, ...facts, ...more } as LiveNode;
+  return { id, name: id, status: "healthy", gpu_compute_capability: "", created_at: "", ...empty, ...facts, ...overrides } as LiveNode;
 }
 
-const part = (id: string, status: "success" | "error", more = {}) => ({ node_id: id, node_name: id, status, percentage: 0, ...more });
+const target = (id: string, status: "success" | "error", overrides = {}) => ({ node_id: id, node_name: id, status, percentage: 0, ...overrides });
 
 const refused = (status: number) => Promise.reject(new ApiError(`no ${status}`, status));
 
@@ -59,7 +59,7 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
 
   it("names who is left out and why, starts on Cancel, asks once for all, and retries only what failed", async () => {
     const drain = vi.mocked(verbs.drain).mockResolvedValue({ message: "" });
-    const all = vi.mocked(verbs.onAll).mockResolvedValue({ jobID: "job", statusUrl: "", message: "" });
+    const onAll = vi.mocked(verbs.onAll).mockResolvedValue({ jobID: "job", statusUrl: "", message: "" });
     const store = new LiveStore();
     const nodes = [node("n1"), node("n2"), node("n3", { status: "pending" })];
     show(<DrainDialog nodes={nodes} onClose={vi.fn()} />, store);
@@ -68,12 +68,12 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     fireEvent.change(screen.getByLabelText(/Deadline/), { target: { value: "2" } });
     press("Drain 2 nodes");
     await screen.findByRole("button", { name: "Continue in background" });
-    const parts = [part("n1", "success"), part("n2", "error", { error: "busy" })];
-    store.push({ type: "operations.snapshot", seq: 1, operations: [install("x", { jobID: "job", kind: "node_drain", status: "failed", nodes: parts })] });
+    const targets = [target("n1", "success"), target("n2", "error", { error: "busy" })];
+    store.push({ type: "operations.snapshot", seq: 1, operations: [install("x", { jobID: "job", kind: "node_drain", status: "failed", nodes: targets })] });
     await screen.findByText("1 node set to draining, 1 failed");
     press("Retry failed (1)");
     await screen.findByText("2 nodes set to draining");
-    expect(all.mock.calls.map(([verb, some, options]) => [verb, some.map(({ id }) => id), options])).toEqual([["drain", ["n1", "n2"], { reason: "", deadline_seconds: 120 }]]);
+    expect(onAll.mock.calls.map(([verb, targets, options]) => [verb, targets.map(({ id }) => id), options])).toEqual([["drain", ["n1", "n2"], { reason: "", deadline_seconds: 120 }]]);
     expect(drain.mock.calls).toEqual([["n2", "", 2]]);
   });
 });

@@ -24,7 +24,7 @@ interface VerbDialogProps extends NodesDialogProps {
   /** As on the button: "Drain". */
   action: string;
   /** What on the node it is done to, such as a backend; the node itself unless given. */
-  what?: string;
+  subject?: string;
   /** As in the sentence afterwards: "drained". */
   done: string;
   /** Something stops or is lost. */
@@ -49,34 +49,34 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   const cancel = useRef<HTMLButtonElement>(null);
   const store = useContext(LiveContext);
   const [nodes, setNodes] = useState(props.nodes);
-  const [asked, setAsked] = useState<readonly LiveNode[]>([]);
+  const [requestedNodes, setRequestedNodes] = useState<readonly LiveNode[]>([]);
   const bulk = useBulk<LiveNode>();
   const fit = nodes.filter((node) => refuse(node) === "");
   const shown = useShown();
   const run = async (chosen: readonly LiveNode[]) => {
-    const all = asked.length === 0 ? chosen : asked;
-    setAsked(all);
+    const targets = requestedNodes.length === 0 ? chosen : requestedNodes;
+    setRequestedNodes(targets);
     const outcomes = await bulk.start(chosen, props.work, props.workOnAll);
     // The end of an operation is announced by whoever watches operations.
     if (chosen.length === 1) announce(summary(outcomes, done));
-    if (shown.current && all.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
+    if (shown.current && targets.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
   };
-  const lookAgain = () => {
-    const known = store.read().nodes;
-    setNodes(nodes.flatMap((node) => known.get(node.id) ?? []));
-    setAsked([]);
+  const refreshNodes = () => {
+    const current = store.read().nodes;
+    setNodes(nodes.flatMap((node) => current.get(node.id) ?? []));
+    setRequestedNodes([]);
   };
   const title = (
     <>
-      {action} {props.what !== undefined && <><bdi>{props.what}</bdi> on </>}{nodes.length === 1 ? <bdi>{nodes[0]?.name}</bdi> : count(fit.length, "node")}
+      {action} {props.subject !== undefined && <><bdi>{props.subject}</bdi> on </>}{nodes.length === 1 ? <bdi>{nodes[0]?.name}</bdi> : count(fit.length, "node")}
     </>
   );
   return (
     <Dialog open onClose={bulk.running && !bulk.stopping && bulk.jobID === "" ? bulk.stop : onClose} title={title} first={cancel}>
-      {asked.length === 0 ? (
+      {requestedNodes.length === 0 ? (
         <Question {...props} nodes={nodes} fit={fit} cancel={cancel} onRun={() => void run(fit)} />
       ) : (
-        <Results asked={asked} bulk={bulk} done={done} onClose={onClose} onRun={(some) => void run(some)} onLook={lookAgain} />
+        <Results requestedNodes={requestedNodes} bulk={bulk} done={done} onClose={onClose} onRun={(retried) => void run(retried)} onRefresh={refreshNodes} />
       )}
     </Dialog>
   );
@@ -116,7 +116,7 @@ interface QuestionProps extends VerbDialogProps {
 
 function Question(props: QuestionProps): ReactNode {
   const { action, nodes, fit, cancel, danger = false, refuse, details, problem = "", onClose, onRun } = props;
-  const left = nodes.filter((node) => refuse(node) !== "");
+  const skipped = nodes.filter((node) => refuse(node) !== "");
   const why = fit.length === 0 ? "Not possible for any selected node" : problem;
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
@@ -125,10 +125,10 @@ function Question(props: QuestionProps): ReactNode {
   return (
     <form className="stack" onSubmit={submit}>
       {(nodes.length > 1 || details !== undefined) && <Names nodes={fit.map((node) => [node, details?.(node)])} />}
-      {left.length > 0 && (
+      {skipped.length > 0 && (
         <section className="stack" aria-label="Skipped">
-          <h3>Skipped: {count(left.length, "node")}</h3>
-          <Names nodes={left.map((node) => [node, <span key={node.id} className="muted">{refuse(node)}</span>])} />
+          <h3>Skipped: {count(skipped.length, "node")}</h3>
+          <Names nodes={skipped.map((node) => [node, <span key={node.id} className="muted">{refuse(node)}</span>])} />
         </section>
       )}
       {typeof props.children === "function" ? props.children(nodes) : props.children}
@@ -145,24 +145,24 @@ function Question(props: QuestionProps): ReactNode {
 }
 
 interface ResultsProps {
-  asked: readonly LiveNode[];
+  requestedNodes: readonly LiveNode[];
   bulk: Bulk<LiveNode>;
   done: string;
   onClose: () => void;
   onRun: (nodes: readonly LiveNode[]) => void;
-  onLook: () => void;
+  onRefresh: () => void;
 }
 
-function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): ReactNode {
+function Results({ requestedNodes, bulk, done, onClose, onRun, onRefresh }: ResultsProps): ReactNode {
   const { outcomes, running, stopping, stop, jobID } = bulk;
-  const failed = asked.filter((node) => outcomes.get(node.id)?.state === "failed");
+  const failed = requestedNodes.filter((node) => outcomes.get(node.id)?.state === "failed");
   const changed = failed.some((node) => isConflict(outcomes.get(node.id)));
   // The failed ones first: no one should have to look for them among five hundred.
   const rank = (node: LiveNode) => (outcomes.get(node.id)?.state === "failed" ? 0 : 1);
-  const ordered = running ? asked : asked.toSorted((left, right) => rank(left) - rank(right));
+  const ordered = running ? requestedNodes : requestedNodes.toSorted((skipped, right) => rank(skipped) - rank(right));
   return (
     <div className="stack">
-      <p>{running ? `${asked.length - pending(outcomes)} of ${asked.length} done` : summary(outcomes, done)}</p>
+      <p>{running ? `${requestedNodes.length - pending(outcomes)} of ${requestedNodes.length} done` : summary(outcomes, done)}</p>
       <ul className="verb-nodes" tabIndex={0} aria-label="Results">
         {ordered.map((node) => (
           <Result key={node.id} node={node} outcome={outcomes.get(node.id)} done={done} />
@@ -172,10 +172,10 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
         {running && !stopping && <Button onClick={stop}>Stop</Button>}
         {!running && failed.length > 0 && (
           <Button kind="primary" onClick={() => onRun(failed)}>
-            Retry {asked.length > 1 ? `failed (${failed.length})` : ""}
+            Retry {requestedNodes.length > 1 ? `failed (${failed.length})` : ""}
           </Button>
         )}
-        {!running && changed && <Button onClick={onLook}>Review again</Button>}
+        {!running && changed && <Button onClick={onRefresh}>Review again</Button>}
         {running && !stopping && jobID !== "" && (
           <Button autoFocus onClick={onClose}>
             Continue in background
@@ -199,7 +199,7 @@ function isConflict(outcome: Outcome | undefined): boolean {
   return outcome?.error instanceof ApiError && outcome.error.status === 409;
 }
 
-const SAID: Readonly<Record<Exclude<Outcome["state"], "done" | "failed">, string>> = {
+const OUTCOME_TEXTS: Readonly<Record<Exclude<Outcome["state"], "done" | "failed">, string>> = {
   waiting: "waiting",
   running: "sending…",
   stopped: "cancelled",
@@ -221,7 +221,7 @@ const Result = memo(function Result({ node, outcome, done }: ResultProps): React
       </bdi>
       {state === "done" && <span className="pill good verb-said">{done}</span>}
       {state === "failed" && <span className="pill bad verb-said">failed</span>}
-      {state !== "done" && state !== "failed" && <span className="muted verb-said">{SAID[state]}</span>}
+      {state !== "done" && state !== "failed" && <span className="muted verb-said">{OUTCOME_TEXTS[state]}</span>}
       {outcome?.error !== undefined && <Failure error={outcome.error} />}
       {outcome?.note !== undefined && <Once text={outcome.note} />}
     </li>
@@ -229,14 +229,14 @@ const Result = memo(function Result({ node, outcome, done }: ResultProps): React
 });
 
 function Failure({ error }: { error: Error }): ReactNode {
-  const known = error instanceof ApiError ? error : null;
+  const apiError = error instanceof ApiError ? error : null;
   return (
     <div className="problem">
       <span className="grow">
-        <strong>{error.message}</strong> {known !== null && advice(known)}
+        <strong>{error.message}</strong> {apiError !== null && advice(apiError)}
       </span>
-      {known !== null && known.requestId !== "" && (
-        <CopyButton small text={`${error.message} (request ${known.requestId})`} label="Copy error" />
+      {apiError !== null && apiError.requestId !== "" && (
+        <CopyButton small text={`${error.message} (request ${apiError.requestId})`} label="Copy error" />
       )}
     </div>
   );

@@ -3,9 +3,9 @@ import type { LiveNode } from "../../live/messages";
 import { keyProblem, listedLabels, written } from "./labels";
 import { refusal, type Verb } from "./verbs";
 
-function node(more: Partial<LiveNode>): LiveNode {
+function node(overrides: Partial<LiveNode>): LiveNode {
   const empty = { rejected: null, revoked: null, drain: null, rotation_requested_at: null, weak_identity: false };
-  return { id: "a", name: "a", node_type: "backend", status: "healthy", fingerprint: "ab", ...empty, ...more } as LiveNode;
+  return { id: "a", name: "a", node_type: "backend", status: "healthy", fingerprint: "ab", ...empty, ...overrides } as LiveNode;
 }
 
 const DRAIN = { since: "", by: "admin", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" };
@@ -19,9 +19,9 @@ describe("which verbs make sense (R1.15 to R1.19)", () => {
     [{ status: "draining", drain: { ...DRAIN, own: true } }, ["drain", "resume", "stop", "label", "install", "rotate", "revoke", "deregister"]],
     [{ status: "offline" }, ["drain", "resume", "label", "install", "rotate", "revoke", "deregister"]],
     [{ node_type: "agent", fingerprint: "", weak_identity: true }, ["drain", "label", "revoke", "deregister"]],
-  ])("of %j: %j", (more, wanted) => {
-    const all: Verb[] = ["approve", "reject", "drain", "resume", "stop", "label", "install", "rotate", "revoke", "deregister"];
-    expect(all.filter((verb) => refusal(verb, node(more)) === "")).toEqual(wanted);
+  ])("of %j: %j", (overrides, expected) => {
+    const allVerbs: Verb[] = ["approve", "reject", "drain", "resume", "stop", "label", "install", "rotate", "revoke", "deregister"];
+    expect(allVerbs.filter((verb) => refusal(verb, node(overrides)) === "")).toEqual(expected);
   });
 });
 
@@ -32,7 +32,7 @@ describe("labels", () => {
     ["", "Enter a key."],
     ["a/../b", "A key must not contain . or .. as a path segment"],
     ["k".repeat(129), "A key can have at most 128 characters."],
-  ])("the key %s: %s", (key, wanted) => expect(keyProblem(key)).toBe(wanted));
+  ])("the key %s: %s", (key, expected) => expect(keyProblem(key)).toBe(expected));
 
   it("writes them as one word", () => expect([written("a", "b"), written("a", "")]).toEqual(["a=b", "a"]));
 });

@@ -86,8 +86,8 @@ type Bulk = components["schemas"]["Bulk"];
 
 /** Runs a verb on many nodes: one operation of the server, which goes on without this page. */
 export function onAll(verb: Bulk["verb"], nodes: readonly Pick<LiveNode, "id">[], options: Omit<Bulk, "verb" | "ids"> = {}) {
-  const { reason, ...more } = options;
-  const body = { verb, ids: nodes.map((node) => node.id), ...because(reason ?? ""), ...more };
+  const { reason, ...otherOptions } = options;
+  const body = { verb, ids: nodes.map((node) => node.id), ...because(reason ?? ""), ...otherOptions };
   return call(client.POST("/api/nodes/bulk", { body }));
 }
 
@@ -98,7 +98,7 @@ const RESUMABLE = new Set<LiveNode["status"]>(["offline", "draining", "unhealthy
 const REFUSALS: Readonly<Record<Verb, Refusal>> = {
   approve: (node) => {
     if (node.status !== "pending") return "already approved";
-    return known(node) ? "" : "no worker has registered since the secret was revoked";
+    return hasReported(node) ? "" : "no worker has registered since the secret was revoked";
   },
   reject: (node) => {
     if (node.status !== "pending") return "not pending";
@@ -126,11 +126,11 @@ const REFUSALS: Readonly<Record<Verb, Refusal>> = {
     if (node.fingerprint === "") return "has no secret of its own";
     return node.rotation_requested_at === null ? "" : "rotation already requested";
   },
-  revoke: (node) => (known(node) ? "" : "has no identity to revoke"),
+  revoke: (node) => (hasReported(node) ? "" : "has no identity to revoke"),
   deregister: () => "",
 };
 
-function known(node: LiveNode): boolean {
+function hasReported(node: LiveNode): boolean {
   return node.fingerprint !== "" || node.weak_identity;
 }
 

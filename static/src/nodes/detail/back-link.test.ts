@@ -1,5 +1,5 @@
 import { expect, it } from "vitest";
-import { keptFilter, latestFilter } from "./back";
+import { keptFilter, latestFilter } from "./back-link";
 
 it("finds the list as it was left last", () => {
   const list = "http://a/app/nodes";

@@ -16,17 +16,17 @@ export type Miss = Schemas["PlacementMiss"];
 /** What has to change for the reasons to be others: replicas, and the model's work. Requests and progress do not count. */
 export function versionOf({ places, active, failed }: Pick<ModelRow, "places" | "active" | "failed">): string {
   const replicas = places.map(({ node, model }) => [node.id, model.id, model.replica_index, model.state]);
-  const work = [...active, ...failed].map((one) => [one.jobID, one.status, one.phase, one.attempts, one.status === "waiting_for_nodes" ? one.message : ""]);
+  const work = [...active, ...failed].map((operation) => [operation.jobID, operation.status, operation.phase, operation.attempts, operation.status === "waiting_for_nodes" ? operation.message : ""]);
   return JSON.stringify([replicas, work]);
 }
 
 /** Reads when it is first drawn, and again when `version` has changed: one read at a time, the last change always. */
 export function useExplained(model: string, version: string): UseQueryResult<Explained> {
-  const asked = useRef("");
+  const requestedModel = useRef("");
   const query = useQuery({
     queryKey: ["models", "explained", model],
     queryFn: ({ signal }) => {
-      asked.current = version;
+      requestedModel.current = version;
       return call(client.GET("/api/models/{model}/explain", { params: { path: { model } }, signal }));
     },
     staleTime: 0,
@@ -34,7 +34,7 @@ export function useExplained(model: string, version: string): UseQueryResult<Exp
   const { isFetching, refetch } = query;
   useEffect(() => {
     // A change during a read may have come too late for its answer. A read that failed is not repeated for the same version.
-    if (!isFetching && asked.current !== version) void refetch();
+    if (!isFetching && requestedModel.current !== version) void refetch();
   }, [isFetching, refetch, version]);
   return query;
 }
@@ -44,15 +44,15 @@ export interface Choice {
   key: string;
   decision: Decision;
   /** When it was made, and when its figures were last read; null for the one that would be made now. */
-  kept: { at: string; lastAt: string } | null;
+  recorded: { at: string; lastAt: string } | null;
 }
 
 export const NOW = "now";
 
 /** What would be decided now, then what was decided, the latest first. */
 export function choicesOf({ next, records }: Explained): Choice[] {
-  const kept = records.map((one) => ({ key: String(one.id), decision: one, kept: { at: one.at, lastAt: one.last_at } }));
-  return next.placement === null ? kept : [{ key: NOW, decision: next.placement, kept: null }, ...kept];
+  const choices = records.map((record) => ({ key: String(record.id), decision: record, recorded: { at: record.at, lastAt: record.last_at } }));
+  return next.placement === null ? choices : [{ key: NOW, decision: next.placement, recorded: null }, ...choices];
 }
 
 /** "n1#0" */
@@ -62,8 +62,8 @@ export function slotOf(place: { node: string | null; replica_index: number | nul
 
 /** "8 GiB of VRAM if possible, 9 GiB of disk" */
 export function needWords({ vram, vram_required, disk, disk_required }: Decision["need"]): string {
-  const one = (size: number, what: string, required: boolean) => (size > 0 ? [`${bytes(size)} of ${what}${required ? "" : " if possible"}`] : []);
-  return [...one(vram, "VRAM", vram_required), ...one(disk, "disk", disk_required)].join(", ") || "not known";
+  const requirement = (size: number, resource: string, required: boolean) => (size > 0 ? [`${bytes(size)} of ${resource}${required ? "" : " if possible"}`] : []);
+  return [...requirement(vram, "VRAM", vram_required), ...requirement(disk, "disk", disk_required)].join(", ") || "not known";
 }
 
 /** VRAM on a node that is ranked: what is free, or merely available if what is needed is not free there. */

@@ -3,7 +3,7 @@
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
-import { failedNodes, groupID, latestParts, runOf } from "./model";
+import { failedNodes, groupID, latestTargets, runOf } from "./model";
 import { phrase, place } from "./words";
 
 type Operations = ReadonlyMap<string, Operation>;
@@ -15,32 +15,32 @@ export interface End {
 }
 
 /** The ends between two moments. `before` null: the page has only begun to watch. */
-export function ends(before: Operations | null, after: Operations): End[] {
-  if (before === null || before === after) return [];
+export function ends(previous: Operations | null, after: Operations): End[] {
+  if (previous === null || previous === after) return [];
   const ended = new Map<string, Operation[]>();
   for (const operation of after.values()) {
-    const was = before.get(operation.jobID);
+    const was = previous.get(operation.jobID);
     if (was === operation || isActive(operation) || (was !== undefined && !isActive(was))) continue;
     ended.set(groupID(operation), [...(ended.get(groupID(operation)) ?? []), operation]);
   }
-  return [...ended].flatMap(([id, operations]) => told(id, operations, after));
+  return [...ended].flatMap(([id, operations]) => groupEnds(id, operations, after));
 }
 
-function told(id: string, ended: readonly Operation[], after: Operations): End[] {
+function groupEnds(id: string, ended: readonly Operation[], after: Operations): End[] {
   const failed = ended.filter(needsAttention);
-  const cancelled = ended.filter((one) => one.status === "cancelled");
-  const said: End[] = [];
-  if (failed[0] !== undefined) said.push({ group: id, tone: "bad", text: failure(failed, failed[0]) });
-  if (cancelled[0] !== undefined) said.push({ group: id, tone: "quiet", text: sentence(cancelled, cancelled[0]) });
-  const members = [...after.values()].filter((one) => groupID(one) === id);
-  const completed = ended.filter((one) => one.status === "completed");
+  const cancelled = ended.filter((operation) => operation.status === "cancelled");
+  const groupEndings: End[] = [];
+  if (failed[0] !== undefined) groupEndings.push({ group: id, tone: "bad", text: failure(failed, failed[0]) });
+  if (cancelled[0] !== undefined) groupEndings.push({ group: id, tone: "quiet", text: sentence(cancelled, cancelled[0]) });
+  const members = [...after.values()].filter((operation) => groupID(operation) === id);
+  const completed = ended.filter((operation) => operation.status === "completed");
   // Of thirteen nodes the last one is told, for all of them.
-  if (completed.length > 0 && !members.some(isActive)) said.push(success(id, runOf(completed, members)));
-  return said;
+  if (completed.length > 0 && !members.some(isActive)) groupEndings.push(success(id, runOf(completed, members)));
+  return groupEndings;
 }
 
 function names(operations: readonly Operation[]): string[] {
-  return latestParts(operations).map((part) => part.name);
+  return latestTargets(operations).map((target) => target.name);
 }
 
 function sentence(operations: readonly Operation[], first: Operation): string {
@@ -53,15 +53,15 @@ function failure(operations: readonly Operation[], first: Operation): string {
 }
 
 function success(group: string, run: readonly Operation[]): End {
-  const parts = latestParts(run);
-  const well = parts.filter((part) => part.status === "success");
+  const targets = latestTargets(run);
+  const well = targets.filter((target) => target.status === "success");
   const [first] = well;
   const where =
     first === undefined
       ? ""
-      : well.length < parts.length
-        ? `on ${well.length} of ${count(parts.length, "node")}`
-        : place(first.job, well.map((part) => part.name));
+      : well.length < targets.length
+        ? `on ${well.length} of ${count(targets.length, "node")}`
+        : place(first.job, well.map((target) => target.name));
   const text = first === undefined ? "" : [phrase(first.job, "completed"), first.job.name, where].filter(Boolean).join(" ");
   return { group, tone: "good", text };
 }
@@ -70,8 +70,8 @@ const SPOKEN = 3;
 const LONGEST = 200;
 
 /** Ends of one moment in one saying: the page's region holds one, and no one listens to a worker's whole log. */
-export function spoken(told: readonly End[]): string {
-  const said = told.slice(0, SPOKEN).map(({ text }) => brief(text, LONGEST));
-  if (told.length > SPOKEN) said.push(`${told.length - SPOKEN} more finished`);
-  return said.join(". ");
+export function spoken(announcements: readonly End[]): string {
+  const texts = announcements.slice(0, SPOKEN).map(({ text }) => brief(text, LONGEST));
+  if (announcements.length > SPOKEN) texts.push(`${announcements.length - SPOKEN} more finished`);
+  return texts.join(". ");
 }

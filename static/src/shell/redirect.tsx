@@ -2,14 +2,14 @@
 import { useCallback, useEffect, type ReactNode } from "react";
 import { useNavigate } from "react-router";
 import { Checking } from "./gate";
-import { safeNext } from "./next";
+import { safeNext } from "./next-address";
 
 /** How to leave: inside this page, or to another one of the server. */
-export function useOnward(): (wanted: string | null) => void {
+export function useOnward(): (address: string | null) => void {
   const navigate = useNavigate();
   return useCallback(
-    (wanted) => {
-      const { path, load } = safeNext(wanted, window.location.origin);
+    (address) => {
+      const { path, load } = safeNext(address, window.location.origin);
       if (load) window.location.assign(path);
       else void navigate(path, { replace: true });
     },
@@ -18,8 +18,8 @@ export function useOnward(): (wanted: string | null) => void {
 }
 
 /** Leaves at once. */
-export function Onward({ wanted }: { wanted: string | null }): ReactNode {
+export function Onward({ address }: { address: string | null }): ReactNode {
   const onward = useOnward();
-  useEffect(() => onward(wanted), [onward, wanted]);
+  useEffect(() => onward(address), [onward, address]);
   return <Checking />;
 }

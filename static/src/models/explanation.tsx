@@ -9,7 +9,7 @@ import { Problem } from "../ui/problem";
 import { StatusPill } from "../ui/status";
 import { Ago } from "../ui/time";
 import { Details } from "./decision";
-import { choicesOf, NOW, slotOf, useExplained, versionOf, type Choice, type Decision, type Explained } from "./explained";
+import { choicesOf, NOW, slotOf, useExplained, versionOf, type Choice, type Decision, type Explained } from "./explanation-query";
 import type { ModelRow } from "./rows";
 
 export function Why({ row }: { row: ModelRow }): ReactNode {
@@ -39,11 +39,11 @@ function Caret({ open }: { open: boolean }): ReactNode {
 
 function Reasons({ row }: { row: ModelRow }): ReactNode {
   const { data, dataUpdatedAt, error, isFetching, isPending, refetch } = useExplained(row.name, versionOf(row));
-  const again = () => void refetch();
+  const retry = () => void refetch();
   return (
     <div className="stack">
-      {isPending && <Loading what="reasons" />}
-      {error !== null && <Problem error={error} onRetry={again} />}
+      {isPending && <Loading subject="reasons" />}
+      {error !== null && <Problem error={error} onRetry={retry} />}
       {data !== undefined && (
         <>
           <div className="row wrap">
@@ -54,7 +54,7 @@ function Reasons({ row }: { row: ModelRow }): ReactNode {
               </span>
             </p>
             <AsOf at={dataUpdatedAt} />
-            <Button small kind="ghost" aria-label={`Read again: ${row.name}`} busy={isFetching} onClick={again}>
+            <Button small kind="ghost" aria-label={`Read again: ${row.name}`} busy={isFetching} onClick={retry}>
               Read again
             </Button>
           </div>
@@ -103,11 +103,11 @@ interface LineProps {
 
 function Line({ choice, name, open, onToggle }: LineProps): ReactNode {
   const id = useId();
-  const { decision, kept } = choice;
+  const { decision, recorded } = choice;
   return (
     <li>
       <button type="button" className="why-toggle" aria-expanded={open} aria-controls={id} onClick={onToggle}>
-        {kept === null ? (
+        {recorded === null ? (
           <span className="anywhere grow">
             One more replica now would {decision.outcome === "placed" ? "go to " : "wait"}
             {decision.outcome === "placed" && <Slot decision={decision} />}
@@ -117,7 +117,7 @@ function Line({ choice, name, open, onToggle }: LineProps): ReactNode {
             <StatusPill status={decision.outcome} />{" "}
             <span className="anywhere grow">{decision.outcome === "placed" && <Slot decision={decision} />}</span>{" "}
             <span className="muted">
-              <Ago at={kept.at} />
+              <Ago at={recorded.at} />
             </span>
           </>
         )}
@@ -127,7 +127,7 @@ function Line({ choice, name, open, onToggle }: LineProps): ReactNode {
         <bdi>{decision.reason}</bdi>
       </p>
       <div id={id} hidden={!open} className="why-details">
-        {open && <Details decision={decision} kept={kept} name={name} />}
+        {open && <Details decision={decision} recorded={recorded} name={name} />}
       </div>
     </li>
   );

@@ -9,18 +9,18 @@ const MOMENT_MS = 50;
 export function keepFocus(): () => void {
   let path: readonly Element[] = [];
   const holds = (event: FocusEvent) => {
-    path = event.composedPath().filter((one) => one instanceof Element);
+    path = event.composedPath().filter((eventTarget) => eventTarget instanceof Element);
   };
   const leaves = () => {
-    const [left] = path;
+    const [removed] = path;
     // A press beside it is on purpose. A removed element is gone a moment later.
     setTimeout(() => {
-      if (path[0] === left && left?.isConnected === true && document.activeElement !== left) path = [];
+      if (path[0] === removed && removed?.isConnected === true && document.activeElement !== removed) path = [];
     });
   };
   const goOn = () => {
     if (document.activeElement !== null && document.activeElement !== document.body) return;
-    const around = path.find((one) => one.isConnected && one.matches(AROUND)) ?? document.getElementById("main");
+    const around = path.find((element) => element.isConnected && element.matches(AROUND)) ?? document.getElementById("main");
     path = [];
     if (!(around instanceof HTMLElement)) return;
     if (!around.hasAttribute("tabindex")) around.tabIndex = -1;

@@ -6,14 +6,14 @@ import { EMPTY } from "../live/store";
 
 const REST_MS = 500;
 
-export type Roster = ReadonlyMap<string, LiveNode>;
+export type NodesById = ReadonlyMap<string, LiveNode>;
 
 /** Whether the feed has told the nodes; until then none is known, which is not the same as none. */
-export function isTold(nodes: Roster): boolean {
+export function isLoaded(nodes: NodesById): boolean {
   return nodes !== EMPTY.nodes;
 }
 
-export function useRoster(): Roster {
+export function useThrottledNodes(): NodesById {
   const store = useContext(LiveContext);
   const [nodes, setNodes] = useState(() => store.read().nodes);
   useEffect(() => {

@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { keepFocus } from "./focus-kept";
+import { keepFocus } from "./keep-focus";
 
 let stop: () => void;
 
@@ -17,10 +17,10 @@ describe("what had the focus goes", () => {
   it.each([
     ["#card", "failures"],
     ["#failures", "main"],
-  ])("with %s: the focus goes on to %s", async (gone, wanted) => {
+  ])("with %s: the focus goes on to %s", async (removed, expected) => {
     part("button").focus();
-    part(gone).remove();
-    await vi.waitFor(() => expect(document.activeElement?.id).toBe(wanted));
+    part(removed).remove();
+    await vi.waitFor(() => expect(document.activeElement?.id).toBe(expected));
   });
 
   it("and somebody else takes the focus: it stays there", async () => {

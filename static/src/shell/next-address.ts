@@ -9,8 +9,8 @@ export interface Target {
 }
 
 /** Path, search and hash of `wanted` if it leads to a page for people on this host, else the start page. */
-export function safeNext(wanted: string | null, origin: string): Target {
-  const url = onHost(wanted, origin);
+export function safeNext(address: string | null, origin: string): Target {
+  const url = onHost(address, origin);
   if (url === null) return { path: HOME, load: false };
   const path = `${url.pathname}${url.search}${url.hash}`;
   if (url.pathname === "/app" || url.pathname.startsWith("/app/")) return { path, load: false };
@@ -19,11 +19,11 @@ export function safeNext(wanted: string | null, origin: string): Target {
   return { path: HOME, load: false };
 }
 
-function onHost(wanted: string | null, origin: string): URL | null {
-  if (wanted === null || !wanted.startsWith("/")) return null;
+function onHost(address: string | null, origin: string): URL | null {
+  if (address === null || !address.startsWith("/")) return null;
   try {
     // As the browser would read it: `//host`, `/\host` and `/\t/host` are other hosts to it.
-    const url = new URL(wanted, origin);
+    const url = new URL(address, origin);
     return url.origin === origin ? url : null;
   } catch {
     return null;
@@ -32,6 +32,6 @@ function onHost(wanted: string | null, origin: string): URL | null {
 
 /** The sign-in page's address that comes back to here. */
 export function signInPath(place: { pathname: string; search: string; hash: string }): string {
-  const here = `${place.pathname}${place.search}${place.hash}`;
-  return here === "/app" || here === HOME ? "/login" : `/login?next=${encodeURIComponent(here)}`;
+  const current = `${place.pathname}${place.search}${place.hash}`;
+  return current === "/app" || current === HOME ? "/login" : `/login?next=${encodeURIComponent(current)}`;
 }

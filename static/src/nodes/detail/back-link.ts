@@ -19,12 +19,12 @@ export function latestFilter(addresses: readonly (string | null)[], list: string
 /** The list's filter when it was last open in this tab. */
 export function keptFilter(list: string): string {
   const { navigation } = window as { navigation?: History };
-  const here = navigation?.currentEntry?.index;
-  if (navigation === undefined || here === undefined) return "";
+  const position = navigation?.currentEntry?.index;
+  if (navigation === undefined || position === undefined) return "";
   return latestFilter(
     navigation
       .entries()
-      .slice(0, here)
+      .slice(0, position)
       .map((entry) => entry.url),
     list,
   );

@@ -6,7 +6,7 @@ import { GIB, model, node, show } from "../live/fixtures";
 import type { Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
-import { memoryWords, needWords, signed, versionOf, type Decision, type Explained } from "./explained";
+import { memoryWords, needWords, signed, versionOf, type Decision, type Explained } from "./explanation-query";
 import { ModelsPage } from "./page";
 
 type Answer = { data: Explained; response: Response } | { error: unknown; response: Response };
@@ -15,7 +15,7 @@ const MOMENT = "2026-08-22T10:00:00Z";
 let reads: ((answer: Answer) => void)[];
 let store: LiveStore;
 
-function decision(more: Partial<Decision> = {}): Decision {
+function decision(overrides: Partial<Decision> = {}): Decision {
   const terms = { failures: 0, shared: false, has_memory: true, busy: false, in_flight: 0, memory: 20 * GIB };
   return {
     outcome: "placed", reason: "most VRAM free: 20.0 GiB against 12.0 GiB on n2", node_id: "n1", node: "n1", replica_index: 0, selector: "",
@@ -29,18 +29,18 @@ function decision(more: Partial<Decision> = {}): Decision {
       { node_id: "gone", node: "n3", code: "full", reason: "no free slot for this model", free_vram: -GIB, available_disk: 0, total_disk: 0, replicas: 1, slots: 1, in_flight: 2 },
     ],
     evicts: [],
-    ...more,
+    ...overrides,
   };
 }
 
 const WAITING: Partial<Decision> = { outcome: "waiting", reason: "no node has 8 GiB", node_id: null, node: null, replica_index: null, best: [] };
 
-function kept(id: number, more: Partial<Decision> = {}): Explained["records"][number] {
-  return { id, kind: "placement", operation_id: `o${id}`, at: MOMENT, last_at: MOMENT, ...decision(more) };
+function recordedDecision(id: number, overrides: Partial<Decision> = {}): Explained["records"][number] {
+  return { id, kind: "placement", operation_id: `o${id}`, at: MOMENT, last_at: MOMENT, ...decision(overrides) };
 }
 
-function explained(says: string, records: Explained["records"], placement: Decision | null = decision()): Explained {
-  return { model: "tiny", defined: true, replicas: [], records, next: { action: "route", says, replica_id: null, operation_id: null, placement } };
+function explained(reason: string, records: Explained["records"], placement: Decision | null = decision()): Explained {
+  return { model: "tiny", defined: true, replicas: [], records, next: { action: "route", says: reason, replica_id: null, operation_id: null, placement } };
 }
 
 beforeEach(() => {
@@ -67,7 +67,7 @@ async function read(number: number): Promise<(answer: Answer) => void> {
   });
 }
 
-async function say(number: number, data: Explained): Promise<void> {
+async function respond(number: number, data: Explained): Promise<void> {
   const answer = await read(number);
   await act(async () => {
     answer({ data, response: new Response() });
@@ -88,11 +88,11 @@ function lines(table: HTMLElement): string[][] {
 it("shows what the next request finds, the latest decision with its nodes, and why not the others (UI-8.7)", async () => {
   const panel = await open();
   expect(panel.getByText("Loading reasons…")).toBeTruthy();
-  await say(0, explained("it is sent to replica 0 on n1; requests there: 2", [kept(8), kept(7, { reason: "the only node" })]));
+  await respond(0, explained("it is sent to replica 0 on n1; requests there: 2", [recordedDecision(8), recordedDecision(7, { reason: "the only node" })]));
   expect(await panel.findByText("it is sent to replica 0 on n1; requests there: 2")).toBeTruthy();
   const decisions = within(panel.getByRole("list", { name: "Decisions for tiny" })).getAllByRole("button");
-  expect(decisions.map((one) => one.getAttribute("aria-expanded"))).toEqual(["false", "true", "false"]);
-  expect(decisions.map((one) => one.textContent)).toEqual(["One more replica now would go to n1#0", expect.stringMatching(/^placed n1#0/), expect.stringMatching(/^placed/)]);
+  expect(decisions.map((element) => element.getAttribute("aria-expanded"))).toEqual(["false", "true", "false"]);
+  expect(decisions.map((element) => element.textContent)).toEqual(["One more replica now would go to n1#0", expect.stringMatching(/^placed n1#0/), expect.stringMatching(/^placed/)]);
   expect(panel.getByText(/2 of 3 nodes could take it\. Needs: 8 GiB of VRAM if possible\./)).toBeTruthy();
   expect(lines(panel.getByRole("table", { name: "Best nodes for tiny" }))).toEqual([
     ["n1#0", "0", "no", "yes", "none", "0", "20 GiB free", ""],
@@ -105,7 +105,7 @@ it("shows what the next request finds, the latest decision with its nodes, and w
 
 it("shows a wait with its reason, and another decision when it is chosen (UI-8.7)", async () => {
   const panel = await open();
-  await say(0, explained("a load begins and waits: no node has 8 GiB", [kept(8, WAITING), kept(7)], decision(WAITING)));
+  await respond(0, explained("a load begins and waits: no node has 8 GiB", [recordedDecision(8, WAITING), recordedDecision(7)], decision(WAITING)));
   const list = within(await panel.findByRole("list", { name: "Decisions for tiny" }));
   expect(list.getByText("One more replica now would wait")).toBeTruthy();
   expect(list.getByText("waiting")).toBeTruthy();
@@ -124,7 +124,7 @@ it("says why it could not be read, and reads again on demand (UI-8.7)", async ()
   expect((await panel.findByRole("alert")).textContent).toContain("this model is not defined");
   expect(reads).toHaveLength(1);
   fireEvent.click(panel.getByRole("button", { name: "Try again" }));
-  await say(1, explained("model tiny is not defined", [], null));
+  await respond(1, explained("model tiny is not defined", [], null));
   expect(await panel.findByText("No load of it has been decided yet.")).toBeTruthy();
   expect(panel.queryByRole("alert")).toBeNull();
 });
@@ -135,11 +135,11 @@ it("reads again when its replicas change, also during a read (UI-8.7)", async ()
   show(store, node("n1", { models: [model("tiny", 0)] }), node("n2", { models: [model("tiny", 0, { id: "new" })] }));
   expect(await panel.findByText("2 replicas")).toBeTruthy();
   expect(reads).toHaveLength(1);
-  await say(0, explained("from before", []));
-  await say(1, explained("with two", [kept(9)]));
+  await respond(0, explained("from before", []));
+  await respond(1, explained("with two", [recordedDecision(9)]));
   expect(await panel.findByText("with two")).toBeTruthy();
   show(store, node("n1", { models: [model("tiny", 0)] }));
-  await say(2, explained("with one", [kept(9)]));
+  await respond(2, explained("with one", [recordedDecision(9)]));
   expect(await panel.findByText("with one")).toBeTruthy();
 });
 
@@ -147,10 +147,10 @@ it("counts states and work as a change, but no requests and no progress (UI-8.7)
   const at = node("n1");
   const load = { jobID: "j", status: "processing", phase: "staging", attempts: 1, message: "40%", progress: 40 } as Operation;
   const version = (change: Partial<Operation>, replica = model("tiny", 0)) => versionOf({ places: [{ node: at, model: replica }], active: [{ ...load, ...change }], failed: [] });
-  const before = version({});
-  expect(version({ progress: 50, message: "50%" }, model("tiny", 0, { in_flight: 9 }))).toBe(before);
-  expect(version({ phase: "loading" })).not.toBe(before);
-  expect(version({}, model("tiny", 0, { state: "unloading" }))).not.toBe(before);
+  const previous = version({});
+  expect(version({ progress: 50, message: "50%" }, model("tiny", 0, { in_flight: 9 }))).toBe(previous);
+  expect(version({ phase: "loading" })).not.toBe(previous);
+  expect(version({}, model("tiny", 0, { state: "unloading" }))).not.toBe(previous);
   expect(version({ status: "waiting_for_nodes", message: "a" })).not.toBe(version({ status: "waiting_for_nodes", message: "b" }));
 });
 

@@ -35,8 +35,8 @@ beforeEach(() => {
 
 afterEach(cleanup);
 
-async function open(more: Partial<LiveNode> = {}) {
-  const store = show(new LiveStore(), node("n1", more));
+async function open(overrides: Partial<LiveNode> = {}) {
+  const store = show(new LiveStore(), node("n1", overrides));
   window.history.replaceState(null, "", "/app/nodes/n1");
   const never = new Promise<never>(() => undefined);
   const router = createBrowserRouter([
@@ -53,7 +53,7 @@ function panel(name: string) {
   return within(screen.getByRole("region", { name }));
 }
 
-const heard = (text: string) => waitFor(() => expect(screen.getByTestId("announcer").textContent).toContain(text));
+const expectAnnounced = (text: string) => waitFor(() => expect(screen.getByTestId("announcer").textContent).toContain(text));
 
 function type(label: string, value: string): HTMLElement {
   const field = panel("Labels").getByLabelText(label);
@@ -70,7 +70,7 @@ it("the next label, begun before the answer for the last one, stays as it is typ
   const key = type("Key", "zone");
   const value = type("Value", "w");
   answer();
-  await heard("Label tier=fast set.");
+  await expectAnnounced("Label tier=fast set.");
   expect([key, value].map((field) => (field as HTMLInputElement).value)).toEqual(["zone", "w"]);
   expect(document.activeElement).toBe(value);
 });
@@ -81,7 +81,7 @@ it("a label that is set leaves an empty form, and the focus at its key", async (
   fireEvent.submit(type("Value", "fast"));
   await vi.waitFor(() => expect(client.PATCH).toHaveBeenCalled());
   answer();
-  await heard("Label tier=fast set.");
+  await expectAnnounced("Label tier=fast set.");
   expect((key as HTMLInputElement).value).toBe("");
   expect(document.activeElement).toBe(key);
 });
@@ -94,7 +94,7 @@ it("a label whose removal is answered late takes the focus from nothing", async 
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   const value = type("Value", "w");
   answer();
-  await heard("Label tier removed.");
+  await expectAnnounced("Label tier removed.");
   expect(document.activeElement).toBe(value);
 });
 
@@ -103,12 +103,12 @@ it("a label that was removed can be put back as it was (UI-4.18)", async () => {
   fireEvent.click(panel("Labels").getByRole("button", { name: "Remove label zone=west 1" }));
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   answer();
-  await heard("It can be put back.");
+  await expectAnnounced("It can be put back.");
   show(store, node("n1", { labels: {} }));
   fireEvent.click(await panel("Labels").findByRole("button", { name: "Undo: put label zone=west 1 back" }));
   await vi.waitFor(() => expect(vi.mocked(client.PATCH).mock.calls[0]?.[1]).toEqual(expect.objectContaining({ body: { zone: "west 1" } })));
   answer();
-  await heard("Label zone is back.");
+  await expectAnnounced("Label zone is back.");
 });
 
 it("a VRAM budget is offered only where there is VRAM, or where one is set (UI-4.18)", async () => {
@@ -126,7 +126,7 @@ it("a value that is handed back takes the focus from nothing that is typed in me
   fireEvent.click(button);
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   answer();
-  await heard("reset to the worker default");
+  await expectAnnounced("reset to the worker default");
   const value = type("Value", "w");
   show(store, node("n1", { max_replicas_per_model_manually_set: false }));
   await panel("Capacity").findByText(/^Reset\. The worker's value/);
@@ -143,7 +143,7 @@ it("the answer to one question closes no other one", async () => {
   fireEvent.click(first.getByRole("button", { name: "Cancel" }));
   fireEvent.click(screen.getByRole("button", { name: "Revoke secret…" }));
   answer();
-  await heard("Secret rotation requested for n1.");
+  await expectAnnounced("Secret rotation requested for n1.");
   expect(screen.queryByRole("alertdialog", { name: /Revoke secret/ })).not.toBeNull();
 });
 
@@ -155,16 +155,16 @@ it("the answer to a question closes it", async () => {
   fireEvent.click(question.getByRole("button", { name: "Rotate secret" }));
   await vi.waitFor(() => expect(client.POST).toHaveBeenCalled());
   answer();
-  await heard("Secret rotation requested for n1.");
+  await expectAnnounced("Secret rotation requested for n1.");
   expect(screen.queryByRole("alertdialog")).toBeNull();
 });
 
 it("a deregistration calls off no way that was begun to another page", async () => {
   const { router } = await open();
-  fireEvent.click(screen.getByRole("button", { name: "Deregister…" }));
+  fireEvent.click(screen.getByRole("button", { name: "Remove…" }));
   const question = within(screen.getByRole("alertdialog"));
   fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
-  fireEvent.click(question.getByRole("button", { name: "Deregister" }));
+  fireEvent.click(question.getByRole("button", { name: "Remove" }));
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   fireEvent.click(question.getByRole("button", { name: "Cancel" }));
   await act(() => {
@@ -173,7 +173,7 @@ it("a deregistration calls off no way that was begun to another page", async () 
   });
   expect(router.state.navigation.location?.pathname).toBe("/app/activity");
   answer();
-  await heard("n1 deregistered.");
+  await expectAnnounced("n1 deregistered.");
   expect(router.state.navigation.location?.pathname).toBe("/app/activity");
 });
 

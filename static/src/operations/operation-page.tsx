@@ -12,9 +12,9 @@ import "./activity.css";
 import { canRetry } from "./calls";
 import { FailureCard, ProgressCard } from "./card";
 import { Reason } from "./failure";
-import { Facts, PartsTimeline, RetryAgain } from "./history-details";
+import { Facts, TargetsTimeline, RetryAgain } from "./history-details";
 import { groupID, groups } from "./model";
-import { useChanges, useOperation } from "./one-query";
+import { useChanges, useOperation } from "./operation-query";
 import "./record.css";
 import { words } from "./changes-query";
 import { From } from "./lines";
@@ -43,7 +43,7 @@ function OneOperation({ id }: { id: string }): ReactNode {
   return (
     <div className="activity">
       <PageHead title="Operation" />
-      {query.error === null ? <Loading what="the operation" /> : <Problem error={query.error} onRetry={() => void query.refetch()} />}
+      {query.error === null ? <Loading subject="the operation" /> : <Problem error={query.error} onRetry={() => void query.refetch()} />}
     </div>
   );
 }
@@ -67,7 +67,7 @@ function Shown({ operation }: { operation: Operation }): ReactNode {
       {nodes.length > 0 && (
         <section className="stack" aria-label="Time line">
           <h2>Time line</h2>
-          <PartsTimeline operation={operation} nodes={nodes} />
+          <TargetsTimeline operation={operation} nodes={nodes} />
         </section>
       )}
       <Changes operation={operation} />
@@ -80,8 +80,8 @@ function Card({ operation }: { operation: Operation }): ReactNode {
   const { paces } = useWork();
   const [group] = useMemo(() => groups([operation], new Map()), [operation]);
   if (group === undefined) return null;
-  if (group.failed.length > 0) return <FailureCard group={group} target={operation.jobID} />;
-  return <ProgressCard group={group} pace={paces.get(operation.jobID) ?? paces.get(groupID(operation))} target={operation.jobID} />;
+  if (group.failed.length > 0) return <FailureCard group={group} linkedJob={operation.jobID} />;
+  return <ProgressCard group={group} pace={paces.get(operation.jobID) ?? paces.get(groupID(operation))} linkedJob={operation.jobID} />;
 }
 
 /** Who did what about it: asked, cancelled, retried, dismissed. */

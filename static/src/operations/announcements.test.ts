@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { ends, spoken } from "./ends";
+import { ends, spoken } from "./announcements";
 import { at, byJob, install } from "./fixtures";
 
 const running = install("gpu-1");
@@ -25,20 +25,20 @@ describe("ends", () => {
   });
 
   it("of thirteen nodes tell the last, for all", () => {
-    const other = install("gpu-2");
-    expect(ends(byJob(running, other), byJob(completed, other))).toEqual([]);
+    const otherOperation = install("gpu-2");
+    expect(ends(byJob(running, otherOperation), byJob(completed, otherOperation))).toEqual([]);
     const last = install("gpu-2", { status: "completed", finishedAt: at(9) });
-    expect(ends(byJob(completed, other), byJob(completed, last))[0]?.text).toBe("Installed backend echo on 2 nodes");
+    expect(ends(byJob(completed, otherOperation), byJob(completed, last))[0]?.text).toBe("Installed backend echo on 2 nodes");
   });
 
   it("give a failure's reason at once, and do not count it as done", () => {
-    const other = install("gpu-2");
+    const otherOperation = install("gpu-2");
     const failed = install("gpu-1", { status: "failed", error: "no space left", finishedAt: at(2) });
-    expect(ends(byJob(running, other), byJob(failed, other))).toEqual([
+    expect(ends(byJob(running, otherOperation), byJob(failed, otherOperation))).toEqual([
       { group: "backend_install echo", tone: "bad", text: "Could not install backend echo on gpu-1: no space left" },
     ]);
     const last = install("gpu-2", { status: "completed", finishedAt: at(9) });
-    expect(ends(byJob(failed, other), byJob(failed, last))[0]?.text).toBe("Installed backend echo on 1 of 2 nodes");
+    expect(ends(byJob(failed, otherOperation), byJob(failed, last))[0]?.text).toBe("Installed backend echo on 1 of 2 nodes");
   });
 
   it("are told when something else begins at the same moment: their number is the same (UI-0.10)", () => {

@@ -6,8 +6,8 @@ import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import * as calls from "./calls";
 import { at, install } from "./fixtures";
-import { OperationPage } from "./one";
-import { merged } from "./one-query";
+import { OperationPage } from "./operation-page";
+import { merged } from "./operation-query";
 
 vi.mock("./calls", { spy: true });
 
@@ -23,10 +23,10 @@ const NODES = [
 ] as const;
 
 /** What the server answers: the record of one operation (404 without it), and the changes of people. */
-function serve(record: Operation | null, entries: readonly object[] = []): (asked: Request) => Promise<Response> {
+function serve(record: Operation | null, entries: readonly object[] = []): (request: Request) => Promise<Response> {
   const answer = (body: unknown, status: number) => Promise.resolve(new Response(JSON.stringify(body), { status, headers: { "Content-Type": "application/json" } }));
-  const answers = (asked: Request) => {
-    if (new URL(asked.url).pathname === "/api/audit") return answer({ entries }, 200);
+  const answers = (request: Request) => {
+    if (new URL(request.url).pathname === "/api/audit") return answer({ entries }, 200);
     return record === null ? answer({ error: "no operation has this id" }, 404) : answer(record, 200);
   };
   vi.stubGlobal("fetch", answers);
@@ -63,26 +63,26 @@ it("is live, and says what a queued node waits for", async () => {
   const store = open("j", job);
   expect((await screen.findAllByRole("list", { name: "Nodes of echo" })).length).toBeGreaterThan(0);
   await vi.waitFor(() => expect(screen.getAllByText(waiting.waitsFor).length).toBeGreaterThan(0));
-  store.push({ type: "operations.delta", seq: 999, operations: [{ ...job, status: "cancelled", seq: 999, finishedAt: at(9), nodes: NODES.map((part) => ({ ...part, status: "cancelled" as const })) }] });
+  store.push({ type: "operations.delta", seq: 999, operations: [{ ...job, status: "cancelled", seq: 999, finishedAt: at(9), nodes: NODES.map((target) => ({ ...target, status: "cancelled" as const })) }] });
   expect(await screen.findByRole("heading", { level: 1, name: "Cancelled: install backend echo on 2 nodes" })).toBeTruthy();
 });
 
 it("asks for the changes of people again when one was made, and not with each step of the work", async () => {
   const job = install("x", { jobID: "j", nodes: [...NODES] });
-  let asked = 0;
+  let requestCount = 0;
   const answers = serve(job);
   vi.stubGlobal("fetch", (request: Request) => {
-    if (new URL(request.url).pathname === "/api/audit") asked += 1;
+    if (new URL(request.url).pathname === "/api/audit") requestCount += 1;
     return answers(request);
   });
   const store = open("j", job);
-  await vi.waitFor(() => expect(asked).toBe(1));
+  await vi.waitFor(() => expect(requestCount).toBe(1));
   const step = (percentage: number) => [{ ...NODES[0], percentage }, NODES[1]];
   for (const percentage of [50, 60, 70]) store.push({ type: "operations.delta", seq: 900 + percentage, operations: [{ ...job, seq: 900 + percentage, nodes: step(percentage) }] });
   await vi.waitFor(() => expect(screen.getAllByText(/70/).length).toBeGreaterThan(0));
-  expect(asked).toBe(1);
+  expect(requestCount).toBe(1);
   store.push({ type: "operations.delta", seq: 999, operations: [{ ...job, seq: 999, nodes: [NODES[0], { ...NODES[1], status: "cancelled" }] }] });
-  await vi.waitFor(() => expect(asked).toBe(2));
+  await vi.waitFor(() => expect(requestCount).toBe(2));
 });
 
 it("cancels one node only, after a question", async () => {
@@ -92,12 +92,12 @@ it("cancels one node only, after a question", async () => {
   open("j", job);
   fireEvent.click(await screen.findByRole("button", { name: "Cancel echo on gpu-2" }));
   fireEvent.click(within(await screen.findByRole("alertdialog")).getByRole("button", { name: "Cancel on this node" }));
-  await vi.waitFor(() => expect(cancelOn.mock.calls.map(([one, node]) => [one.jobID, node])).toEqual([["j", "n2"]]));
+  await vi.waitFor(() => expect(cancelOn.mock.calls.map(([operation, node]) => [operation.jobID, node])).toEqual([["j", "n2"]]));
 });
 
 it("the newer of record and feed counts, and an older record still says what is waited for", () => {
   const job = install("x", { status: "pending", isQueued: true, seq: 5 }, { status: "queued" });
-  const record = { ...job, seq: 4, waitsFor: "waits for node x, which is offline", nodes: (job.nodes ?? []).map((part) => ({ ...part, waitsFor: "waits for node x, which is offline" })) };
+  const record = { ...job, seq: 4, waitsFor: "waits for node x, which is offline", nodes: (job.nodes ?? []).map((target) => ({ ...target, waitsFor: "waits for node x, which is offline" })) };
   expect(merged(record, job)?.message).toBe("waits for node x, which is offline");
   expect(merged(record, { ...job, status: "completed" })?.message).toBe("queued");
   expect(merged({ ...record, seq: 6, status: "failed" }, job)?.status).toBe("failed");

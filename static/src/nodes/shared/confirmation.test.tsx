@@ -15,7 +15,7 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-function ask(dialog: ReactNode): void {
+function renderDialog(dialog: ReactNode): void {
   render(
     <Tooltip.Provider>
       {dialog}
@@ -35,7 +35,7 @@ describe("nothing is done to a node before it is asked about (UI-3.13)", () => {
   it("draining asks for a reason and a deadline, and sends them", async () => {
     const drain = vi.mocked(verbs.drain).mockResolvedValue(DONE);
     const close = vi.fn();
-    ask(<DrainDialog nodes={[node("gpu-1")]} onClose={close} />);
+    renderDialog(<DrainDialog nodes={[node("gpu-1")]} onClose={close} />);
     expect(screen.getByRole("dialog", { name: "Drain gpu-1" })).toBeTruthy();
     fireEvent.change(screen.getByLabelText(/^Reason/), { target: { value: "new disks" } });
     fireEvent.change(screen.getByLabelText(/^Deadline in minutes/), { target: { value: "30" } });
@@ -48,7 +48,7 @@ describe("nothing is done to a node before it is asked about (UI-3.13)", () => {
 
   it("approving shows the fingerprint that is approved", async () => {
     const approve = vi.mocked(verbs.approve).mockResolvedValue({ id: "w", name: "w", node_type: "backend", status: "healthy", message: "" });
-    ask(<ApproveDialog nodes={[node("w", { status: "pending", fingerprint: "12345678" })]} onClose={vi.fn()} />);
+    renderDialog(<ApproveDialog nodes={[node("w", { status: "pending", fingerprint: "12345678" })]} onClose={vi.fn()} />);
     expect(screen.getByText("1234 5678")).toBeTruthy();
     expect(approve).not.toHaveBeenCalled();
     press("Approve");
@@ -57,8 +57,8 @@ describe("nothing is done to a node before it is asked about (UI-3.13)", () => {
 
   it("resuming says what it means", async () => {
     const resume = vi.mocked(verbs.resume).mockResolvedValue(DONE);
-    ask(<ResumeDialog nodes={[node("gpu-1", RETIRED)]} onClose={vi.fn()} />);
-    expect(screen.getByText(/receives work again/)).toBeTruthy();
+    renderDialog(<ResumeDialog nodes={[node("gpu-1", RETIRED)]} onClose={vi.fn()} />);
+    expect(screen.getByText(/receives work after/)).toBeTruthy();
     expect(resume).not.toHaveBeenCalled();
     press("Resume");
     await vi.waitFor(() => expect(resume.mock.calls).toEqual([["gpu-1"]]));
@@ -68,7 +68,7 @@ describe("nothing is done to a node before it is asked about (UI-3.13)", () => {
 it("a failure stays where it was caused, with what to do next, until somebody acts (UI-0.11)", async () => {
   vi.useFakeTimers();
   const drain = vi.mocked(verbs.drain).mockRejectedValue(new ApiError("no room for it", 503));
-  ask(<DrainDialog nodes={[node("gpu-1")]} onClose={vi.fn()} />);
+  renderDialog(<DrainDialog nodes={[node("gpu-1")]} onClose={vi.fn()} />);
   press("Drain");
   await act(() => vi.advanceTimersByTimeAsync(10 * 60_000));
   const dialog = screen.getByRole("dialog");

@@ -44,7 +44,7 @@ export interface Stream {
 const CHAT = "/v1/chat/completions";
 
 /** Raises `StillLoading`, or `ApiError` for any other refusal. */
-export async function ask(request: Request, signal: AbortSignal): Promise<Stream> {
+export async function startStream(request: Request, signal: AbortSignal): Promise<Stream> {
   const body = { ...request, stream: true, stream_options: { include_usage: true } };
   const response = await send(CHAT, body, signal);
   if (!response.ok || response.body === null) throw refusal(await response.json().catch(() => null), response);
@@ -72,12 +72,12 @@ const DONE = "[DONE]";
 
 /** The pieces of a body. Raises `ApiError` for an event that says why it cannot go on, and for a body that ends too early. */
 export async function* pieces(body: ReadableStream<Uint8Array>, headers: Headers): AsyncGenerator<Piece> {
-  const told: string[] = [];
-  const parser = createParser({ onEvent: ({ data }) => told.push(data) });
+  const messages: string[] = [];
+  const parser = createParser({ onEvent: ({ data }) => messages.push(data) });
   const text = new TextDecoder();
   for await (const bytes of chunksOf(body)) {
     parser.feed(text.decode(bytes, { stream: true }));
-    for (const data of told.splice(0)) {
+    for (const data of messages.splice(0)) {
       if (data === DONE) return;
       yield pieceOf(JSON.parse(data) as Chunk, headers);
     }

@@ -11,23 +11,23 @@ import type { Change } from "./changes-query";
 type Wait = Pick<Operation, "waitsFor" | "waitsSince">;
 
 /** A place in a queue moves when other work does, which the feed does not tell of this operation. */
-const LOOK_MS = 3_000;
+const REFRESH_MS = 3_000;
 const PLAIN = "waits for a controller";
 
 /** What is known of the operation; `unknown` once the server says that there is no record of it. */
-export interface Known {
+export interface LoadedOperation {
   operation: Operation | undefined;
   unknown: boolean;
   query: UseQueryResult<Operation>;
 }
 
-export function useOperation(id: string): Known {
+export function useOperation(id: string): LoadedOperation {
   const live = useLive((state) => state.operations.get(id));
   const query = useQuery({
     queryKey: ["operations", "one", id, live?.status ?? ""],
     queryFn: ({ signal }) => call(client.GET("/api/operations/{job_id}", { params: { path: { job_id: id } }, signal })),
     placeholderData: keepPreviousData,
-    refetchInterval: ({ state }) => (waits(state.data) ? LOOK_MS : false),
+    refetchInterval: ({ state }) => (waits(state.data) ? REFRESH_MS : false),
     staleTime: 0,
   });
   const unknown = live === undefined && query.error instanceof ApiError && query.error.status === 404;
@@ -36,20 +36,20 @@ export function useOperation(id: string): Known {
 
 /** Whether a part of it is queued. */
 function waits(operation: Operation | undefined): boolean {
-  return operation !== undefined && isActive(operation) && (operation.isQueued || (operation.nodes ?? []).some((part) => part.status === "queued"));
+  return operation !== undefined && isActive(operation) && (operation.isQueued || (operation.nodes ?? []).some((target) => target.status === "queued"));
 }
 
 /** The newer of the two, with what the record says about waiting where nothing better is known. */
 export function merged(record: Operation | undefined, live: Operation | undefined): Operation | undefined {
   const newest = live === undefined || (record !== undefined && record.seq > live.seq) ? record : live;
   if (newest === undefined || record === undefined || !isActive(newest)) return newest;
-  const known = new Map((record.nodes ?? []).map((part) => [part.node_id, part]));
-  const nodes = newest.nodes?.map((part) => {
-    const said = part.status === "queued" && (part.attempts ?? 0) === 0 ? inWords(known.get(part.node_id)) : "";
-    return said === "" ? part : { ...part, reason: said };
+  const recordedTargets = new Map((record.nodes ?? []).map((target) => [target.node_id, target]));
+  const nodes = newest.nodes?.map((target) => {
+    const queueText = target.status === "queued" && (target.attempts ?? 0) === 0 ? inWords(recordedTargets.get(target.node_id)) : "";
+    return queueText === "" ? target : { ...target, reason: queueText };
   });
-  const said = newest.isQueued && newest.attempts === 0 ? inWords(record) : "";
-  return { ...newest, ...(nodes === undefined ? {} : { nodes }), ...(said === "" ? {} : { message: said }) };
+  const queueText = newest.isQueued && newest.attempts === 0 ? inWords(record) : "";
+  return { ...newest, ...(nodes === undefined ? {} : { nodes }), ...(queueText === "" ? {} : { message: queueText }) };
 }
 
 /** "waits for node gpu-2, which is offline since 10:31"; "" where the page says it in its own words. */
@@ -63,7 +63,7 @@ function inWords(wait: Wait | undefined): string {
 export function useChanges(operation: Operation): UseQueryResult<readonly Change[]> {
   const { jobID: id, status, dismissedAt, waves, nodes = [] } = operation;
   // Not with every change: work under way reports several times a second.
-  const cancelled = nodes.filter((part) => part.status === "cancelled").length;
+  const cancelled = nodes.filter((target) => target.status === "cancelled").length;
   return useQuery({
     queryKey: ["audit", id, status, dismissedAt, waves?.state, waves?.open, waves?.lastReplicas, cancelled],
     queryFn: async ({ signal }) => (await call(client.GET("/api/audit", { params: { query: { subject: id } }, signal }))).entries,

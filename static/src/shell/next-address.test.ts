@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { safeNext, signInPath } from "./next";
+import { safeNext, signInPath } from "./next-address";
 
 const ORIGIN = "https://cluster.example";
 

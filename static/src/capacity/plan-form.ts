@@ -1,0 +1,92 @@
+// A question of "what if": what is to be placed, and which nodes are added. It lives in the address, so that a plan can be
+// sent to somebody else. Pure but for `usePlan`.
+import { useQuery, type UseQueryResult } from "@tanstack/react-query";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+
+type Schemas = components["schemas"];
+export type Plan = Schemas["PlacementPlan"];
+type Body = Schemas["PlacementPlanRequest"];
+
+/** As it is typed; what is empty is not said. */
+export interface PlanForm {
+  /** A defined model, or nothing: then the need counts. */
+  model: string;
+  vram: string;
+  disk: string;
+  replicas: string;
+  /** `tier=fast, zone=west`; instead of the rule's. */
+  selector: string;
+  add: string;
+  addVram: string;
+  addDisk: string;
+  addLabels: string;
+  addSlots: string;
+}
+
+const FIELDS = { model: "model", vram: "vram", disk: "disk", replicas: "replicas", selector: "selector", add: "add", addVram: "add_vram", addDisk: "add_disk", addLabels: "add_labels", addSlots: "add_slots" } as const;
+const FIELD_NAMES = Object.keys(FIELDS) as (keyof PlanForm)[];
+
+export const BLANK: PlanForm = { model: "", vram: "", disk: "", replicas: "", selector: "", add: "", addVram: "", addDisk: "", addLabels: "", addSlots: "" };
+
+export function parseForm(query: URLSearchParams): PlanForm {
+  return Object.fromEntries(FIELD_NAMES.map((name) => [name, query.get(FIELDS[name]) ?? ""])) as unknown as PlanForm;
+}
+
+export function formAddress(form: PlanForm): URLSearchParams {
+  return new URLSearchParams(FIELD_NAMES.filter((name) => form[name].trim() !== "").map((name) => [FIELDS[name], form[name].trim()]));
+}
+
+/** `tier=fast, zone=west 1` as labels; null if a part has no `=`. */
+export function labelsIn(text: string): Record<string, string> | null {
+  const parts = text.split(",").map((part) => part.trim()).filter((part) => part !== "");
+  const pairs = parts.map((part) => {
+    const at = part.indexOf("=");
+    return at < 1 ? null : ([part.slice(0, at).trim(), part.slice(at + 1).trim()] as const);
+  });
+  return pairs.includes(null) ? null : Object.fromEntries(pairs.filter((pair) => pair !== null));
+}
+
+const INTEGER_FIELDS: readonly (keyof PlanForm)[] = ["replicas", "add", "addSlots"];
+const NUMBER_FIELDS: readonly (keyof PlanForm)[] = [...INTEGER_FIELDS, "vram", "disk", "addVram", "addDisk"];
+
+/** What cannot be asked, by field; the server judges the rest. */
+export function validateForm(form: PlanForm): Partial<Record<keyof PlanForm, string>> {
+  const problems: Partial<Record<keyof PlanForm, string>> = {};
+  for (const name of NUMBER_FIELDS) {
+    const value = Number(form[name]);
+    const isInteger = INTEGER_FIELDS.includes(name);
+    if (!Number.isFinite(value) || value < 0 || (isInteger && !Number.isInteger(value))) problems[name] = isInteger ? "Enter a whole number." : "Enter a number of GiB.";
+  }
+  for (const name of ["selector", "addLabels"] as const) if (labelsIn(form[name]) === null) problems[name] = "Write labels as key=value, with commas between them.";
+  if (form.model.trim() === "" && form.vram.trim() === "" && form.disk.trim() === "") problems.model = "Enter a model, or how much memory it needs.";
+  return problems;
+}
+
+const GIB = 1024 ** 3;
+
+export function requestBody(form: PlanForm): Body {
+  const number = (text: string) => Number(text.trim());
+  const model = form.model.trim();
+  const body: Body = model === "" ? { need: { vram: Math.round(number(form.vram) * GIB), disk: Math.round(number(form.disk) * GIB) } } : { model };
+  if (number(form.replicas) > 0) body.replicas = number(form.replicas);
+  if (form.selector.trim() !== "") body.selector = labelsIn(form.selector) ?? {};
+  if (number(form.add) > 0) {
+    const labels = labelsIn(form.addLabels) ?? {};
+    const slots = number(form.addSlots);
+    body.nodes = [{ count: number(form.add), vram_gib: number(form.addVram), disk_gib: number(form.addDisk), labels, ...(slots > 0 ? { max_replicas_per_model: slots } : {}) }];
+  }
+  return body;
+}
+
+/** The plan for what was last asked; null: nothing was asked yet. */
+export function usePlan(form: PlanForm | null): UseQueryResult<Plan> {
+  return useQuery({
+    queryKey: ["placement", "plan", form],
+    queryFn: ({ signal }) => call(client.POST("/api/placement/plan", { body: requestBody(form ?? BLANK), signal })),
+    enabled: form !== null,
+    staleTime: 0,
+    gcTime: 0,
+    retry: false,
+  });
+}
