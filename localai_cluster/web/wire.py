@@ -202,6 +202,15 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
         raise field_error(path, problem[:_LONGEST_PROBLEM], _code_of(problem)) from error
 
 
+def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:
+    """Return a part of a body as `kind`; an InvalidInput names the field with its path in the body."""
+    try:
+        return parse_struct(fields, kind)
+    except InvalidInput as error:
+        name, _, problem = error.message.partition(": ")
+        raise field_error(f"{path}.{name}", problem, error.code) from error
+
+
 def field_error(path: str, problem: str, code: str = "invalid_value") -> InvalidInput:
     """Return the error for a part of a body, such as `messages[0].content`; its field is the first name.
 

@@ -5,7 +5,7 @@ event has the prompt's token count if the engine has reported it by then, otherw
 the figures of the whole response.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,9 +15,15 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects import blocks, openai_common
-from nodes.dialects.anthropic_input import Messages, System, collect_images, convert_messages
+from nodes.dialects.anthropic_input import (
+    Messages,
+    System,
+    collect_images,
+    convert_messages,
+    without_unknown,
+)
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
-from nodes.dialects.openai_common import MOST_STOPS, Fraction, NonNegativeInt, PositiveInt, Text
+from nodes.dialects.openai_common import MOST_STOPS, Fraction, PositiveInt, Text, TopK
 from nodes.dialects.openai_messages import (
     MOST_TOOLS,
     Choice,
@@ -107,7 +113,8 @@ class MessageResponse(ResponseBody, kw_only=True):
     model: str
     content: list[OutputBlock]
     stop_reason: Annotated[
-        str, msgspec.Meta(extra_json_schema={"enum": ["end_turn", "max_tokens", "tool_use"]})
+        str,
+        msgspec.Meta(extra_json_schema={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]}),
     ]
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -129,17 +136,19 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
     model: Text
     messages: Messages
     system: System | None = None
-    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tools: (
+        Annotated[
+            list[dict[str, Any]],
+            msgspec.Meta(max_length=MOST_TOOLS, description="The client's own; Anthropic's are left out."),
+        ]
+        | None
+    ) = None
     tool_choice: ClientChoice | None = None
 
     @property
     def conversation(self) -> Conversation:
         """The conversation for the engine; raises InvalidInput, which names the wrong field."""
-        tools = [
-            Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
-            for tool in self.tools or ()
-        ]
-        choice = self.tool_choice
+        tools, choice = list(_client_tools(self.tools or ())), self.tool_choice
         tools_json, choice_json = check_tools(tools, _choice(choice), "input_schema")
         is_single_call = choice is not None and choice.disable_parallel_tool_use
         return Conversation(
@@ -159,7 +168,7 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
     stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
-    top_k: NonNegativeInt | None = None
+    top_k: TopK | None = None
     output_config: OutputConfig | None = None
 
 
@@ -172,7 +181,7 @@ REFUSED = {
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_common.refuse_fields(fields, REFUSED)
-    body = wire.parse_struct(fields, MessagesBody)
+    body = wire.parse_struct(without_unknown(fields), MessagesBody)
     return Generation(
         model=body.model,
         prompts=(body.conversation,),
@@ -180,13 +189,21 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
             max_tokens=body.max_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=body.top_k,
+            top_k=openai_common.to_top_k(body.top_k),
             stop=tuple(body.stop_sequences or ()),
             grammar=_schema(body.output_config),
         ),
         stream=bool(body.stream),
         names=_NAMES,
     )
+
+
+def _client_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Tool]:
+    """Yield the client's own tools; those of Anthropic's, whose types have versions, cannot be run here."""
+    for number, fields in enumerate(tools):
+        if fields.get("type") in (None, "custom"):
+            tool = wire.parse_part(fields, ClientTool, f"tools[{number}]")
+            yield Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 def _choice(choice: ClientChoice | None) -> Choice | None:
@@ -234,22 +251,29 @@ def render_error(error: ClusterError) -> Answer:
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
-    reason = next((delta.finish for delta in deltas if delta.finish), "stop")
-    return msgspec.json.encode(_render_message(head, content, _reason(reason), total_usage(deltas, 1)))
+    last = next((delta for delta in deltas if delta.finish), TextDelta(0, finish="stop"))
+    message = _message(head, total_usage(deltas, 1)) | {"content": content} | _end(last)
+    return msgspec.json.encode(MessageResponse(**message))
 
 
-def _render_message(head: Head, content: list[OutputBlock], reason: str, usage: Usage) -> MessageResponse:
-    return MessageResponse(
-        id=f"msg_{head.id}",
-        model=head.generation.model,
-        content=content,
-        stop_reason=reason,
-        usage=_render_usage(usage),
-    )
+def _message(head: Head, usage: Usage) -> dict[str, Any]:
+    """Return the fields of a message that has no content yet."""
+    return {
+        "id": f"msg_{head.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": head.generation.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _render_usage(usage),
+    }
 
 
-def _reason(finish: str) -> str:
-    return _REASONS.get(finish, "end_turn")
+def _end(last: TextDelta) -> dict[str, Any]:
+    """Return why the response ended."""
+    reason = "stop_sequence" if last.stop_word else _REASONS.get(last.finish, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": last.stop_word or None}
 
 
 def _render_usage(usage: Usage) -> MessageUsage:
@@ -301,15 +325,12 @@ class MessageEvents:
         events = []
         if not self._has_started:
             self._has_started = True
-            usage = Usage(prompt=delta.prompt_tokens)
-            message = msgspec.to_builtins(_render_message(self._head, [], "", usage))
-            events.append(_render_event("message_start", message=message | {"stop_reason": None}))
+            message = _message(self._head, Usage(prompt=delta.prompt_tokens))
+            events.append(_render_event("message_start", message=message))
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
-            end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
-            events.append(
-                _render_event("message_delta", delta=end, usage=_render_usage(total_usage([delta], 1)))
-            )
+            usage = _render_usage(total_usage([delta], 1))
+            events.append(_render_event("message_delta", delta=_end(delta), usage=usage))
         return events
 
     def _render_step(self, step: BlockStep) -> bytes:

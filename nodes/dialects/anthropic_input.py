@@ -1,11 +1,12 @@
 """The input of Anthropic's Messages: the blocks of a conversation, as messages for an engine. Pure.
 
 A user's message may hold tool results, which engines expect as separate messages. Prompt caching marks
-(`cache_control`), sources of texts and signatures of thoughts are ignored.
+(`cache_control`), sources of texts and signatures of thoughts are ignored, and what an earlier answer did
+with the tools of Anthropic's servers is left out.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -113,6 +114,34 @@ class Turn(msgspec.Struct, frozen=True):
     content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
 
+_BLOCK_TYPES = frozenset(block.__struct_config__.tag for block in get_args(InputBlock))
+
+
+def without_unknown(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a request without the blocks of answers that only Anthropic's servers know.
+
+    These are the calls of their tools, such as `server_tool_use`, and what came of them.
+    """
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return fields
+    return {**fields, "messages": [_known_turn(message) for message in messages]}
+
+
+def _known_turn(message: Any) -> Any:
+    if not (isinstance(message, dict) and message.get("role") == "assistant"):
+        return message
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [block for block in content if not _is_unknown(block)]}
+
+
+def _is_unknown(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and kind not in _BLOCK_TYPES
+
+
 Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
@@ -195,7 +224,8 @@ def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
 
 def _image_data(source: ImageSource, field_path: str) -> str:
     if source.type != "base64" or source.media_type is None:
-        raise field_error(f"{field_path}.source", "only images inside the request are accepted, as base64")
+        message = "the cluster fetches nothing: an image must be inside the request, as base64"
+        raise field_error(f"{field_path}.source", message)
     return openai_messages.check_base64(source.data or "", field_path)
 
 

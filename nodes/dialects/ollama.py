@@ -17,7 +17,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Int64, ResponseBody
 from nodes.dialects import blocks, openai_common, openai_messages
-from nodes.dialects.openai_common import Fraction, NonNegativeInt, Penalty, Stop, Text
+from nodes.dialects.openai_common import Fraction, Penalty, Seed, Stop, Text, TopK, to_int, to_top_k
 from nodes.dialects.openai_messages import (
     MOST_MESSAGES,
     MOST_PARTS,
@@ -50,12 +50,16 @@ _NAMES = {"response_format": "format"}
 class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
     """How tokens are chosen. Other options of Ollama's are ignored."""
 
-    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = None
+    num_predict: (
+        Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)]
+        | Annotated[float, msgspec.Meta(multiple_of=1, ge=-2, le=2**31 - 1)]
+        | None
+    ) = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_k: NonNegativeInt | None = None
+    top_k: TopK | None = None
     top_p: Fraction | None = None
     min_p: Fraction | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: Stop = None
     repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
     frequency_penalty: Penalty | None = None
@@ -159,15 +163,15 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
         if options.num_predict == 0:
             raise InvalidInput("options.num_predict: at least 1, or -1 for no limit", field="options")
         return Sampling(
-            max_tokens=None if options.num_predict in _NO_LIMITS else options.num_predict,
+            max_tokens=None if options.num_predict in _NO_LIMITS else to_int(options.num_predict),
             temperature=options.temperature,
             top_p=options.top_p,
-            top_k=options.top_k,
+            top_k=to_top_k(options.top_k),
             min_p=options.min_p,
             repeat_penalty=options.repeat_penalty,
             frequency_penalty=options.frequency_penalty,
             presence_penalty=options.presence_penalty,
-            seed=options.seed,
+            seed=to_int(options.seed),
             stop=openai_common.stop_words(options.stop),
             grammar=_schema(self.format),
             logprobs=bool(self.logprobs),

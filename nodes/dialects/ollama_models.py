@@ -4,6 +4,7 @@ Administrators define models by files, so `pull` of a defined model succeeds at 
 The routes that create, copy, delete or publish a model are refused for every caller.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,8 +56,13 @@ class LoadBody(msgspec.Struct, frozen=True):
 
     @property
     def is_unload(self) -> bool:
-        """True if the model is to be unloaded."""
-        return self.keep_alive in (0, "0", "0s")
+        """True if the model is to be unloaded: 0, also as a duration in Go's form, such as `0m`."""
+        if isinstance(self.keep_alive, str):
+            return bool(_NO_TIME.fullmatch(self.keep_alive.strip()))
+        return self.keep_alive == 0
+
+
+_NO_TIME = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h))+)")
 
 
 async def pull(request: InferenceRequest) -> Answer:

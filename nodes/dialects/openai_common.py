@@ -32,6 +32,11 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = int | Annotated[float, msgspec.Meta(multiple_of=1, ge=-(2**53), le=2**53)]
 """A whole number; JavaScript and R also write `1.0`."""
+TopK = (
+    Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+    | Annotated[float, msgspec.Meta(multiple_of=1, ge=-1, le=2**31 - 1)]
+)
+"""The number of likeliest tokens to choose from; -1 and 0: no limit."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
@@ -82,8 +87,7 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MOST_BIASES)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """-1 and 0: no limit."""
+    top_k: TopK | None = None
     min_p: Fraction | None = None
     repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
     ignore_eos: bool | None = None
@@ -107,12 +111,12 @@ def to_sampling(
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,
+        top_k=to_top_k(body.top_k),
         min_p=body.min_p,
         repeat_penalty=body.repeat_penalty,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
-        seed=None if body.seed is None else int(body.seed),
+        seed=to_int(body.seed),
         stop=stop_words(body.stop),
         logit_bias=body.logit_bias or {},
         ignore_eos=bool(body.ignore_eos),
@@ -120,6 +124,16 @@ def to_sampling(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
     )
+
+
+def to_int(number: float | None) -> int | None:
+    """Return a whole number as an integer."""
+    return None if number is None else int(number)
+
+
+def to_top_k(number: float | None) -> int | None:
+    """Return `top_k` as engines have it: 0 for no limit."""
+    return None if number is None else max(int(number), 0)
 
 
 _UNUSED: tuple[Any, ...] = (None, False, "", "none", [], {})

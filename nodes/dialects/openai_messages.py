@@ -150,12 +150,13 @@ def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
 def parse_image_url(url: str, field_path: str) -> str:
     """Return the base64 data of an image's data URL; raise InvalidInput for any other URL.
 
-    `where` is the path of the URL in the request.
+    `field_path` is the path of the URL in the request.
     """
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
         raise field_error(
-            field_path, "only images inside the request are accepted, as data:image/png;base64,…"
+            field_path,
+            "the cluster fetches nothing: an image must be inside the request, as data:image/png;base64,…",
         )
     return check_base64(data, field_path)
 

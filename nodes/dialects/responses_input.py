@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import field_error
 from nodes.dialects import openai_messages
@@ -354,7 +353,7 @@ class FunctionTools:
             if kind == "namespace":
                 namespaces.append((tool, path))
             elif kind == "function":
-                self._add_function(_parse_function(tool, path))
+                self._add_function(wire.parse_part(tool, FlatTool, path))
             else:
                 self.others.append(kind)
         # Last, because a function without a namespace keeps its name.
@@ -374,7 +373,7 @@ class FunctionTools:
             if entry.get("type") != "function":
                 self.others.append(str(entry.get("type")))
                 continue
-            function = _parse_function(entry, entry_path)
+            function = wire.parse_part(entry, FlatTool, entry_path)
             name = self._free_name(space, function.name)
             self.namespaces[name] = space, function.name
             self._add_function(msgspec.structs.replace(function, name=name))
@@ -434,12 +433,3 @@ class FunctionTools:
 
 
 _UNSAFE = re.compile("[^a-zA-Z0-9_-]")
-
-
-def _parse_function(tool: Mapping[str, Any], path: str) -> FlatTool:
-    try:
-        return wire.parse_struct(tool, FlatTool)
-    except InvalidInput as error:
-        refusal = field_error(f"{path}.{error.message}".partition(": ")[0], error.message.partition(": ")[2])
-        refusal.code = error.code
-        raise refusal from error

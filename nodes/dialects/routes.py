@@ -5,7 +5,7 @@ that parse and render them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -393,6 +393,22 @@ _OTHERS: dict[str, Route] = {
     ),
 }
 
+
+def _refused(name: str, summary: str, method: str) -> Route:
+    """Return a route of Ollama's that is refused for every caller."""
+    return Route(
+        name=name,
+        summary=f"{summary} (Ollama): refused",
+        handler=ollama_models.refuse,
+        method=method,
+        limit=None,
+        envelope=OLLAMA,
+        response=ollama_models.StatusResponse,
+        description="Administrators define models.",
+        errors=(401, 403, 413, 429, 500, 503),
+    )
+
+
 _OTHERS |= {
     "/api/pull": Route(
         name="ollama_pull",
@@ -406,20 +422,16 @@ _OTHERS |= {
         description="Nothing is fetched: administrators define models.",
     ),
     **{
-        f"/api/{verb}": Route(
-            name=f"ollama_{verb.partition('/')[0]}",
-            summary=f"{summary} (Ollama): refused",
-            handler=ollama_models.refuse,
-            method="DELETE" if verb == "delete" else "POST",
-            limit=None,
-            envelope=OLLAMA,
-            response=ollama_models.StatusResponse,
-            description="Administrators define models.",
-            errors=(401, 403, 413, 429, 500, 503),
+        f"/api/{verb}": _refused(
+            f"ollama_{verb.partition('/')[0]}", summary, "DELETE" if verb == "delete" else "POST"
         )
         for verb, summary in ollama_models.REFUSED_VERBS.items()
     },
 }
+_OTHERS["/api/blobs/{digest}"] = replace(
+    _OTHERS["/api/blobs/{digest}"],
+    others=(_refused("ollama_find_blob", "Look for a file of a model", "HEAD"),),
+)
 
 ROUTES: Mapping[str, Route] = {
     **{f"/v1{path}": route for path, route in _WITH_PREFIX.items()},

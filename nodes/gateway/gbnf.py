@@ -1,10 +1,11 @@
 """Conversion of a JSON schema to GBNF, the grammars of llama.cpp that engines read in `Grammar`. Pure.
 
 The entry point is `from_schema`. Every text that the grammar accepts is JSON of the schema's shape: types,
-properties in the schema's order, lists and their lengths, enumerated values, references, texts of a supported
-format. A schema whose `const` and `enum` exclude every value is refused. Constraints that would need a huge
-grammar are omitted: bounds of numbers (except the sign), `pattern`, `not`, `uniqueItems`. An engine with
-better support finds the schema beside the grammar.
+properties in the schema's order and no others unless it permits them, lists and their lengths, enumerated
+values, references, texts of a supported format. A schema whose `const` and `enum` exclude every value is
+refused. Constraints that would need a huge grammar are omitted: bounds of numbers (except the sign),
+`pattern`, patterns of names, `not`, `uniqueItems`. An engine with better support finds the schema beside the
+grammar.
 """
 
 import contextlib
@@ -194,8 +195,8 @@ _PLAIN: Mapping[str, Grammar] = {
 }
 _BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
 """Keywords beside a reference that do not change its meaning."""
-_OF_OBJECTS = ("properties", "required", "additionalProperties")
-_JOINED = frozenset({"properties", "required", "allOf"})
+_OF_OBJECTS = ("properties", "patternProperties", "required", "additionalProperties")
+_JOINED = frozenset({"properties", "patternProperties", "required", "allOf"})
 _CHOICES = frozenset({"anyOf", "oneOf"})
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
@@ -371,7 +372,7 @@ class _Rules:
         listed = properties if isinstance(properties, Mapping) else {}
         needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
-        extra = part.get("additionalProperties", not all_properties)
+        extra = self._extra(part)
         members = [
             (name in needed, Sequenced((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
             for name, value in all_properties.items()
@@ -381,6 +382,21 @@ class _Rules:
         if extra is not False:
             extra_member = self._add_rule(Sequenced((Reference("string"), Text(":"), _SPACE, self.of(extra))))
         return _enclosed("{", self._members(members, extra_member), "}")
+
+    def _extra(self, part: Mapping[str, Any]) -> Any:
+        """Return the schema of further members, False for none.
+
+        An object with named members has no others unless it says so: a small model would invent some. Since
+        GBNF has no patterns of names, a further member fits all `patternProperties`.
+        """
+        patterns = part.get("patternProperties")
+        if isinstance(patterns, Mapping) and patterns:
+            values = (part.get("additionalProperties"), *patterns.values())
+            with contextlib.suppress(_Contradiction):
+                return False not in values and self._merge_all(values)
+            return False
+        is_named = "properties" in part or "patternProperties" in part or bool(part.get("required"))
+        return part.get("additionalProperties", not is_named)
 
     def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
         """Return the grammar of an object's members, built from the last member to the first.

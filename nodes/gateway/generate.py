@@ -44,8 +44,9 @@ from nodes.gateway.request import InferenceRequest
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
-"""Trailing metadata in which an engine may report the number of cached prompt tokens and the finish
-reason.
+STOP_WORD = "localai-stop-word"
+"""Trailing metadata in which an engine may report the number of cached prompt tokens, the finish reason, and
+as a JSON string the stop word that it found.
 """
 _COUNT = re.compile("[0-9]{1,10}")
 _REASONS = ("stop", "length", "tool_calls")
@@ -179,7 +180,7 @@ class ReplyReader:
 
     def __init__(self, choice: int, sampling: Sampling, limit: int) -> None:
         self._choice = choice
-        self._wants_logprobs = sampling.logprobs
+        self._wants_logprobs, self._stop = sampling.logprobs, sampling.stop
         self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_parsed = self._has_calls = self._has_sent_logprobs = False
@@ -210,18 +211,34 @@ class ReplyReader:
         self._has_sent_logprobs = self._has_sent_logprobs or bool(logprobs)
         return TextDelta(self._choice, text, reasoning, tools, logprobs)
 
-    def last(self, cached: str = "", finish: str = "") -> TextDelta:
-        """Return the final delta of the choice, with the engine's cached tokens and finish reason."""
+    def last(self, cached: str = "", finish: str = "", stop_word: str = "") -> TextDelta:
+        """Return the final delta of the choice, with the facts that the engine has reported at its end."""
         text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
         cached_count = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
         usage = Usage(self._prompt, self._completion, cached_count)
         finish_reason = finish if finish in _REASONS else self._finish()
-        return TextDelta(self._choice, text, finish=finish_reason, usage=usage)
+        known = _parse_text(stop_word) if finish_reason == "stop" else ""
+        return TextDelta(
+            self._choice,
+            text,
+            finish=finish_reason,
+            stop_word=known if known in self._stop else "",
+            usage=usage,
+        )
 
     def _finish(self) -> str:
         if self._has_calls:
             return "tool_calls"
         return "length" if 0 < self._limit <= self._completion else "stop"
+
+
+def _parse_text(text: str) -> str:
+    """Return the value of a JSON string, "" for anything else."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return ""
+    return value if isinstance(value, str) else ""
 
 
 def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
@@ -370,7 +387,7 @@ class _Calls:
                     raise
             else:
                 break
-        trailing = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
+        trailing = [await replies.trailing(name) for name in (CACHED_TOKENS, FINISH_REASON, STOP_WORD)]
         yield self._end(reader.last(*trailing))
 
     def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:

@@ -138,6 +138,8 @@ class TextDelta:
     logprobs: tuple[Mapping[str, Any], ...] = ()
     """A mapping for each token: `token`, `logprob`, `bytes`, `top_logprobs`."""
     finish: str = ""
+    stop_word: str = ""
+    """The stop word of the request that ended the choice, if the engine has reported it."""
     usage: Usage | None = None
     durations: Durations | None = None
     prompt_tokens: int = 0

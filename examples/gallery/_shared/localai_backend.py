@@ -79,10 +79,10 @@ class Engine:
         """Gives the model's memory back."""
 
     async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
-        """The vector of a text."""
+        """The vector of a text; with `whole` one that is longer than the model reads is refused, not cut."""
         raise Unsupported
 
-    async def embed_tokens(self, tokens: list[int]) -> pb.EmbeddingResult:
+    async def embed_tokens(self, tokens: list[int], *, whole: bool = False) -> pb.EmbeddingResult:
         """The vector of a text that the client has divided into the model's tokens."""
         raise Unsupported
 
@@ -150,9 +150,10 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
 
     async def Embedding(self, request: pb.PredictOptions, context: Context) -> pb.EmbeddingResult:
         await self._check(request, context)
+        whole = request.Metadata.get("truncate") == "false"
         if request.EmbeddingTokens:
-            return await self.engine.embed_tokens(list(request.EmbeddingTokens))
-        return await self.engine.embed(request.Embeddings, whole=request.Metadata.get("truncate") == "false")
+            return await self.engine.embed_tokens(list(request.EmbeddingTokens), whole=whole)
+        return await self.engine.embed(request.Embeddings, whole=whole)
 
     async def Predict(self, request: pb.PredictOptions, context: Context) -> pb.Reply:
         await self._check(request, context)

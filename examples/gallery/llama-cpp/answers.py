@@ -1,11 +1,14 @@
 """What llama.cpp says while it answers, as pieces of the contract (`Reply`). Pure.
 
 Every piece counts the tokens so far; the last one has no text and the final figures. What `Reply` has no
-field for travels as trailing metadata: tokens of the prompt that were remembered, and why the answer ended.
+field for travels as trailing metadata: tokens of the prompt that were remembered, why the answer ended, and
+the stop word that it ended with, as JSON.
 """
 
 import json
+import re
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from localai_backend import pb
@@ -13,19 +16,18 @@ from questions import Question
 
 CACHED = "localai-cached-tokens"
 FINISH = "localai-finish-reason"
+STOP = "localai-stop-word"
 
 
 class Answer:
-    """One answer. `tool` is the function whose arguments the text is, `choice` how the model came to it."""
+    """One answer. Its text is what the model says, or calls of tools."""
 
-    def __init__(self, asked: Question, *, tool: str = "", choice: "Answer | None" = None) -> None:
-        self._asked, self._tool = asked, tool
-        self._begun = False
-        self._finish = ""
-        self._spent = choice.tokens if choice else 0
-        self.cached = choice.cached if choice else None
-        self.tokens = self._spent
-        self.text = ""
+    def __init__(self, asked: Question) -> None:
+        self._asked = asked
+        self._calls = Calls(asked.named) if asked.named or asked.calls else None
+        self._finish = self._stop = ""
+        self._cached: int | None = None
+        self._tokens = 0
 
     def piece(self, chunk: dict[str, Any]) -> pb.Reply | None:
         """What a client should see of this chunk."""
@@ -33,6 +35,7 @@ class Answer:
             return None
         reply = pb.Reply()
         self._count(reply, chunk)
+        self._stop = chunk.get("__verbose", {}).get("stopping_word") or self._stop
         for choice in chunk["choices"]:
             self._finish = choice.get("finish_reason") or self._finish
             self._say(reply, choice)
@@ -45,30 +48,29 @@ class Answer:
 
     def trailers(self) -> dict[str, str]:
         """The trailing metadata."""
-        finish = "tool_calls" if self._tool and self._finish == "stop" else self._finish
-        told = {CACHED: None if self.cached is None else str(self.cached), FINISH: finish}
+        finish = "tool_calls" if self._calls and self._finish == "stop" else self._finish
+        stop = json.dumps(self._stop) if self._stop and finish == "stop" else None
+        told = {CACHED: None if self._cached is None else str(self._cached), FINISH: finish, STOP: stop}
         return {name: value for name, value in told.items() if value}
 
     def _count(self, reply: pb.Reply, chunk: dict[str, Any]) -> None:
         if usage := chunk.get("usage"):
             reply.prompt_tokens = usage["prompt_tokens"]
-            self.tokens = self._spent + usage["completion_tokens"]
-            if self.cached is None:
-                self.cached = usage["prompt_tokens_details"]["cached_tokens"]
+            self._tokens = usage["completion_tokens"]
+            self._cached = usage["prompt_tokens_details"]["cached_tokens"]
         if timings := chunk.get("timings"):
             reply.prompt_tokens = timings["cache_n"] + timings["prompt_n"]
-            self.tokens = self._spent + timings["predicted_n"]
+            self._tokens = timings["predicted_n"]
             reply.timing_prompt_processing = timings["prompt_ms"]
             reply.timing_token_generation = timings["predicted_ms"]
-        reply.tokens = self.tokens
+        reply.tokens = self._tokens
 
     def _say(self, reply: pb.Reply, choice: dict[str, Any]) -> None:
         delta = choice.get("delta", {})
         text = (delta.get("content") if self._asked.chat else choice["text"]) or ""
-        self.text += text
-        if self._tool:
-            if text:
-                reply.chat_deltas.add().tool_calls.append(self._argument(text))
+        if self._calls:
+            if calls := list(self._calls.read(text)):
+                reply.chat_deltas.add().tool_calls.extend(calls)
             return
         reply.message = text.encode()
         if not self._asked.chat:
@@ -85,13 +87,58 @@ class Answer:
         if told.ByteSize():
             reply.chat_deltas.append(told)
 
-    def _argument(self, text: str) -> pb.ToolCallDelta:
-        """The first piece of a call names it."""
-        call = pb.ToolCallDelta(arguments=text)
-        if not self._begun:
-            self._begun = True
-            call.id, call.name = f"call_{secrets.token_hex(12)}", self._tool
-        return call
-
     def _cut(self, token: dict[str, Any]) -> dict[str, Any]:
         return {**token, "top_logprobs": token["top_logprobs"][: self._asked.top_logprobs]}
+
+
+_OPENING = re.compile(r'[\[}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
+
+
+class Calls:
+    """Takes apart the text of an answer that is calls: `[{"name": …, "arguments": {…}}, …]`.
+
+    Of a named tool it is the arguments alone. The first piece of a call names it.
+    """
+
+    def __init__(self, named: str) -> None:
+        self._rest = ""
+        self._index = -1
+        self._depth = 0
+        self._within = self._in_text = self._escaped = False
+        self._named = named
+
+    def read(self, text: str) -> Iterator[pb.ToolCallDelta]:
+        """The pieces of calls in the next piece of text."""
+        self._rest += text
+        while self._rest:
+            if not self._within:
+                opening = _OPENING.match(self._rest)
+                if not (opening or (self._named and self._index < 0)):
+                    return
+                self._within, self._index = True, self._index + 1
+                name = json.loads(opening[1]) if opening else self._named
+                self._rest = self._rest[opening.end() :] if opening else self._rest
+                yield pb.ToolCallDelta(index=self._index, id=f"call_{secrets.token_hex(12)}", name=name)
+            end = self._end()
+            if end:
+                yield pb.ToolCallDelta(index=self._index, arguments=self._rest[:end])
+            self._rest = self._rest[end:]
+            if self._within:
+                return
+
+    def _end(self) -> int:
+        """How much of the rest belongs to the arguments of this call; they are an object."""
+        for place, sign in enumerate(self._rest):
+            if self._in_text:
+                self._in_text = self._escaped or sign != '"'
+                self._escaped = sign == "\\" and not self._escaped
+            elif sign == '"':
+                self._in_text = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._within = False
+                    return place + 1
+        return len(self._rest)

@@ -73,6 +73,7 @@ class Model:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._threads = ThreadPoolExecutor(settings.slots, "llama")
         self.properties = self.http("GET", "/props")
+        self.context = int(self.properties["default_generation_settings"]["n_ctx"])
         tools = self.properties["chat_template_caps"]["supports_tools"]
         self.facts = Facts(template=settings.has_template, tools=tools)
 

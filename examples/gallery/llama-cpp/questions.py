@@ -3,17 +3,18 @@
 Start reading at `of`. A zero counts as "not set" unless zero is a meaningful value (README.md: every field).
 Tools go to the model's own template if that has a place for them; if not, the model answers in words.
 llama.cpp does not make sure that a forced tool is called, so this module does: a system message shows the
-tools, and the answer is bound to the schema of the tool's arguments.
+tools, and the answer is bound to the arguments of the named tool, or to a list of calls.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from localai_backend import Invalid, pb
 
 MOST_LOGPROBS = 20
+MOST_CALLS = 16
 MOST_GRAMMAR = 256 * 1024
 """Characters: llama.cpp repeats a grammar that it cannot read in the log."""
 
@@ -44,8 +45,10 @@ class Question:
     chat: bool
     """Whether it has messages, or a prompt."""
     top_logprobs: int
-    forced: list[Tool] = field(default_factory=list)
-    """The answer must be the arguments of one of these; the body does not say so yet."""
+    named: str = ""
+    """The tool that must be called; the answer is its arguments."""
+    calls: bool = False
+    """Whether the answer is a list of calls."""
 
 
 def of(options: pb.PredictOptions, facts: Facts) -> Question:
@@ -53,32 +56,28 @@ def of(options: pb.PredictOptions, facts: Facts) -> Question:
     chat = options.UseTokenizerTemplate and len(options.Messages) > 0
     body = _sampling(options)
     _logprobs(body, options, chat=chat)
-    forced: list[Tool] = []
+    named, calls = "", False
     if chat:
         if not facts.template:
             raise Invalid("this model's file has no chat template; the definition must bring one")
         body["messages"] = _messages(options)
-        forced = _tools(body, options, facts)
+        named, calls = _tools(body, options, facts)
         if text := options.Metadata.get("chat_template_kwargs"):
             body["chat_template_kwargs"] = _json(text, dict, "Metadata.chat_template_kwargs")
     elif options.Images or options.Audios or options.Videos:
         raise Invalid("media need messages and the model's own template")
     else:
         body["prompt"] = options.Prompt
-    if not forced and (grammar := options.Metadata.get("json_schema") or options.Grammar):
+    grammar = options.Metadata.get("json_schema") or options.Grammar
+    if grammar and "grammar" not in body:
         body["grammar"] = _grammar(grammar)
-    return Question(body, chat, options.TopLogprobs if chat else body.get("logprobs", 0), forced)
+    return Question(body, chat, options.TopLogprobs if chat else body.get("logprobs", 0), named, calls)
 
 
 def template(asked: Question) -> Body:
     """What the model's template makes a prompt of."""
     names = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
     return {name: asked.body[name] for name in names if name in asked.body}
-
-
-def bound(body: Body, schema: Mapping[str, Any]) -> Body:
-    """The same request with an answer that follows this JSON schema, and nothing that could cut it."""
-    return {**body, "grammar": _of_schema(schema), "stop": []}
 
 
 def _sampling(options: pb.PredictOptions) -> Body:
@@ -99,6 +98,8 @@ def _sampling(options: pb.PredictOptions) -> Body:
         "n_keep": options.NKeep,
         "cache_prompt": options.PromptCacheAll,
         "stop": list(options.StopPrompts),
+        # Only so llama.cpp says at the end which stop word it has found.
+        "verbose": bool(options.StopPrompts),
     }
     said_if_not_zero = {
         "top_p": options.TopP,
@@ -161,27 +162,34 @@ def _media(options: pb.PredictOptions) -> list[Body]:
     return pictures + sounds
 
 
-def _tools(body: Body, options: pb.PredictOptions, facts: Facts) -> list[Tool]:
-    """Puts the tools into the request; returns those that the engine itself must force."""
+def _tools(body: Body, options: pb.PredictOptions, facts: Facts) -> tuple[str, bool]:
+    """Puts the tools into the request; returns the tool that it forces, and whether it forces any calls."""
     # A grammar decides the whole answer, so there is no call to be made beside it.
     if not options.Tools or options.Grammar:
-        return []
+        return "", False
     listed = _json(options.Tools, list, "Tools")
     tools = {tool.name: tool for tool in map(_tool, listed)}
     kind, name = _choice(options.ToolChoice)
     if name and name not in tools:
         raise Invalid(f"ToolChoice names {name!r}, which is not among the tools")
+    parallel = options.Metadata.get("parallel_tool_calls")
     if kind == "required":
-        wanted = [name] if name else list(tools)
-        body["messages"] = _shown(body["messages"], [one for one in listed if _tool(one).name in wanted])
-        return [tools[name] for name in wanted]
+        shown = [one for one in listed if not name or _tool(one).name == name]
+        most = 1 if parallel == "false" else MOST_CALLS
+        body["messages"] = _shown(body["messages"], shown, _ARGUMENTS if name else _CALLS)
+        body["grammar"] = _of_schema(tools[name].parameters) if name else _of_calls(tools.values(), most)
+        # Nothing may cut a call.
+        body |= {"stop": [], "verbose": False}
+        return name, not name
     if kind == "auto":
         if not facts.tools:
             raise Invalid(
                 "Tools: the template of this model has no place for them; it can only be made to call one"
             )
         body["tools"] = listed
-    return []
+        if parallel:
+            body["parallel_tool_calls"] = parallel == "true"
+    return "", False
 
 
 def _choice(text: str) -> tuple[str, str]:
@@ -206,16 +214,23 @@ def _tool(one: object) -> Tool:
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
         raise Invalid("Tools has an entry without the name of a function")
     parameters = function.get("parameters") or {"type": "object", "additionalProperties": False}
-    if not isinstance(parameters, Mapping):
-        raise Invalid(f"Tools: the parameters of {name!r} are not a JSON schema")
-    return Tool(name, parameters)
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise Invalid(f"Tools: the parameters of {name!r} are not the JSON schema of an object")
+    return Tool(name, {"type": "object", **parameters})
 
 
-def _shown(messages: list[Body], tools: list[Any]) -> list[Body]:
+_ARGUMENTS = "Answer only with what is needed for the call."
+_CALLS = (
+    'Answer with a JSON list of calls, [{"name": ..., "arguments": {...}}], one for each thing that is asked'
+    " for, and no more."
+)
+
+
+def _shown(messages: list[Body], tools: list[Any], end: str) -> list[Body]:
     """The messages with the tools in the system message."""
     text = (
         "You call functions instead of answering in words. These exist, described in JSON:\n"
-        f"{json.dumps(tools, ensure_ascii=False)}\nAnswer only with what is needed for the call."
+        f"{json.dumps(tools, ensure_ascii=False)}\n{end}"
     )
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
@@ -232,39 +247,118 @@ def _grammar(text: str) -> str:
     return _checked(text) if text.startswith("%llguidance") else text
 
 
-_COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
-_NAMED = ("properties", "$defs", "definitions")
-_INSIDE = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
+_CHOICES = ("anyOf", "oneOf")
+_DEFINITIONS = ("$defs", "definitions")
+_BESIDE_REFERENCES = frozenset({*_DEFINITIONS, "title", "description", "default", "examples"})
+_MEMBERS = ("properties", "patternProperties", "required", "additionalProperties")
 
 
-def _closed(part: Any) -> Any:
-    """The schema, whose objects with named properties have no others unless it says so.
+class _Closing:
+    """Closes the objects of a schema, as the cluster's GBNF does for engines that read no schemas.
 
-    A small model would invent some. What combines several schemas stays as it is: each would shut out the
-    properties of the others.
+    An object with named members has no others unless it says so: a small model would invent some. What
+    combines several schemas (`allOf`, a reference or a choice beside members) is closed as a whole, since
+    each alone would shut out the members of the others.
     """
-    if isinstance(part, list):
-        return [_closed(one) for one in part]
-    if not isinstance(part, Mapping):
-        return part
-    closed = dict(part)
-    for name in _NAMED:
-        if isinstance(part.get(name), Mapping):
-            closed[name] = {key: _closed(value) for key, value in part[name].items()}
-    combines = any(name in part for name in _COMBINING)
-    has_properties = bool(part.get("properties"))
-    for name in _INSIDE:
-        if name in part and not (has_properties and name in _COMBINING):
-            closed[name] = _closed(part[name])
-    if has_properties and not combines and "patternProperties" not in part:
-        closed.setdefault("additionalProperties", False)
-    return closed
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+
+    def whole(self) -> Body:
+        """The closed schema."""
+        closed = self._of(self._schema)
+        for name in _DEFINITIONS:
+            if isinstance(self._schema.get(name), Mapping):
+                closed[name] = {key: self._of(part) for key, part in self._schema[name].items()}
+        return closed
+
+    def _of(self, part: Any) -> Any:
+        if not isinstance(part, Mapping) or ("$ref" in part and part.keys() - {"$ref"} <= _BESIDE_REFERENCES):
+            return part
+        parts = self._parts(part, ())
+        for number, one in enumerate(parts):
+            for name in _CHOICES:
+                others = [*parts[:number], _without(one, name), *parts[number + 1 :]]
+                if one.get(name) and any(member in other for other in others for member in _MEMBERS):
+                    return {name: [self._of({"allOf": [*others, option]}) for option in one[name]]}
+        extra = [one["additionalProperties"] for one in parts if "additionalProperties" in one]
+        names = [
+            *(name for one in parts for name in one.get("properties") or ()),
+            *(name for one in parts for name in one.get("required") or ()),
+        ]
+        made = [self._inside(one) for one in parts]
+        closed: Body = made[0] if len(made) == 1 else {"allOf": made}
+        closes = names or any("properties" in one or "patternProperties" in one for one in parts)
+        if closes or extra:
+            closed["properties"] = {name: {} for name in names} | closed.get("properties", {})
+            closed["additionalProperties"] = self._of(extra[-1]) if extra else False
+            if not any("type" in one for one in parts):
+                closed["type"] = "object"
+        return closed
+
+    def _parts(self, part: Mapping[str, Any], seen: tuple[str, ...]) -> list[Mapping[str, Any]]:
+        """The schema without `allOf` and references: what all of these demand."""
+        rest = {name: value for name, value in part.items() if name not in ("allOf", "$ref", *_DEFINITIONS)}
+        combined = [rest, *(part.get("allOf") or ())]
+        if isinstance(reference := part.get("$ref"), str):
+            if reference in seen:
+                return [{"$ref": reference}]
+            combined.insert(0, self._target(reference))
+            seen = (*seen, reference)
+        if len(combined) == 1:
+            return [rest]
+        found = [one for some in combined if isinstance(some, Mapping) for one in self._parts(some, seen)]
+        return [one for one in found if one] or [rest]
+
+    def _target(self, reference: str) -> Any:
+        target: Any = self._schema
+        for name in reference.removeprefix("#").split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, Mapping) else None
+        return target if isinstance(target, Mapping) else {"$ref": reference}
+
+    def _inside(self, part: Mapping[str, Any]) -> Body:
+        """One of the parts with what is inside of it closed; who may be beside it is for all of them."""
+        closed = _without(part, "additionalProperties")
+        for name in ("properties", "patternProperties"):
+            if isinstance(part.get(name), Mapping):
+                closed[name] = {key: self._of(value) for key, value in part[name].items()}
+        for name in ("prefixItems", *_CHOICES):
+            if isinstance(part.get(name), list):
+                closed[name] = [self._of(one) for one in part[name]]
+        if "items" in part:
+            closed["items"] = self._of(part["items"])
+        return closed
+
+
+def _without(part: Mapping[str, Any], name: str) -> Body:
+    return {key: value for key, value in part.items() if key != name}
 
 
 def _of_schema(schema: Mapping[str, Any]) -> str:
+    return _checked(f"%llguidance {{}}\nstart: {_rule(schema)}")
+
+
+def _of_calls(tools: Iterable[Tool], most: int) -> str:
+    """The grammar of a list of calls, which `answers` takes apart. Each schema has references of its own."""
+    lines, options = [], []
+    for number, tool in enumerate(tools):
+        opening = f'{{"name": {json.dumps(tool.name)}, "arguments": '
+        lines.append(f'call_{number}: {json.dumps(opening)} arguments_{number} "}}"')
+        lines.append(f"arguments_{number}: {_rule(tool.parameters)}")
+        options.append(f"call_{number}")
+    further = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
+    start = f'start: "[" call{further} "]"'
+    return _checked("\n".join(["%llguidance {}", start, f"call: {' | '.join(options)}", *lines]))
+
+
+def _rule(schema: Mapping[str, Any]) -> str:
     # Free to write spaces, a small model may write nothing else until its tokens are spent.
-    compact = {**_closed(schema), "x-guidance": {"whitespace_flexible": False, "key_separator": ": "}}
-    return _checked(f"%llguidance {{}}\nstart: %json {json.dumps(compact)}")
+    compact = {
+        **_Closing(schema).whole(),
+        "x-guidance": {"whitespace_flexible": False, "key_separator": ": "},
+    }
+    return f"%json {json.dumps(compact)}"
 
 
 def _checked(grammar: str) -> str:

@@ -6,7 +6,6 @@ the process answers nothing until that is done, not even Health: callers see a d
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -51,39 +50,29 @@ class LlamaCpp(Engine):
         model = self._model()
         # On a thread, as a large grammar takes a moment to check.
         asked = await asyncio.to_thread(questions.of, options, model.facts)
-        body, answer = asked.body, Answer(asked)
-        if asked.forced:
-            tool, choice = await self._chosen(model, asked)
-            body = await asyncio.to_thread(questions.bound, body, tool.parameters)
-            answer = Answer(asked, tool=tool.name, choice=choice)
-        async with aclosing(model.ask(body, chat=asked.chat)) as chunks:
+        answer = Answer(asked)
+        async with aclosing(model.ask(asked.body, chat=asked.chat)) as chunks:
             async for chunk in chunks:
                 if piece := answer.piece(chunk):
                     yield piece
         yield answer.trailers()
 
-    async def _chosen(
-        self, model: "Model", asked: questions.Question
-    ) -> tuple[questions.Tool, Answer | None]:
-        """The tool to call; of several the model names one, and what it read is remembered for the call."""
-        if len(asked.forced) == 1:
-            return asked.forced[0], None
-        tools = {tool.name: tool for tool in asked.forced}
-        body = await asyncio.to_thread(questions.bound, asked.body, {"enum": list(tools)})
-        choice = Answer(asked)
-        async with aclosing(model.ask({**body, "max_tokens": -1}, chat=True)) as chunks:
-            async for chunk in chunks:
-                choice.piece(chunk)
-        try:
-            return tools[json.loads(choice.text)], choice
-        except (ValueError, KeyError):
-            raise Failed("the model chose no tool") from None
-
     async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
-        return await self.embed_tokens(text)
+        # A token has a byte at least, and special ones come beside them.
+        if len(text.encode()) < self._model().context // 2:
+            return await self._vector(text)
+        body = {"content": text, "add_special": True}
+        told = await asyncio.to_thread(self._model().http, "POST", "/tokenize", body)
+        return await self.embed_tokens(told["tokens"], whole=whole)
 
-    async def embed_tokens(self, tokens: list[int] | str) -> pb.EmbeddingResult:
-        told = await self._model().once("embeddings", {"input": tokens, "encoding_format": "float"})
+    async def embed_tokens(self, tokens: list[int], *, whole: bool = False) -> pb.EmbeddingResult:
+        most = self._model().context
+        if whole and len(tokens) > most:
+            raise Invalid(f"Embeddings: the text is longer than the {most} tokens that this model reads")
+        return await self._vector(tokens[:most])
+
+    async def _vector(self, content: list[int] | str) -> pb.EmbeddingResult:
+        told = await self._model().once("embeddings", {"input": content, "encoding_format": "float"})
         vector, count = told["data"][0]["embedding"], told["usage"]["prompt_tokens"]
         return pb.EmbeddingResult(
             embeddings=vector,

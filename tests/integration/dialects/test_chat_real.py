@@ -101,7 +101,8 @@ async def a_seed() -> None:
 
 
 async def a_tool() -> None:
-    choice = await said(ASK | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60})
+    forced = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
+    choice = await said(ASK | forced | {"parallel_tool_calls": False})
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "get_weather"
@@ -121,6 +122,10 @@ async def other_dialects() -> None:
     status, message = await post({**common, "max_tokens": 8, "temperature": 0}, "/v1/messages")
     assert (status, message["content"][0]["text"]) == (200, said_at_all)
     assert message["stop_reason"] == "max_tokens"
+    stop = {"stop_sequences": ["never said", said_at_all[-5:]], "max_tokens": 8, "temperature": 0}
+    _, stopped = await post({**common, **stop}, "/v1/messages")
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", said_at_all[-5:])
+    assert said_at_all.startswith(stopped["content"][0]["text"] + said_at_all[-5:])
     usage = message["usage"]
     counted = (await post(common, "/v1/messages/count_tokens"))[1]["input_tokens"]
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]

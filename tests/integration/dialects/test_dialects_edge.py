@@ -17,7 +17,7 @@ from localai_cluster.web import wire
 from nodes.gateway import streams
 from nodes.models import BackendNode
 from tests.support import hot
-from tests.support.answering import CHAT, DEFINITION, finished, one, play, reply
+from tests.support.answering import CHAT, DEFINITION, finished, one, play, reply, streamed
 from tests.support.environment import API_KEY
 from tests.support.scripted import CUT, Refusal, Scripted, call, words
 from tests.support.streaming import asked
@@ -120,6 +120,33 @@ def test_what_the_prompt_of_a_whole_answer_took_is_what_the_engine_says(said: fl
     expected = {20.0: 20_000_000, 1e9: prompt}.get(said, 0)
     assert prompt == pytest.approx(expected, abs=10)
     assert (prompt > 0) is (said > 0)
+
+
+@pytest.mark.rule("http-6a", "grpc-Predict", "grpc-PredictStream")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (r'"\n\u00e9"', ("stop_sequence", "\n\u00e9")),
+        ('"of the definition"', ("end_turn", None)),
+        (r'["\n\u00e9"]', ("end_turn", None)),
+        ("no JSON", ("end_turn", None)),
+        (None, ("end_turn", None)),
+    ],
+)
+def test_the_stop_word_that_ended_an_answer(
+    told: str | None, expected: tuple[str, str | None], stream: bool
+) -> None:
+    """C10: if the engine says it, and only a word of the request."""
+    script = [*words("One two"), {"localai-stop-word": told} if told else {}]
+    body = BODIES[MESSAGES] | {"stop_sequences": ["x", "\n\u00e9"]}
+    if stream:
+        lines = streamed(body, script, MESSAGES).taken.decode().splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        (end,) = [event["delta"] for event in events if event["type"] == "message_delta"]
+    else:
+        end = one(body, script, MESSAGES)[0].body
+    assert (end["stop_reason"], end["stop_sequence"]) == expected
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, OLLAMA], ids=["messages", "responses", "chat"])

@@ -49,6 +49,8 @@ def lines(answer: hot.Reply) -> list[Any]:
         (GENERATE, {"model": "m"}, {"response": ""}),
         (CHAT, {"model": "m", "messages": []}, {"message": {"role": "assistant", "content": ""}}),
         (CHAT, {"model": "m:latest", "keep_alive": "5m"}, {"message": {"role": "assistant", "content": ""}}),
+        (GENERATE, {"model": "m", "keep_alive": "0m1s"}, {"response": ""}),
+        (GENERATE, {"model": "m", "keep_alive": "0" * 10_000 + "x"}, {"response": ""}),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -66,7 +68,7 @@ def test_a_request_without_a_prompt_loads_the_model(
     assert not engine.asked
 
 
-@pytest.mark.parametrize("keep_alive", [0, "0", "0s", 0.0])
+@pytest.mark.parametrize("keep_alive", [0, "0", "0s", 0.0, "0m", "0h0m0s", " 0.0ms"])
 def test_keep_alive_0_without_a_prompt_unloads(keep_alive: Any) -> None:
     """C6: as the node's page does, by an operation; a model that is not loaded is no error."""
     answer = asked(GENERATE, {"model": "m", "keep_alive": keep_alive, "stream": False}, Scripted())
@@ -110,6 +112,7 @@ def test_pull_of_a_defined_model_succeeds(body: dict[str, Any]) -> None:
         ("POST", "/api/copy"),
         ("DELETE", "/api/delete"),
         ("POST", "/api/blobs/sha256:00"),
+        ("HEAD", "/api/blobs/sha256:00"),
     ],
 )
 def test_what_changes_models_says_who_may(method: str, path: str) -> None:

@@ -165,7 +165,10 @@ async def test_seed_stop_and_bias(engine: Engine) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
     counted, trailing = await engine.said(prompt("1, 2, 3, 4,", StopPrompts=["7"]))
     assert counted.message == b" 5, 6, "
-    assert trailing["localai-finish-reason"] == "stop"
+    assert (trailing["localai-finish-reason"], trailing["localai-stop-word"]) == ("stop", '"7"')
+    for words in (["\n", "é"], ["x"]):
+        _, trailing = await engine.said(chat(tokens=40, StopPrompts=words))
+        assert trailing.get("localai-stop-word") in (None, json.dumps(words[0]))
     five = (await engine.call("TokenizeString", prompt("5"))).tokens[0]
     biased, _ = await engine.said(prompt("1, 2, 3, 4,", LogitBias=json.dumps({five: -100})))
     assert not biased.message.startswith(b" 5")
@@ -201,17 +204,40 @@ async def test_a_schema_and_a_grammar_bind_the_answer(engine: Engine) -> None:
 )
 async def test_a_forced_tool_is_called(engine: Engine, choice: str, name: str, arguments: set[str]) -> None:
     """Although this model's template has no place for tools: one call whose arguments fit, and no text."""
-    pieces, trailing = await engine.pieces(chat(tokens=60, Tools=TOOLS, ToolChoice=choice))
+    forced = chat(tokens=60, Tools=TOOLS, ToolChoice=choice, Metadata={"parallel_tool_calls": "false"})
+    pieces, trailing = await engine.pieces(forced)
     calls = [call for piece in pieces for delta in piece.chat_deltas for call in delta.tool_calls]
     assert [call.name for call in calls if call.name] == [name]
     assert len({call.id for call in calls} - {""}) == 1
     assert set(json.loads("".join(call.arguments for call in calls))) == arguments
     assert not any(piece.message for piece in pieces)
     assert trailing["localai-finish-reason"] == "tool_calls"
-    whole, _ = await engine.said(chat(tokens=60, Tools=TOOLS, ToolChoice=choice))
+    whole, _ = await engine.said(forced)
     (call,) = whole.chat_deltas[0].tool_calls
     assert (call.name, whole.message) == (name, b"")
     json.loads(call.arguments)
+
+
+async def test_several_tools_are_called(engine: Engine) -> None:
+    """C11: `required` makes as many calls as the model likes, each with its id; a stop word cuts none."""
+    request = chat(tokens=200, Tools=TOOLS, ToolChoice="required", StopPrompts=["city", "get"])
+    whole, trailing = await engine.said(request)
+    calls = whole.chat_deltas[0].tool_calls
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls) > 1
+    for call in calls:
+        keys = {"get_weather": {"city"}, "get_time": set()}[call.name]
+        assert set(json.loads(call.arguments)) == keys
+    assert trailing["localai-finish-reason"] == "tool_calls"
+    pieces, _ = await engine.pieces(request)
+    told = [call for piece in pieces for delta in piece.chat_deltas for call in delta.tool_calls]
+    for call in calls:
+        parts = [one for one in told if one.index == call.index]
+        assert [one.name for one in parts if one.name] == [call.name]
+        assert "".join(one.arguments for one in parts) == call.arguments
+    cut, trailing = await engine.said(chat(tokens=18, Tools=TOOLS, ToolChoice="required"))
+    (call,) = cut.chat_deltas[0].tool_calls
+    assert (call.name, trailing["localai-finish-reason"]) == ("get_weather", "length")
 
 
 OPEN = {
@@ -293,6 +319,7 @@ async def test_tokens_and_text(engine: Engine) -> None:
         (chat(Images=["http://127.0.0.1/x.png"]), "Images"),
         (chat(Tools="x"), "Tools"),
         (chat(Tools="[{}]"), "Tools"),
+        (chat(Tools='[{"name": "f", "parameters": {"type": "string"}}]', ToolChoice="required"), "Tools"),
         (chat(Tools=TOOLS, ToolChoice="maybe"), "ToolChoice"),
         (chat(Tools=TOOLS, ToolChoice='{"function": {"name": "x"}}'), "ToolChoice"),
         (chat(pb.Message(role="assistant", tool_calls="{")), "tool_calls"),
@@ -392,6 +419,12 @@ async def test_embeddings_and_ranks(engine: Engine) -> None:
     assert text.dim == len(text.embeddings) == 576
     assert text.embeddings == pytest.approx(same.embeddings, abs=1e-5)
     assert sum(value * value for value in text.embeddings) == pytest.approx(1.0, abs=1e-4)
+    ids = (await engine.call("TokenizeString", prompt("word " * 1100))).tokens
+    for long in (pb.PredictOptions(Embeddings="word " * 1100), pb.PredictOptions(EmbeddingTokens=ids)):
+        assert (await engine.call("Embedding", long)).tokens == 1024, "C9: cut"
+        long.Metadata["truncate"] = "false"
+        code, told = await engine.refused("Embedding", long)
+        assert (code, "longer than the 1024 tokens" in told) == (grpc.StatusCode.INVALID_ARGUMENT, True)
     assert text.prompt_tokens == len(tokens)
     code, _ = await engine.refused("Rerank", pb.RerankRequest(query="cat", documents=["dog"]))
     assert code is grpc.StatusCode.UNIMPLEMENTED

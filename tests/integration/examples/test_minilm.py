@@ -1,5 +1,6 @@
 """The MiniLM engine: real vectors, checked against known answers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -64,13 +65,35 @@ async def test_a_long_text_is_cut_at_256_tokens(client: BackendClient) -> None:
 
 async def test_a_text_that_must_not_be_cut_is_refused(client: BackendClient) -> None:
     """C9: the request says so; a text that fits is not touched by it."""
-    for words, is_refused in ((254, False), (255, True), (300, True)):
-        options = PredictOptions(Embeddings="word " * words, Metadata={"truncate": "false"})
+    ids = [*(await client.tokenize(PredictOptions(Prompt="word " * 300), LIMIT)).tokens]
+    assert len(ids) == 302, "a text is divided whole"
+    for options, is_refused in (
+        *((PredictOptions(Embeddings="word " * words), words > 254) for words in (254, 255, 300)),
+        *((PredictOptions(EmbeddingTokens=ids[:count]), count > 256) for count in (256, 257, 302)),
+    ):
+        assert (await client.embedding(options, LIMIT)).tokens == 256, "cut, unless the request says so"
+        options.Metadata["truncate"] = "false"
         if not is_refused:
             assert (await client.embedding(options, LIMIT)).tokens == 256
             continue
         with pytest.raises(errors.Rejected, match="longer than the 256 tokens"):
             await client.embedding(options, LIMIT)
+
+
+async def test_a_large_text_holds_up_no_other_call(client: BackendClient) -> None:
+    """C9: it is divided into tokens on a thread, not between the calls."""
+    large = PredictOptions(Embeddings="a b c d " * 131_072)  # 1 MiB
+    for work in (
+        client.embedding(large, LIMIT),
+        client.tokenize(PredictOptions(Prompt=large.Embeddings), LIMIT),
+    ):
+        running = asyncio.ensure_future(work)
+        answered = 0
+        while not running.done():
+            assert await client.health(LIMIT)
+            answered += 1
+        await running
+        assert answered > 20
 
 
 @pytest.mark.parametrize("text", ["", " ", "naïve 猫 🐈", "[CLS]", "x" * 100_000])

@@ -192,7 +192,7 @@ def test_every_route_is_in_the_document(root: Client) -> None:
         (method.upper(), path)
         for path, methods in document["paths"].items()
         for method in methods
-        if method in ("get", "post", "put", "patch", "delete")
+        if method in ("get", "head", "post", "put", "patch", "delete")
     }
     expected = {(route.method, route.path) for route in edge.ROUTES} | {
         ("GET", "/ws/operations"),

@@ -24,6 +24,7 @@ from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 PNG = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
 IMAGE = {"type": "image", "source": PNG}
 RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
@@ -56,12 +57,14 @@ def of_user(*content: Any) -> dict[str, Any]:
         ({"system": 5}, "system"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": -1}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"stream": "yes"}, "stream"),
         ({"tools": [TOOL] * 129}, "tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"),
         ({"tools": [TOOL | {"input_schema": RECURSIVE}]}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice"),
@@ -83,6 +86,52 @@ def conversation(change: dict[str, Any]) -> Conversation:
     (prompt,) = parse_request(ASK | change).prompts
     assert isinstance(prompt, Conversation)
     return prompt
+
+
+def test_anthropics_own_tools_are_left_out() -> None:
+    """C10: unless one is forced; so is what an earlier answer did with them."""
+    told = conversation({"tools": [SEARCH, TOOL, {"type": "bash_20250124", "name": "bash"}]})
+    assert [tool["function"]["name"] for tool in json.loads(told.tools)] == ["f"]
+    told = conversation({"tools": [SEARCH], "tool_choice": {"type": "auto"}})
+    assert (told.tools, told.tool_choice) == ("", "")
+    answer = [
+        {"type": "text", "text": "I look."},
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [{"type": "x"}]},
+        {"type": "text", "text": "Sun.", "citations": [{"type": "web_search_result_location"}]},
+    ]
+    turns = [ASK["messages"][0], {"role": "assistant", "content": answer}, ASK["messages"][0]]
+    told = conversation({"messages": turns})
+    assert [(one.role, one.content) for one in told.messages] == [
+        ("user", "hello"),
+        ("assistant", "I look.\nSun."),
+        ("user", "hello"),
+    ]
+    with pytest.raises(InvalidInput):
+        parse_request(ASK | of_user(answer[1]))
+
+
+@pytest.mark.parametrize(
+    "source", [{"type": "url", "url": "https://example.org/a.png"}, {"type": "file", "file_id": "x"}]
+)
+def test_an_image_elsewhere_is_refused(source: dict[str, str]) -> None:
+    """C10, D-IMAGES-INSIDE."""
+    with pytest.raises(InvalidInput, match="fetches nothing: an image must be inside the request, as base64"):
+        parse_request(ASK | of_user({"type": "image", "source": source}))
+
+
+@pytest.mark.parametrize("word", ["", "END"])
+def test_the_stop_word_that_ended_an_answer(word: str) -> None:
+    """C10: whole and streamed."""
+    deltas = [TextDelta(0, "x"), TextDelta(0, finish="stop", stop_word=word)]
+    expected = ("stop_sequence", "END") if word else ("end_turn", None)
+    whole = json.loads(DIALECT.render_response(HEAD, deltas))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
+    stream = DIALECT.events(HEAD).render(deltas)
+    (end,) = [
+        json.loads(line[6:]) for line in stream.split(b"\n") if b"message_delta" in line and b"data" in line
+    ]
+    assert (end["delta"]["stop_reason"], end["delta"]["stop_sequence"]) == expected
 
 
 def test_blocks_of_a_conversation_reach_the_engine() -> None:

@@ -54,6 +54,36 @@ def test_an_empty_field_asks_for_nothing(parse: Parse, fields: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (openai_chat.parse_request, {**CHAT, "top_k": -1, "seed": 1.0, "max_tokens": 128}),
+        (openai_completions.parse_request, {**PROMPT, "top_k": -1.0, "seed": 1.0, "max_tokens": 128}),
+        (anthropic.parse_request, {**MESSAGES, "top_k": -1, "max_tokens": 128}),
+        *(
+            (parse, {**fields, "options": {"top_k": -1, "seed": 1.0, "num_predict": 128.0}})
+            for parse, fields in ((ollama.parse_chat, CHAT), (ollama.parse_generate, PROMPT))
+        ),
+    ],
+)
+def test_odd_numbers_are_accepted_in_every_dialect(parse: Parse, fields: dict[str, Any]) -> None:
+    """C11: `top_k` -1 is no limit, and a whole number may have a point."""
+    sampling = parse(fields).sampling
+    assert (sampling.top_k, sampling.max_tokens) == (0, 128)
+    assert sampling.seed in (1, None)
+    assert {type(number) for number in (sampling.top_k, sampling.max_tokens)} == {int}
+    assert sampling.seed == (None if parse is anthropic.parse_request else 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_predict": 0.5}, {"num_predict": -3.0}, {"top_k": -2}, {"seed": 1.5}]
+)
+def test_odd_numbers_that_are_none(options: dict[str, Any]) -> None:
+    """C11."""
+    with pytest.raises(InvalidInput):
+        ollama.parse_chat({**CHAT, "options": options})
+
+
+@pytest.mark.parametrize(
     ("parse", "fields", "field"),
     [
         (ollama.parse_generate, {**GENERATE, "suffix": "x"}, "suffix"),
