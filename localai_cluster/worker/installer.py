@@ -117,7 +117,7 @@ def _unverified(source: _Source) -> str:
     reference, path = references.parse(source.location), gallery_index.local_path(source.location)
     if reference and source.is_signed:
         return "is of a gallery that demands signatures, which this worker cannot check"
-    if (path is not None and path.is_dir()) or (reference.is_pinned if reference else source.sha256):
+    if (path is not None and os.path.isdir(path)) or (reference.is_pinned if reference else source.sha256):
         return ""
     return f"has no {'digest in its reference' if reference else 'sha256 in its gallery'}"
 

@@ -244,6 +244,7 @@ async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, store: Bac
         "http://127.0.0.1:port/x",
         "http://127.0.0.1/x\0",
         "http://exa mple/\n",
+        "file:///" + "x" * 5000,
     ],
 )
 async def test_malformed_sources_are_named_not_crashed_on(
