@@ -212,19 +212,22 @@ class Worker:
         metrics.ENGINES.set_function(lambda: len(self._supervisor.running()))
         metrics.BUS_CONNECTED.set_function(lambda: self._bus.connected)
         files, application = self._files, self._application
-        async with files.running(), serving(self._listener, application), self._pauses.watched():
-            try:
-                await self._until_stopped(self._prefetch_and_register())
-                if not self._stop.is_set():
-                    self._bus.start()
-                    await self._commands.subscribe(self._node_id)
-                    await self._until_stopped(
-                        asyncio.gather(self._heartbeats.run(), self._bus_credentials.run())
-                    )
-            finally:
-                await self._shut_down()
-                await self._bus.close()
+        try:  # the HTTP server ends before the bus (worker.md §19)
+            async with files.running(), serving(self._listener, application), self._pauses.watched():
+                try:
+                    await self._run_until_stopped()
+                finally:
+                    await self._shut_down()
+        finally:
+            await self._bus.close()
         log.info("stopped")
+
+    async def _run_until_stopped(self) -> None:
+        await self._until_stopped(self._prefetch_and_register())
+        if not self._stop.is_set():
+            self._bus.start()
+            await self._commands.subscribe(self._node_id)
+            await self._until_stopped(asyncio.gather(self._heartbeats.run(), self._bus_credentials.run()))
 
     async def _shut_down(self) -> None:
         log.info("shutting down")

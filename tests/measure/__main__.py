@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
@@ -32,6 +33,7 @@ from tests.measure.table import Measured, show
 from tests.support.ports import free_port
 
 FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
+IDLE_PERCENT, IDLE_MEMORY = 1.0, 80.0
 _NOT_COPIED = (
     ".git",
     ".venv",
@@ -85,10 +87,10 @@ class Run:
         self._guardian.discard(self._child.pid)
         return clock.monotonic() - begun
 
-    def web_pid(self) -> int:
-        """The process id of the web process."""
+    def pid(self, program: str) -> int:
+        """The process id of one of its programs."""
         mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
-        return next(one.pid for one in processes.marked(f"{mark}/web"))
+        return next(one.pid for one in processes.marked(f"{mark}/{program}"))
 
 
 @contextmanager
@@ -148,6 +150,23 @@ def keep_busy(target: Target, request: Mapping[str, Any], stop: threading.Event)
             ask(target, {**request, "body": body})
 
 
+def idle_worker(pid: int, seconds: float = 60.0) -> list[Measured]:
+    """Processor time and memory of a worker that has nothing to do, with its process reaper."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children()]
+
+    def spent() -> float:
+        return sum(sum(member.cpu_times()[:2]) for member in family)
+
+    begun, before = clock.monotonic(), spent()
+    threading.Event().wait(seconds)
+    percent = 100 * (spent() - before) / (clock.monotonic() - begun)
+    memory = sum(member.memory_full_info().pss for member in family) / 10**6
+    return [
+        Measured("idle worker, processor time", percent, IDLE_PERCENT, unit="% of a core"),
+        Measured("idle worker, memory (PSS)", memory, IDLE_MEMORY, unit="MB"),
+    ]
+
+
 def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
     """Seconds from `kill -9` of a busy web process until the counts are correct again."""
     target, stop = run.target, threading.Event()
@@ -156,7 +175,7 @@ def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
     if not wait_for(lambda: bool(in_flight(target)), 20):
         raise SetupError("No running request was counted.", "See the log of the web process.")
     stop.set()
-    os.kill(run.web_pid(), signal.SIGKILL)
+    os.kill(run.pid("web"), signal.SIGKILL)
     begun = clock.monotonic()
     wait_for(lambda: answers(f"{target.url}/readyz") and in_flight(target) == 0, 2 * IN_FLIGHT)
     return Measured("in-flight count correct after kill -9 of web", clock.monotonic() - begun, IN_FLIGHT)
@@ -187,6 +206,7 @@ def measure(console: Console) -> list[Measured]:
         size = sum(file.stat().st_size for file in (tree / "build" / "gallery").rglob("*") if file.is_file())
         run = Run(tree, guardian, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
         found.append(Measured("later run until ready", run.wait_ready(120), LATER_RUN))
+        found += idle_worker(run.pid("worker"))
         found += cold_load(run.target, request)
         found.append(after_a_crash(run, request))
         found.append(Measured("stop with a loaded model", run.stop()))

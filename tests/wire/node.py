@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class Node:
         self.last_port = self.base + ports - 1
         self.process: subprocess.Popen[bytes] | None = None
         self.nats = Client()
+        self.prefix: Sequence[str] = ()
+        """Words before the worker's command."""
         self._variables: dict[str, str] = {}
         self._server = server
 
@@ -98,9 +101,14 @@ class Node:
     def launch(self) -> None:
         """Starts the worker as it was started first; `said` begins anew."""
         command = os.environ.get("WIRE_WORKER") or f"{sys.executable} -m localai_cluster.worker"
+        argv = [*self.prefix, *shlex.split(command)]
         with open(self.folder / "worker.log", "wb") as log:
             self.process = subprocess.Popen(
-                shlex.split(command), env=self._variables, stderr=log, stdout=log, cwd=self.folder
+                [*self.prefix, *shlex.split(command)],
+                env=self._variables,
+                stderr=log,
+                stdout=log,
+                cwd=self.folder,
             )
 
     def _environment(self) -> dict[str, str]:

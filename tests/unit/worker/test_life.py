@@ -4,6 +4,8 @@ import asyncio
 import socket
 import stat
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from hypothesis import strategies as st
 from localai_cluster import __version__
 from localai_cluster.kit.addresses import split_host_port
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
-from localai_cluster.worker import hardware, identity
+from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.worker import hardware, identity, lifecycle
 from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
+from localai_cluster.worker.engines import EngineSupervisor
 from localai_cluster.worker.hardware import Figures, Gpus
+from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.progress import ProgressStream, Tick, event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
 
@@ -142,6 +147,35 @@ def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
     path.write_text("short")
     with pytest.raises(identity.IdentityError, match="approve the node again"):
         identity.NodeIdentity(tmp_path)
+
+
+@pytest.mark.rule("worker-19")
+async def test_the_worker_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs and engines, the HTTP server, the bus: commands are heard until the end."""
+    steps: list[str] = []
+
+    def noting(step: str) -> Any:
+        async def note(*_: Any) -> None:
+            steps.append(step)
+
+        return note
+
+    @asynccontextmanager
+    async def serving(*_: Any) -> AsyncIterator[None]:
+        yield
+        steps.append("http")
+
+    monkeypatch.setattr(lifecycle, "serving", serving)
+    for owner, name in (
+        (lifecycle.Worker, "_run_until_stopped"),
+        (InstallCommands, "close"),
+        (EngineSupervisor, "close"),
+        (NatsBus, "close"),
+    ):
+        monkeypatch.setattr(owner, name, noting(owner.__name__))
+    folders = {"backends_path": str(tmp_path / "backends"), "models_path": str(tmp_path / "models")}
+    await lifecycle.run(config(find_ports="true", **folders), identity.NodeIdentity(tmp_path))
+    assert steps == ["Worker", "InstallCommands", "EngineSupervisor", "http", "NatsBus"]
 
 
 def test_registration_body() -> None:
