@@ -2,8 +2,8 @@
 
 `backend.proto` is the contract, `build` generates its stubs in `generated/` (never committed), `messages`
 exports the messages that other packages use, `client` calls engines, with `stream_client` and `http2` for
-streams of text, `errors` classifies failures and whether the request may be retried on another replica. This module imports none of them, so that `build` runs before
-any stub exists.
+streams of text, `errors` classifies failures and whether the request may be retried on another replica. This
+module imports none of them, so that `build` runs before any stub exists.
 """
 
 import os

@@ -12,6 +12,8 @@ from typing import Protocol, cast
 
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 
+from localai_cluster.kit import clock
+
 STREAM_WINDOW = 65_535
 """Bytes of a stream that the engine may send ahead of its reader; HTTP/2's initial value."""
 CONNECTION_WINDOW = 1024 * 1024
@@ -24,6 +26,8 @@ MAX_FRAMES = 64
 """Frames of bodies that are sent in one turn of the event loop."""
 MAX_UNREAD_ANSWERS = 1000
 """Limit on answers to PING and SETTINGS that wait for an engine which does not read."""
+IDLE_SECONDS = 1800.0
+"""Seconds without a stream after which a connection is not used again, as in gRPC."""
 CLOSE_SECONDS = 1.0
 """Time for the last bytes of a connection that this side closes."""
 LARGEST = 2**31 - 1
@@ -128,11 +132,17 @@ class Connection(asyncio.Protocol):
         self._frames: list[bytes] = []
         self._decoder = Decoder(MAX_HEADERS)
         self._is_retired = self._is_paused = False
+        self._idle_since = clock.monotonic()
         self._handlers = {
             **{_HEADERS: self._on_headers, _CONTINUATION: self._on_continuation, _DATA: self._on_data},
             **{_RST_STREAM: self._on_reset, _SETTINGS: self._on_settings, _PING: self._on_ping},
             **{_GOAWAY: self._on_goaway, _WINDOW: self._on_window, _PUSH_PROMISE: self._on_push},
         }
+
+    def close_if_stale(self) -> None:
+        """Close the connection after a long pause: something on the way may have forgotten it."""
+        if not self._streams and clock.monotonic() - self._idle_since > IDLE_SECONDS:
+            self.close()
 
     @property
     def has_capacity(self) -> bool:
@@ -362,6 +372,7 @@ class Connection(asyncio.Protocol):
         if is_reset or stream.body:
             self._write(_frame(_RST_STREAM, 0, stream.id, _NUMBER.pack(CANCEL)))
         stream.connection = None
+        self._idle_since = clock.monotonic()
         self._close_if_unused()
         self._owner.dispatch()
 

@@ -245,6 +245,8 @@ class StreamChannel:
         """Open a stream for the call as soon as there is a place."""
         if self._idle is not None and call not in self._calls:
             return call.cancel()
+        if self._connection is not None:
+            self._connection.close_if_stale()
         self._calls.add(call)
         self._queue[call] = None
         self.dispatch()

@@ -1,4 +1,4 @@
-"""Both clients of `PredictStream` against an engine that is played frame by frame; ours against hostile ones."""
+"""Both clients of `PredictStream` against an engine played frame by frame; ours against hostile ones."""
 
 import asyncio
 import struct

@@ -259,3 +259,20 @@ def test_an_engine_that_resets_a_stream_at_its_deadline_has_not_cancelled_it() -
             assert await late is grpc.StatusCode.DEADLINE_EXCEEDED
 
     asyncio.run(scenario())
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
+    """What is between may have forgotten it without a word."""
+
+    async def scenario() -> None:
+        async with playing() as engine:
+            for stream in (1, 3):
+                reader = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+                await engine.send(wire.settings())
+                await engine.send(frame(wire.HEADERS, 5, stream, block(RESPONSE | FINE)))
+                assert await reader == []
+            (await engine.dialled())._idle_since -= http2.IDLE_SECONDS
+            assert await read(engine.channel.call(REQUEST, None)) is grpc.StatusCode.UNAVAILABLE
+            assert engine.transport.is_closed
+
+    asyncio.run(scenario())
