@@ -136,7 +136,7 @@ class EngineSupervisor:
         self,
         ports: PortAllocator,
         token: str,
-        guardian: processes.Guardian,
+        reaper: processes.ProcessReaper,
         rings: LogRings,
         exits: Exits,
         *,
@@ -146,7 +146,7 @@ class EngineSupervisor:
         self._ports = ports
         self._exits = exits
         self.token = token
-        self._guardian = guardian
+        self._reaper = reaper
         self._rings = rings
         self._engines: dict[str, Engine] = {}
         self._launching: dict[str, asyncio.Event] = {}
@@ -276,7 +276,7 @@ class EngineSupervisor:
         if not os.access(program, os.X_OK):
             os.chmod(program, 0o700)
         token = self.token
-        variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env
+        variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._reaper.env
         launched = self._launching[key] = asyncio.Event()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -290,7 +290,7 @@ class EngineSupervisor:
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
-            group = self._guardian.add(process.pid, seconds=GRACE)
+            group = self._reaper.add(process.pid, seconds=GRACE)
             client = BackendClient(f"{LOCAL}:{port}", token)
             engine = Engine(
                 key, port, backend, folder, identity or (0, 0), process, group, client, token, gpus
@@ -366,7 +366,7 @@ class EngineSupervisor:
         await asyncio.gather(*pumps, return_exceptions=True)
         self._note(engine, f"[engine ended: {_exit_text(engine)}]")
         self._rings.ended(engine.key)
-        self._guardian.discard(process.pid)
+        self._reaper.discard(process.pid)
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
         # Before the client closes: a probe checks this event first, and a closed client raises.

@@ -21,8 +21,8 @@ TOKEN = "token-of-the-registration"
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[EngineSupervisor]:
-    with processes.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings(), Exits("h"))
+    with processes.ProcessReaper() as reaper:
+        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, reaper, LogRings(), Exits("h"))
         yield supervisor
         supervisor.hurry()
         await supervisor.close()
@@ -63,9 +63,9 @@ async def test_never_healthy_is_given_up_and_killed(
 )
 async def test_an_engine_listens_where_it_is_reached(tmp_path: Path, advertised: str, bound: str) -> None:
     """D-ENGINE-LOOPBACK (review P13): an engine of this machine only is no open port."""
-    with processes.Guardian() as guardian:
+    with processes.ProcessReaper() as reaper:
         supervisor = EngineSupervisor(
-            PortAllocator(46000, 46999), TOKEN, guardian, LogRings(), Exits("h"),
+            PortAllocator(46000, 46999), TOKEN, reaper, LogRings(), Exits("h"),
             bind_host=engines.bind_host_for(advertised),
         )  # fmt: skip
         with pytest.raises(StartFailed, match=rf"--addr {bound}:46\d\d\d"):
@@ -162,8 +162,8 @@ def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
 async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: bool) -> None:
     """As soon as the process is gone, not once its children are; one that was stopped is no news."""
     exits = Exits("gpu-1")
-    with processes.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, guardian, LogRings(), exits)
+    with processes.ProcessReaper() as reaper:
+        supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, reaper, LogRings(), exits)
         start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
         starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 
