@@ -16,7 +16,7 @@ from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
 
 _WRITTEN = [
-    "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
+    "wanted_replicas", "current_replicas", "loading_replicas", "reason", "checked_at",
     "unsatisfiable_until", "unsatisfiable_ticks", "pressure_ended_at",
 ]  # fmt: skip
 
@@ -46,7 +46,7 @@ def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
             spread=row.spread_all,
             ticks=row.unsatisfiable_ticks,
             until=row.unsatisfiable_until,
-            looked_at=row.looked_at,
+            looked_at=row.checked_at,
             seen=row.current_replicas,
             changed_at=row.updated_at,
         )
@@ -69,7 +69,7 @@ def write_results(rulings: Iterable[RuleDecision], about: Mapping[str, DesiredSt
 
 def _write(row: ModelSchedulingConfig, ruling: RuleDecision, now: datetime) -> None:
     row.wanted_replicas, row.current_replicas = ruling.wanted, ruling.current
-    row.loading_replicas, row.looked_at = ruling.loading, now
+    row.loading_replicas, row.checked_at = ruling.loading, now
     row.reason = ruling.reason or row.reason
     for action in ruling.actions:
         match action:
