@@ -67,7 +67,7 @@ class TargetInline(TabularInline):
     can_delete = False
     fields = readonly_fields = (
         *("node_name", "status", "percentage", "phase", "attempts", "wave", "reason", "error"),
-        *("next_look_at", "started_at", "finished_at"),
+        *("next_check_at", "started_at", "finished_at"),
     )
 
     def has_add_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:

@@ -256,8 +256,8 @@ class OperationTarget(models.Model):
     wave = models.SmallIntegerField(null=True, blank=True)
     """Number of its wave, 0 = the canary; it has no intent until the wave opens. Null = at once."""
     attempts = models.IntegerField(default=0)
-    """Attempts that failed; the next one is at `next_look_at`."""
-    next_look_at = models.DateTimeField(null=True, blank=True)
+    """Attempts that failed; the next one is at `next_check_at`."""
+    next_check_at = models.DateTimeField(null=True, blank=True)
     waits_for_node = models.BooleanField(default=False)
     overdue_since = models.DateTimeField(null=True, blank=True)
     """Time at which it exceeded its time limit, while the worker may still be running it (O19)."""

@@ -44,7 +44,7 @@ class State:
     error: str = ""
     phase: str = ""
     progress: float = 0.0
-    next_look_at: datetime | None = None
+    next_check_at: datetime | None = None
     attempts: int = 0
     last_progress_at: datetime | None = None
     time_limit_at: datetime | None = None
@@ -68,13 +68,13 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     waits = all(part.waits_for_node for part in unfinished)
     progress_times = [part.last_progress_at for part in running if part.last_progress_at is not None]
     limits = [part.time_limit_at for part in running if part.time_limit_at is not None]
-    next_looks = [part.next_look_at for part in unfinished if part.next_look_at is not None]
+    next_looks = [part.next_check_at for part in unfinished if part.next_check_at is not None]
     return State(
         Status.PROCESSING if running else Status.WAITING if waits else Status.PENDING,
         unfinished[0].reason if len(parts) == 1 else _count(parts, unfinished),
         phase=(unfinished[0].phase if len(parts) == 1 else "") if running else QUEUED,
         progress=progress,
-        next_look_at=min(next_looks, default=None),
+        next_check_at=min(next_looks, default=None),
         attempts=attempts,
         last_progress_at=max(progress_times, default=None),
         time_limit_at=max(limits, default=None),
@@ -132,7 +132,7 @@ def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime)
     operation.last_progress_at, operation.time_limit_at = state.last_progress_at, state.time_limit_at
     operation.current_bytes = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
     operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
-    operation.next_attempt_at = state.next_look_at or now
+    operation.next_attempt_at = state.next_check_at or now
     operation.updated_at = now
     if state.status == Status.PROCESSING:
         operation.started_at = operation.started_at or now

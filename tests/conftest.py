@@ -61,27 +61,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 @pytest.fixture(scope="session")
-def guardian() -> Iterator[processes.Guardian]:
+def reaper() -> Iterator[processes.ProcessReaper]:
     """Ends the servers of this run even if the run itself is killed."""
-    with processes.Guardian() as started:
+    with processes.ProcessReaper() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def postgres(guardian: processes.Guardian) -> Iterator[FastPostgres]:
+def postgres(reaper: processes.ProcessReaper) -> Iterator[FastPostgres]:
     """The PostgreSQL of this process, with the schema in it."""
     server = FastPostgres(HOME / "pg")
-    server.start(guardian)
+    server.start(reaper)
     yield server
     cleaner.close()
     server.stop()
 
 
 @pytest.fixture(scope="session")
-def valkey(guardian: processes.Guardian) -> Iterator[EmbeddedValkey]:
+def valkey(reaper: processes.ProcessReaper) -> Iterator[EmbeddedValkey]:
     """The Valkey of this run, behind the channel layer."""
     server = EmbeddedValkey(HOME / "vk", password=VALKEY_PASSWORD)
-    server.start(guardian)
+    server.start(reaper)
     yield server
     server.stop()
 

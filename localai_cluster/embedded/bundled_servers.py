@@ -272,7 +272,7 @@ class EmbeddedValkey(EmbeddedServer):
             "appendonly": "no",
             "dir": str(self.directory),
             "loglevel": "warning",
-            # A process title would overwrite the environment, and with it the guardian's mark.
+            # A process title would overwrite the environment, and with it the process reaper's mark.
             "set-proc-title": "no",
         }
         lines = [f"{key} {_quoted(value)}\n" for key, value in settings.items()]

@@ -53,8 +53,8 @@ def _boot_id() -> str:
         return ""
 
 
-GUARDIAN_SECONDS = 60.0
-"""How long the guardian of a killed run may take to stop its processes."""
+REAPER_SECONDS = 60.0
+"""How long the process reaper of a killed run may take to stop its processes."""
 
 
 class DataLock:
@@ -124,14 +124,14 @@ def holder_of(data_dir: Path) -> dict[str, Any]:
 def end_leftovers(mark: str) -> int:
     """Stops the processes of a killed run, found by its mark; returns how many there were.
 
-    Usually its guardian is already doing so and only needs time. If the guardian was killed too, the
+    Usually its process reaper is already doing so and only needs time. If it was killed too, the
     processes get SIGTERM, then SIGKILL.
     """
     left = list(processes.marked(mark))
     if not left:
         return 0
-    if not processes.guardian_of(mark):
+    if not processes.reaper_of(mark):
         processes.kill(set(left), signal.SIGTERM)
-    if not wait_for(lambda: not any(processes.marked(mark)), GUARDIAN_SECONDS):
+    if not wait_for(lambda: not any(processes.marked(mark)), REAPER_SECONDS):
         processes.sweep(mark)
     return len(left)

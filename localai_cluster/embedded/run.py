@@ -69,7 +69,7 @@ class Cluster:
         self.stopping = threading.Event()
         self._lock = DataLock(self.layout.data_dir)
         self._copied = lock.is_copy(self.layout.data_dir)
-        self._guardian: processes.Guardian | None = None
+        self._reaper: processes.ProcessReaper | None = None
         self._supervisor: Supervisor | None = None
         self._preparation: Preparation | None = None
         self.password_changed = False
@@ -81,16 +81,14 @@ class Cluster:
         """Starts everything; returns when it is ready. `SetupError`, or `StartCancelled` by `ask_to_stop`."""
         self._clean()
         self._check()
-        self._guardian = guardian = processes.Guardian(
-            self._lock.new_mark(), replaced=self._guardian_replaced
-        )
-        self._supervisor = supervisor = Supervisor(self.log, guardian)
-        self._lock.note(port=self.layout.port, host=self.layout.host, mark=guardian.mark)
+        self._reaper = reaper = processes.ProcessReaper(self._lock.new_mark(), replaced=self._reaper_replaced)
+        self._supervisor = supervisor = Supervisor(self.log, reaper)
+        self._lock.note(port=self.layout.port, host=self.layout.host, mark=reaper.mark)
         self.servers = self.layout.servers()
         product = self.layout.product_environment(self.servers)
         # What is wrong with the settings is said before anything starts.
         preparation = self._preparation = Preparation(
-            {**product, **self.layout.bootstrap_environment(copied=self._copied), **guardian.env}
+            {**product, **self.layout.bootstrap_environment(copied=self._copied), **reaper.env}
         )
         preparation.wait_checked()
         for rank, member in enumerate(self.servers.values()):
@@ -128,8 +126,8 @@ class Cluster:
             killed = self._supervisor.stop()
             if killed:
                 self.log.say("run", f"killed: {', '.join(killed)}")
-        if self._guardian:
-            self._guardian.close()
+        if self._reaper:
+            self._reaper.close()
         if self.layout.sockets.parent != self.layout.data_dir:
             _remove_if_empty(self.layout.sockets)
         self._lock.release()
@@ -147,8 +145,8 @@ class Cluster:
         supervisor.start(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
         self._raise_if_cancelled()
 
-    def _guardian_replaced(self, code: int) -> None:
-        self.log.say("run", f"guardian ended ({describe_exit(code)}), restarted")
+    def _reaper_replaced(self, code: int) -> None:
+        self.log.say("run", f"process reaper ended ({describe_exit(code)}), restarted")
 
     def _clean(self) -> None:
         before = self._lock.taken_over

@@ -45,7 +45,7 @@ class EmbeddedServer(ABC):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._child: subprocess.Popen[bytes] | None = None
-        self._guardian: processes.Guardian | None = None
+        self._reaper: processes.ProcessReaper | None = None
 
     @abstractmethod
     def prepare(self) -> None:
@@ -77,7 +77,7 @@ class EmbeddedServer(ABC):
         assert self._child
         return self._child.pid
 
-    def start(self, guardian: processes.Guardian | None = None, *, seconds: float = 30.0) -> str:
+    def start(self, reaper: processes.ProcessReaper | None = None, *, seconds: float = 30.0) -> str:
         """Starts the server and waits until it is ready; returns its URL. `SetupError` if it fails."""
         self.stop()
         self.prepare()
@@ -85,13 +85,13 @@ class EmbeddedServer(ABC):
         with log.open("wb") as file:
             self._child = child = processes.spawn(
                 self.argv(),
-                env=plain_environment() | (guardian.env if guardian else {}),
+                env=plain_environment() | (reaper.env if reaper else {}),
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        if guardian:
-            guardian.add(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
-            self._guardian = guardian
+        if reaper:
+            reaper.add(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
+            self._reaper = reaper
         if (
             not wait_for(lambda: child.poll() is not None or self.ready(), seconds)
             or child.poll() is not None
@@ -108,8 +108,8 @@ class EmbeddedServer(ABC):
             return True
         group = processes.group_of(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
         politely = processes.end_child(child, group)
-        if self._guardian:
-            self._guardian.discard(child.pid)
+        if self._reaper:
+            self._reaper.discard(child.pid)
         return politely
 
     def __enter__(self) -> Self:
@@ -224,8 +224,8 @@ class _Supervised:
 class Supervisor:
     """Starts, restarts and stops programs."""
 
-    def __init__(self, log: Log, guardian: processes.Guardian) -> None:
-        self._log, self._guardian = log, guardian
+    def __init__(self, log: Log, reaper: processes.ProcessReaper) -> None:
+        self._log, self._reaper = log, reaper
         self._programs: dict[str, _Supervised] = {}
         self._stopping = threading.Event()
         self._hurry = threading.Event()
@@ -282,11 +282,11 @@ class Supervisor:
                 continue
             if not processes.end_child(child, group, self._hurry.is_set):
                 killed.append(kept.program.name)
-            self._guardian.discard(child.pid)
+            self._reaper.discard(child.pid)
         return killed
 
     def _mark(self, program: Program) -> str:
-        return f"{self._guardian.mark}/{program.name}"
+        return f"{self._reaper.mark}/{program.name}"
 
     def _spawn(self, kept: _Supervised) -> None:
         program = kept.program
@@ -305,7 +305,7 @@ class Supervisor:
                 raise SetupError(
                     f"{program.name} cannot be started: {error}.", "Run `make install`."
                 ) from error
-            kept.group = self._guardian.add(
+            kept.group = self._reaper.add(
                 child.pid,
                 polite=program.polite,
                 seconds=program.seconds,
@@ -333,7 +333,7 @@ class Supervisor:
             # Its children may have outlived it, some of them in their own sessions.
             processes.end(group, self._hurry.is_set)
             processes.sweep(self._mark(kept.program))
-            self._guardian.discard(child.pid)
+            self._reaper.discard(child.pid)
             failures = self._restart(kept, failures)
             if self._stopping.is_set():
                 return

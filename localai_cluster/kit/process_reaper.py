@@ -1,10 +1,10 @@
 """Process reaper: reads `/proc`, ends process groups, and ends the children of a dead owner.
 
-The owner (`localai_cluster.kit.processes.Guardian`) runs this file as a script with a pipe on its standard
-input and registers the groups that it starts. The pipe closes when the owner ends for any reason; then the
-guardian stops the groups that are still registered, the highest rank first, and every other process that
-carries the owner's mark in its environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group> <rank>`
-and `-<pgid>`. The mark is the script's argument.
+The owner (`localai_cluster.kit.processes.ProcessReaper`) runs this file as a script with a pipe on its
+standard input and registers the groups that it starts. The pipe closes when the owner ends for any reason;
+then the reaper stops the groups that are still registered, the highest rank first, and every other process
+that carries the owner's mark in its environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group>
+<rank>` and `-<pgid>`. The mark is the script's argument.
 
 The file imports only the standard library and nothing of this package: it runs isolated (`python -I -S`), so
 that it starts in milliseconds and needs no virtual environment, which an upgrade may be replacing.
@@ -27,7 +27,7 @@ ORPHAN_SECONDS = 1.0
 SCRIPT = os.path.realpath(__file__)
 
 MARK_VARIABLE = "LOCALAI_CLUSTER_GUARD"
-"""Environment variable that names the owner's guardian in everything the owner starts."""
+"""Environment variable that names the owner's reaper in everything the owner starts."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def marked(mark: str) -> Iterator[Stat]:
 def family(group: Group) -> set[Stat]:
     """Return the members of `group` and all their descendants, including those in other sessions.
 
-    Another guardian among them is omitted: it has to clean up when its own owner ends.
+    Another reaper among them is omitted: it has to clean up when its own owner ends.
     """
     leader = stat(group.pgid)
     if leader and leader.start != group.start:
@@ -112,10 +112,10 @@ def family(group: Group) -> set[Stat]:
         size = len(members)
         pids = {process.pid for process in members}
         members |= {process for process in all_processes if process.parent in pids}
-    return {process for process in members if not _is_guardian(process.pid)}
+    return {process for process in members if not _is_reaper(process.pid)}
 
 
-def _is_guardian(pid: int, mark: str = "") -> bool:
+def _is_reaper(pid: int, mark: str = "") -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read().split(b"\0")
@@ -124,9 +124,9 @@ def _is_guardian(pid: int, mark: str = "") -> bool:
     return os.fsencode(SCRIPT) in words and (not mark or mark.encode() in words)
 
 
-def guardian_of(mark: str) -> int | None:
-    """Return the process id of the running guardian with this mark, or None."""
-    return next((process.pid for process in processes() if _is_guardian(process.pid, mark)), None)
+def reaper_of(mark: str) -> int | None:
+    """Return the process id of the running reaper with this mark, or None."""
+    return next((process.pid for process in processes() if _is_reaper(process.pid, mark)), None)
 
 
 def ask(group: Group, number: int) -> None:
@@ -203,7 +203,7 @@ def parse(line: str, groups: dict[int, Group]) -> None:
 
 
 def line_for(group: Group) -> str:
-    """Return the line that registers `group` with a guardian."""
+    """Return the line that registers `group` with a process reaper."""
     reach = "group" if group.whole else "leader"
     return f"+{group.pgid} {group.start} {int(group.polite)} {group.seconds} {reach} {group.rank}\n"
 

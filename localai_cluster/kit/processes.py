@@ -1,9 +1,9 @@
 """Child processes that end with their owner, even if it is killed. Without Django: the worker uses it too.
 
 `spawn` starts a child in a session of its own, so that a Ctrl-C meant for the owner does not reach it and one
-signal reaches the child's whole group. A `Guardian` has every child registered and ends them in order if the
-owner dies without cleaning up (`kill -9`). The kernel's parent-death signal is not enough: a `run.sh` that
-forks, a pool's children and `unshare` all lose it. `process_reaper.py` is the guardian process.
+signal reaches the child's whole group. A `ProcessReaper` has every child registered and ends them in order if
+the owner dies without cleaning up (`kill -9`). The kernel's parent-death signal is not enough: a `run.sh`
+that forks, a pool's children and `unshare` all lose it. `process_reaper.py` is the reaper.
 """
 
 import os
@@ -23,11 +23,11 @@ from localai_cluster.kit.process_reaper import (
     SCRIPT,
     Group,
     end,
-    guardian_of,
     kill,
     line_for,
     marked,
     processes,
+    reaper_of,
     same,
     stat,
     sweep,
@@ -36,15 +36,15 @@ from localai_cluster.kit.process_reaper import (
 __all__ = [
     "MARK_VARIABLE",
     "Group",
-    "Guardian",
     "ProcessIdentity",
+    "ProcessReaper",
     "end",
     "end_child",
     "group_of",
-    "guardian_of",
     "kill",
     "marked",
     "processes",
+    "reaper_of",
     "same",
     "spawn",
     "stat",
@@ -54,7 +54,7 @@ __all__ = [
 Stream = int | IO[Any] | None
 
 FIRST_DELAY, LONGEST_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
-"""Seconds: first and longest restart delay of guardians, and uptime after which a restart is immediate."""
+"""Seconds: first and longest restart delay of reapers, and uptime after which a restart is immediate."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def spawn(
 ) -> "subprocess.Popen[bytes]":
     """Start `argv` as the leader of a new session and group; raise OSError if it cannot be started.
 
-    `env` is the complete environment of the child (None: ours); with a guardian, add `Guardian.env` to it.
+    `env` is the complete environment of the child (None: ours); with a reaper, add `ProcessReaper.env`.
     """
     return subprocess.Popen(
         [os.fspath(part) for part in argv],
@@ -121,11 +121,11 @@ def end_child(
     return politely
 
 
-class Guardian:
-    """The owner's handle of a guardian process. Thread-safe.
+class ProcessReaper:
+    """The owner's handle of a process reaper. Thread-safe.
 
     Put `env` into the environment of every child, `add` it right after its start, `discard` it after its end.
-    A child started but not yet added when the owner dies is found by the mark in its environment. A guardian
+    A child started but not yet added when the owner dies is found by the mark in its environment. A reaper
     that ends before us is replaced; `replaced` is called with the return code of each that ended.
     """
 
@@ -136,7 +136,7 @@ class Guardian:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._process = self._start()
-        threading.Thread(target=self._keep_alive, name="guardian", daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="reaper", daemon=True).start()
 
     @property
     def env(self) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Guardian:
 
     @property
     def pid(self) -> int:
-        """Process id of the current guardian; it changes when a guardian is replaced."""
+        """Process id of the current reaper; it changes when a reaper is replaced."""
         with self._lock:
             return self._process.pid
 
@@ -173,7 +173,7 @@ class Guardian:
                 self._send(f"-{pid}\n")
 
     def close(self) -> None:
-        """Close the pipe to the guardian, and wait until it has ended all registered groups and itself."""
+        """Close the pipe to the reaper, and wait until it has ended all registered groups and itself."""
         with self._lock:
             self._closed.set()
             process = self._process
@@ -182,14 +182,14 @@ class Guardian:
             process.stdin.close()
         process.wait()
 
-    def __enter__(self) -> "Guardian":
+    def __enter__(self) -> "ProcessReaper":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # An empty environment: neither our secrets nor another guardian's mark.
+        # An empty environment: neither our secrets nor another process reaper's mark.
         process = spawn(
             [sys.executable, "-I", "-S", SCRIPT, self.mark],
             env={},
@@ -207,7 +207,7 @@ class Guardian:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin
-        # `_keep_alive` replaces a guardian that has died; the new one gets the complete list.
+        # `_keep_alive` replaces a process reaper that has died; the new one gets the complete list.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()

@@ -74,6 +74,8 @@ class LoadProgress(ResponseBody):
 
 
 class ErrorDetail(ResponseBody):
+    """An error: a sentence for people, its type, the field it is about, and its code."""
+
     message: str
     type: str
     param: Annotated[str | None, msgspec.Meta(description="The field it is about.")]
@@ -81,6 +83,8 @@ class ErrorDetail(ResponseBody):
 
 
 class ErrorBody(ResponseBody):
+    """The body of a refusal; `loading` says where a load stands that the request has waited for."""
+
     error: ErrorDetail
     loading: LoadProgress | UnsetType = UNSET
 

@@ -138,7 +138,7 @@ class EngineSupervisor:
         self,
         ports: PortAllocator,
         token: str,
-        guardian: processes.Guardian,
+        reaper: processes.ProcessReaper,
         rings: LogRings,
         exits: Exits,
         *,
@@ -148,7 +148,7 @@ class EngineSupervisor:
         self._ports = ports
         self._exits = exits
         self.token = token
-        self._guardian = guardian
+        self._reaper = reaper
         self._rings = rings
         self._engines: dict[str, Engine] = {}
         self._launching: dict[str, asyncio.Event] = {}
@@ -279,13 +279,13 @@ class EngineSupervisor:
             os.chmod(program, 0o700)
         token = self.token
         variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus)
-        variables[processes.MARK_VARIABLE] = mark = f"{self._guardian.mark}/{secrets.token_hex(8)}"
+        variables[processes.MARK_VARIABLE] = mark = f"{self._reaper.mark}/{secrets.token_hex(8)}"
         launched = self._launching[key] = asyncio.Event()
         try:
             process, output = await _spawn(
                 [program, "--addr", f"{self._bind_host}:{port}"], folder, variables
             )
-            group = self._guardian.add(process.pid, seconds=GRACE)
+            group = self._reaper.add(process.pid, seconds=GRACE)
             client = BackendClient(f"{LOCAL}:{port}", token)
             engine = Engine(
                 key,
@@ -372,7 +372,7 @@ class EngineSupervisor:
             pipe.transport.close()
         self._note(engine, f"[engine ended: {_exit_text(engine)}]")
         self._rings.ended(engine.key)
-        self._guardian.discard(process.pid)
+        self._reaper.discard(process.pid)
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
         # Before the client closes: a probe checks this event first, and a closed client raises.

@@ -100,7 +100,7 @@ class Worker:
         capability: str,
         client: httpx.AsyncClient,
         downloads: httpx.AsyncClient,
-        guardian: processes.Guardian,
+        reaper: processes.ProcessReaper,
         listener: socket.socket,
     ) -> None:
         self._config = config
@@ -139,7 +139,7 @@ class Worker:
         self._supervisor = EngineSupervisor(
             ports,
             self._engine_token,
-            guardian,
+            reaper,
             self._rings,
             exits,
             bind_host=bind_host_for(config.advertise_host),
@@ -366,8 +366,8 @@ async def run(config: Config, identity: NodeIdentity) -> None:
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)
-        guardian = await asyncio.to_thread(processes.Guardian)
-        stack.push_async_callback(asyncio.to_thread, guardian.close)
+        reaper = await asyncio.to_thread(processes.ProcessReaper)
+        stack.push_async_callback(asyncio.to_thread, reaper.close)
         # Galleries and registries are verified by their own CAs, not by those for the control plane.
         downloads = await stack.enter_async_context(
             httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True)
@@ -382,4 +382,4 @@ async def run(config: Config, identity: NodeIdentity) -> None:
             config.advertise_addr,
             grouped(identity.fingerprint),
         )
-        await Worker(config, identity, capability, client, downloads, guardian, listener).run()
+        await Worker(config, identity, capability, client, downloads, reaper, listener).run()

@@ -216,7 +216,7 @@ admin.site.register(models.GalleryCopy, Observed, list_display=("key", "read_at"
 admin.site.register(
     models.UpgradeCheck,
     Observed,
-    list_display=("id", "checked_at", "asked", "answered", "claimed_by", "claimed_until", "revision"),
+    list_display=("id", "checked_at", "requested", "completed", "claimed_by", "claimed_until", "revision"),
 )
 admin.site.register(models.MassSilence, Observed, list_display=("__str__", "since", "until"))
 admin.site.register(

@@ -205,14 +205,14 @@ def _gallery_changed(fingerprint: str) -> None:
     global _checked_fingerprint
     if fingerprint != _checked_fingerprint:
         _checked_fingerprint = fingerprint
-        upgrade_state.ask()
+        upgrade_state.request_check()
 
 
 def read_galleries() -> catalogue.Offer:
     """Return the offer of the galleries; one query. Raise Unavailable if none of them can be read."""
     configured = node_commands.galleries()
-    check_state = upgrade_state.standing()
-    offer = catalogue.reader.read(configured, check_state.answered)
+    check_state = upgrade_state.read_state()
+    offer = catalogue.reader.read(configured, check_state.completed)
     if not offer.problems and offer.fingerprint != check_state.galleries:
         _gallery_changed(offer.fingerprint)
     if configured and len(offer.problems) == len(configured) and not offer.copied_at:

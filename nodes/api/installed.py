@@ -209,7 +209,7 @@ class UpgradeCheckView(_Flat):
         A request while a check waits is the same one. The list shows the outcome when the check has ended.
         """
         upgrades: dict[str, Any] = upgrades_by_backend(upgrade_check.picture().upgrades.values())
-        upgrade_state.ask()
+        upgrade_state.request_check()
         return Response(upgrades)
 
 

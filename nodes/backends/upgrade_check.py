@@ -119,8 +119,8 @@ def follow(*, now: datetime) -> list[Operation]:
 
     A backend with an active operation is retried at the next call.
     """
-    check = upgrade_state.standing()
-    if check.followed >= check.answered:
+    check = upgrade_state.read_state()
+    if check.processed >= check.completed:
         return []
     created, has_remaining = [], False
     offers = upgrade_state.offers()
@@ -134,7 +134,7 @@ def follow(*, now: datetime) -> list[Operation]:
         if operation is not None:
             created.append(operation)
     if not has_remaining:
-        upgrade_state.followed(check.answered)
+        upgrade_state.record_processed(check.completed)
     return created
 
 
@@ -352,7 +352,7 @@ class UpgradeChecker(PeriodicTask):
     async def _first(self) -> None:
         await asyncio.sleep(self._first_after)
         with contextlib.suppress(DatabaseError):
-            await in_thread(upgrade_state.ask)
+            await in_thread(upgrade_state.request_check)
 
     async def check(self) -> bool:
         """Make the check that is due; return True if there was one. Never raise."""

@@ -1,8 +1,8 @@
 """The rows of the upgrade check: its requests, the controller that makes it, and what the galleries offer.
 
-A request increments `asked`; a check answers all requests from before its claim, so any number of requests
-during a check become one more check. A claim expires: another controller takes over the claim of a dead one,
-and a late result of the first one is discarded. Every change sends a NOTIFY on `CHANNEL`.
+A request increments `requested`; a check answers all requests from before its claim, so any number of
+requests during a check become one more check. A claim expires: another controller takes over the claim of a
+dead one, and a late result of the first one is discarded. Every change sends a NOTIFY on `CHANNEL`.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ _ROW = UpgradeCheck.objects.filter(pk=UpgradeCheck.ONLY)
 _UNREAD: Mapping[str, Any] = {
     "revision": 0,
     "checked_at": None,
-    "asked": 0,
-    "answered": 0,
-    "followed": 0,
+    "requested": 0,
+    "completed": 0,
+    "processed": 0,
     "problems": {},
     "galleries": "",
 }
@@ -43,7 +43,7 @@ class CheckClaim:
     """A check that this caller makes, and the number of the last request that it covers."""
 
     owner: str
-    asked: int
+    requested: int
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class UpgradeCheckState:
 
     revision: int
     checked_at: datetime | None
-    asked: int
-    answered: int
-    followed: int
+    requested: int
+    completed: int
+    processed: int
     problems: Mapping[str, str]
     galleries: str
 
     @property
     def checking(self) -> bool:
         """True if a check is due or running."""
-        return self.asked > self.answered
+        return self.requested > self.completed
 
 
-def standing() -> UpgradeCheckState:
+def read_state() -> UpgradeCheckState:
     """Read the state of the upgrade check; one query."""
     return UpgradeCheckState(**(_ROW.values(*_UNREAD).first() or _UNREAD))
 
 
-def ask() -> None:
+def request_check() -> None:
     """Request a check."""
     _request()
 
@@ -81,27 +81,27 @@ def installed_changed() -> None:
 
 def _request(**columns: Any) -> None:
     with transaction.atomic():
-        if not _ROW.update(asked=F("asked") + 1, **columns):
+        if not _ROW.update(requested=F("requested") + 1, **columns):
             # The first request; another process may create the row at this moment.
             UpgradeCheck.objects.bulk_create([UpgradeCheck()], ignore_conflicts=True)
-            _ROW.update(asked=F("asked") + 1, **columns)
+            _ROW.update(requested=F("requested") + 1, **columns)
         events.notify(CHANNEL, "")
 
 
 def claim(owner: str, *, now: datetime) -> CheckClaim | None:
     """Claim the check that is due; None if there is none or another controller is making it.
 
-    A repeated check counts as requested, so that its new offers are followed (`followed`).
+    A repeated check counts as requested, so that its new offers are processed (`processed`).
     """
     is_incomplete = ~Q(problems={}) & Q(checked_at__lte=now - timedelta(seconds=RETRY_AFTER))
-    due = _ROW.filter(Q(asked__gt=F("answered")) | is_incomplete)
+    due = _ROW.filter(Q(requested__gt=F("completed")) | is_incomplete)
     free = due.filter(Q(claimed_until__isnull=True) | Q(claimed_until__lte=now))
     with transaction.atomic():
         until = now + timedelta(seconds=CLAIMED_FOR)
-        asked = Greatest("asked", F("answered") + 1)
-        if not free.update(claimed_by=owner, claimed_until=until, asked=asked):
+        requested = Greatest("requested", F("completed") + 1)
+        if not free.update(claimed_by=owner, claimed_until=until, requested=requested):
             return None
-        return CheckClaim(owner, _ROW.values_list("asked", flat=True).get())
+        return CheckClaim(owner, _ROW.values_list("requested", flat=True).get())
 
 
 def finish(
@@ -121,7 +121,7 @@ def finish(
         if row is None or row.claimed_by != own_claim.owner:
             return False
         row.revision += _store_offers(new_offers, forget=not problems)
-        row.answered = max(row.answered, own_claim.asked)
+        row.completed = max(row.completed, own_claim.requested)
         row.claimed_by, row.claimed_until = "", None
         row.problems = {names.plain(name): names.plain(reason[:_REASON]) for name, reason in problems.items()}
         row.checked_at, row.galleries = now, galleries
@@ -130,9 +130,9 @@ def finish(
     return True
 
 
-def followed(answered: int) -> None:
+def record_processed(completed: int) -> None:
     """Record that automatic upgrades were created for the checks up to this request."""
-    _ROW.filter(followed__lt=answered).update(followed=answered)
+    _ROW.filter(processed__lt=completed).update(processed=completed)
 
 
 def offers() -> dict[str, Offered]:

@@ -197,7 +197,7 @@ def read_snapshot() -> Snapshot:
         tasks = periodic.waiting_since(now=clock.now())
         held, revision = mass_silence.current_hold(), rules.rules_revision()
         return Snapshot(
-            rows.read_nodes(), controllers.seen(), upgrade_state.standing(), revision, tasks, held
+            rows.read_nodes(), controllers.seen(), upgrade_state.read_state(), revision, tasks, held
         )
 
 

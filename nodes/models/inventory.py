@@ -196,17 +196,17 @@ class GalleryCopy(models.Model):
 class UpgradeCheck(models.Model):
     """The one row of the upgrade check.
 
-    It is due while `asked` is ahead of `answered`: requests during a check cause one more check. `revision`
-    counts changes of the installed and the offered backends.
+    It is due while `requested` is ahead of `completed`: requests during a check cause one more check.
+    `revision` counts changes of the installed and the offered backends.
     """
 
     ONLY = 1
 
     id = models.PositiveSmallIntegerField(primary_key=True, default=ONLY)
     revision = models.BigIntegerField(default=0)
-    asked = models.BigIntegerField(default=0)
-    answered = models.BigIntegerField(default=0)
-    followed = models.BigIntegerField(default=0)
+    requested = models.BigIntegerField(default=0)
+    completed = models.BigIntegerField(default=0)
+    processed = models.BigIntegerField(default=0)
     """Number of the last request whose result automatic upgrades have processed."""
     claimed_by = models.CharField(max_length=64, blank=True, default="")
     claimed_until = models.DateTimeField(null=True, blank=True)
@@ -222,7 +222,7 @@ class UpgradeCheck(models.Model):
         constraints = [models.CheckConstraint(name="one_upgrade_check", condition=models.Q(id=1))]
 
     def __str__(self) -> str:
-        return f"asked {self.asked}, answered {self.answered}"
+        return f"requested {self.requested}, completed {self.completed}"
 
 
 class FileHash(models.Model):

@@ -61,7 +61,7 @@ class ModelSchedulingConfig(models.Model):
     """The result of the last pass for this rule, and its reason."""
     pressure_ended_at = models.DateTimeField(null=True, blank=True, editable=False)
     """Time of the last scale-up for pressure (R4.13); earlier reports of pressure are void."""
-    looked_at = models.DateTimeField(null=True, blank=True, editable=False)
+    checked_at = models.DateTimeField(null=True, blank=True, editable=False)
     """Time of the last pass; null until a pass has processed the current rule."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)

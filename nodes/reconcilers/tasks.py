@@ -126,7 +126,7 @@ def check_upgrades() -> None:
     """Request an upgrade check (R6.35); it merges with a check that is requested already."""
     with try_lock(Lock.UPGRADE_CHECK) as locked:
         if locked:
-            upgrade_state.ask()
+            upgrade_state.request_check()
 
 
 def _latest(first: datetime, second: datetime | None) -> datetime:

@@ -16,7 +16,7 @@ from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
 
 _WRITTEN = [
-    "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
+    "wanted_replicas", "current_replicas", "loading_replicas", "reason", "checked_at",
     "unsatisfiable_until", "unsatisfiable_ticks", "pressure_ended_at",
 ]  # fmt: skip
 
@@ -48,7 +48,7 @@ def _desired_states(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState
             spread=row.spread_all,
             ticks=row.unsatisfiable_ticks,
             until=row.unsatisfiable_until,
-            looked_at=row.looked_at,
+            looked_at=row.checked_at,
             seen=row.current_replicas,
             changed_at=row.updated_at,
         )
@@ -73,7 +73,7 @@ def write_results(
 
 def _write(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) -> None:
     row.wanted_replicas, row.current_replicas = decision.wanted, decision.current
-    row.loading_replicas, row.looked_at = decision.loading, now
+    row.loading_replicas, row.checked_at = decision.loading, now
     row.reason = decision.reason or row.reason
     for action in decision.actions:
         match action:

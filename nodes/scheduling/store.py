@@ -47,7 +47,7 @@ STATE = Shape(
         column("current", count(), "Loaded on healthy nodes now.", source=CURRENT),
         column("loading", count(), "Loads under way now.", source=LOADING),
         column("reason", TEXT, "What the pass did and why, or why it could not."),
-        column("at", TIME, "When that was.", source=Time("looked_at")),
+        column("at", TIME, "When that was.", source=Time("checked_at")),
     ],
 )
 RULE = Shape(
@@ -68,7 +68,7 @@ RULE = Shape(
         column("min_prefix_match", NUMBER, optional=True),
         column("unsatisfiable_until", TIME, "Nothing is tried for this model until then.", optional=True),
         column("unsatisfiable_ticks", count(), "Passes in a row that could not load what is wanted."),
-        column("state", STATE.ref, source=STATE.read(unless_null="looked_at"), inner=STATE, optional=True),
+        column("state", STATE.ref, source=STATE.read(unless_null="checked_at"), inner=STATE, optional=True),
         column("created_at", TIME),
         column("updated_at", TIME),
     ],
@@ -106,7 +106,7 @@ def set_rule(rule: Rule, now: datetime) -> Row:
             update_conflicts=True,
             unique_fields=["model_name"],
             # The result of a pass for the former rule does not apply to the new one.
-            update_fields=[*columns, "updated_at", "reason", "looked_at"],
+            update_fields=[*columns, "updated_at", "reason", "checked_at"],
         )
         # That statement has locked the row: nobody has changed it since.
         (stored,) = serialize_rules(_rules_of(rule.model_name))
@@ -177,7 +177,7 @@ def rules_revision() -> str:
     It covers all rows and not just the latest time: clocks of processes differ, so a row may change without
     raising the maximum.
     """
-    columns = ("model_name", "updated_at", "looked_at", "reason")
+    columns = ("model_name", "updated_at", "checked_at", "reason")
     rows_read = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns, CURRENT, LOADING)
     return hashlib.sha256(repr(list(rows_read)).encode()).hexdigest()[:16]
 

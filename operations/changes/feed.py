@@ -73,7 +73,7 @@ def target_as_dict(target: OperationTarget) -> dict[str, Any]:
         "error": target.error or (target.reason if waits and has_explanation else ""),
         "reason": target.reason,
         "attempts": target.attempts,
-        "nextLookAt": _moment(target.next_look_at),
+        "nextLookAt": _moment(target.next_check_at),
         "lastProgressAt": _moment(target.last_progress_at) if runs else "",
         "timeLimitAt": _moment(target.time_limit_at) if runs else "",
         "overdueSince": _moment(target.overdue_since),

@@ -237,14 +237,14 @@ def cancel(
         for part in parts:
             note = (notes or {}).get(part.intent_id) if part.intent_id else None
             part.status, part.phase, part.finished_at = TargetStatus.CANCELLED, "", now
-            part.reason, part.next_look_at, part.waits_for_node = note or message, None, False
+            part.reason, part.next_check_at, part.waits_for_node = note or message, None, False
             part.overdue_since = None
         columns = [
             "status",
             "phase",
             "finished_at",
             "reason",
-            "next_look_at",
+            "next_check_at",
             "waits_for_node",
             "overdue_since",
         ]

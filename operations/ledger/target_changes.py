@@ -25,7 +25,7 @@ Change = Callable[[OperationTarget, datetime], None]
 """A change of a target at a time."""
 PART = [
     "intent_id", "status", "phase", "percentage", "current_bytes", "total_bytes", "file_name", "error",
-    "reason", "attempts", "next_look_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
+    "reason", "attempts", "next_check_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 STATE = [
@@ -90,7 +90,7 @@ def begin(part: OperationTarget, now: datetime) -> None:
     """Start a new attempt, unless a worker may still be running the previous one."""
     part.status = TargetStatus.RUNNING_ON_WORKER
     part.started_at = part.started_at or now
-    part.next_look_at, part.waits_for_node = None, False
+    part.next_check_at, part.waits_for_node = None, False
     if part.overdue_since is not None:
         return
     part.phase = "resolving"
@@ -145,7 +145,7 @@ def rest(
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.phase, part.time_limit_at = TargetStatus.QUEUED, "", None
-        part.reason, part.next_look_at, part.waits_for_node = storable(reason), until, node
+        part.reason, part.next_check_at, part.waits_for_node = storable(reason), until, node
         part.attempts = part.attempts if attempts is None else attempts
         part.overdue_since = None if worker_gone else part.overdue_since
 
@@ -160,7 +160,7 @@ def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: in
         part.percentage = targets.share(part)
         part.error, part.reason = storable(error), storable(reason)
         part.attempts = part.attempts if attempts is None else attempts
-        part.next_look_at, part.waits_for_node, part.overdue_since = None, False, None
+        part.next_check_at, part.waits_for_node, part.overdue_since = None, False, None
         part.finished_at = now
 
     return apply

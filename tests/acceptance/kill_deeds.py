@@ -218,7 +218,7 @@ def busy_wave(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.wait("SELECT 1 WHERE NOT EXISTS (SELECT FROM pending_backend_ops)", what="the node is free")
     former.signal(signal.SIGKILL)
     sweep.execute(
-        "UPDATE operation_targets SET next_look_at = %s WHERE reason LIKE 'other work%%'", clock.now()
+        "UPDATE operation_targets SET next_check_at = %s WHERE reason LIKE 'other work%%'", clock.now()
     )
 
 
@@ -260,7 +260,7 @@ def cancelled_without_the_bus(sweep: Sweep, name: str, victim: Any) -> None:
 
 def bus_again(sweep: Sweep, name: str, victim: Any) -> None:
     """The bus is back."""
-    sweep.cluster.nats.start(sweep.cluster.guardian)
+    sweep.cluster.nats.start(sweep.cluster.reaper)
 
 
 def confirmed_too_late(sweep: Sweep, name: str, victim: Any) -> None:

@@ -44,7 +44,7 @@ _OF = re.compile(r"\[(\S+)\] .*: start, fence \d+")
 _LOOK = """
     SELECT o.id::text, o.status, o.by_parts, o.message, o.next_attempt_at, o.lease_until, o.fence, o.progress,
         t.id, t.status, t.reason, t.percentage, t.current_bytes, t.file_name,
-        i.id::text, i.fence, i.lease_until, coalesce(i.next_retry_at, t.next_look_at),
+        i.id::text, i.fence, i.lease_until, coalesce(i.next_retry_at, t.next_check_at),
         t.wave IS NOT NULL AND i.id IS NULL, o.parent_id IS NOT NULL
     FROM operations o LEFT JOIN operation_targets t ON t.operation_id = o.id
     LEFT JOIN pending_backend_ops i ON i.id = t.intent_id

@@ -34,7 +34,7 @@ def test_a_revoked_node_leaves_the_bus_within_five_seconds(empty: Cluster) -> No
     assert answer.status_code == 200, answer.text
     eventually(lambda: not on_bus(empty, bad), seconds=5, what="the revoked node is off the bus")
     empty.nats.stop()
-    empty.nats.start(empty.guardian)
+    empty.nats.start(empty.reaper)
     eventually(lambda: on_bus(empty, good), seconds=30, what="the other one is back")
     eventually(lambda: "secret was revoked" in bad.output(), seconds=60, what="the worker says why")
     assert not on_bus(empty, bad)
@@ -71,7 +71,7 @@ def test_kills_while_credentials_live_for_seconds(empty: Cluster) -> None:
     assert empty.embed(web).status_code == 200
     for _ in range(3):
         os.kill(empty.nats.pid, signal.SIGKILL)
-        empty.nats.start(empty.guardian)
+        empty.nats.start(empty.reaper)
         eventually(lambda: on_bus(empty, worker), seconds=30, what="back after the kill of NATS")
     port = str(web.port)
     web.kill()
@@ -113,7 +113,7 @@ def test_a_revocation_survives_the_kill_of_everything_that_carries_it(empty: Clu
     eventually(lambda: is_ready(web), seconds=30, what="web is ready")
     os.kill(empty.nats.pid, signal.SIGKILL)
     revoke(empty, web, "two")
-    empty.nats.start(empty.guardian)
+    empty.nats.start(empty.reaper)
     eventually(partial(on_bus, empty, workers["three"]), seconds=30, what="the good one is back")
     told = "SELECT count(*) FROM bus_credentials WHERE revoked_at IS NOT NULL"
     assert empty.rows(told)[0][0] >= 2

@@ -117,7 +117,7 @@ def stopped(place: Place, server: str) -> Iterator[None]:
     try:
         yield
     finally:
-        found.start(place.cluster.guardian)
+        found.start(place.cluster.reaper)
 
 
 def lasts(seconds: float) -> None:

@@ -70,7 +70,7 @@ class Stage:
         if name in ("postgres", "nats", "valkey"):
             server = getattr(self.cluster, name)
             os.kill(server.pid, 9)
-            server.start(self.cluster.guardian)
+            server.start(self.cluster.reaper)
             return
         getattr(self, name).kill()
         again: dict[str, Callable[[], Process]] = {
@@ -139,11 +139,11 @@ def test_tasks_outlive_outages_from_their_start_on() -> None:
         cluster.postgres.stop()
         tasks = cluster.tasks()
         eventually(lambda: "cannot take tasks" in tasks.output(), what="the task cluster looks for tasks")
-        cluster.postgres.start(cluster.guardian)
+        cluster.postgres.start(cluster.reaper)
         cluster.controller()
         eventually(lambda: cluster.rows(done) > [(0,)], seconds=30, what="a task is done")
         os.kill(cluster.postgres.pid, signal.SIGKILL)
-        cluster.postgres.start(cluster.guardian)
+        cluster.postgres.start(cluster.reaper)
         ((before,),) = cluster.rows(done)
         eventually(lambda: cluster.rows(done) > [(before,)], seconds=30, what="tasks go on")
         assert tasks.alive
@@ -230,7 +230,7 @@ def test_a_killed_engine_is_removed_and_the_request_goes_on() -> None:
 
 @swept
 def test_a_killed_worker_leaves_no_engine() -> None:
-    """No orphan in /proc: the guardian ends what the worker started."""
+    """No orphan in /proc: the process reaper ends what the worker started."""
     with running_cluster() as cluster:
         web = cluster.web()
         cluster.controller()

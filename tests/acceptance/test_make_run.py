@@ -122,7 +122,7 @@ def slow_model(run: Run, name: str) -> dict[str, str]:
 def kill_during_a_load(run: Run, victim: str) -> None:
     """First requests for a new model, `kill -9` while it loads, and the cluster is whole again."""
     body = slow_model(run, f"while-{victim}-dies")
-    pid = processes.guardian_of(run.mark) if victim == "guardian" else run.leaders()[victim]
+    pid = processes.reaper_of(run.mark) if victim == "reaper" else run.leaders()[victim]
     assert pid
     asked = Asked(run, body)
     eventually(
@@ -130,7 +130,7 @@ def kill_during_a_load(run: Run, victim: str) -> None:
     )
     os.kill(pid, signal.SIGKILL)
     asked.ended_well(cut=victim == "web")
-    again = r"restarted" if victim == "guardian" else r"restarting in \d+ s"
+    again = r"restarted" if victim == "reaper" else r"restarting in \d+ s"
     said = re.compile(rf"\b{victim} ended \(signal SIGKILL\), {again}")
     eventually(lambda: said.search(run.output), seconds=10, what=f"the log names {victim}")
     eventually(run.works, seconds=40, what=f"ready again without {victim}")
@@ -152,7 +152,7 @@ def test_make_run_survives_kills_while_it_works(data: Path) -> None:
     main_job = DEMO["request"]["body"]
     try:
         run.wait_ready()
-        for victim in (*reversed(CHILDREN), "guardian"):
+        for victim in (*reversed(CHILDREN), "reaper"):
             kill_during_a_load(run, victim)
         asked, mark = Asked(run, main_job), run.mark
         eventually(

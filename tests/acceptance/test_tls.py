@@ -24,7 +24,7 @@ def test_a_request_is_served_when_everything_is_encrypted(empty: Cluster, tmp_pa
     certificate, key = files["nats"]
     tls = {"cert_file": certificate, "key_file": key, "ca_file": str(authority.file), "verify": True}
     empty.nats = EmbeddedNats(empty.home / "tls-nats", port=free_port(), keys=empty.nats.keys, tls=tls)
-    empty.nats.start(empty.guardian)
+    empty.nats.start(empty.reaper)
     bus = {
         "LOCALAI_NATS_TLS_CA": str(authority.file),
         "LOCALAI_NATS_TLS_CERT": files["server"][0],

@@ -104,7 +104,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=8.0)
     options.add_argument("--soak", type=float, default=0.0, help="seconds of paced streams, afterwards")
     chosen = options.parse_args()
-    with running_cluster() as cluster, running(cluster.guardian, go=not build()) as engine:
+    with running_cluster() as cluster, running(cluster.reaper, go=not build()) as engine:
         insert_rows(cluster, MODEL, engine.address)
         web = serving(cluster, MODEL)
         bench = Bench(web, engine.address, engine.process.pid)

@@ -100,7 +100,7 @@ def main() -> None:
     chosen = options.parse_args()
     if reason := build():
         raise SystemExit(f"not measured: {reason}")
-    with running_cluster() as cluster, running(cluster.guardian, go=True) as engine:
+    with running_cluster() as cluster, running(cluster.reaper, go=True) as engine:
         insert_rows(cluster, MODEL, engine.address)
         webs = {name: serving(cluster, MODEL, CLUSTER_STREAM_CLIENT=name) for name in ("grpc", "http2")}
         bench = Bench(cluster, engine.process.pid, webs)

@@ -51,18 +51,18 @@ _MANY_TEXTS, _CLIENTS = 64, 4
 class Run:
     """`make run` in `tree`, timed from the command to "ready" and from the signal to the end."""
 
-    def __init__(self, tree: Path, guardian: processes.Guardian, **more: str) -> None:
+    def __init__(self, tree: Path, reaper: processes.ProcessReaper, **more: str) -> None:
         self.tree, self.log = tree, tree.parent / "run.log"
         self.port = free_port()
-        self._guardian = guardian
+        self._reaper = reaper
         self._begun = clock.monotonic()
         environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-        environ |= {"PORT": str(self.port), "CLUSTER_DATA_DIR": str(tree / "data"), **guardian.env, **more}
+        environ |= {"PORT": str(self.port), "CLUSTER_DATA_DIR": str(tree / "data"), **reaper.env, **more}
         with self.log.open("wb") as file:
             self._child = processes.spawn(
                 ["make", "run"], env=environ, cwd=tree, stdout=file, stderr=subprocess.STDOUT
             )
-        guardian.add(self._child.pid, seconds=60)
+        reaper.add(self._child.pid, seconds=60)
 
     @property
     def target(self) -> Target:
@@ -84,7 +84,7 @@ class Run:
         supervisor = json.loads((self.tree / "data" / "run.lock").read_text())["pid"]
         os.kill(supervisor, signal.SIGTERM)
         self._child.wait(120)
-        self._guardian.discard(self._child.pid)
+        self._reaper.discard(self._child.pid)
         return clock.monotonic() - begun
 
     def pid(self, program: str) -> int:
@@ -197,14 +197,14 @@ def measure(console: Console) -> list[Measured]:
     """All figures, in the order in which a new user meets them."""
     request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
     found = []
-    with fresh_tree() as tree, processes.Guardian() as guardian:
+    with fresh_tree() as tree, processes.ProcessReaper() as reaper:
         console.print("first run, including installation …")
-        run = Run(tree, guardian)
+        run = Run(tree, reaper)
         found.append(Measured("first run until ready", run.wait_ready(2 * FIRST_RUN), FIRST_RUN))
         found.append(Measured("stop", run.stop()))
         console.print("second run, cold load, crash of the web process …")
         size = sum(file.stat().st_size for file in (tree / "build" / "gallery").rglob("*") if file.is_file())
-        run = Run(tree, guardian, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
+        run = Run(tree, reaper, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
         found.append(Measured("later run until ready", run.wait_ready(120), LATER_RUN))
         found += idle_worker(run.pid("worker"))
         found += cold_load(run.target, request)

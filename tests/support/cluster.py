@@ -1,7 +1,7 @@
 """A whole cluster as real processes, driven through its public interfaces only.
 
 Servers are the embedded ones, every process runs the command that production runs, all of it on free ports
-with temporary data. A guardian ends everything even if the test run itself is killed.
+with temporary data. A reaper ends everything even if the test run itself is killed.
 """
 
 import json
@@ -87,7 +87,7 @@ class Cluster:
     processes: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.guardian = processes.Guardian()
+        self.reaper = processes.ProcessReaper()
         self.postgres = FastPostgres(self.home / "pg")
         self.valkey = EmbeddedValkey(self.home / "vk", password="valkey-password-of-the-tests")
         self.nats = EmbeddedNats(
@@ -125,7 +125,7 @@ class Cluster:
             "LOCALAI_AUTO_APPROVE_NODES": "true",
             "CLUSTER_OPERATION_LEASE": "4s",
             "SECRET_KEY": "secret-key-of-the-test-cluster-only",
-            **self.guardian.env,
+            **self.reaper.env,
             **self.extra,
         }
 
@@ -136,7 +136,7 @@ class Cluster:
         )
         shutil.copytree(ROOT / "examples" / "models", self.models)
         for server in (self.postgres, self.valkey, self.nats):
-            server.start(self.guardian)
+            server.start(self.reaper)
 
     def manage(self, *arguments: str, **more: str) -> str:
         """Runs a management command to its end; returns its output."""
@@ -162,7 +162,7 @@ class Cluster:
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        self.guardian.add(child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
+        self.reaper.add(child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
         process = Process(name, child, log, port)
         self.processes.append(process)
         return process
@@ -242,7 +242,7 @@ class Cluster:
             processes.end_child(process.child, group)
         for server in (self.nats, self.valkey, self.postgres):
             server.stop()
-        self.guardian.close()
+        self.reaper.close()
 
 
 _TRANSPORT = httpx.HTTPTransport(verify=False, limits=httpx.Limits(max_keepalive_connections=0))

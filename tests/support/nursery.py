@@ -58,10 +58,10 @@ class Nursery:
             text=True,
             start_new_session=True,
         )
-        cluster.guardian.add(self._parent.pid, polite=signal.SIGTERM, seconds=5.0, whole=False)
+        cluster.reaper.add(self._parent.pid, polite=signal.SIGTERM, seconds=5.0, whole=False)
 
     def fork(self, *argv: str, env: Mapping[str, str] | None = None) -> Fork:
-        """Starts one process; it belongs to the cluster's guardian as all others."""
+        """Starts one process; it belongs to the cluster's reaper as all others."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         self._number += 1
@@ -73,6 +73,6 @@ class Nursery:
         return Fork(argv[-1], int(self._parent.stdout.readline()), log)
 
     def close(self) -> None:
-        """No more forks; those that run are the guardian's."""
+        """No more forks; those that run are the process reaper's."""
         self._parent.kill()
         self._parent.communicate()

@@ -69,7 +69,7 @@ class Engine:
 
 @contextlib.contextmanager
 def running(
-    guardian: processes.Guardian, *, go: bool, streams: int = 0, token: str = "", port: int = 0
+    reaper: processes.ProcessReaper, *, go: bool, streams: int = 0, token: str = "", port: int = 0
 ) -> Iterator[Engine]:
     """An engine in Go or Python that listens; `streams` limits how many run at a time."""
     address = f"127.0.0.1:{port or free_port()}"
@@ -77,14 +77,14 @@ def running(
     limit = ["-streams", str(streams)] if streams else []
     command += ["-address", address, *limit, "-token", token]
     process = processes.spawn(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=None)
-    guardian.add(process.pid)
+    reaper.add(process.pid)
     try:
         eventually(lambda: listens(address), what=f"the engine listens at {address}")
         yield Engine(address, process)
     finally:
         process.kill()
         process.wait()
-        guardian.discard(process.pid)
+        reaper.discard(process.pid)
 
 
 def listens(address: str) -> bool:

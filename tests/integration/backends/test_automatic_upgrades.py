@@ -38,7 +38,7 @@ def node(name: str, *, version: str = "1", replica_of: str = "", **more: Any) ->
 
 def checked(version: str = "2", **problems: str) -> None:
     """A check has ended and found this version of echo."""
-    upgrade_state.ask()
+    upgrade_state.request_check()
     mine = upgrade_state.claim("here:1", now=clock.now())
     assert mine is not None
     found = {"echo": Offered(version, f"/srv/echo-{version}")}
@@ -188,7 +188,7 @@ def test_nodes_that_are_away_are_named_and_upgraded_after_their_return() -> None
 def test_what_a_check_finds_that_was_made_again_is_followed() -> None:
     """The galleries could not be read at first; nobody asks for the check that is made five minutes later."""
     node("a")
-    upgrade_state.ask()
+    upgrade_state.request_check()
     now = clock.now()
     first = upgrade_state.claim("here:1", now=now)
     assert first is not None
@@ -237,7 +237,7 @@ def test_what_a_later_check_has_replaced_is_not_upgraded_to(monkeypatch: pytest.
     checked("3")
     assert len(follow()) == 1
     monkeypatch.setattr(upgrade_state, "offers", lambda: stale)
-    UpgradeCheck.objects.update(followed=0)
+    UpgradeCheck.objects.update(processed=0)
     assert follow() == []
     assert BackendOffer.objects.get().automatic_to == "3"
 

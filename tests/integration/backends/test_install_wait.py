@@ -170,7 +170,7 @@ def test_what_waits_for_its_node_says_so_and_until_when(fields: dict[str, Any], 
     given_up = ago(1) + timedelta(seconds=conf.cluster().install_wait)
     waits = part(operation)
     assert waits.waits_for_node
-    assert waits.next_look_at is None
+    assert waits.next_check_at is None
     assert waits.reason == f"node one is {status}; it waits until {given_up:%Y-%m-%d %H:%M:%S} UTC"
     operation.refresh_from_db()
     assert (operation.status, operation.message) == ("waiting_for_nodes", waits.reason)
@@ -202,7 +202,7 @@ def test_what_waits_no_more_for_its_node_says_what_it_waits_for_then() -> None:
     intents.explain([BackendNode.objects.get().id], now=NOW)
     found = part(operation)
     assert (found.waits_for_node, found.reason) == (False, "node one is not responding")
-    assert found.next_look_at == PendingBackendOp.objects.get().next_retry_at
+    assert found.next_check_at == PendingBackendOp.objects.get().next_retry_at
     operation.refresh_from_db()
     assert operation.status == "pending"
 

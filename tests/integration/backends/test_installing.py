@@ -241,6 +241,6 @@ async def test_it_is_put_off_when_its_worker_is_gone(stage: Stage) -> None:
     assert row is not None
     node = await hot.in_thread(BackendNode.objects.get)
     assert (node.status, row.attempts, row.last_error) == ("unhealthy", 1, "node one is not responding")
-    assert (part.status, part.attempts, part.next_look_at) == ("queued", 1, row.next_retry_at)
+    assert (part.status, part.attempts, part.next_check_at) == ("queued", 1, row.next_retry_at)
     assert node.unhealthy_at is not None
     assert timedelta(seconds=30) <= row.next_retry_at - node.unhealthy_at < timedelta(seconds=60)

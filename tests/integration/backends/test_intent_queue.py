@@ -214,7 +214,7 @@ async def test_what_is_overdue_and_taken_up_again_waits_for_no_node(stage: Stage
         return OperationTarget.objects.get()
 
     part = await hot.in_thread(back)
-    assert (part.status, part.waits_for_node, part.next_look_at) == ("running_on_worker", False, None)
+    assert (part.status, part.waits_for_node, part.next_check_at) == ("running_on_worker", False, None)
 
 
 # --- nodes that go

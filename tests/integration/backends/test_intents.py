@@ -216,7 +216,7 @@ def test_failures_are_tried_again_ever_later_and_the_tenth_is_the_last(
         pauses.append((row.next_retry_at - at).total_seconds())
         assert (row.attempts, row.last_error, row.lease_owner) == (number, "no answer", "")
         found = part(operation)
-        assert (found.status, found.attempts, found.next_look_at) == ("queued", number, row.next_retry_at)
+        assert (found.status, found.attempts, found.next_check_at) == ("queued", number, row.next_retry_at)
         assert claim() == []
         due_now()
         (intent,) = claim()

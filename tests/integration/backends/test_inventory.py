@@ -264,7 +264,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:
 
 
 def test_many_lists_are_kept_at_the_cost_of_one() -> None:
-    upgrade_state.ask()  # the first one makes the row
+    upgrade_state.request_check()  # the first one makes the row
     counts = []
     for total in (1, 50):
         nodes = [hot.node(f"{total}-{number}") for number in range(total)]
@@ -481,7 +481,7 @@ async def test_each_failed_contact_with_a_deaf_node_counts_as_an_attempt_until_t
     for attempt in range(1, MOST_ATTEMPTS):
         await contact()
         part = await hot.in_thread(lambda: wished.part(operation))
-        assert (part.attempts, part.waits_for_node, part.next_look_at) == (attempt, True, None)
+        assert (part.attempts, part.waits_for_node, part.next_check_at) == (attempt, True, None)
         await contact()
         row = await hot.in_thread(PendingBackendOp.objects.get)
         assert (row.attempts, operation.status) == (attempt, "waiting_for_nodes"), "the pause is not over"

@@ -143,7 +143,7 @@ def test_a_request_that_waits_says_for_which_one() -> None:
     ask(DELETE, node)
     upgrade = ask(UPGRADE, node)
     found = part(upgrade)
-    assert (found.reason, found.next_look_at) == ("waits for the removal of echo on one", None)
+    assert (found.reason, found.next_check_at) == ("waits for the removal of echo on one", None)
     entry = {"jobID": str(upgrade.id), "status": "pending", "nodes": [{"node_id": str(node.id)}]}
     wait_reasons.annotate([entry], now=clock.now())
     assert entry["waitsFor"] == "waits for the removal of echo by test on one"

@@ -170,22 +170,22 @@ def test_a_hostile_gallery_ends_no_check(gallery: Write, tmp_path: Path) -> None
     gallery(minilm="2\x00\u202e" + "x" * 1000, echo={"version": "1", "uri": "\x00" * 5000})
     keep(api.make_node("a"), minilm(), m.InstalledBackend("echo", version="1"))
     assert check()
-    assert not upgrade_state.standing().checking
+    assert not upgrade_state.read_state().checking
     assert len(upgrades()["minilm"]["available_version"]) <= 255
     (tmp_path / "index.yaml").write_text('"\\0": {' + "x" * 5000)
-    upgrade_state.ask()
+    upgrade_state.request_check()
     assert check()
-    assert upgrade_state.standing().problems
+    assert upgrade_state.read_state().problems
 
 
 @pytest.mark.rule("R6.35", "O101")
 def test_requests_during_a_check_become_one_more() -> None:
     now = clock.now()
-    upgrade_state.ask()
+    upgrade_state.request_check()
     first = upgrade_state.claim("one", now=now)
     assert first is not None
     for _ in range(5):
-        upgrade_state.ask()
+        upgrade_state.request_check()
     assert upgrade_state.claim("two", now=now) is None, "somebody is at it"
     assert upgrade_state.finish(first, {}, problems={}, galleries="", now=now)
     second = upgrade_state.claim("two", now=now)
@@ -208,8 +208,8 @@ def test_of_many_controllers_one_makes_the_check() -> None:
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(one, range(8)))
 
-    at_once(lambda _: upgrade_state.ask())
-    assert UpgradeCheck.objects.get().asked == 8
+    at_once(lambda _: upgrade_state.request_check())
+    assert UpgradeCheck.objects.get().requested == 8
     now = clock.now()
     claims = at_once(lambda number: upgrade_state.claim(str(number), now=now))
     assert [claim is not None for claim in claims].count(True) == 1
@@ -219,7 +219,7 @@ def test_of_many_controllers_one_makes_the_check() -> None:
 def test_a_dead_controllers_check_is_taken_over() -> None:
     """Its claim runs out; what it finds afterwards is thrown away."""
     now = clock.now()
-    upgrade_state.ask()
+    upgrade_state.request_check()
     late = upgrade_state.claim("dead", now=now)
     later = now + timedelta(seconds=upgrade_state.CLAIMED_FOR)
     assert upgrade_state.claim("next", now=later - timedelta(seconds=1)) is None
@@ -237,10 +237,10 @@ def test_offers_of_a_gallery_that_cannot_be_read_stay(gallery: Write, tmp_path: 
     keep(api.make_node("a"), minilm())
     check()
     (tmp_path / "index.yaml").write_text("{")
-    upgrade_state.ask()
+    upgrade_state.request_check()
     check()
     assert set(upgrades()) == {"minilm"}
-    standing = upgrade_state.standing()
+    standing = upgrade_state.read_state()
     assert "is not valid YAML" in standing.problems["local"]
     assert standing.checked_at is not None
     assert not check()
@@ -250,7 +250,7 @@ def test_offers_of_a_gallery_that_cannot_be_read_stay(gallery: Write, tmp_path: 
     assert mine is not None
     found, problems, galleries = asyncio.run(upgrade_check.look())
     assert upgrade_state.finish(mine, found, problems=problems, galleries=galleries, now=again)
-    assert (upgrades(), upgrade_state.standing().problems) == ({}, {})
+    assert (upgrades(), upgrade_state.read_state().problems) == ({}, {})
 
 
 @pytest.mark.rule("O101")
@@ -261,25 +261,25 @@ def test_a_changed_gallery_is_checked_when_a_page_sees_it(
     gallery(minilm="1.0.0")
     keep(api.make_node("a"), minilm())
     check()
-    asked = upgrade_state.standing().asked
+    asked = upgrade_state.read_state().requested
     monkeypatch.setattr(catalogue, "KEPT_FOR", -1.0)
     api.admin().get("/api/backends")
-    assert upgrade_state.standing().asked == asked, "nothing has changed"
+    assert upgrade_state.read_state().requested == asked, "nothing has changed"
     gallery(minilm="2.0.0")
     for _ in range(3):
         api.admin().get("/api/backends")
-    assert upgrade_state.standing().asked == asked + 1
+    assert upgrade_state.read_state().requested == asked + 1
 
 
 @pytest.mark.rule("O101", "R6.35")
 def test_a_list_that_changed_asks_for_a_check_and_one_that_did_not_does_not() -> None:
     node = api.make_node("a")
-    before = upgrade_state.standing()
+    before = upgrade_state.read_state()
     keep(node, minilm())
-    after = upgrade_state.standing()
-    assert (after.revision, after.asked) == (before.revision + 1, before.asked + 1)
+    after = upgrade_state.read_state()
+    assert (after.revision, after.requested) == (before.revision + 1, before.requested + 1)
     keep(node, minilm())
-    assert upgrade_state.standing() == after
+    assert upgrade_state.read_state() == after
 
 
 @pytest.mark.rule("R6.35", "O101", "C47")
@@ -289,9 +289,9 @@ def test_the_schedule_asks_and_a_controller_checks(gallery: Write) -> None:
     assert schedule.cron.split()[1] == "*/6"
     gallery(minilm="2")
     tasks.check_upgrades()
-    assert upgrade_state.standing().checking
+    assert upgrade_state.read_state().checking
     assert check()
-    assert not upgrade_state.standing().checking
+    assert not upgrade_state.read_state().checking
 
 
 @pytest.mark.rule("R6.35", "O101", "C47")
@@ -304,12 +304,12 @@ async def test_a_controller_checks_after_its_start_and_when_it_is_told(gallery: 
 
     async def answered(least: int) -> None:
         async with asyncio.timeout(60):
-            while (await in_thread(upgrade_state.standing)).answered < least:
+            while (await in_thread(upgrade_state.read_state)).completed < least:
                 checker.wake()
                 await asyncio.sleep(0.05)
 
     await answered(1)
-    await in_thread(upgrade_state.ask)
+    await in_thread(upgrade_state.request_check)
     await answered(2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -323,9 +323,9 @@ async def test_a_defect_ends_the_check_with_a_reason(monkeypatch: pytest.MonkeyP
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(upgrade_check, "look", broken)
-    await in_thread(upgrade_state.ask)
+    await in_thread(upgrade_state.request_check)
     assert await upgrade_check.UpgradeChecker("here:1").check()
-    standing = await in_thread(upgrade_state.standing)
+    standing = await in_thread(upgrade_state.read_state)
     assert not standing.checking
     assert "internal error" in standing.problems[""]
 
@@ -384,7 +384,7 @@ def test_lists_cost_the_same_for_500_nodes(gallery: Write) -> None:
         NodeBackend.objects.bulk_create(
             NodeBackend(node=node, name=name, version="1.0.0") for node in made for name in ("minilm", "echo")
         )
-        upgrade_state.ask()
+        upgrade_state.request_check()
         assert check()
         with CaptureQueriesContext(connection) as queries:
             assert len(api.admin().get("/backends").json()[1]["nodes"]) == total

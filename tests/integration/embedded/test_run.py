@@ -87,7 +87,7 @@ def leave_behind(folder: Path, mark: str) -> "subprocess.Popen[bytes]":
 
 
 def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> None:
-    """The run before was killed, and so was its guardian."""
+    """The run before was killed, and so was its process reaper."""
     left = leave_behind(tmp_path, f"{lock.folder_id(tmp_path)}.stale")
     with listener() as port:
         lines = attempt(tmp_path, PORT=str(port))

@@ -316,11 +316,11 @@ def test_valkey_wants_its_password_and_starts_over_a_dead_socket(tmp_path: Path)
         assert answers(valkey.url)
 
 
-def test_a_guardian_stops_the_servers_of_a_killed_owner(tmp_path: Path) -> None:
+def test_a_process_reaper_stops_the_servers_of_a_killed_owner(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from localai_cluster.kit import processes\n"
         "from localai_cluster.embedded.bundled_servers import EmbeddedPostgres\n"
-        "server = EmbeddedPostgres(Path(sys.argv[1])); server.start(processes.Guardian())\n"
+        "server = EmbeddedPostgres(Path(sys.argv[1])); server.start(processes.ProcessReaper())\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(

@@ -33,14 +33,14 @@ def output() -> io.StringIO:
 
 
 @pytest.fixture
-def guardian() -> Iterator[processes.Guardian]:
-    with processes.Guardian() as one:
+def reaper() -> Iterator[processes.ProcessReaper]:
+    with processes.ProcessReaper() as one:
         yield one
 
 
 @pytest.fixture
-def supervisor(output: io.StringIO, guardian: processes.Guardian) -> Iterator[Supervisor]:
-    one = Supervisor(Log(output), guardian)
+def supervisor(output: io.StringIO, reaper: processes.ProcessReaper) -> Iterator[Supervisor]:
+    one = Supervisor(Log(output), reaper)
     yield one
     one.hurry()
     one.stop()

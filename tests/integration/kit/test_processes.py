@@ -1,4 +1,4 @@
-"""The guardian and the ending of groups, with real processes."""
+"""The reaper and the ending of groups, with real processes."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ HOLDER = """
 import sys
 from localai_cluster import procs
 mark, kind = sys.argv[1:3]
-guardian = procs.Guardian(mark)
+reaper = procs.ProcessReaper(mark)
 scripts = {
     "forks": "sleep 1000 & sleep 1000",
     "deaf": "trap '' TERM; while :; do sleep 0.05; done",
@@ -24,11 +24,11 @@ scripts = {
 }
 children = []
 for kind in kind.split(","):
-    child = procs.spawn(["/bin/sh", "-c", scripts[kind]], env={"PATH": "/usr/bin:/bin", **guardian.env})
+    child = procs.spawn(["/bin/sh", "-c", scripts[kind]], env={"PATH": "/usr/bin:/bin", **reaper.env})
     if "unregistered" not in sys.argv:
-        guardian.add(child.pid, seconds=0.3)
+        reaper.add(child.pid, seconds=0.3)
     children.append(child)
-print(guardian.pid, *(child.pid for child in children), flush=True)
+print(reaper.pid, *(child.pid for child in children), flush=True)
 children[0].wait()
 """
 
@@ -71,7 +71,7 @@ def carrying(mark: str) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["forks", "deaf", "session", "forks,deaf,session"])
-def test_guardian_ends_the_groups_of_a_killed_owner(mark: str, kind: str) -> None:
+def test_the_reaper_ends_the_groups_of_a_killed_owner(mark: str, kind: str) -> None:
     owner, pids = hold(mark, kind)
     until(lambda: len(carrying(mark)) > len(pids) - 1)
     owner.kill()
@@ -86,32 +86,32 @@ def test_a_child_that_was_never_registered_is_found_by_its_mark(mark: str) -> No
     until(lambda: gone(pids) and not carrying(mark))
 
 
-def test_guardian_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) -> None:
-    with processes.Guardian(mark) as guardian:
-        child = processes.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], **guardian.env})
-        guardian.add(child.pid)
-        first = guardian.pid
+def test_the_reaper_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) -> None:
+    with processes.ProcessReaper(mark) as reaper:
+        child = processes.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], **reaper.env})
+        reaper.add(child.pid)
+        first = reaper.pid
         until(lambda: _ignores(first, signal.SIGTERM))
         os.kill(first, signal.SIGTERM)
         os.kill(first, signal.SIGINT)
         assert processes.ProcessIdentity.of(first)
         os.kill(first, signal.SIGKILL)
-        until(lambda: guardian.pid != first)
+        until(lambda: reaper.pid != first)
     # The successor was told the whole list, so closing it ends the child.
     assert child.wait(30) == -signal.SIGTERM
 
 
-def test_guardians_that_keep_ending_are_replaced_more_slowly(mark: str) -> None:
+def test_reapers_that_keep_ending_are_replaced_more_slowly(mark: str) -> None:
     """The first at once, the next after a while; each is reported, and closing waits for none of it."""
     codes: list[int] = []
-    with processes.Guardian(mark, replaced=codes.append) as guardian:
-        os.kill(guardian.pid, signal.SIGKILL)
+    with processes.ProcessReaper(mark, replaced=codes.append) as reaper:
+        os.kill(reaper.pid, signal.SIGKILL)
         until(lambda: len(codes) == 1)
         begun = clock.monotonic()
-        os.kill(guardian.pid, signal.SIGKILL)
+        os.kill(reaper.pid, signal.SIGKILL)
         until(lambda: len(codes) == 2)
         assert clock.monotonic() - begun >= processes.FIRST_DELAY
-        os.kill(guardian.pid, signal.SIGKILL)
+        os.kill(reaper.pid, signal.SIGKILL)
     assert codes == [-signal.SIGKILL] * 2
 
 
@@ -124,9 +124,9 @@ def _ignores(pid: int, number: int) -> bool:
 
 def test_a_discarded_group_is_left_alone(mark: str) -> None:
     child = processes.spawn(["sleep", "1000"])
-    with processes.Guardian(mark) as guardian:
-        guardian.add(child.pid)
-        guardian.discard(child.pid)
+    with processes.ProcessReaper(mark) as reaper:
+        reaper.add(child.pid)
+        reaper.discard(child.pid)
     assert child.poll() is None
     assert processes.end_child(child, processes.group_of(child.pid))
 

@@ -22,7 +22,7 @@ def test_a_rule_is_set_listed_and_deleted() -> None:
     run("set", "everywhere", "--spread")
     run("set", "routed", "--route-policy", "round_robin")
     ModelSchedulingConfig.objects.filter(model_name="m").update(
-        wanted_replicas=1, reason="one\x1b[31m more", looked_at=clock.now()
+        wanted_replicas=1, reason="one\x1b[31m more", checked_at=clock.now()
     )
     _, first, second, third = run("list").splitlines()
     assert first.split() == ["everywhere", "one", "a", "node", "-", "-", "-", "-", "-"]

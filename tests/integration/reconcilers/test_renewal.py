@@ -93,7 +93,7 @@ def test_a_model_without_a_rule_is_replaced_too_and_its_rule_for_routing_is_left
     assert (asked.kind, asked.element) == (load_request.KIND, "echo")
     assert asked.payload["replaces"] == str(replica.pk)
     assert asked.payload["reason"].startswith("the definition was edited")
-    assert ModelSchedulingConfig.objects.get().looked_at is None
+    assert ModelSchedulingConfig.objects.get().checked_at is None
 
 
 @pytest.mark.rule("R1.98", "R1.79", "R1.99", "R1.83", "T-REV-2", "T-REV-3", "T-REV-7")

@@ -108,7 +108,7 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
     rule(1, model="least")
     assert [desired_state.model for desired_state in passes.read_desired_states()] == ["all", "least", "most"]
     replicas.run_pass(tick=True)
-    assert (stored("routed").looked_at, stored("all").reason) == (None, "there is no healthy node")
+    assert (stored("routed").checked_at, stored("all").reason) == (None, "there is no healthy node")
 
 
 @pytest.mark.rule("R4.15", "R1.68", "T-REC-8")
@@ -226,7 +226,7 @@ def test_flags_that_were_cleared_during_a_pass_are_not_set_by_it() -> None:
         clear_cooldowns(clock.now())
     flags = Unsatisfiable("m", 3, clock.now() + HOUR, "full")
     passes.write_results([RuleDecision("m", 1, 0, 0, "full", (flags,))], {"m": seen}, clock.now())
-    assert (stored().unsatisfiable_ticks, stored().looked_at) == (0, None)
+    assert (stored().unsatisfiable_ticks, stored().checked_at) == (0, None)
 
 
 @pytest.mark.rule("R4.21")
@@ -420,9 +420,9 @@ def test_a_pass_is_left_out_while_another_process_is_at_it() -> None:
     with try_lock_across(Lock.REPLICAS) as mine:
         assert mine
         assert elsewhere() == [False]
-    assert stored().looked_at is None
+    assert stored().checked_at is None
     tasks.scale()
-    assert stored().looked_at is not None
+    assert stored().checked_at is not None
 
 
 @commits
@@ -440,7 +440,7 @@ def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(load_request, "request_scale_up", cut)
     tasks.scale()
     connection.close()
-    assert stored().looked_at is None
+    assert stored().checked_at is None
 
 
 @commits
@@ -452,7 +452,7 @@ def test_the_lock_is_free_after_a_pass_that_failed(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ZeroDivisionError):
             replicas.run_pass(tick=True)
     assert elsewhere() == [True]
-    assert stored().looked_at is not None
+    assert stored().checked_at is not None
 
 
 async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at_it(

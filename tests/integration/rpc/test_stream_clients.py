@@ -33,9 +33,9 @@ def is_go(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def engine(is_go: bool, guardian: processes.Guardian) -> Iterator[Engine]:
+def engine(is_go: bool, reaper: processes.ProcessReaper) -> Iterator[Engine]:
     """An engine for the tests that do not stop it."""
-    with running(guardian, go=is_go, token=TOKEN) as started:
+    with running(reaper, go=is_go, token=TOKEN) as started:
         yield started
 
 
@@ -188,9 +188,9 @@ async def test_an_engine_waits_for_a_reader_that_does_not_read(caller: Caller) -
 
 
 async def test_streams_above_the_engines_limit_wait(
-    is_go: bool, guardian: processes.Guardian, stream_client: str
+    is_go: bool, reaper: processes.ProcessReaper, stream_client: str
 ) -> None:
-    with running(guardian, go=is_go, token=TOKEN, streams=2) as engine:
+    with running(reaper, go=is_go, token=TOKEN, streams=2) as engine:
         async with calling(engine.address, stream_client) as caller, calling(engine.address, GRPC) as viewer:
             blocking = [asyncio.create_task(caller.read(FOREVER)) for _ in range(2)]
             await viewer.wait_for(2)
@@ -205,11 +205,11 @@ async def test_streams_above_the_engines_limit_wait(
 
 
 async def test_an_engine_that_stops_finishes_its_streams_and_its_successor_is_reached(
-    is_go: bool, guardian: processes.Guardian, stream_client: str
+    is_go: bool, reaper: processes.ProcessReaper, stream_client: str
 ) -> None:
     port = free_port()
     async with calling(f"127.0.0.1:{port}", stream_client) as caller:
-        with running(guardian, go=is_go, token=TOKEN, port=port) as engine:
+        with running(reaper, go=is_go, token=TOKEN, port=port) as engine:
             async with caller.stream("10 60") as replies:
                 await anext(replies)
                 engine.stop()
@@ -217,14 +217,14 @@ async def test_an_engine_that_stops_finishes_its_streams_and_its_successor_is_re
             await asyncio.to_thread(engine.process.wait)
             with pytest.raises(errors.Refused):
                 await caller.read("0 1")
-        with running(guardian, go=is_go, token=TOKEN, port=port) as engine:
+        with running(reaper, go=is_go, token=TOKEN, port=port) as engine:
             assert len(await caller.read("0 36")) == 36
             async with caller.stream("10 1000000") as replies:
                 await anext(replies)
                 engine.kill()
                 with pytest.raises(errors.Lost):
                     _ = [reply async for reply in replies]
-        with running(guardian, go=is_go, token=TOKEN, port=port):
+        with running(reaper, go=is_go, token=TOKEN, port=port):
             assert len(await caller.read("0 36")) == 36
 
 

@@ -32,7 +32,7 @@ def parts(draw: st.DrawFn) -> OperationTarget:
         reason=draw(st.sampled_from(["", "queued", "node one is offline"])),
         attempts=draw(st.integers(0, MOST_ATTEMPTS)),
         waits_for_node=draw(st.booleans()) if status == TargetStatus.QUEUED else False,
-        next_look_at=None if ended else draw(st.none() | st.just(NOW) | st.just(NOW + timedelta(hours=1))),
+        next_check_at=None if ended else draw(st.none() | st.just(NOW) | st.just(NOW + timedelta(hours=1))),
     )
 
 
@@ -55,11 +55,11 @@ def test_every_combination_of_parts_is_one_state(kind: str, found: list[Operatio
         assert (state.status == Status.WAITING) == (not running and all(part.waits_for_node for part in left))
         operation = Operation(kind=kind, status=state.status)
         assert operation.cancellable == (kind != "backend_delete" or not running)
-        looks = [part.next_look_at for part in left if part.next_look_at]
-        assert state.next_look_at == (min(looks) if looks else None)
+        looks = [part.next_check_at for part in left if part.next_check_at]
+        assert state.next_check_at == (min(looks) if looks else None)
     else:
         assert not Operation(kind=kind, status=state.status).cancellable
-        assert (state.next_look_at, state.phase) == (None, "")
+        assert (state.next_check_at, state.phase) == (None, "")
     if state.status == Status.CANCELLED:
         gone = {TargetStatus.CANCELLED, TargetStatus.SUPERSEDED}
         assert {TargetStatus(part.status) for part in found} <= gone
@@ -69,9 +69,9 @@ def test_every_combination_of_parts_is_one_state(kind: str, found: list[Operatio
 @given(kind=KINDS, found=st.lists(parts(), min_size=2, max_size=6))
 def test_the_order_of_the_parts_makes_no_other_state(kind: str, found: list[OperationTarget]) -> None:
     one, other = state_of(kind, found), state_of(kind, found[::-1])
-    assert (one.status, one.next_look_at, one.attempts) == (
+    assert (one.status, one.next_check_at, one.attempts) == (
         other.status,
-        other.next_look_at,
+        other.next_check_at,
         other.attempts,
     )
     assert one.progress == pytest.approx(other.progress)

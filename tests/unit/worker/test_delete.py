@@ -77,8 +77,8 @@ async def test_an_engine_that_cannot_be_killed_keeps_its_files(tmp_path: Path) -
     start = tmp_path / "backends" / "b" / START_FILE
     start.parent.mkdir(parents=True)
     start.touch()
-    with processes.Guardian() as guardian:
-        supervisor = Unkillable(PortAllocator(43000, 43999), "token", guardian, LogRings(), Exits("h"))
+    with processes.ProcessReaper() as reaper:
+        supervisor = Unkillable(PortAllocator(43000, 43999), "token", reaper, LogRings(), Exits("h"))
         store = BackendStore(tmp_path / "backends", tmp_path / "system", "default")
         reply = await deleted(store, supervisor)
     assert reply == m.DeleteReply(False, "b#0: process 7 cannot be killed", ("a#0",), True)
@@ -91,11 +91,11 @@ async def test_an_engine_launched_while_its_files_go_is_ended_and_reported(tmp_p
     start = tmp_path / "backends" / "b" / START_FILE
     start.parent.mkdir(parents=True)
     start.write_text("#!/bin/sh\nsleep 1000\n")
-    with processes.Guardian() as guardian:
+    with processes.ProcessReaper() as reaper:
         store = BusyStore(tmp_path / "backends", tmp_path / "system", "default")
         store.loop = asyncio.get_running_loop()
         store.supervisor = EngineSupervisor(
-            PortAllocator(43000, 43999), "token", guardian, LogRings(), Exits("h")
+            PortAllocator(43000, 43999), "token", reaper, LogRings(), Exits("h")
         )
         assert await deleted(store, store.supervisor) == m.DeleteReply(True, "", ("late#0",), True)
         assert store.supervisor.engines() == []

@@ -23,8 +23,8 @@ TOKEN = "token-of-the-registration"
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[EngineSupervisor]:
-    with processes.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings(), Exits("h"))
+    with processes.ProcessReaper() as reaper:
+        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, reaper, LogRings(), Exits("h"))
         yield supervisor
         supervisor.hurry()
         await supervisor.close()
@@ -71,9 +71,9 @@ async def test_a_port_that_another_program_has_is_given_to_no_engine(tmp_path: P
     """D-WORKER-START: the next one is tried, and the refusal comes when there is none."""
     base = free_port(2)
     start = script(tmp_path, 'echo "$@" >&2; exit 3')
-    with processes.Guardian() as guardian, socket.create_server(("127.0.0.1", base)):
+    with processes.ProcessReaper() as reaper, socket.create_server(("127.0.0.1", base)):
         supervisor = EngineSupervisor(
-            PortAllocator(base, base + 1), TOKEN, guardian, LogRings(), Exits("h"), bind_host="127.0.0.1"
+            PortAllocator(base, base + 1), TOKEN, reaper, LogRings(), Exits("h"), bind_host="127.0.0.1"
         )
         with pytest.raises(StartFailed, match=f"--addr 127.0.0.1:{base + 1}"):
             await supervisor.start("m#0", "b", start)
@@ -95,9 +95,9 @@ async def test_a_port_that_another_program_has_is_given_to_no_engine(tmp_path: P
 )
 async def test_an_engine_listens_where_it_is_reached(tmp_path: Path, advertised: str, bound: str) -> None:
     """D-ENGINE-LOOPBACK (review P13): an engine of this machine only is no open port."""
-    with processes.Guardian() as guardian:
+    with processes.ProcessReaper() as reaper:
         supervisor = EngineSupervisor(
-            PortAllocator(46000, 46999), TOKEN, guardian, LogRings(), Exits("h"),
+            PortAllocator(46000, 46999), TOKEN, reaper, LogRings(), Exits("h"),
             bind_host=engines.bind_host_for(advertised),
         )  # fmt: skip
         with pytest.raises(StartFailed, match=rf"--addr {bound}:46\d\d\d"):
@@ -194,8 +194,8 @@ def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
 async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: bool) -> None:
     """As soon as the process is gone, not once its children are; one that was stopped is no news."""
     exits = Exits("gpu-1")
-    with processes.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, guardian, LogRings(), exits)
+    with processes.ProcessReaper() as reaper:
+        supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, reaper, LogRings(), exits)
         start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
         starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 

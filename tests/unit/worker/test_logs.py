@@ -134,8 +134,8 @@ async def test_an_endless_line_is_one_line_and_tells_no_part_of_the_token(tmp_pa
     program = f"print('{TOKEN}' * 20000); print('after'); exit(3)"
     start.write_text(f'#!/bin/sh\nexec python3 -c "{program}"\n')
     start.chmod(0o755)
-    with processes.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(44000, 44999), TOKEN, guardian, rings, Exits("h"))
+    with processes.ProcessReaper() as reaper:
+        supervisor = EngineSupervisor(PortAllocator(44000, 44999), TOKEN, reaper, rings, Exits("h"))
         with pytest.raises(StartFailed):
             await supervisor.start("m#0", "b", start)
         await supervisor.close()
