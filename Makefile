@@ -32,7 +32,7 @@ help:
 	@echo "make placement-story  play docs/placement-story.md on five workers and write down every reason"
 	@echo "make ui               build the pages, if their sources have changed"
 	@echo "make package          build the wheel in dist/: the worker, and with the extra 'server' everything"
-	@echo "make types            generate the pages' types from the API document, if it may have changed"
+	@echo "make types            generate the pages' types from the API document and their sentences from actions.py"
 	@echo "make lock             update the lock files from requirements/*.in"
 	@echo "make hooks            run quick checks before each commit"
 	@echo "make clean            remove everything make has built; keep data"

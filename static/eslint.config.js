@@ -3,7 +3,7 @@ import hooks from "eslint-plugin-react-hooks";
 import tseslint from "typescript-eslint";
 
 export default tseslint.config(
-  { ignores: ["src/api/schema.ts"] },
+  { ignores: ["src/api/schema.ts", "src/api/actions.ts"] },
   ...tseslint.configs.strictTypeChecked,
   hooks.configs.flat.recommended,
   {

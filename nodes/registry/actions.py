@@ -1,6 +1,7 @@
 """The actions of an administrator on a node or an identity conflict: names, sentences and conditions. Pure.
 
-REST, the command line, Django's admin and operations over many nodes take them from here. The row of
+REST, the command line, Django's admin, operations over many nodes and, through `make types`, the pages take
+them from here. The row of
 `states.TRANSITIONS` for `event` states in which statuses an action is possible; `bulk.py` runs it.
 """
 
@@ -133,6 +134,18 @@ NODE_ACTIONS: Mapping[str, Action] = {
 }
 """The actions on a node by name."""
 
+_TAKE_OVER = (
+    "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is"
+    " offline until the new worker registers."
+)
+ACCEPT_CONSEQUENCES: Mapping[str, str] = {
+    "secret": _TAKE_OVER,
+    "weak": _TAKE_OVER,
+    "name": "The node takes the new name.",
+    "address": "The worker at the claimed address becomes the node, and the one at the current address is"
+    " refused. The node is offline until it registers.",
+}
+"""The consequence of accepting a conflict, by its kind; the other kinds cannot be accepted."""
 ACCEPT = Action(
     "accept",
     "Accept",
@@ -140,9 +153,8 @@ ACCEPT = Action(
     "conflict accepted",
     "Accept an identity conflict",
     "Accept a conflict: the claimant becomes the node.",
-    "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is"
-    " offline until the new worker registers. Accepting a claim to another name only renames the node; one to"
-    " another address makes the worker there the node.",
+    f"{_TAKE_OVER} Accepting a claim to another name only renames the node; one to another address makes the"
+    " worker there the node.",
 )
 REFUSE = Action(
     "refuse",

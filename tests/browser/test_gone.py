@@ -46,10 +46,10 @@ def test_a_node_that_is_removed_is_asked_nothing_more(screen: Screen, fleet: Fle
     expect(page.get_by_role("button", name="Drain…")).to_be_visible()
     process.child.terminate()
     process.child.wait(20)
-    page.get_by_role("button", name="Deregister…").click()
+    page.get_by_role("button", name="Remove…").click()
     dialog = page.get_by_role("alertdialog")
     dialog.get_by_role("textbox").fill("leaving")
-    dialog.get_by_role("button", name="Deregister").click()
+    dialog.get_by_role("button", name="Remove").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Nodes")
     expect(page.get_by_role("grid").get_by_role("link", name="leaving", exact=True)).to_have_count(0)
 

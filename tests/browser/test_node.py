@@ -218,9 +218,9 @@ def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed:
 @pytest.mark.rule("UI-4.1", "UW19")
 def test_a_node_is_deregistered_behind_its_typed_name(screen: Screen, fleet: Fleet, leaver: str) -> None:
     page = screen.go(f"/app/nodes/{fleet.id(leaver)}")
-    page.get_by_role("region", name="Danger zone").get_by_role("button", name="Deregister…").click()
+    page.get_by_role("region", name="Danger zone").get_by_role("button", name="Remove…").click()
     question = page.get_by_role("alertdialog")
-    press = question.get_by_role("button", name="Deregister")
+    press = question.get_by_role("button", name="Remove")
     expect(press).to_have_attribute("aria-disabled", "true")
     question.get_by_role("textbox").fill(leaver)
     press.click()

@@ -87,7 +87,7 @@ def test_cancelling_the_question_does_nothing(screen: Screen, fleet: Fleet) -> N
     row_of(page, "slow").get_by_role("button", name="Actions for slow").click()
     page.get_by_role("menuitem", name="Remove…").click()
     dialog = page.get_by_role("dialog", name="Remove slow")
-    expect(dialog).to_contain_text("The record is removed")
+    expect(dialog).to_contain_text("Deletes the node's record")
     expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from localai_cluster.embedded import build
+from nodes.registry import actions
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:
@@ -84,6 +85,19 @@ def test_types_are_written_when_the_product_has_changed(
     assert build.SCHEMA.read_text(encoding="utf-8") == "A = 2"
     build.SCHEMA.unlink()
     assert build.types()
+
+
+def test_a_build_writes_the_sentences_of_actions_and_builds_again_when_they_change(
+    static: Path, built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages show what REST, the command line and the admin show."""
+    build.build_pages()
+    file = static / "src/api/actions.ts"
+    assert f'"consequence": "{actions.RESUME.consequence}"' in file.read_text(encoding="utf-8")
+    monkeypatch.setattr(build.actions, "ACCEPT_CONSEQUENCES", {"name": "Another sentence."})
+    assert build.build_pages()
+    assert "Another sentence." in file.read_text(encoding="utf-8")
+    assert not build.build_pages()
 
 
 def test_a_build_that_fails_leaves_the_former_one(

@@ -1,6 +1,7 @@
 // What cannot be taken back. Each says what it does to what runs now, and wants the node's word typed.
 import { useEffect, useId, useRef, useState, type Dispatch, type ReactNode, type SetStateAction } from "react";
 import { useNavigate, useNavigation } from "react-router";
+import { ACTIONS } from "../../api/actions";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
@@ -16,17 +17,17 @@ export type Danger = Extract<Verb, "stop" | "deregister" | "revoke" | "rotate">;
 interface Act {
   verb: Danger;
   title: string;
-  /** In one line, beside the button. */
-  short: string;
+  /** Beside the button, and in the question. */
+  consequence: string;
   action: Action<string>;
 }
 
 /** What can be asked for, with the words of its buttons. */
 export const DANGERS: readonly (readonly [Danger, string])[] = [
-  ["stop", "Stop worker"],
-  ["rotate", "Rotate secret"],
-  ["revoke", "Revoke secret"],
-  ["deregister", "Deregister"],
+  ["stop", ACTIONS.stop.title],
+  ["rotate", ACTIONS.rotate.title],
+  ["revoke", ACTIONS.revoke.title],
+  ["deregister", ACTIONS.remove.title],
 ];
 
 interface ZoneProps {
@@ -47,7 +48,7 @@ export function DangerZone({ node, operations, dialog, onOpenDialog: setDialog }
         <div key={act.verb} className="row wrap spread">
           <div className="grow">
             <h3>{act.title}</h3>
-            <p className="muted">{act.short}</p>
+            <p className="muted">{act.consequence}</p>
           </div>
           <Button kind="danger" refusal={refusal(act.verb, node)} onClick={() => setDialog(act.verb)}>
             {act.title}…
@@ -86,10 +87,10 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
     close("stop");
   });
   return [
-    { verb: "stop", title: "Stop worker", short: "The worker drains itself and ends. It starts again only if its machine starts it.", action: stopped },
-    { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at next contact; no interruption.", action: renewed },
-    { verb: "revoke", title: "Revoke secret", short: "Use if the secret has been compromised. It is permanently rejected.", action: refused },
-    { verb: "deregister", title: "Deregister", short: "Removes the record. A running worker re-registers as a new, pending node.", action: deregistration },
+    { verb: "stop", ...ACTIONS.stop, action: stopped },
+    { verb: "rotate", ...ACTIONS.rotate, action: renewed },
+    { verb: "revoke", ...ACTIONS.revoke, action: refused },
+    { verb: "deregister", ...ACTIONS.remove, action: deregistration },
   ];
 }
 
@@ -123,6 +124,7 @@ function DangerDialog({ act, node, operations, onClose }: DangerDialogProps): Re
       error={act.action.error}
       onConfirm={() => act.action.run(reason)}
     >
+      <p>{act.consequence}</p>
       <ul className="nd-effects">{effects(act.verb, node, operations)}</ul>
       {(act.verb === "revoke" || act.verb === "stop") && <Reason value={reason} where={act.verb === "stop" ? "kept with the operation" : "shown in the timeline"} onChange={setReason} />}
       {word !== node.name && <p className="muted">To confirm, type the first characters of the node ID, because the name is hard to type.</p>}
@@ -150,12 +152,7 @@ function Reason({ value, where, onChange }: { value: string; where: string; onCh
 /** What happens, with the figures of now. */
 function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
   if (verb === "rotate") {
-    return (
-      <>
-        <li>Until the worker has replaced its secret, the old one is accepted only for registration and rotation.</li>
-        <li>ID, approval and replicas stay. A stopped worker replaces its secret when it starts again.</li>
-      </>
-    );
+    return <li>ID, approval and replicas stay. A stopped worker replaces its secret when it starts again.</li>;
   }
   const { length: replicas } = node.models;
   if (verb === "stop") {
@@ -165,7 +162,7 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
           {replicas === 0 ? "No replicas running" : `${count(replicas, "replica")} with ${count(node.in_flight_count, "request")} in flight ${replicas === 1 ? "stops" : "stop"}; running requests have a minute to end.`}
         </li>
         {operations > 0 && <li>{count(operations, "operation")} in progress on this node will wait for it.</li>}
-        <li>The node stays registered and is offline. A service manager on the machine, such as systemd, may start the worker again.</li>
+        <li>The node stays registered and is offline.</li>
       </>
     );
   }
@@ -183,7 +180,6 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
       <>
         {lost}
         {pending}
-        <li>The secret is permanently rejected, under any name. The node loses its identity and needs a new approval.</li>
         <li>The worker keeps running and retries once a minute. Stop it, delete its file node-secret, start it, and approve it again.</li>
         {node.weak_identity && <li>The node is known by the shared token only. The token stays valid: anyone who has it can claim this name again.</li>}
       </>
@@ -193,8 +189,8 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
     <>
       {lost}
       {pending}
-      <li>Labels, overrides and conflicts{node.node_type === "agent" ? ", and the API user," : ""} are deleted with the record. The timeline stays.</li>
-      <li>A running worker re-registers as a new, pending node. To keep it out, stop it, or revoke its secret instead.</li>
+      <li>Labels, overrides and conflicts{node.node_type === "agent" ? ", and the API user," : ""} are deleted too.</li>
+      <li>To keep a running worker out, stop it, or revoke its secret instead.</li>
     </>
   );
 }

@@ -161,10 +161,10 @@ it("the answer to a question closes it", async () => {
 
 it("a deregistration calls off no way that was begun to another page", async () => {
   const { router } = await open();
-  fireEvent.click(screen.getByRole("button", { name: "Deregister…" }));
+  fireEvent.click(screen.getByRole("button", { name: "Remove…" }));
   const question = within(screen.getByRole("alertdialog"));
   fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
-  fireEvent.click(question.getByRole("button", { name: "Deregister" }));
+  fireEvent.click(question.getByRole("button", { name: "Remove" }));
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   fireEvent.click(question.getByRole("button", { name: "Cancel" }));
   await act(() => {

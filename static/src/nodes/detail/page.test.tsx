@@ -175,10 +175,10 @@ describe("a node that is deregistered", () => {
   async function deregister() {
     vi.spyOn(client, "DELETE").mockImplementation(() => new Promise((resolve) => (answer = () => resolve({ response: new Response() }))) as never);
     const router = await open();
-    fireEvent.click(screen.getByRole("button", { name: "Deregister…" }));
+    fireEvent.click(screen.getByRole("button", { name: "Remove…" }));
     const question = within(screen.getByRole("alertdialog"));
     fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
-    fireEvent.click(question.getByRole("button", { name: "Deregister" }));
+    fireEvent.click(question.getByRole("button", { name: "Remove" }));
     await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
     return router;
   }

@@ -1,5 +1,6 @@
 // What can be done from the list: the menu of one node, and the dialog that belongs to each verb.
 import type { ReactNode } from "react";
+import { ACTIONS } from "../../api/actions";
 import type { LiveNode } from "../../live/messages";
 import type { MenuItem } from "../../ui/menu";
 import { ApproveDialog, DrainDialog, LabelDialog, RejectDialog, RemoveDialog, ResumeDialog } from "../shared/dialogs";
@@ -15,13 +16,13 @@ export interface Action {
 }
 
 export const VERB_LABELS: Readonly<Record<ListVerb, string>> = {
-  approve: "Approve",
-  reject: "Reject",
-  drain: "Drain",
-  resume: "Resume",
+  approve: ACTIONS.approve.title,
+  reject: ACTIONS.reject.title,
+  drain: ACTIONS.drain.title,
+  resume: ACTIONS.resume.title,
   label: "Label",
   install: "Install",
-  deregister: "Remove",
+  deregister: ACTIONS.remove.title,
 };
 
 const MENU: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];

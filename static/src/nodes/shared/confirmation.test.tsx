@@ -58,7 +58,7 @@ describe("nothing is done to a node before it is asked about (UI-3.13)", () => {
   it("resuming says what it means", async () => {
     const resume = vi.mocked(verbs.resume).mockResolvedValue(DONE);
     renderDialog(<ResumeDialog nodes={[node("gpu-1", RETIRED)]} onClose={vi.fn()} />);
-    expect(screen.getByText(/receives work again/)).toBeTruthy();
+    expect(screen.getByText(/receives work after/)).toBeTruthy();
     expect(resume).not.toHaveBeenCalled();
     press("Resume");
     await vi.waitFor(() => expect(resume.mock.calls).toEqual([["gpu-1"]]));

@@ -2,6 +2,7 @@
 // and what each answer means; see "Conflicts" in the operating guide.
 import type { ReactNode } from "react";
 import { useMutation } from "@tanstack/react-query";
+import { ACCEPT_CONSEQUENCES, ACTIONS } from "../../api/actions";
 import type { components } from "../../api/schema";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
@@ -24,34 +25,33 @@ interface Meaning {
   instead: string;
 }
 
-const HANDED = "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is offline until the new worker registers.";
-const STAYS = "The node keeps its identity, and the claimant stays refused. You can still accept it later.";
+const STAYS = ACTIONS.refuse.consequence;
 const CLOSED = "The node keeps its identity, and the conflict is closed.";
 
 /** What each kind means, in words. */
 export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
   secret: {
     happened: "A worker with another secret claims this name. Accept it if you reinstalled this machine; otherwise refuse.",
-    accept: HANDED,
+    accept: ACCEPT_CONSEQUENCES.secret,
     refuse: STAYS,
     instead: "",
   },
   weak: {
     happened: "A worker with a secret of its own claims this node, which is known by the shared token only. Accept it if you upgraded the worker.",
-    accept: HANDED,
+    accept: ACCEPT_CONSEQUENCES.weak,
     refuse: STAYS,
     instead: "",
   },
   name: {
     happened: "A worker presented this node's secret under another name. Accept it if you renamed the worker.",
-    accept: "The node takes the new name.",
+    accept: ACCEPT_CONSEQUENCES.name,
     refuse: STAYS,
     instead: "",
   },
   address: {
     happened:
       "A worker that has only the shared token claims this node from another address. Accept it if the machine's address changed: whoever is there gets the node's commands, its requests and the shared token.",
-    accept: "The worker at the claimed address becomes the node, and the one at the current address is refused. The node is offline until it registers.",
+    accept: ACCEPT_CONSEQUENCES.address,
     refuse: STAYS,
     instead: "",
   },

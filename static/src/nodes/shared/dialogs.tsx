@@ -1,6 +1,7 @@
 // The dialogs of the verbs, for one node or many. Each is mounted when it is asked for and sends what the reader
 // saw; see `verb-dialog.tsx` for what they share.
 import { useId, useState, type ReactNode } from "react";
+import { ACTIONS } from "../../api/actions";
 import { count, grouped } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { TextField } from "../../ui/text-field";
@@ -68,7 +69,7 @@ export function RejectDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       work={(node) => verbs.reject(node.id, reason)}
       workOnAll={(targets) => verbs.onAll("reject", targets, { reason })}
     >
-      <p>The worker stays pending and receives no work, even if it re-registers. Approve it to undo.</p>
+      <p>{ACTIONS.reject.consequence}</p>
       <ReasonField value={reason} onChange={setReason} />
     </VerbDialog>
   );
@@ -93,9 +94,7 @@ export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       work={(node) => verbs.drain(node.id, reason, deadline)}
       workOnAll={(targets) => verbs.onAll("drain", targets, { reason, ...(deadline === null ? {} : { deadline_seconds: Math.round(deadline * 60) }) })}
     >
-      <p>
-        No new requests are sent to the node. Running requests may finish until the deadline; then replicas are stopped. Restarting the worker does not end the drain; Resume does.
-      </p>
+      <p>{ACTIONS.drain.consequence}</p>
       <ReasonField value={reason} onChange={setReason} />
       <MinutesField value={minutes} onChange={setMinutes} problem={problem} />
     </VerbDialog>
@@ -134,7 +133,7 @@ export function ResumeDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       work={(node) => verbs.resume(node.id)}
       workOnAll={(targets) => verbs.onAll("resume", targets)}
     >
-      <p>The node receives work again. An offline node does so after its next heartbeat.</p>
+      <p>{ACTIONS.resume.consequence}</p>
     </VerbDialog>
   );
 }
@@ -153,9 +152,7 @@ export function RemoveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       work={(node) => verbs.deregister(node.id)}
       workOnAll={(targets) => verbs.onAll("remove", targets)}
     >
-      <p>
-        The record is removed with its labels and waiting operations; its timeline stays. A running worker re-registers as a new, pending node, so stop it first.
-      </p>
+      <p>{ACTIONS.remove.consequence}</p>
     </VerbDialog>
   );
 }
