@@ -5,9 +5,9 @@ packages and runs Vite, each only if its input has changed. It builds into a new
 that a running server never serves half a build. `types` writes what is generated from the product and never
 committed: the types of the API (`src/api/schema.ts`), which only the type check reads, and the sentences of
 the actions on nodes (`src/api/actions.ts`), which a build writes too. `check` is the part of `make check`
-that needs Node.js: types, lint, unit tests, size budget. `document` prints the OpenAPI document. `package` builds
-the wheel in `dist/`, which the server offers to other machines, only if its content has changed; the new one
-replaces the old one in a single step.
+that needs Node.js: types, lint, unit tests, size budget. `document` prints the OpenAPI document. `package`
+builds the wheel in `dist/`, which the server offers to other machines, only if its content has changed; the
+new one replaces the old one in a single step.
 """
 
 import gzip

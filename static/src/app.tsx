@@ -17,9 +17,9 @@ import { lazyPage } from "./ui/lazy";
 const queries = new QueryClient({
   defaultOptions: {
     queries: {
-      // Without a network a request fails at once and says so; it does not wait unseen for the network.
+      // Without a network a request fails at once; it does not wait for the network.
       networkMode: "always",
-      // The feed says when something has changed; nothing is fetched again for the sake of it.
+      // The feed reports changes; nothing is fetched again without one.
       staleTime: 30_000,
       refetchOnWindowFocus: false,
       retry: (failures, error) => failures < 2 && error instanceof ApiError && (error.status === 0 || error.status >= 500),

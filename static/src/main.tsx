@@ -1,5 +1,5 @@
-// Where the page starts.
-// The styles come before what brings its own: the first file says in which order the layers count.
+// The entry of the app.
+// The styles come before modules with styles of their own: the first file sets the order of the layers.
 import "./styles/tokens.css";
 import "./styles/base.css";
 import "./ui/ui.css";

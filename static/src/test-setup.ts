@@ -1,4 +1,4 @@
-// How patient the unit tests are: a test that passes waits no longer than it must, however busy the machine is.
+// Time limits of the unit tests, for a busy machine; a passing test does not wait for them.
 import { configure } from "@testing-library/react";
 import { vi } from "vitest";
 

@@ -7,7 +7,7 @@ import type { paths } from "./schema";
 /** The code of what was sent and not answered: no one knows whether it was done. */
 const UNANSWERED = "unanswered";
 
-/** What a request failed with. `status` 0: the server could not be reached. */
+/** The failure of a request. `status` 0: the server could not be reached. */
 export class ApiError extends Error {
   constructor(
     message: string,
@@ -36,7 +36,7 @@ type Refused = (sentAt: number) => void;
 
 const listeners = new Set<Refused>();
 
-/** Calls `listener` when an answer says that no one is signed in, with when it was asked (ms of this page); returns how to stop that. */
+/** Calls `listener` after a 401, with the time of the request (ms of this page); returns a function that unsubscribes. */
 export function whenSignedOut(listener: Refused): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -47,7 +47,7 @@ function cookie(name: string): string {
   return cookiePair === undefined ? "" : decodeURIComponent(cookiePair.slice(name.length + 1));
 }
 
-/** How long an answer may take, in ms: a network that drops everything leaves nothing waiting without an end. */
+/** Time limit of an answer in ms: a network that drops everything leaves nothing waiting without an end. */
 const PATIENCE_MS = 30_000;
 
 async function patiently(request: Request): Promise<Response> {
@@ -110,7 +110,7 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
   throw failure;
 }
 
-/** Reads the three shapes in which the API says no (§0.4). */
+/** Parses the three shapes of the API's refusals (§0.4). */
 export function explain(body: unknown, response: Pick<Response, "status" | "headers">): ApiError {
   const outer = record(body);
   const inner = record(outer["error"]);
@@ -152,7 +152,7 @@ function text(value: unknown): string {
   return typeof value === "string" ? value : "";
 }
 
-/** What a person can do about a failure: the sentence beside the error. */
+/** The advice for a failure: the sentence beside the error. */
 export function advice(error: ApiError): string {
   if (error.code === UNANSWERED) return "The request may have succeeded. Check before you try again.";
   if (error.status === 0) return "Your input is kept. Try again when the connection is back.";

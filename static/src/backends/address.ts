@@ -1,6 +1,6 @@
-// What can be installed by its address, as far as a form can tell. Pure; the server and the worker decide.
+// The check of an address to install from. Pure; the server and the worker decide.
 
-/** Where a backend comes from, the name it gets there, and a second name. */
+/** The source of a backend, its name, and a second name. */
 export interface Address {
   uri: string;
   name: string;
@@ -12,7 +12,7 @@ const LONGEST_ADDRESS = 1024;
 const LONGEST_NAME = 255;
 const BARE_IMAGE = /^([a-z0-9-]+\.)+[a-z]+(:\d+)?\/[a-z0-9._/-]+(:\w[\w.-]*|@sha256:[0-9a-f]{64})$/;
 
-/** Whether it is an image in a registry. */
+/** True if it is an image in a registry. */
 export function isImage(uri: string): boolean {
   return uri.startsWith("oci://") || BARE_IMAGE.test(uri);
 }
@@ -29,7 +29,7 @@ export function addressProblem({ uri, name, alias }: Address): string {
   return name.trim() === "" && isImage(where) ? "Enter a name: an image has none of its own." : "";
 }
 
-/** What the installation is known by: the name, or else the address. */
+/** The name of the installation, or else the address. */
 export function keyOf(address: Address): string {
   return address.name !== "" ? address.name : address.uri;
 }

@@ -1,4 +1,4 @@
-// What the galleries offer: asked for once, searched and counted here. Where it is installed is known live.
+// The galleries' catalogue: read once, searched and counted here. The nodes on which it is installed come with the feed.
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
@@ -15,7 +15,7 @@ export function useCatalogue(): UseQueryResult<Catalogue> {
   });
 }
 
-/** What the address searches for, and the address of a search. */
+/** A search from the address, and the address of a search. */
 export function termIn(query: URLSearchParams): string {
   return query.get("q") ?? "";
 }
@@ -40,7 +40,7 @@ export function addressOfSearch({ term, tag }: Search): URLSearchParams {
   return address;
 }
 
-/** Which entries show: builds that another entry chooses, and development ones, only when asked for. */
+/** The shown entries: builds that another entry chooses, and development ones, only on request. */
 export interface CatalogueFilter {
   term: string;
   builds: boolean;
@@ -69,7 +69,7 @@ function rank(entry: Entry, words: readonly string[]): number {
   return 2 * words.filter((word) => name.includes(word)).length + Number(words[0] !== undefined && name.startsWith(words[0]));
 }
 
-/** What nodes of one capability install for an entry. */
+/** The build that nodes of one capability install for an entry. */
 export interface Runs {
   capability: string;
   nodes: number;

@@ -1,4 +1,4 @@
-// What is asked of the cluster from the view of installed backends: one operation for each backend, over its nodes.
+// The requests of the view of installed backends: one operation for each backend, over its nodes.
 import { ApiError, call, client } from "../api/client";
 import type { components } from "../api/schema";
 
@@ -26,7 +26,7 @@ export function change(verb: Verb, { backend, nodes }: BackendRequest, inWaves: 
   return call(client.POST("/api/backends/upgrade/{name}", { params, body: { ...body, ...waves } }));
 }
 
-/** What became of several wishes, by backend. */
+/** The outcome of several requests, by backend. */
 export interface Outcome {
   started: string[];
   /** Models that have to be confirmed first. */

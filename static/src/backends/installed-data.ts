@@ -1,4 +1,4 @@
-// What is installed in the cluster and which upgrades there are: asked for once, and again when the feed says that
+// The installed backends and their upgrades: read once, and again when the feed reports that
 // something has changed.
 import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { useEffect, useRef, useState } from "react";
@@ -17,7 +17,7 @@ export interface InstalledData {
 export function useInstalled(): UseQueryResult<InstalledData> {
   const revision = useRested(useLive((state) => state.backends?.revision ?? null));
   return useQuery({
-    // What was asked for at a revision is at least as new as that; the lists before stay until it is there.
+    // A list read at a revision is at least as new as it; the previous lists stay until it is there.
     queryKey: ["backends", "installed", revision],
     placeholderData: keepPreviousData,
     queryFn: async () => {

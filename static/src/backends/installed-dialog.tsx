@@ -17,7 +17,7 @@ import { pendingOf } from "./installed-model";
 import { change as ask, changeAll, type Outcome, type Verb, type BackendRequest } from "./installed-calls";
 import "../nodes/shared/shared.css";
 
-/** What is asked about: backends, and the nodes of each. */
+/** The change: backends, and the nodes of each. */
 export interface Change {
   verb: Verb;
   backends: readonly { name: string; nodes: readonly LiveNode[] }[];
@@ -49,7 +49,7 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
     mutationFn: () =>
       changeAll(requests, (request) => ask(verb, request, waves, (outcome.lastReplicas.get(request.backend) ?? []).filter((model) => confirmed.has(model)))),
     onSuccess: (now) => {
-      // What was confirmed stays so: the next answer names only what is new.
+      // Confirmed models stay confirmed: the next answer names only new ones.
       const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
       setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last });
       if (now.started.length < requests.length) return;
@@ -95,7 +95,7 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
   );
 }
 
-/** What has been requested before and is done first where it is for the same node. */
+/** Earlier requests, which come first on the same node. */
 function Waits({ backends }: { backends: Change["backends"] }): ReactNode {
   const { operations } = useWork();
   const pending = backends.reduce((sum, { name }) => sum + pendingOf([...operations.values()], name).operations, 0);
@@ -108,7 +108,7 @@ function problemOf(fit: readonly unknown[], models: readonly string[], confirmed
   return models.some((model) => !confirmed.has(model)) ? "Confirm each model first" : "";
 }
 
-/** What became of the backends that were asked for. */
+/** The outcome of each requested backend. */
 function ResultMessage({ outcome, error, named }: { outcome: Outcome; error: Error | null; named: boolean }): ReactNode {
   return (
     <>
@@ -163,7 +163,7 @@ function WavesChoice({ inWaves, onChange }: { inWaves: boolean; onChange: (inWav
   );
 }
 
-/** What stops on a node: the replicas by name, and the requests that end in the middle. */
+/** The replicas that stop on a node, by name, and the requests that are cut off. */
 function Stops({ node, backends, named }: { node: LiveNode; backends: readonly string[]; named: boolean }): ReactNode {
   const models = backends.flatMap((backend) => usersOf(node, backend));
   const requests = models.reduce((sum, model) => sum + model.in_flight, 0);

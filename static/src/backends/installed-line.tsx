@@ -129,7 +129,7 @@ function PendingChip({ operations, name }: { operations: readonly Operation[]; n
   return nodes === 0 ? null : <span className="pill">pending on {count(nodes, "node")}</span>;
 }
 
-/** What goes on, by what is done; it leads to where it can be watched. */
+/** The running work by kind; it links to its page. */
 function Running({ operations }: { operations: readonly Operation[] }): ReactNode {
   const [first] = operations;
   if (first === undefined) return null;

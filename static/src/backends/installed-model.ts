@@ -1,4 +1,4 @@
-// What the view of installed backends says: rows from the cluster's list, the upgrades, the catalogue and the live
+// The view of installed backends: rows from the cluster's list, the upgrades, the catalogue and the live
 // nodes; which of them show; and on which nodes an action is taken. Pure.
 import type { components } from "../api/schema";
 import type { LiveNode, Operation } from "../live/messages";
@@ -87,7 +87,7 @@ function placesOf(backend: Installed, nodes: NodesById): Omit<Place, "differs">[
   });
 }
 
-/** What most nodes have; of as many the one that sorts last, as on the server. */
+/** The build of most nodes; of equally many the one that sorts last, as on the server. */
 function majority(places: readonly Build[]): Build {
   const counts = new Map<string, { build: Build; number: number }>();
   for (const { version, digest } of places) {
@@ -105,7 +105,7 @@ function compare(left: string, right: string): number {
   return left === right ? 0 : left < right ? -1 : 1;
 }
 
-/** What on a backend has not ended: pieces of work, one a node and command, and their nodes. */
+/** The work on a backend that has not ended, one for each node and command, and its nodes. */
 export interface Pending {
   operations: number;
   nodes: number;
@@ -128,7 +128,7 @@ export function pendingOf(operations: readonly Operation[], name: string): Pendi
 export const STATES = ["all", "user", "system", "updates", "offline"] as const;
 export type State = (typeof STATES)[number];
 
-/** Which rows show, as it stands in the address. */
+/** The filter of rows in the address. */
 export interface InstalledFilter {
   term: string;
   state: State;
@@ -167,12 +167,12 @@ const IN_STATE: Readonly<Record<State, (row: Row) => boolean>> = {
   offline: (row) => row.places.some(({ node }) => isAway(node)),
 };
 
-/** Whether it does not do what it is told at present. */
+/** True if it cannot run commands at present. */
 export function isAway(node: LiveNode): boolean {
   return node.status !== "healthy" && node.status !== "draining";
 }
 
-/** Those with an upgrade first, by name. */
+/** Backends with an upgrade first, by name. */
 export function shownRows(rows: readonly Row[], filter: InstalledFilter): Row[] {
   const words = filter.term.toLowerCase().split(/\s+/).filter(Boolean);
   return rows
@@ -186,7 +186,7 @@ export function tallies(rows: readonly Row[]): Readonly<Record<State, number>> {
   return { all: of("all"), user: of("user"), system: of("system"), updates: of("updates"), offline: of("offline") };
 }
 
-/** The nodes that an upgrade changes: those without what the gallery offers; if it says neither, those that differ. */
+/** The nodes that an upgrade changes: those without the offered version or digest; without either, those that differ. */
 export function outdated(row: Row): LiveNode[] {
   const { available_version: version = "", available_digest: digest = "" } = row.upgrade ?? {};
   const old = row.places.filter((place) => (version !== "" ? place.version !== version : digest !== "" ? place.digest !== digest : place.differs));
@@ -194,14 +194,14 @@ export function outdated(row: Row): LiveNode[] {
   return (old.length > 0 ? old : row.places).map(({ node }) => node);
 }
 
-/** What an upgrade brings: `v1.2`, the beginning of a digest, or that nodes become the same. */
+/** The result of an upgrade: `v1.2`, the beginning of a digest, or equal nodes. */
 export function target(upgrade: UpgradeInfo): string {
   if (upgrade.available_version !== "") return `v${upgrade.available_version.replace(/^v/, "")}`;
   if (upgrade.available_digest !== undefined) return short(upgrade.available_digest);
   return "";
 }
 
-/** The beginning of a digest, enough to tell two apart. */
+/** The beginning of a digest, enough to distinguish two. */
 export function short(digest: string): string {
   const [algorithm = "", hex = ""] = digest.split(":");
   return hex === "" ? digest.slice(0, 20) : `${algorithm}:${hex.slice(0, 12)}`;

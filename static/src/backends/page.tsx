@@ -67,7 +67,7 @@ function CatalogueView({ onInstall }: { onInstall: (name: string) => void }): Re
 
 const LONGEST_NAME = 255;
 
-/** What the picker is open for, null while it is closed. An address with `install=name` opens it. */
+/** The backend of the open picker, null while it is closed. An address with `install=name` opens it. */
 function usePicked(): [string | null, (name: string | null) => void] {
   const { search, key } = useLocation();
   const backendToInstall = new URLSearchParams(search).get("install");

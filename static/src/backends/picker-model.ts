@@ -1,4 +1,4 @@
-// What the picker says of a node: before the press what will happen, after it what the server says has happened.
+// The picker's text about a node: the effect before the press, the server's answer after it.
 // Pure; mirrors what the server refuses and nothing more.
 import { advice, ApiError } from "../api/client";
 import type { components } from "../api/schema";
@@ -9,13 +9,13 @@ import { ENDED, phaseOf, stateOf } from "../operations/words";
 
 type Job = components["schemas"]["Job"];
 
-/** What would happen on a node. */
+/** The effect on a node. */
 export interface Eligibility {
   kind: "install" | "there" | "joins" | "waits" | "refused";
   text: string;
 }
 
-/** How far a request has come: on its way, refused, or accepted as an operation. `at`: ms of this browser; `theirs`: somebody else's. */
+/** The state of a request: sending, refused, or accepted as an operation. `at`: ms of this browser; `theirs`: somebody else's. */
 export type Sent =
   | { step: "sending" }
   | { step: "refused"; error: Error }
@@ -40,7 +40,7 @@ export function has(node: LiveNode, backend: string): boolean {
   return node.backends.some((installed) => installed.toLowerCase() === name);
 }
 
-/** What runs or waits on a node for this backend, by node. */
+/** The running or waiting operation for this backend, by node. */
 export function underWayFor(backend: string, operations: Iterable<Operation>): Map<string, Operation> {
   const operationsByNode = new Map<string, Operation>();
   for (const operation of operations) {
@@ -95,7 +95,7 @@ function statusOf({ status }: Target, operation: Operation): Operation["status"]
   return status === "queued" || status === "retrying" ? "pending" : isActive(operation) ? "processing" : operation.status;
 }
 
-/** How a request goes on a node. `asked`: what the server said of a job that the feed no longer names. */
+/** The progress of a request on a node. `job`: the server's record of a job that the feed no longer has. */
 export function progressOf(sent: Sent, operation: Operation | undefined, job: Job | Error | undefined, nodeID = ""): Progress {
   if (sent.step === "sending") return { tone: "", word: "Sending", detail: "", value: null, ended: "no" };
   if (sent.step === "refused") return failed("Not sent", reasonOf(sent.error));
@@ -105,7 +105,7 @@ export function progressOf(sent: Sent, operation: Operation | undefined, job: Jo
   return recorded(job, nodeID);
 }
 
-/** What the server says of a job that the feed no longer names, on this node. */
+/** The server's record of a job that the feed no longer has, for this node. */
 function recorded(job: Job, nodeID: string): Progress {
   const target = job.nodes?.find((target) => target.node_id === nodeID);
   if (target?.status === "success") return INSTALLED;

@@ -16,17 +16,17 @@ type Job = components["schemas"]["Job"];
 export interface Row {
   node: LiveNode;
   expected: Eligibility;
-  /** How it goes, null while nothing is asked for. */
+  /** The progress; null without a request. */
   progress: Progress | null;
-  /** Whether what goes on was asked for from here. */
+  /** True if the running work was requested from this dialog. */
   mine: boolean;
   /** The operation behind it, for its link; undefined if it is not known. */
   operation: Operation | undefined;
-  /** Whether it can be chosen. */
+  /** True if it can be chosen. */
   open: boolean;
 }
 
-/** News of an accepted job comes with the feed; only after this long is the server asked. */
+/** Milliseconds without news from the feed after which the server is polled for an accepted job. */
 const OVERDUE_MS = 3_000;
 const AGAIN_MS = 5_000;
 
@@ -87,7 +87,7 @@ export function listedRows(rows: readonly Row[], { requested, selected, draining
   return [...listed.filter(first), ...listed.filter((row) => !first(row))];
 }
 
-/** An end is asked for once, and so is what no one knows; what still runs is heard of by the feed, or asked for again. */
+/** An ended or unknown job is read once; a running one comes with the feed, or is polled. */
 function isLast(job: Job | Error | null): boolean {
   return job instanceof Error ? job instanceof ApiError && job.status === 404 : job?.processed === true;
 }

@@ -75,7 +75,7 @@ function PickNodes(props: PickNodesProps): ReactNode {
 interface PickNodesProps {
   backend: string;
   nodeIds: readonly string[];
-  /** Whether the focus goes to the filter: what had it before was the list of backends. */
+  /** True if the filter gets the focus, after the list of backends. */
   start: boolean;
   onClose: () => void;
 }
@@ -129,7 +129,7 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
   );
 }
 
-/** What ended well was seen when the dialog was closed; reopened, it starts over. */
+/** Successful requests have been seen when the dialog is closed; reopened, it starts over. */
 function useForgetDone(backend: string, rows: readonly Row[]): void {
   const [first] = useState(() => rows.filter((row) => row.progress?.ended === "well").map((row) => row.node.id));
   useEffect(() => runs.forget(backend, first), [backend, first]);
@@ -160,7 +160,7 @@ function NoNodes(): ReactNode {
 interface FooterProps {
   rows: readonly Row[];
   chosen: readonly Row[];
-  /** How many of those the filter leaves out. */
+  /** The number of those that the filter hides. */
   hidden: number;
   onInstall: () => void;
   onRetry: (ids: readonly string[]) => void;

@@ -9,7 +9,7 @@ export type Run = ReadonlyMap<string, Sent>;
 
 const NONE: Run = new Map();
 
-/** Whether it was not asked for from here. */
+/** True if it was not requested from this dialog. */
 export function isTheirs(sent: Sent | undefined): boolean {
   return sent === undefined || (sent.step === "accepted" && sent.theirs === true);
 }
@@ -54,7 +54,7 @@ export class Runs {
     if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now, theirs: isTheirs(run.get(nodeID)) }]));
   }
 
-  /** Forgets what these nodes were asked. */
+  /** Clears the requests of these nodes. */
   forget(backend: string, nodeIDs: readonly string[]): void {
     if (nodeIDs.length === 0) return;
     const remaining = new Map(this.of(backend));
@@ -72,17 +72,17 @@ export class Runs {
   }
 }
 
-/** What was chosen by its address, by what it is known by. */
+/** The chosen addresses by name. */
 const addresses = new Map<string, Address>();
 
-/** From now on a run of this backend asks for what is at the address; answers what it is known by. */
+/** Makes runs of this backend install from the address; returns its name. */
 export function byAddress(address: Address): string {
   const key = keyOf(address);
   addresses.set(key, address);
   return key;
 }
 
-/** From now on a run of this backend asks the galleries. */
+/** Makes runs of this backend use the galleries. */
 export function byName(backend: string): string {
   addresses.delete(backend);
   return backend;

@@ -8,7 +8,7 @@ const REST_MS = 500;
 
 export type NodesById = ReadonlyMap<string, LiveNode>;
 
-/** Whether the feed has told the nodes; until then none is known, which is not the same as none. */
+/** True if the feed has sent the nodes; an empty map before that does not mean that there are none. */
 export function isLoaded(nodes: NodesById): boolean {
   return nodes !== EMPTY.nodes;
 }

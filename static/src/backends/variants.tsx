@@ -1,4 +1,4 @@
-// Which of the nodes can run a backend: the build that each kind of node installs, and why that one.
+// The nodes that can run a backend: the build that each kind of node installs, and why.
 import type { ReactNode } from "react";
 import { count } from "../lib/format";
 import type { Runs } from "./catalogue";

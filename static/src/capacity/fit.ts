@@ -1,4 +1,4 @@
-// Whether one more replica of a model fits, node by node, as the server's placement says. It is asked when a model is
+// The fit of one more replica of a model, node by node, from the server's placement. It is requested when a model is
 // chosen, and again when something has changed that placement looks at; memory that breathes with each heartbeat counts
 // by steps only, or it would be asked every second.
 import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
@@ -17,10 +17,10 @@ export interface Verdict {
 }
 
 const GIB = 1024 ** 3;
-/** How long changes are gathered before the server is asked again, in ms. */
+/** Milliseconds during which changes are gathered before the next request. */
 const GATHER_MS = 1500;
 
-/** What has to change for the fit to be another one. */
+/** The state on which the fit depends. */
 export function versionOf(nodes: Iterable<LiveNode>): string {
   const parts: string[] = [];
   for (const node of nodes) {
@@ -67,7 +67,7 @@ export function useFit(model: string, nodes: ReadonlyMap<string, LiveNode>): Use
   });
 }
 
-/** What the fit says of each node. */
+/** The verdict on each node. */
 export function verdicts(fit: Fit | undefined): ReadonlyMap<string, Verdict> | null {
   if (fit === undefined) return null;
   return new Map(

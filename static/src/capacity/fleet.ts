@@ -25,7 +25,7 @@ function pool(name: string, total: number, available: number, reserved: number, 
   return { name, total, used: total - open, reserved: held, free: open - held, utilization };
 }
 
-/** What the node has of it; none if it does not report any. */
+/** The node's pools of the resource; none if it does not report any. */
 export function poolsOf(node: LiveNode, resource: Resource): Pool[] {
   if (resource === "ram") return node.total_ram > 0 ? [pool("", node.total_ram, node.available_ram, 0)] : [];
   if (resource === "disk") return node.total_disk > 0 ? [pool("", node.total_disk, node.available_disk, 0)] : [];
@@ -84,7 +84,7 @@ export function summed(places: readonly Place[]): Sums {
 
 export const ORDERS = ["name", "free"] as const;
 
-/** How the picture is looked at, as the address says. */
+/** The view in the address. */
 export interface MapView {
   resource: Resource;
   /** "" for one group, "gpu", "state", or "label:zone". */

@@ -64,7 +64,7 @@ const KEYS: Readonly<Record<string, (cells: readonly HTMLElement[], at: number, 
   End: (cells) => cells.at(-1),
 };
 
-/** Where a key leads from the cell that has the focus; null if it is no such key. */
+/** The cell to which a key moves the focus; null for other keys. */
 function step(map: HTMLElement | null, event: KeyboardEvent): HTMLElement | null {
   const key = KEYS[event.key];
   if (map === null || key === undefined || event.ctrlKey || event.metaKey || event.altKey) return null;

@@ -8,7 +8,7 @@ type Schemas = components["schemas"];
 export type Plan = Schemas["PlacementPlan"];
 type Body = Schemas["PlacementPlanRequest"];
 
-/** As it is typed; what is empty is not said. */
+/** The form's values; empty ones are not sent. */
 export interface PlanForm {
   /** A defined model, or nothing: then the need counts. */
   model: string;
@@ -50,7 +50,7 @@ export function labelsIn(text: string): Record<string, string> | null {
 const INTEGER_FIELDS: readonly (keyof PlanForm)[] = ["replicas", "add", "addSlots"];
 const NUMBER_FIELDS: readonly (keyof PlanForm)[] = [...INTEGER_FIELDS, "vram", "disk", "addVram", "addDisk"];
 
-/** What cannot be asked, by field; the server judges the rest. */
+/** Problems that the browser can detect, by field; the server checks the rest. */
 export function validateForm(form: PlanForm): Partial<Record<keyof PlanForm, string>> {
   const problems: Partial<Record<keyof PlanForm, string>> = {};
   for (const name of NUMBER_FIELDS) {
@@ -79,7 +79,7 @@ export function requestBody(form: PlanForm): Body {
   return body;
 }
 
-/** The plan for what was last asked; null: nothing was asked yet. */
+/** The plan for the last request; null: there was none yet. */
 export function usePlan(form: PlanForm | null): UseQueryResult<Plan> {
   return useQuery({
     queryKey: ["placement", "plan", form],

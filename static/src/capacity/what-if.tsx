@@ -1,4 +1,4 @@
-// What if: where replicas would go on the fleet as it is, or with some nodes more, and why there and not elsewhere. It asks
+// The what-if page: where replicas would go on the fleet, also with more nodes, and why. It asks
 // the server, which decides as it would for a load and changes nothing.
 import { useId, useState, type ReactNode, type SubmitEvent } from "react";
 import { count } from "../lib/format";

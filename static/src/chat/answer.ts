@@ -15,7 +15,7 @@ export interface Answer {
   blocks: Blocks;
   reasoning: Blocks;
   tools: readonly ToolCall[];
-  /** The id of the node; "" if it is not told. */
+  /** The ID of the node; "" if unknown. */
   node: string;
   /** Why it ended, in the engine's word; "" if it has not. */
   finish: string;
@@ -24,9 +24,9 @@ export interface Answer {
   sentAt: number;
   firstAt: number | null;
   lastAt: number | null;
-  /** Whether no replica was there when it was sent: the time to the first token has the load in it. */
+  /** True if no replica was there when it was sent: the time to the first token has the load in it. */
   cold: boolean;
-  /** How the load stands, of the last refusal. */
+  /** The state of the load in the last refusal. */
   loading: Loading | null;
   error: Error | null;
 }
@@ -74,7 +74,7 @@ function withTool(toolCalls: readonly ToolCall[], { index, function: piece }: Pi
   return calls;
 }
 
-/** What is said so far to the model: a question without an answer is left out, for many models want one after the other. */
+/** The messages so far: a question without an answer is left out, because many models require alternating turns. */
 export function messagesOf(turns: readonly Turn[]): Message[] {
   return turns.flatMap(({ question, answer }): Message[] => {
     const text = textOf(answer.blocks);
@@ -82,7 +82,7 @@ export function messagesOf(turns: readonly Turn[]): Message[] {
   });
 }
 
-/** Less than this between first and last piece says more of the network than of the engine. */
+/** A shorter time between first and last piece measures the network rather than the engine. */
 const LEAST_MS = 50;
 
 /** Tokens a second after the first one; null if there are too few. */
@@ -97,7 +97,7 @@ const FINISHES: Readonly<Record<string, string>> = {
   tool_calls: "ended with a tool call",
 };
 
-/** What is known of an answer that has ended, as short lines. */
+/** The figures of an answer that has ended, as short lines. */
 export function figuresOf(answer: Answer): string[] {
   const { usage, sentAt, firstAt, finish, cold } = answer;
   const speed = speedOf(answer);

@@ -22,7 +22,7 @@ export function grown({ done, tail }: Blocks, addition: string): Blocks {
   return { done: parts.length === 0 ? done : [...done, ...parts], tail: text.slice(cuts.at(-1) ?? 0) };
 }
 
-/** Where the line begins: the spaces before a block belong to it. */
+/** The start of the line: the spaces before a block belong to it. */
 function lineOf(text: string, offset: number): number {
   return text.lastIndexOf("\n", offset - 1) + 1;
 }

@@ -1,4 +1,4 @@
-// Where a question is typed. Enter sends, Shift and Enter begin a new line, Escape stops the answer or leaves an edit.
+// The box for a question. Enter sends, Shift and Enter begin a new line, Escape stops the answer or leaves an edit.
 import { useId, type KeyboardEvent, type ReactNode, type RefObject, type SubmitEvent } from "react";
 import { Button } from "../ui/button";
 import type { Chat, Conversation } from "./conversation";

@@ -17,7 +17,7 @@ export interface Chat {
   settings: Settings;
   turns: readonly Turn[];
   draft: string;
-  /** Whether the draft replaces the last question. */
+  /** True if the draft replaces the last question. */
   editing: boolean;
 }
 
@@ -34,7 +34,7 @@ export class Conversation {
   private resting = false;
   private control = new AbortController();
   private lastId = 0;
-  /** Not before then does it help to ask again, ms of this page. */
+  /** Earliest time of a retry, in ms of this page. */
   private notBefore = 0;
 
   constructor(private readonly store: LiveStore) {}
@@ -85,7 +85,7 @@ export class Conversation {
 
   readonly stop = (): void => this.control.abort();
 
-  /** Forgets what was said; model and settings stay. */
+  /** Clears the messages; model and settings stay. */
   clear(): void {
     this.stop();
     this.change({ turns: [], draft: "", editing: false });
@@ -113,7 +113,7 @@ export class Conversation {
     }
   }
 
-  /** Whether the request was answered; it was not if the model is still being loaded. */
+  /** True if the request was answered; it was not if the model is still being loaded. */
   private async answered(id: number, request: Parameters<typeof startStream>[0], signal: AbortSignal): Promise<boolean> {
     this.answer(id, { sentAt: performance.now(), cold: loadedOf(this.store.read(), request.model) === 0 });
     try {
@@ -148,7 +148,7 @@ export class Conversation {
       this.resting = false;
       if (this.came.length > 0) this.frame.request();
     };
-    // What is drawn now is drawn before the next task.
+    // This drawing ends before the next task.
     setTimeout(() => setTimeout(end, 2 * (performance.now() - began)));
   }
 

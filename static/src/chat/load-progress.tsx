@@ -1,4 +1,4 @@
-// What happens before the first token: the load of the model with its phase, bytes and time left, as the feed tells it,
+// The load before the first token, with its phase, bytes and time left, from the feed
 // or as the last refusal did.
 import type { ReactNode } from "react";
 import { Link } from "react-router";

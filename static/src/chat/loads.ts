@@ -6,7 +6,7 @@ import { isActive, type LiveState, type LiveStore } from "../live/store";
 const POLL_MS = 1_000;
 const ASK_MS = 2_000;
 
-/** How many replicas of it answer. */
+/** The number of replicas that serve the model. */
 export function loadedOf({ nodes }: Pick<LiveState, "nodes">, model: string): number {
   let replicaCount = 0;
   for (const node of nodes.values()) for (const replica of node.models) if (replica.model_name === model && replica.state === "loaded") replicaCount += 1;
@@ -22,7 +22,7 @@ export function loadOf({ operations }: Pick<LiveState, "operations">, model: str
   return loadOperation;
 }
 
-/** Waits until the model is loaded, or its load has ended otherwise: then the same request says how. */
+/** Waits until the model is loaded or its load has ended; the same request then returns the reason. */
 export async function untilLoaded(store: LiveStore, model: string, signal: AbortSignal): Promise<void> {
   for (;;) {
     const live = store.read().connection === "live";
@@ -33,7 +33,7 @@ export async function untilLoaded(store: LiveStore, model: string, signal: Abort
   }
 }
 
-/** Whether the load goes on, as the server says; it may be away. */
+/** True if the server reports that the load goes on. */
 async function requestUnload(model: string, signal: AbortSignal): Promise<boolean> {
   try {
     const params = { path: { model } };

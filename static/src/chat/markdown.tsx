@@ -49,7 +49,7 @@ interface Tree {
   children?: readonly Tree[];
 }
 
-/** What stands in a part of the text. */
+/** The content of a part of the text. */
 function plain(tree: Tree | undefined): string {
   return tree?.value ?? tree?.children?.map(plain).join("") ?? "";
 }

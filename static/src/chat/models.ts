@@ -1,4 +1,4 @@
-// Which models can be talked to, and in which state they are. Pure.
+// The models of the chat, and their states. Pure.
 import type { Definition } from "../models/rows";
 import { count } from "../lib/format";
 

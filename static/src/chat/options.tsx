@@ -1,4 +1,4 @@
-// Which model, and what is set for its answers.
+// The choice of the model, and the settings of its answers.
 import { useId, type ReactNode } from "react";
 import type { Definition } from "../models/rows";
 import { FieldMessage, TextField } from "../ui/text-field";
@@ -10,7 +10,7 @@ interface ModelProps {
   definitions: readonly Definition[];
   /** By model, how many replicas of it are loaded. */
   loaded: ReadonlyMap<string, number>;
-  /** Whether a load of the chosen one is under way. */
+  /** True if a load of the chosen one is under way. */
   loading: boolean;
   onChange: (model: string) => void;
 }

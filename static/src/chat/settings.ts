@@ -1,4 +1,4 @@
-// What a person may set for the answers, and the request that comes of it. Pure.
+// The settings of answers, and the request that they make. Pure.
 export interface Message {
   role: "system" | "user" | "assistant";
   content: string;
@@ -15,7 +15,7 @@ export interface Settings {
 
 export const UNSET: Settings = { system: "", temperature: "", maxTokens: "", stop: "", seed: "" };
 
-/** What is wrong, by field. */
+/** Problems by field. */
 export type FieldProblems = Partial<Record<keyof Settings, string>>;
 
 const MOST_STOPS = 16;
@@ -37,7 +37,7 @@ function stopsIn(text: string): string[] {
   return text.split("\n").filter((line) => line !== "");
 }
 
-/** What is sent: the body without how it is to be answered. */
+/** The request's body without the parameters of the answer. */
 export interface Request {
   model: string;
   messages: Message[];

@@ -24,7 +24,7 @@ export interface Usage {
   prompt_tokens_details?: { cached_tokens: number };
 }
 
-/** What is new of an answer. */
+/** A new piece of an answer. */
 export interface Piece {
   text: string;
   reasoning: string;
@@ -36,7 +36,7 @@ export interface Piece {
 }
 
 export interface Stream {
-  /** The id of the node that answers; "" if it is not told. */
+  /** The ID of the node that answers; "" if unknown. */
   node: string;
   pieces: AsyncIterable<Piece>;
 }
@@ -70,7 +70,7 @@ interface Chunk {
 
 const DONE = "[DONE]";
 
-/** The pieces of a body. Raises `ApiError` for an event that says why it cannot go on, and for a body that ends too early. */
+/** The pieces of a body. Raises `ApiError` for an error event and for a body that ends too early. */
 export async function* pieces(body: ReadableStream<Uint8Array>, headers: Headers): AsyncGenerator<Piece> {
   const messages: string[] = [];
   const parser = createParser({ onEvent: ({ data }) => messages.push(data) });
@@ -94,7 +94,7 @@ async function* chunksOf(body: ReadableStream<Uint8Array>): AsyncGenerator<Uint8
       yield value;
     }
   } finally {
-    // Who stops reading has the engine stop.
+    // To stop reading stops the engine.
     void reader.cancel().catch(() => undefined);
   }
 }

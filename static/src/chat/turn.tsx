@@ -17,7 +17,7 @@ interface LastProps {
 
 interface TurnProps extends LastProps {
   turn: Turn;
-  /** Only the last one can be asked again. */
+  /** Only the last one can be regenerated. */
   last: boolean;
 }
 

@@ -1,4 +1,4 @@
-// How figures, times and rates are written. Pure; binary units; nothing is shown for what is not known.
+// The format of figures, times and rates. Pure; binary units; unknown values are not shown.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"] as const;
 const MINUTE = 60;
@@ -27,7 +27,7 @@ export function rate(perSecond: number): string {
   return `${bytes(perSecond)}/s`;
 }
 
-/** How long ago, from the server's clock: `just now`, `12s ago`, `3m ago`, `5h ago`, `2d ago`. */
+/** The age by the server's clock: `just now`, `12s ago`, `3m ago`, `5h ago`, `2d ago`. */
 export function ago(seconds: number): string {
   if (seconds < 1) return "just now";
   return `${span(seconds)} ago`;

@@ -1,4 +1,4 @@
-// What a page shows of all it has (a filter, a search), kept in its address. What is typed counts at once: a box that
+// A page's state in its address, such as a filter or a search. Typed text counts at once: a box that
 // waited for the router would lose letters. The address follows at once as well, in place, so that Back leaves the
 // page: a later write would call off the way to a place that was chosen meanwhile. A visitor who comes by a link or by Back
 // gets what that address says.

@@ -1,4 +1,4 @@
-// Whether the window is of some kind, for what style sheets cannot do.
+// Media queries, for what style sheets cannot do.
 import { useSyncExternalStore } from "react";
 
 /** The widths at which the layout changes (§2.0). */

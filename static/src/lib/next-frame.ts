@@ -1,6 +1,6 @@
-// Something that is done once a frame, however often it is asked for.
+// Runs a function once a frame, however often it is requested.
 
-/** How long it waits for a frame, in ms. */
+/** Longest wait for a frame, in ms. */
 export const UNDRAWN_MS = 250;
 
 export class NextFrame {

@@ -1,8 +1,8 @@
-// What a person chose, kept in this browser. A private window may refuse to keep anything, or to be asked: then a
+// A person's choices, stored in this browser. A private window may refuse to store or read: then a
 // choice lasts as long as the page.
 const session = new Map<string, string>();
 
-/** What is kept under `key`, null for nothing. */
+/** The value under `key`, or null. */
 export function recall(key: string): string | null {
   try {
     return window.localStorage.getItem(key) ?? session.get(key) ?? null;

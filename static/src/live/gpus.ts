@@ -8,9 +8,9 @@ export interface Gpu {
   name: string;
   total_vram: number;
   free_vram: number;
-  /** Percent; null if its driver does not say. */
+  /** Percent; null if its driver does not report it. */
   utilization: number | null;
-  /** What loads have reserved there; absent in what the worker itself says. */
+  /** The memory that loads have reserved there; absent in the worker's own report. */
   reserved_vram?: number;
 }
 

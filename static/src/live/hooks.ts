@@ -1,4 +1,4 @@
-// How components read the live state: each names the part it needs and is drawn again when that part changes.
+// Hooks that read the live state: a component names the part it needs and is drawn again when that part changes.
 import { createContext, useContext, useEffect, useRef, useState, useSyncExternalStore } from "react";
 import { LiveStore, type LiveState } from "./store";
 

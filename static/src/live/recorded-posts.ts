@@ -1,8 +1,8 @@
-// What a page in a unit test sends to the server, and how the server answers.
+// Records the requests of a page in a unit test, and answers them.
 import { beforeEach, vi } from "vitest";
 import { client } from "../api/client";
 
-/** What was asked for: path and body. With `refused` the server refuses each request by this message. */
+/** The recorded requests: path and body. With `refused` the server refuses each request by this message. */
 export const posted: { written: [string, unknown][]; refused: string | null } = { written: [], refused: null };
 
 /** From now on, in each test of this file: requests are written down; a refusal has this status and type. */

@@ -18,7 +18,7 @@ export function address(place: Pick<Location, "protocol" | "host">, seq: number 
   return `${scheme}://${place.host}/ws/feed?${query.toString()}`;
 }
 
-/** How long to wait before the next attempt: doubled each time, spread so that browsers do not come back together. */
+/** The pause before the next attempt: doubled each time, spread so that browsers do not come back together. */
 export function pause(attempt: number, random: number): number {
   return Math.min(LONGEST_PAUSE_MS, FIRST_PAUSE_MS * 2 ** attempt) * (0.5 + random / 2);
 }

@@ -1,4 +1,4 @@
-// What stands around a part of the page in its unit tests: the feed's store, queries that are not tried again, tips.
+// The context of a component in unit tests: the feed's store, queries without retries, tips.
 import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { render } from "@testing-library/react";
 import { Tooltip } from "radix-ui";

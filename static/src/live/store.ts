@@ -1,9 +1,9 @@
-// What the page knows: one state, changed by the messages of the feed and by nothing else. `apply` is pure; the
+// The live state, changed by the messages of the feed and by nothing else. `apply` is pure; the
 // store gathers messages and applies them once a frame, so that a burst of ten thousand costs as much as one.
 import { NextFrame } from "../lib/next-frame";
 import type { BackendsMessage, FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
 
-/** How the feed is: `live`, or why what is shown may be old. */
+/** The state of the feed: `live`, or why the page may be out of date. */
 export type Connection = "connecting" | "live" | "stale" | "signed-out" | "forbidden";
 
 export interface LiveState {
@@ -24,7 +24,7 @@ export interface LiveState {
   notices: readonly Notice[];
   /** Signs of life since the page was opened, one every few seconds. */
   beats: number;
-  /** Whether lists of backends have changed, and how the check for upgrades stands; null until it is told. */
+  /** The revision of the lists of backends, and the state of the upgrade check; null before the first message. */
   backends: BackendsMessage | null;
   /** The revision of the scheduling rules and of what passes made of them; null until it is told. */
   rules: string | null;
@@ -52,12 +52,12 @@ const ENDED_KEPT = 300;
 
 const ACTIVE = new Set<Operation["status"]>(["pending", "processing", "waiting_for_nodes"]);
 
-/** Whether it has not ended. */
+/** True if it has not ended. */
 export function isActive(operation: Operation): boolean {
   return ACTIVE.has(operation.status);
 }
 
-/** Whether it failed and no one has put that away. */
+/** True if it failed and is not dismissed. */
 export function needsAttention(operation: Operation): boolean {
   return operation.status === "failed" && operation.dismissedAt === undefined;
 }
@@ -157,7 +157,7 @@ function patched(
 
 type Listener = () => void;
 
-/** Holds the state and tells its listeners, at most once a frame. */
+/** Holds the state and notifies its listeners, at most once a frame. */
 export class LiveStore {
   private state = EMPTY;
   private readonly waiting: FeedMessage[] = [];
@@ -179,7 +179,7 @@ export class LiveStore {
 
   /** The feed is lost, or refused. */
   lost(connection: Exclude<Connection, "live">): void {
-    // What came before the end is shown first, or it would say afterwards that the feed is live.
+    // Messages before the end are shown first, or the page would show the feed as live afterwards.
     this.frame.now();
     const staleSince = this.state.staleSince ?? Date.now();
     this.set({ ...this.state, connection, staleSince });

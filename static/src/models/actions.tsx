@@ -1,4 +1,4 @@
-// What can be done about a model as a whole: load it, unload it everywhere after a question, give it a rule.
+// The actions on a model: load it, unload it everywhere after a question, give it a rule.
 import { useMutation } from "@tanstack/react-query";
 import { Suspense, useState, type ReactNode } from "react";
 import { Link } from "react-router";

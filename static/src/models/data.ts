@@ -1,4 +1,4 @@
-// What is asked of the server about models; where they run comes with the feed.
+// The requests about models; where they run comes with the feed.
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
@@ -7,7 +7,7 @@ import type { Definition } from "./rows";
 type Installed = components["schemas"]["InstalledModels"];
 type DefinitionError = components["schemas"]["DefinitionError"];
 
-/** What is defined. Files change without a word: they are read when a page opens and when a person comes back to it. */
+/** The model definitions. Files change without notice: they are read when a page opens and when a person returns to it. */
 export function useDefinitions(): UseQueryResult<Definition[]> {
   return useInstalled(definedIn);
 }
@@ -26,7 +26,7 @@ function useInstalled<T>(select: (installed: Installed) => T): UseQueryResult<T>
   });
 }
 
-/** What only nodes have comes with the feed. */
+/** Models that only nodes have come with the feed. */
 function definedIn(installed: Installed): Definition[] {
   return installed.data.filter((definition) => definition.source === undefined);
 }
@@ -35,7 +35,7 @@ function brokenIn(installed: Installed): DefinitionError[] {
   return installed.definitionErrors;
 }
 
-/** Has one replica loaded; the answer does not wait for it, the feed tells. */
+/** Requests the load of one replica; the answer does not wait for it, the feed reports it. */
 export function loadModel(model: string): Promise<unknown> {
   return call(client.POST("/backend/load", { body: { model, wait: false } }));
 }

@@ -13,7 +13,7 @@ export type Decision = Schemas["PlacementDecision"];
 export type Best = Schemas["PlacementBest"];
 export type Miss = Schemas["PlacementMiss"];
 
-/** What has to change for the reasons to be others: replicas, and the model's work. Requests and progress do not count. */
+/** The state on which the reasons depend: replicas and the model's operations, not requests and progress. */
 export function versionOf({ places, active, failed }: Pick<ModelRow, "places" | "active" | "failed">): string {
   const replicas = places.map(({ node, model }) => [node.id, model.id, model.replica_index, model.state]);
   const work = [...active, ...failed].map((operation) => [operation.jobID, operation.status, operation.phase, operation.attempts, operation.status === "waiting_for_nodes" ? operation.message : ""]);
@@ -49,7 +49,7 @@ export interface Choice {
 
 export const NOW = "now";
 
-/** What would be decided now, then what was decided, the latest first. */
+/** The decision of now, then the recorded ones, the latest first. */
 export function choicesOf({ next, records }: Explained): Choice[] {
   const choices = records.map((record) => ({ key: String(record.id), decision: record, recorded: { at: record.at, lastAt: record.last_at } }));
   return next.placement === null ? choices : [{ key: NOW, decision: next.placement, recorded: null }, ...choices];

@@ -59,7 +59,7 @@ export function modelRows(definitions: readonly Definition[], nodes: Iterable<Li
 export const SHOWN = ["all", "running", "idle"] as const;
 export type Shown = (typeof SHOWN)[number];
 
-/** Which models are looked for: words in name or backend, and whether they run. */
+/** The filter of models: words in name or backend, and the state. */
 export interface ModelFilter {
   term: string;
   shown: Shown;
@@ -83,7 +83,7 @@ export function filterRows(rows: readonly ModelRow[], { term, shown }: ModelFilt
   });
 }
 
-/** How many replicas serve it; if none does, what becomes of those that are there. */
+/** The number of serving replicas; if there is none, the state of those that exist. */
 export function replicaWords({ places }: Pick<ModelRow, "places">): { tone: "good" | "info" | "warn" | ""; words: string } {
   const inState = (...states: LiveModel["state"][]) => places.filter(({ model }) => states.includes(model.state)).length;
   if (inState("loaded") > 0) return { tone: "good", words: count(inState("loaded"), "replica") };

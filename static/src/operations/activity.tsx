@@ -25,7 +25,7 @@ export function ActivityPage(): ReactNode {
   const [choice, choose] = useInAddress(choiceIn, addressOf);
   const showAll = useCallback(() => choose(EVERYTHING), [choose]);
   const linkedJob = useLinkedJob(work);
-  // What is typed comes before what it finds.
+  // Typing has priority over its results.
   const shown = useDeferredValue(choice);
   return (
     <div className="activity">

@@ -1,5 +1,5 @@
-// What has just ended, told once: only what the feed said in so many words. An operation that is merely gone (after a
-// cut, or dismissed elsewhere) says nothing of how it ended.
+// Announcements of ends, each once, and only of those that the feed reported. An operation that is merely gone (after a
+// cut, or dismissed by another person) has no known outcome.
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
@@ -34,7 +34,7 @@ function groupEnds(id: string, ended: readonly Operation[], after: Operations): 
   if (cancelled[0] !== undefined) groupEndings.push({ group: id, tone: "quiet", text: sentence(cancelled, cancelled[0]) });
   const members = [...after.values()].filter((operation) => groupID(operation) === id);
   const completed = ended.filter((operation) => operation.status === "completed");
-  // Of thirteen nodes the last one is told, for all of them.
+  // Of thirteen nodes only the last one is announced, for all of them.
   if (completed.length > 0 && !members.some(isActive)) groupEndings.push(success(id, runOf(completed, members)));
   return groupEndings;
 }
@@ -69,7 +69,7 @@ function success(group: string, run: readonly Operation[]): End {
 const SPOKEN = 3;
 const LONGEST = 200;
 
-/** Ends of one moment in one saying: the page's region holds one, and no one listens to a worker's whole log. */
+/** Ends of one moment in one announcement: the page's region holds one, and nobody listens to a whole log. */
 export function spoken(announcements: readonly End[]): string {
   const texts = announcements.slice(0, SPOKEN).map(({ text }) => brief(text, LONGEST));
   if (announcements.length > SPOKEN) texts.push(`${announcements.length - SPOKEN} more finished`);

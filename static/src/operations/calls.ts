@@ -1,4 +1,4 @@
-// What a person can do about an operation, as calls to the server.
+// The actions on an operation, as calls to the server.
 import { ApiError, call, client } from "../api/client";
 import type { components } from "../api/schema";
 import type { Operation } from "../live/messages";
@@ -53,7 +53,7 @@ export function retry(operation: Pick<Operation, "jobID">, nodes: readonly strin
 
 /** Asks nodes for a backend, by its name or from an address: one operation, which joins what is under way there. */
 export function install(nodeIDs: readonly string[], from: string | { uri: string; name: string; alias: string }): Promise<Accepted> {
-  // What was asked for by an address is known by that address.
+  // An installation from an address is named by that address.
   const backend = typeof from !== "string" ? from : from.includes("://") ? { uri: from } : { backend: from };
   const [only = ""] = nodeIDs;
   if (nodeIDs.length === 1) return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path: { node_id: only } }, body: backend }));
@@ -78,7 +78,7 @@ export function chooseWaves(operation: Pick<Operation, "jobID">, choice: "contin
   return call(client.POST("/api/operations/{job_id}/waves", { params: { path: { job_id: operation.jobID } }, body }));
 }
 
-/** Whether what failed or was cancelled can be asked for again; a load cannot, because it comes again with its request. */
+/** True if a failed or cancelled operation can be retried; a load cannot, because it comes again with its request. */
 export function canRetry({ kind, status, nodes = [] }: Pick<Operation, "kind" | "status" | "nodes">): boolean {
   const leftOut = status === "completed" && nodes.some((target) => target.status === "cancelled");
   return (kind.startsWith("backend_") || kind.startsWith("node_")) && (status === "failed" || status === "cancelled" || leftOut);

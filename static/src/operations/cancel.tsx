@@ -36,7 +36,7 @@ export function CancelButton({ operations }: { operations: readonly Operation[] 
   );
 }
 
-/** Whether this node's part of work on several can end for itself; a removal that has begun cannot. */
+/** True if this node's target can be cancelled alone; a removal that has begun cannot. */
 export function canCancelTarget({ job, status }: Target): boolean {
   if (!job.isBackend || !isActive(job) || ENDED.has(status)) return false;
   return !job.isDeletion || WAITING.has(status);
@@ -133,7 +133,7 @@ interface Effect {
   done: number;
 }
 
-/** What a cancellation means for each part. A stock worker has no secret of its own; ours always has. */
+/** The consequence of a cancellation for each target. A stock worker has no secret of its own; ours always has. */
 export function effectOf(targets: readonly Target[], nodes: ReadonlyMap<string, Pick<LiveNode, "weak_identity">>): Effect {
   const effect: Effect = { ours: [], stock: [], waiting: 0, done: 0 };
   for (const target of targets) {

@@ -54,7 +54,7 @@ export const ProgressCard = memo(function ProgressCard({ group, pace, linkedJob 
   );
 });
 
-/** What failed: one failure with its reason, or several, a line each. */
+/** The failures: one with its reason, or several, a line each. */
 export const FailureCard = memo(function FailureCard({ group, linkedJob }: CardProps): ReactNode {
   const targets = latestTargets(group.failed);
   const title = phrase(group.speaker, "failed");
@@ -117,7 +117,7 @@ function NodesTag({ number, isEveryNode }: { number: number; isEveryNode: boolea
 }
 
 interface FactsProps {
-  /** Null if it is on several nodes; `node` says then on how many. */
+  /** Null if it is on several nodes; `node` then has their number. */
   nodeID: string | null;
   node: string;
   actor: string;
@@ -126,7 +126,7 @@ interface FactsProps {
   requestID: string;
 }
 
-/** What does not change while it runs: where, who asked, since when. */
+/** The facts that do not change while it runs: nodes, requester, time. */
 const Facts = memo(function Facts({ nodeID, node, actor, since, attempts, requestID }: FactsProps): ReactNode {
   return (
     <div className="row wrap work-facts muted">

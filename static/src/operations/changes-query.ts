@@ -1,4 +1,4 @@
-// What Changes shows, as its address has it and as the server is asked; how an entry reads. Pure.
+// The filters of Changes, in the address and in the request; the text of an entry. Pure.
 import type { components, operations } from "../api/schema";
 
 type AuditParams = NonNullable<operations["audit_list"]["parameters"]["query"]>;
@@ -27,7 +27,7 @@ export const SORTS: readonly (readonly [sort: string, label: string])[] = [
   ["admin", "Edits in the admin"],
 ];
 
-/** What the address asks for; a value that cannot be meant is left out. */
+/** The filters in the address; an invalid value is left out. */
 export function filtersIn(query: URLSearchParams): Filters {
   const text = (name: string, longest: number) => (query.get(name) ?? "").trim().slice(0, longest);
   const time = (name: string) => {
@@ -49,7 +49,7 @@ export function addressOf(filters: Filters): URLSearchParams {
   return new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
 }
 
-/** And what the server is asked; 0 stands for the newest. */
+/** The parameters of the request; 0 stands for the newest. */
 export function requestParams(filters: Filters, cursor: number): AuditParams {
   const params: Record<string, string> = Object.fromEntries(addressOf(filters));
   return { ...params, ...(cursor === 0 ? {} : { cursor }) };

@@ -1,5 +1,5 @@
 // Changes: what people did, when and from where, the newest first. Filters are in the address; older entries come by pages.
-// What workers, controllers and schedules do is no change by a person and not listed.
+// Actions of workers, controllers and schedules are not listed.
 import { keepPreviousData, useInfiniteQuery } from "@tanstack/react-query";
 import { useMemo, type ReactNode } from "react";
 import { Link } from "react-router";

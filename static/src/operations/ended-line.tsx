@@ -1,4 +1,4 @@
-// What has ended since the page was opened: a line each.
+// Operations that have ended since the page was opened, a line each.
 import { memo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { brief, duration } from "../lib/format";

@@ -1,4 +1,4 @@
-// What can be done about a failure, where it is shown: ask again, put it away, quote it.
+// The actions on a failure, where it is shown: retry, dismiss, quote.
 import { useMutation } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 import { brief, count } from "../lib/format";
@@ -27,7 +27,7 @@ export function Reason({ error = "No reason given", name }: { error: string | un
 export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
   const retryMutation = useMutation({ mutationFn: (failures: readonly Operation[]) => act("retry", failures) });
   const away = useMutation({ mutationFn: (failures: readonly Operation[]) => act("dismiss", failures) });
-  // What was asked for and has come to pass is no answer for a failure that came after it.
+  // A retry that has succeeded does not answer a later failure.
   const settled = new Set([...confirmation(retryMutation), ...confirmation(away)]);
   const remaining = operations.filter((operation) => !settled.has(operation.jobID));
   const [first] = operations;

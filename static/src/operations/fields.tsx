@@ -2,7 +2,7 @@
 import { useEffect, useId, useState, type ReactNode } from "react";
 import { fieldOf, isoOf } from "./history-query";
 
-/** Typing asks once it rests. */
+/** The search starts when typing pauses. */
 const SETTLED_MS = 300;
 
 /** The filters once typing rests. */

@@ -1,4 +1,4 @@
-// Which operations the Activity page shows: the choice is in the address. Pure.
+// The filter of the Activity page, which is in the address. Pure.
 import type { Operation } from "../live/messages";
 
 export type Show = "all" | "models" | "backends" | "cluster";
@@ -10,13 +10,13 @@ export const SHOWS: readonly { show: Show; label: string }[] = [
   { show: "cluster", label: "Cluster" },
 ];
 
-/** What the address asks for; everything for a word that is none. */
+/** The choice in the address; everything if it is invalid. */
 export function showIn(query: URLSearchParams): Show {
   const requested = query.get("show");
   return SHOWS.find((choice) => choice.show === requested)?.show ?? "all";
 }
 
-/** What the page shows: a sort of operations, and those that a search finds. */
+/** The filter: a kind of operations, and a search. */
 export interface Choice {
   show: Show;
   q: string;
@@ -24,7 +24,7 @@ export interface Choice {
 
 export const EVERYTHING: Choice = { show: "all", q: "" };
 
-/** What the address asks for. */
+/** The state in the address. */
 export function choiceIn(query: URLSearchParams): Choice {
   return { show: showIn(query), q: query.get("q") ?? "" };
 }
@@ -34,7 +34,7 @@ export function addressOf({ show, q }: Choice): URLSearchParams {
   return new URLSearchParams({ ...(show === "all" ? {} : { show }), ...(q === "" ? {} : { q }) });
 }
 
-/** Whether every word of a search is in what people know of the operation. */
+/** True if every word of the search is in the operation's texts. */
 export function finds(q: string, operation: Operation): boolean {
   const words = q.normalize("NFKC").toLowerCase().split(/\s+/).filter(Boolean);
   if (words.length === 0) return true;
@@ -55,7 +55,7 @@ export function shows(show: Show, operation: Operation): boolean {
   return true;
 }
 
-/** What ended while this page watched and was not put under a group that still runs, latest first. */
+/** Operations that ended while the page was open and belong to no running group, latest first. */
 export function endedOf(operations: Iterable<Operation>, groupedJobs: ReadonlySet<string>): Operation[] {
   return [...operations]
     .filter((operation) => operation.finishedAt !== undefined && (operation.status !== "failed" || operation.dismissedAt !== undefined))

@@ -1,4 +1,4 @@
-// What History shows, as its address has it and as the server is asked. Pure.
+// The filters of History, in the address and in the request. Pure.
 import type { operations } from "../api/schema";
 import { KINDS } from "./words";
 
@@ -23,7 +23,7 @@ export const OUTCOMES: readonly Outcome[] = ["completed", "failed", "cancelled"]
 
 const UUID = /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;
 
-/** What the address asks for; a value that cannot be meant is left out. */
+/** The filters in the address; an invalid value is left out. */
 export function filtersIn(query: URLSearchParams): Filters {
   const text = (name: string) => (query.get(name) ?? "").trim().slice(0, 255);
   const time = (name: string) => {
@@ -53,7 +53,7 @@ export function requestParams(filters: Filters, cursor: string): HistoryParams {
   return { ...params, ...(cursor === "" ? {} : { cursor }) };
 }
 
-/** Where the server sends all of it as a file. */
+/** The address of the export. */
 export function exportOf(filters: Filters, format: NonNullable<Exported["format"]>): string {
   return `/api/operations/history/export?${new URLSearchParams([["format", format], ...addressOf(filters)])}`;
 }

@@ -109,7 +109,7 @@ function useRecord(filters: Filters) {
     setNewer(false);
     void queries.resetQueries({ queryKey: KEY });
   };
-  // Who reads older pages is not thrown back to the first one.
+  // A reader of older pages stays there.
   const follow = newer && pages <= 1;
   useEffect(() => {
     if (!follow) return undefined;

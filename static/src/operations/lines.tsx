@@ -50,7 +50,7 @@ export function SilenceNotice({ of }: { of: ProgressTimes }): ReactNode {
   return text === "" ? null : <span className="no-news">{text}</span>;
 }
 
-/** Where the person was. */
+/** The person's place on the page. */
 export function From({ entry }: { entry: { address: string } }): ReactNode {
   if (entry.address === "") return "at the command line";
   return (

@@ -5,22 +5,22 @@ import type { Operation, OperationTarget } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { ENDED, ownState, stateOf, type TargetState, type State } from "./words";
 
-/** One node's part of the work, or the work itself while no node is known. */
+/** One target: a node's share of the work, or the whole work while no node is known. */
 export interface Target {
   /** The node's id; the job's if no node is known. */
   id: string;
   nodeID: string;
   name: string;
   job: Operation;
-  /** How the target is, or its operation when that says more. */
+  /** The target's state, or its operation's if that is more specific. */
   status: TargetState;
   /** 0 to 100. */
   value: number;
   file: string;
   phase: string;
-  /** Of a part that failed. */
+  /** The error of a failed target. */
   error: string;
-  /** What it waits for, or what there is to say of its end. */
+  /** The reason of a wait, or the outcome. */
   reason: string;
   current: number;
   /** 0 if not known. */
@@ -45,11 +45,11 @@ export interface Group {
   failed: readonly Operation[];
   /** The nodes of the run under way, or of the failures if nothing is. */
   targets: readonly Target[];
-  /** Parts that ended well. */
+  /** Targets that have succeeded. */
   done: number;
-  /** Over all parts, 0 to 99: it is not done before the last one ends. */
+  /** Mean of all targets, 0 to 99: it is not done before the last one ends. */
   progress: number;
-  /** Bytes of all parts; `total` 0 unless all that is under way know theirs. */
+  /** Bytes of all targets; `total` is 0 unless every running one has a size. */
   current: number;
   total: number;
   /** The operation that speaks for the group. */
@@ -59,12 +59,12 @@ export interface Group {
 /** Requests of one press reach the server one after the other; the first may have ended before the last comes. */
 const ONE_PRESS_MS = 5_000;
 
-/** Operations on one element are told together. */
+/** Operations on one element are grouped. */
 export function groupID(operation: Pick<Operation, "kind" | "name">): string {
   return `${operation.kind} ${operation.name}`;
 }
 
-/** What runs, waits, or failed and is not dismissed: failures first, then the least advanced. */
+/** Running, waiting, and failed operations that are not dismissed: failures first, then the least advanced. */
 export function groups(operations: Iterable<Operation>, previous: ReadonlyMap<string, Group>): Group[] {
   const operationsByGroup = new Map<string, Operation[]>();
   for (const operation of operations) {
@@ -133,7 +133,7 @@ function same(previous: Group, active: readonly Operation[], failed: readonly Op
 
 /**
  * `started` and what has ended beside it: the stretch of time in which some of this work was always under way.
- * What was cancelled is not part of what is still wanted.
+ * Cancelled operations do not count.
  */
 export function runOf(started: readonly Operation[], members: readonly Operation[]): Operation[] {
   const run = [...started];
@@ -161,7 +161,7 @@ export function latestTargets(run: readonly Operation[]): Target[] {
   return [...targets.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
 }
 
-/** An operation's parts. */
+/** The targets of an operation. */
 export function targetsOf(operation: Operation): Target[] {
   const state = stateOf(operation);
   const { nodes = [] } = operation;
@@ -171,14 +171,14 @@ export function targetsOf(operation: Operation): Target[] {
 
 const NO_FIELDS = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", lastProgressAt: "", timeLimitAt: "", startedAt: "", finishedAt: "" };
 
-/** What is there of these values. */
+/** Returns the values that are defined. */
 function omitUndefined<Values extends object>(values: Values): { [Key in keyof Values]?: Exclude<Values[Key], undefined> } {
   return Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined)) as ReturnType<typeof omitUndefined<Values>>;
 }
 
 function targetFrom(operation: Operation, state: State, target: OperationTarget, alone: boolean): Target {
   const status = statusOf(state, target);
-  // The only part has what its operation says, where it says nothing itself.
+  // An only target takes missing fields from its operation.
   const otherwise = alone ? wholeTarget(operation, state) : NO_FIELDS;
   const ownFields = omitUndefined({
     file: target.file_name,
@@ -227,7 +227,7 @@ function wholeTarget(operation: Operation, state: State): Target {
   };
 }
 
-/** Whether a part ended badly. */
+/** True if a target has failed. */
 export function hasFailed(status: TargetState): boolean {
   return status === "error" || status === "failed";
 }
@@ -240,9 +240,9 @@ export function failedNodes(operations: readonly Operation[]): string[] {
 function statusOf(state: State, target: OperationTarget): TargetState {
   const targetState = ownState(target);
   if (state === "completed") return targetState === "cancelled" || targetState === "superseded" ? targetState : "success";
-  // A part that is done is done, no matter what the rest of its operation waits for.
+  // An ended target stays ended, no matter what the rest of its operation waits for.
   if (ENDED.has(targetState) || state === "running" || state === "overdue") return targetState;
-  // A part that says nothing of itself is as its operation is.
+  // A target without a state of its own has its operation's.
   return targetState === "waiting" || targetState === "retrying" || targetState === "overdue" ? targetState : state;
 }
 

@@ -75,7 +75,7 @@ function Shown({ operation }: { operation: Operation }): ReactNode {
   );
 }
 
-/** What can be done about it now, and how far each node is. */
+/** The possible actions, and the progress of each node. */
 function Card({ operation }: { operation: Operation }): ReactNode {
   const { paces } = useWork();
   const [group] = useMemo(() => groups([operation], new Map()), [operation]);
@@ -84,7 +84,7 @@ function Card({ operation }: { operation: Operation }): ReactNode {
   return <ProgressCard group={group} pace={paces.get(operation.jobID) ?? paces.get(groupID(operation))} linkedJob={operation.jobID} />;
 }
 
-/** Who did what about it: asked, cancelled, retried, dismissed. */
+/** People's actions: requested, cancelled, retried, dismissed. */
 function Changes({ operation }: { operation: Operation }): ReactNode {
   const changes = useChanges(operation);
   if (changes.error !== null) return <Problem error={changes.error} onRetry={() => void changes.refetch()} />;

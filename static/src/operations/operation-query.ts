@@ -10,11 +10,11 @@ import type { Change } from "./changes-query";
 
 type Wait = Pick<Operation, "waitsFor" | "waitsSince">;
 
-/** A place in a queue moves when other work does, which the feed does not tell of this operation. */
+/** A place in a queue moves with other work, which the feed does not report for this operation. */
 const REFRESH_MS = 3_000;
 const PLAIN = "waits for a controller";
 
-/** What is known of the operation; `unknown` once the server says that there is no record of it. */
+/** The operation as far as it is loaded; `unknown` once the server has no record of it. */
 export interface LoadedOperation {
   operation: Operation | undefined;
   unknown: boolean;
@@ -34,12 +34,12 @@ export function useOperation(id: string): LoadedOperation {
   return { operation: merged(query.data, live), unknown, query };
 }
 
-/** Whether a part of it is queued. */
+/** True if one of its targets is queued. */
 function waits(operation: Operation | undefined): boolean {
   return operation !== undefined && isActive(operation) && (operation.isQueued || (operation.nodes ?? []).some((target) => target.status === "queued"));
 }
 
-/** The newer of the two, with what the record says about waiting where nothing better is known. */
+/** The newer of the two, with the record's reason for waiting if there is no better one. */
 export function merged(record: Operation | undefined, live: Operation | undefined): Operation | undefined {
   const newest = live === undefined || (record !== undefined && record.seq > live.seq) ? record : live;
   if (newest === undefined || record === undefined || !isActive(newest)) return newest;
@@ -52,14 +52,14 @@ export function merged(record: Operation | undefined, live: Operation | undefine
   return { ...newest, ...(nodes === undefined ? {} : { nodes }), ...(queueText === "" ? {} : { message: queueText }) };
 }
 
-/** "waits for node gpu-2, which is offline since 10:31"; "" where the page says it in its own words. */
+/** "waits for node gpu-2, which is offline since 10:31"; "" if the page has a text of its own. */
 function inWords(wait: Wait | undefined): string {
   const { waitsFor = "", waitsSince } = wait ?? {};
   if (waitsFor === PLAIN) return "";
   return waitsSince === undefined ? waitsFor : `${waitsFor} since ${exact(waitsSince)}`;
 }
 
-/** What people did about the operation, the latest first; asked for again when they may have done something. */
+/** People's actions on the operation, the latest first; read again when there may be new ones. */
 export function useChanges(operation: Operation): UseQueryResult<readonly Change[]> {
   const { jobID: id, status, dismissedAt, waves, nodes = [] } = operation;
   // Not with every change: work under way reports several times a second.

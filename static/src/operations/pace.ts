@@ -1,4 +1,4 @@
-// How fast, and how long still: from the bytes of the last five seconds. Pure but for `Paces`, which remembers the
+// Rate and time left, from the bytes of the last five seconds. Pure but for `Paces`, which remembers the
 // samples. Rather nothing than a wrong figure.
 import type { Operation, OperationTarget } from "../live/messages";
 import type { Group } from "./model";
@@ -27,7 +27,7 @@ export const UNKNOWN: Pace = { rate: null, secondsLeft: null };
 export function pace(samples: readonly Sample[], remaining: number | null, now: number): Pace {
   const recent = samples.filter((sample) => sample.at > now - WINDOW_MS);
   const rate = between(recent[0], recent.at(-1));
-  // What has come as a whole comes at no rate, however fast it came.
+  // A file that arrives at once has no rate.
   if (rate === null || remaining === 0) return UNKNOWN;
   const isPredictable = remaining !== null && remaining > 0 && rate > 0 && isSteady(recent);
   return { rate, secondsLeft: isPredictable ? remaining / rate : null };

@@ -7,7 +7,7 @@ export interface ProgressTimes {
   timeLimitAt?: string;
 }
 
-/** Seconds without news from which it is said. */
+/** Seconds without progress after which a notice is shown. */
 export const SILENT_AFTER = 60;
 
 const HOUR = 60;

@@ -1,4 +1,4 @@
-// What the strip opens to: a line for each operation, in the order of their groups, and no more than can be looked at.
+// The opened strip: a line for each operation, in the order of their groups, up to a limit.
 import { memo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { brief, count } from "../lib/format";

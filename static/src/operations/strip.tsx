@@ -21,7 +21,7 @@ import { useWatch, useWork, type Work } from "./watch";
 
 const SUCCESS_MS = 4_000;
 
-/** What a hidden strip is hidden for; a failure is another thing than the work was. */
+/** The key of a hidden strip; a failure has another key than the work. */
 function identity(group: Group | undefined): string {
   return group === undefined ? "" : `${group.id} ${group.state === "failed" ? "failed" : ""}`;
 }
@@ -100,7 +100,7 @@ interface ClearRequest {
 }
 
 interface LineProps {
-  /** What the line is about: its last button is another one for something else, the others stay as they are. */
+  /** The subject of the line: its last button depends on it. */
   shown: string;
   group: Group;
   pace: Pace | undefined;

@@ -11,7 +11,7 @@ export function headline(group: Group): string {
   return phrase(group.speaker, group.state);
 }
 
-/** Where: "7 of 13 nodes", "on gpu-1"; of a failure the nodes that failed. */
+/** The place: "7 of 13 nodes", "on gpu-1"; of a failure the nodes that failed. */
 export function where(group: Group): string {
   if (group.state === "failed") return place(group.speaker, failedNodes(group.failed));
   if (group.targets.length > 1) {
@@ -23,7 +23,7 @@ export function where(group: Group): string {
 
 const MOVING: ReadonlySet<TargetState> = new Set(["running", "downloading"]);
 
-/** What it is at, or why it is not: the error, the reason of the wait, the phase. */
+/** The error, the reason of the wait, or the phase. */
 export function subjectOf(group: Group): string {
   if (group.state === "failed") return brief(group.speaker.error ?? "No reason given");
   // Of several parts: how those are that have not ended; `where` counts the others.
@@ -35,18 +35,18 @@ export function subjectOf(group: Group): string {
   return phaseOf(group.speaker);
 }
 
-/** Bytes, rate and time left; "" if `what` says them: of files that are sent. */
+/** Bytes, rate and time left; "" if `subjectOf` has them: of files that are sent. */
 export function numbers(group: Group, pace: Pace | undefined): string {
   const sending = sendingOf(group.speaker);
   return sending !== "" && sending === subjectOf(group) ? "" : figures(group.current, group.total, pace);
 }
 
-/** Whether its progress is worth a bar (§2.1): nothing that is queued, waits, failed or has not begun. */
+/** True if its progress is worth a bar (§2.1): nothing that is queued, waits, failed or has not begun. */
 export function hasBar(group: Group): boolean {
   return group.state === "running" && group.progress >= 1;
 }
 
-/** Whether the speaker says when it looks again. */
+/** True if the group's operation has a time of its next check. */
 export function hasNextCheck(group: Group): boolean {
   return group.state !== "failed" && rests(stateOf(group.speaker));
 }

@@ -29,7 +29,7 @@ interface TargetsProps {
 export function Targets({ targets, name, linkedJob }: TargetsProps): ReactNode {
   const { paces } = useWork();
   const failed = useMemo(() => targets.filter((target) => hasFailed(target.status)), [targets]);
-  // What a person chose holds, also when the number of nodes changes.
+  // A person's choice stays when the number of nodes changes.
   const [chosen, setChosen] = useState<boolean | null>(null);
   const [only, setOnly] = useState(false);
   const [isExpanded, setIsExpanded] = useState(false);
@@ -130,7 +130,7 @@ export function NodeLink({ nodeID, name }: { nodeID: string; name: string }): Re
 
 const RESTING: ReadonlySet<Target["status"]> = new Set(["waiting", "retrying", "overdue", "cancelled", "superseded"]);
 
-/** What it is at: the file, or in words why it is not, or what its end has to say. */
+/** The current file, or the reason of the wait, or the outcome. */
 function TargetFile({ target }: { target: Target }): ReactNode {
   const done = target.status === "success" || target.status === "completed";
   const text = done || RESTING.has(target.status) ? target.reason : target.status === "queued" ? "" : target.file || target.phase;

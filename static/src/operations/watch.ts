@@ -1,4 +1,4 @@
-// What the strip and the Activity page look at: groups with their pace, made from the store a few times a second
+// The state of the strip and the Activity page: groups with their pace, made from the store a few times a second
 // (no one reads sixty figures a second), once for all who look. It also notices what ends.
 import { useContext, useSyncExternalStore } from "react";
 import { LiveContext } from "../live/hooks";
@@ -9,7 +9,7 @@ import { groups, type Group } from "./model";
 import { Paces, UNKNOWN, type Pace } from "./pace";
 
 export interface Work {
-  /** Whether the feed has told what there is; until then nothing is known, which is not the same as nothing. */
+  /** True if the feed has sent the operations; an empty list before that does not mean that there are none. */
   isKnownTotal: boolean;
   operations: ReadonlyMap<string, Operation>;
   groups: readonly Group[];

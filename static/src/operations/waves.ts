@@ -1,4 +1,4 @@
-// How an upgrade in waves stands, and which models its next nodes would take out of service. Pure.
+// The state of an upgrade in waves, and the models that its next nodes would take out of service. Pure.
 import type { LiveNode, Operation, OperationTarget } from "../live/messages";
 import { usersOf } from "../nodes/detail/words";
 import { ENDED, ownState } from "./words";
@@ -29,7 +29,7 @@ export function waveProgress({ waves, nodes = [] }: Pick<Operation, "waves" | "n
   };
 }
 
-/** What goes on and what the other nodes wait for, in a sentence. */
+/** The running wave and what the other nodes wait for, in a sentence. */
 export function waitOf({ state, number, count, open, later }: Standing): string {
   if (later.length === 0) return "";
   const waitingText = later.length === 1 ? "1 node waits" : `${later.length} nodes wait`;

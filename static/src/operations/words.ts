@@ -1,4 +1,4 @@
-// How operations are put into words: what is done, what was done, what could not be done, what is waited for.
+// The texts of operations: running, ended, failed, waiting.
 // Pure. One place, so that the strip, the cards and the announcements say the same.
 import { count } from "../lib/format";
 import type { Operation, OperationTarget } from "../live/messages";
@@ -13,12 +13,12 @@ type Kind = Pick<Operation, "kind" | "isBackend" | "isDeletion" | "taskType">;
 
 const PLAINLY_QUEUED = ["", "queued"];
 
-/** How a part is; `waiting`, `retrying` and `overdue` as of an operation. */
+/** The state of a target; `waiting`, `retrying` and `overdue` as of an operation. */
 export type TargetState = Exclude<OperationTarget["status"], "running_on_worker"> | State;
 
 export const ENDED: ReadonlySet<TargetState> = new Set(["success", "error", "failed", "completed", "cancelled", "superseded"]);
 
-/** What the part says of itself, apart from the rest of its operation. */
+/** The target's own state, apart from its operation. */
 export function ownState(target: OperationTarget): TargetState {
   if (ENDED.has(target.status as TargetState)) return target.status as TargetState;
   if (target.overdueSince !== undefined) return "overdue";
@@ -44,7 +44,7 @@ export function pageOf({ jobID }: Pick<Operation, "jobID">): string {
   return `/app/operations/${jobID}`;
 }
 
-/** Whether it rests for a reason that people can read. */
+/** True if it rests for a reason that people can read. */
 export function rests(state: State): boolean {
   return state === "waiting" || state === "retrying" || state === "overdue";
 }
@@ -87,7 +87,7 @@ const WORDS: Readonly<Record<string, Words>> = {
 /** The kinds that History can be filtered by. */
 export const KINDS: readonly (readonly [kind: string, label: string])[] = Object.entries(WORDS).map(([kind, { label }]) => [kind, label]);
 
-/** Whether it is an action over many nodes, whose name says how many. */
+/** True if it is an action over many nodes, whose name says how many. */
 function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
   return WORDS[kind]?.noun === "";
 }
@@ -99,19 +99,19 @@ export function noun({ kind, isBackend }: Pick<Kind, "kind" | "isBackend">): str
 function verb({ kind, isDeletion, taskType }: Kind): Verb {
   const words = WORDS[kind];
   if (words !== undefined) return words;
-  // A kind of a later server: the type of its task says something.
+  // A kind of a later server: the text follows from the type of its task.
   if (isDeletion) return REMOVE;
   if (taskType === "staging") return LOAD;
   return taskType === "upgrade" ? UPGRADE : INSTALL;
 }
 
-/** What was asked for, without a name: "Install backend". */
+/** The request without a name: "Install backend". */
 export function request(kind: Kind): string {
   const words = verb(kind).do;
   return `${words.slice(0, 1).toUpperCase()}${words.slice(1)} ${noun(kind)}`.trim();
 }
 
-/** What comes before the name: "Installing backend", "Queued to load model", "Could not remove backend". */
+/** The text before the name: "Installing backend", "Queued to load model", "Could not remove backend". */
 export function phrase(kind: Kind, state: State): string {
   return sentence(verb(kind), noun(kind), state).trim();
 }
@@ -126,7 +126,7 @@ function sentence(words: Verb, object: string, state: State): string {
   return `${words.doing} ${object}`;
 }
 
-/** What happened, for the list of what has ended: "installed in 40s", "removed", "cancelled". */
+/** The outcome, for the list of ended operations: "installed in 40s", "removed", "cancelled". */
 export function outcome(operation: Operation, took: string): string {
   if (operation.status === "cancelled") return "cancelled";
   if (operation.status === "failed") return "failed";
@@ -143,18 +143,18 @@ export function place(kind: Kind, names: readonly string[]): string {
   return `${kind.taskType === "staging" ? "to" : "on"} ${name}`;
 }
 
-/** Where an operation is for: its nodes. */
+/** The nodes of an operation. */
 export function placeOf(operation: Operation): string {
   const names = (operation.nodes ?? []).map((node) => node.node_name);
   return place(operation, names.length > 0 ? names : [operation.nodeName ?? ""]);
 }
 
-/** What a load says of the files it sends, in the server's words: which one of how many, bytes, rate, time left. */
+/** The server's text about the files that a load sends: which one of how many, bytes, rate, time left. */
 export function sendingOf(operation: Operation): string {
   return stateOf(operation) === "running" && operation.phase === "staging" ? operation.message : "";
 }
 
-/** What a running or queued operation is at: its phase, else what it waits for. */
+/** The phase of a running or queued operation, else what it waits for. */
 export function phaseOf(operation: Operation): string {
   const state = stateOf(operation);
   if (state === "queued") return "Waiting for a controller";

@@ -2,11 +2,11 @@
 import type { LiveNode } from "../live/messages";
 import { listedLabels, written } from "../nodes/shared/labels";
 
-/** How many nodes are shown at first, and how many more with each press. */
+/** Nodes that are shown at first and added with each press. */
 export const AT_FIRST = 5;
 export const PAGE_SIZE = 20;
 
-/** Whether the letters of the word are in the text, together or one after another. */
+/** True if the letters of the word are in the text, together or one after another. */
 export function forgiving(text: string, word: string): boolean {
   if (text.includes(word)) return true;
   let at = 0;

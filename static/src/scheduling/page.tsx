@@ -24,7 +24,7 @@ import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "./scheduling.css";
 
-/** What is open over the page. */
+/** The dialog that is open. */
 type Opened = { dialog: "edit"; rule: Rule | null } | { dialog: "delete"; rule: Rule } | null;
 
 export function SchedulingPage(): ReactNode {
@@ -150,7 +150,7 @@ function Chips({ rule }: { rule: Rule }): ReactNode {
   );
 }
 
-/** What the last pass aims at, and what is there now. */
+/** The replicas that the last pass aims at, and those that exist now. */
 function Figures({ rule }: { rule: Rule }): ReactNode {
   const figures = rule.state;
   if (figures === undefined) return null;

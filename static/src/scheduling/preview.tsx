@@ -1,4 +1,4 @@
-// What a rule would do now, while it is typed: the server decides as its next pass would and changes nothing. It is asked
+// The preview of a rule while it is typed: the server decides as its next pass would and changes nothing. It is requested
 // when typing pauses, and only for a rule that can be sent.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { useEffect, useState, type ReactNode } from "react";
@@ -15,7 +15,7 @@ interface Step {
   why: string;
 }
 
-/** What the server says of a rule that is not saved. */
+/** The server's preview of a rule that is not saved. */
 export interface RulePlan {
   replicas_now: number;
   wanted: number;

@@ -121,7 +121,7 @@ function ReplicaFields({ draft, problems, change }: FormProps): ReactNode {
   );
 }
 
-/** How requests choose a replica; open if any of it is set or wrong. */
+/** The routing fields; open if one is set or invalid. */
 function MoreFields({ draft, problems, change }: FormProps): ReactNode {
   const id = useId();
   const [used] = useState([draft.policy, draft.prefix, draft.absolute, draft.relative].some((text) => text !== ""));

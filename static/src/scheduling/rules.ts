@@ -27,7 +27,7 @@ export function candidates(nodes: Iterable<LiveNode>): LiveNode[] {
   return [...nodes].filter((node) => node.node_type === "backend" && node.status !== "pending").sort((secondsLeft, right) => secondsLeft.name.localeCompare(right.name, undefined, { numeric: true }));
 }
 
-/** Which of these nodes have every label of the selector. */
+/** The nodes that have every label of the selector. */
 export function matching(nodes: readonly LiveNode[], selector: Selector): LiveNode[] {
   const labels = Object.entries(selector);
   return nodes.filter((node) => labels.every(([key, value]) => Object.hasOwn(node.labels, key) && node.labels[key] === value));
@@ -51,12 +51,12 @@ export function labelValues(nodes: readonly LiveNode[], key: string): string[] {
   return [...new Set(nodes.flatMap((node) => (Object.hasOwn(node.labels, key) ? [node.labels[key] ?? ""] : [])))].sort();
 }
 
-/** Whether the rule says how many replicas there shall be; one that does not only restricts and routes. */
+/** True if the rule sets a number of replicas; another one only restricts and routes. */
 export function counts(rule: Pick<Rule, "min_replicas" | "max_replicas" | "spread_all">): boolean {
   return rule.spread_all === true || rule.min_replicas > 0 || rule.max_replicas > 0;
 }
 
-/** How many replicas it asks for: "1 to 3", "at least 2", "up to 4", "one on every matching node". */
+/** The number of replicas that the rule requires: "1 to 3", "at least 2", "up to 4", "one on every matching node". */
 export function demand(rule: Pick<Rule, "min_replicas" | "max_replicas" | "spread_all">): string {
   const { min_replicas: least, max_replicas: most } = rule;
   if (rule.spread_all === true) return "one on every matching node";
@@ -70,7 +70,7 @@ export interface Standing {
   word: string;
 }
 
-/** How the rule is, in a word; `now` in ms by the server's clock. */
+/** The state of the rule in a word; `now` in ms by the server's clock. */
 export function ruleState(rule: Rule, now: number): Standing {
   if (!counts(rule)) return { tone: "", word: "restricts only" };
   if (cooldown(rule, now) > 0) return { tone: "warn", word: "cooling down" };
@@ -87,7 +87,7 @@ export function cooldown(rule: Rule, now: number): number {
   return secondsLeft > 0 ? secondsLeft : 0;
 }
 
-/** What is typed: texts, until they are sent. */
+/** The form's values, as text until they are sent. */
 export interface Draft {
   model: string;
   selector: Selector;
@@ -123,7 +123,7 @@ export function draftOf(rule: Rule): Draft {
   };
 }
 
-/** The labels that the draft asks for, with the one that is being typed. */
+/** The labels of the draft's selector, with the one that is being typed. */
 export function selectorIn(draft: Draft): Selector {
   const key = draft.key.trim();
   return key === "" ? draft.selector : { ...draft.selector, [key]: draft.value };
@@ -141,7 +141,7 @@ const NUMBERS = [
   ["balance_rel_threshold", "relative", false],
 ] as const;
 
-/** What cannot be sent at all, by field; the server judges the rest. */
+/** Problems that the browser can detect, by field; the server checks the rest. */
 export function validateDraft(draft: Draft): FieldProblems {
   const problems: FieldProblems = {};
   if (draft.model.trim() === "") problems.model_name = "Enter a model.";

@@ -58,7 +58,7 @@ export function SelectorField({ draft, selectorProblem, onChange }: SelectorProp
   );
 }
 
-/** How many nodes match; that none does, or none that works, is a warning and no refusal: they may come. */
+/** The number of matching nodes; none, or none that works, is a warning and no refusal, because nodes may come. */
 function Matches({ draft }: { draft: Draft }): ReactNode {
   const nodes = candidates(useThrottledNodes().values());
   const matches = matching(nodes, selectorIn(draft));

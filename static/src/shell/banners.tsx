@@ -1,4 +1,4 @@
-// What every page must say: trouble of the cluster as the server tells it, a page that is older than the server, and
+// Banners of every page: notices of the server, a page that is older than the server, and
 // a session that may not see anything any more.
 import { useEffect, useRef, type ReactNode } from "react";
 import { Link, useLocation } from "react-router";
@@ -8,10 +8,10 @@ import { Button } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 
-/** Where identity conflicts are decided, and said: a banner there would only repeat it. */
+/** The page on which identity conflicts are decided: a banner there would only repeat it. */
 const CONFLICTS = "/app/nodes";
 
-/** Where the parts of the system are shown, and the notices about them. */
+/** The page that shows the parts of the system and the notices about them. */
 const HEALTH = "/app/health";
 const OF_THE_SYSTEM: ReadonlySet<string> = new Set(["database-unreachable", "no-controller", "nats-unreachable", "no-tasks", "redis-unreachable"]);
 

@@ -9,7 +9,7 @@ import { LoneFrame } from "./gate";
 import { NotFound } from "./not-found";
 import "./shell.css";
 
-/** Whether a failure is that of loading a page's code, in the words of the browsers. */
+/** True if a failure is that of loading a page's code, in the words of the browsers. */
 export function isMissingCode(failure: unknown): boolean {
   if (!(failure instanceof Error)) return false;
   return /dynamically imported module|importing a module script failed|unable to preload/i.test(failure.message);

@@ -43,12 +43,12 @@ export function useStale(): Staleness | null {
   return { since, seconds: Math.floor((now - since) / 1000) };
 }
 
-/** Whether the server reads the database: if not, what is shown is old, however live the feed. */
+/** True if the server reads the database: if not, what is shown is old, however live the feed. */
 function isReadable(state: LiveState): boolean {
   return state.notices.every((notice) => notice.id !== "database-unreachable");
 }
 
-/** Whether what the feed tells is how the cluster is. */
+/** True if the feed's state is current. */
 export function useReadable(): boolean {
   return useLive(isReadable);
 }

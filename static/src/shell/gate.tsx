@@ -1,4 +1,4 @@
-// Who may pass: nothing is shown while it is being asked, and nothing if it cannot be known.
+// The gate: nothing is shown until it is known who is signed in.
 import type { ReactNode } from "react";
 import { Navigate, Outlet, useLocation } from "react-router";
 import { Button } from "../ui/button";

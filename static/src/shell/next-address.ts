@@ -1,4 +1,4 @@
-// Where to go after signing in or choosing a password: to a path of this page, or to one of the server's other pages,
+// The address after signing in or choosing a password: a path of this app, or one of the server's other pages,
 // which the browser loads in full. Never to another host, no matter what the address says.
 const HOME = "/app/nodes";
 

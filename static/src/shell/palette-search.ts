@@ -1,4 +1,4 @@
-// What the search knows and how it finds: every word must be somewhere in an entry, and the nearer to the start of
+// The entries of the search and their ranking: every word must be somewhere in an entry, and the nearer to the start of
 // its title, the earlier it comes. Pure.
 import type { components } from "../api/schema";
 import { chatAddress } from "../chat/models";
@@ -69,7 +69,7 @@ export function find(entries: Index, query: string, limit: number): Map<Kind, En
   return groups;
 }
 
-/** What is offered before anything is typed: what runs or has failed, and where one can go. */
+/** The entries before anything is typed: running and failed operations, and the pages. */
 export function atFirst(entries: readonly Entry[], limit: number): Map<Kind, Entry[]> {
   const groups = new Map<Kind, Entry[]>();
   for (const kind of ["Operations", "Pages", "Actions"] as const) {
@@ -124,7 +124,7 @@ export function verbEntries(query: string, nodes: Iterable<LiveNode>, backends: 
 const TALKS = ["chat", "talk"];
 const BETWEEN = new Set(["to", "with"]);
 
-/** Who can be talked to: "talk to smollm2", "chat smol". */
+/** The models to chat with: "talk to smollm2", "chat smol". */
 export function chatEntries(query: string, models: readonly string[]): Entry[] {
   const [first = "", ...otherWords] = plain(query.trim()).split(/\s+/);
   if (first.length < LEAST_OF_A_VERB || !TALKS.some((verb) => verb.startsWith(first))) return [];

@@ -1,7 +1,7 @@
-// What is wrong with a change of password, by field: what the browser can tell at once, and what the server says. Pure.
+// Problems of a change of password by field: those that the browser detects, and the server's refusals. Pure.
 import { ApiError } from "../api/client";
 
-/** What is typed. */
+/** The form's values. */
 export interface Entry {
   old: string;
   next: string;
@@ -27,7 +27,7 @@ export function problems(entry: Entry): Problems {
   return entryProblems;
 }
 
-/** What the server refused, at its fields; nothing if it failed for another reason. */
+/** The server's refusals by field; empty if the request failed for another reason. */
 export function refused(error: Error): Problems {
   if (!(error instanceof ApiError)) return {};
   const { old = [], new: next = [] } = error.fields;

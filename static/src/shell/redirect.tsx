@@ -4,7 +4,7 @@ import { useNavigate } from "react-router";
 import { Checking } from "./gate";
 import { safeNext } from "./next-address";
 
-/** How to leave: inside this page, or to another one of the server. */
+/** Returns a function that navigates within this app, or to another page of the server. */
 export function useOnward(): (address: string | null) => void {
   const navigate = useNavigate();
   return useCallback(

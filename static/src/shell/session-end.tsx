@@ -10,7 +10,7 @@ import { Banner } from "./banners";
 import { refetchPerson, notifySessionEnd, useSetSession, type Person } from "./session";
 import { SignInForm } from "./sign-in-form";
 
-/** A session that is said to be over again so soon after it was found to hold is over. */
+/** A session reported as ended again this soon after a check is over. */
 const TWICE_MS = 10_000;
 
 export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void }): ReactNode {
@@ -54,7 +54,7 @@ export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void 
 
 type Back = (person: Person) => void;
 
-/** What happens when it is known who is signed in now. */
+/** The reaction once it is known who is signed in. */
 function useBack(user: Person, goOn: () => void): Back {
   const store = useContext(LiveContext);
   const queries = useQueryClient();
@@ -82,7 +82,7 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
     latest.current = { back, end };
   });
   const [check] = useState(() => async (sentAt: number) => {
-    // What was sent with the session before is answered late.
+    // A late answer to a request of the previous session.
     if (isFetching.current || sentAt < held.current) return;
     isFetching.current = true;
     const person = performance.now() - held.current < TWICE_MS ? null : await refetchPerson().catch(() => null);
@@ -98,7 +98,7 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   const setSession = useSetSession();
   useChange(connection, () => {
     if (connection === "signed-out") void check(performance.now());
-    // The right may be gone: then the gate says so.
+    // The permission may be gone: then the gate shows it.
     if (connection === "forbidden") void refetchPerson().then((person) => person !== null && setSession(person), () => undefined);
   });
 }

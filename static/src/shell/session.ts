@@ -1,4 +1,4 @@
-// Who is signed in. The server is asked once; after that only signing in and out, and the end of a session, change it.
+// The session. It is read once; after that only signing in and out, and the end of a session, change it.
 import { useMutation, useQuery, useQueryClient, type UseMutationResult, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
@@ -11,7 +11,7 @@ async function fetchPerson(): Promise<Person | null> {
   return (await call(client.GET("/api/auth/status"))).user;
 }
 
-/** Who is signed in; null for a visitor, undefined as long as it is not known. */
+/** The person who is signed in; null for a visitor, undefined until it is known. */
 export function useSession(): UseQueryResult<Person | null> {
   return useQuery({ queryKey: SESSION, queryFn: fetchPerson, staleTime: Infinity, gcTime: Infinity });
 }
@@ -38,7 +38,7 @@ export interface Credentials {
   password: string;
 }
 
-/** `onSignedIn` is told even if the form is gone by then: the session is there all the same. */
+/** Calls `onSignedIn` even if the form has been closed: the session exists all the same. */
 export function useSignIn(onSignedIn: (person: Person) => void): UseMutationResult<Person, Error, Credentials> {
   return useMutation({
     onSuccess: onSignedIn,
@@ -46,7 +46,7 @@ export function useSignIn(onSignedIn: (person: Person) => void): UseMutationResu
   });
 }
 
-/** Says who is signed in now, after an answer of the server that told it. */
+/** Stores who is signed in, from an answer of the server. */
 export function useSetSession(): (person: Person) => void {
   const queries = useQueryClient();
   return (person) => queries.setQueryData(SESSION, person);

@@ -1,5 +1,5 @@
-// What lies around every page once somebody is signed in: navigation, the bar on top, the operations strip, banners.
-// It opens the feed and hears the keys. Nothing is shown before it is known who asks.
+// The frame of every page for a signed-in person: navigation, the bar on top, the operations strip, banners.
+// It opens the feed and listens to the keys. Nothing is shown before it is known who is signed in.
 import { Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
 import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
@@ -69,7 +69,7 @@ function useSearchReady(): void {
   }, []);
 }
 
-/** A page with something on top of its content says where that begins. */
+/** A page with something on top of its content sets where that begins. */
 function skip(event: MouseEvent): void {
   event.preventDefault();
   const main = document.getElementById("main");

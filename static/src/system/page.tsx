@@ -26,7 +26,7 @@ const OVERALL_TEXTS: Readonly<Record<Part["state"], string>> = {
   warning: "Something needs attention.",
   error: "Something does not work.",
 };
-/** Where a part has a page of its own. */
+/** The page of a part, if it has one. */
 const PAGES: Readonly<Record<string, { href: string; label: string }>> = {
   workers: { href: "/app/nodes", label: "Nodes" },
   operations: { href: "/app/activity", label: "Activity" },

@@ -1,4 +1,4 @@
-// What takes long to draw, drawn after the frame that answers a press: the page's head is seen at once. After Back all
+// Draws expensive content after the frame that answers a press: the page's head is visible at once. After Back all
 // of it is drawn at once, because the browser restores the scroll position at once.
 import { useEffect, useState, type ReactNode } from "react";
 import { NavigationType, useNavigationType } from "react-router";

@@ -1,4 +1,4 @@
-// What assistive tech is told: ends, never ticks. One polite region for the whole page.
+// Announcements for assistive tech: outcomes, never progress. One polite region for the whole page.
 import { useSyncExternalStore, type ReactNode } from "react";
 
 let announced = "";

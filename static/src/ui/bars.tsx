@@ -2,7 +2,7 @@
 import type { ReactNode } from "react";
 import { bytes } from "../lib/format";
 
-/** Progress with a name; nothing for assistive tech to be told at every tick. */
+/** Progress with a name; assistive tech does not announce every tick. */
 export function ProgressBar({ value, name, tone = "" }: { value: number; name: string; tone?: "" | "good" | "bad" }): ReactNode {
   const percent = Math.floor(Math.min(Math.max(value, 0), 100));
   return (
@@ -16,13 +16,13 @@ export function ProgressBar({ value, name, tone = "" }: { value: number; name: s
 const TIGHT = 0.85;
 const FULL = 0.95;
 
-/** How near its end a resource is: what is reserved is as good as used. */
+/** How full a resource is; reserved counts as used. */
 export function fillOf(used: number, total: number): "" | "tight" | "full" {
   if (total <= 0) return "";
   return used >= FULL * total ? "full" : used >= TIGHT * total ? "tight" : "";
 }
 
-/** What the colours of the meters mean; everything that a meter shows is in words beside it. */
+/** The legend of the meters' colours; the text beside a meter has the same figures. */
 export function MeterLegend(): ReactNode {
   return (
     <ul className="meter-legend" aria-label="Colours of the bars">

@@ -13,7 +13,7 @@ interface DialogProps {
   title: ReactNode;
   description?: ReactNode;
   wide?: boolean;
-  /** What gets the focus first, such as the safe answer; else what is marked `data-first`, else the first control. */
+  /** The element that gets the focus first, such as the safe answer; else the one marked `data-first`, else the first control. */
   first?: RefObject<HTMLElement | null>;
   children: ReactNode;
 }
@@ -61,7 +61,7 @@ interface ConfirmProps {
   open: boolean;
   onClose: () => void;
   title: ReactNode;
-  /** What will happen, naming what it happens to. */
+  /** The consequence, naming what it affects. */
   children: ReactNode;
   /** The label of the button that does it. */
   action: string;

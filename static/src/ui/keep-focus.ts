@@ -1,8 +1,8 @@
-// What has the focus may go: a failure that was dismissed, a button of a state that is over. Then the focus goes on to
+// Keeps the focus when its element is removed, such as a dismissed failure or a button of a past state: it moves to
 // the nearest part of the page around it that is still there; left to the browser it would be nowhere.
 
 const AROUND = "section, article, li, main";
-/** What removes an element may set the focus itself, a moment later. */
+/** The code that removes an element may set the focus itself a moment later. */
 const MOMENT_MS = 50;
 
 /** Watches over the focus of the whole page; answers how to stop. */

@@ -1,4 +1,4 @@
-// Where the focus goes on after an answer of the server, which may come late.
+// Moves the focus after an answer of the server, which may come late.
 
 /**
  * Puts the focus on `target`, unless the person has gone on to something else meanwhile: it is then neither in `from`,

@@ -11,7 +11,7 @@ export interface Shortcut {
   run: () => void;
 }
 
-/** What of a keyboard event decides. */
+/** The fields of a keyboard event that select a shortcut. */
 export type Press = Pick<KeyboardEvent, "key" | "ctrlKey" | "metaKey" | "altKey">;
 
 const OFF_KEY = "single-keys";
@@ -65,14 +65,14 @@ export function useShortcut(keys: string, run: () => void, description: string, 
   }, [keys, description, enabled]);
 }
 
-/** How a press is written in a map: "" if it can be none of it. */
+/** The notation of a key press in the map; "" if no shortcut can use it. */
 export function written(press: Press): string {
   if (press.altKey || press.key === "Shift") return "";
   if (press.ctrlKey || press.metaKey) return `mod+${press.key.toLowerCase()}`;
   return press.key.length === 1 ? press.key : press.key.toLowerCase();
 }
 
-/** What pressing `key` after `before` ("" for nothing) does: a shortcut, or what a longer one now waits for. */
+/** The effect of pressing `key` after `before` ("" for nothing): a shortcut, or what a longer one now waits for. */
 export function match(registered: readonly Shortcut[], previous: string, key: string): { hit: Shortcut | null; pending: string } {
   if (key === "") return { hit: null, pending: previous };
   const sequence = previous === "" ? key : `${previous} ${key}`;
@@ -82,7 +82,7 @@ export function match(registered: readonly Shortcut[], previous: string, key: st
   return previous === "" ? { hit: null, pending: "" } : match(registered, "", key);
 }
 
-/** Whether the element has a use of its own for single keys. */
+/** True if the element has a use of its own for single keys. */
 export function typing(target: EventTarget | null): boolean {
   return target instanceof Element && target.closest(OWN_KEYS) !== null;
 }

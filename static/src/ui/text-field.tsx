@@ -6,7 +6,7 @@ interface TextFieldProps {
   value: string;
   onChange: (text: string) => void;
   description?: string;
-  /** What is wrong with it; "" if nothing is. */
+  /** The problem with the value; "" if there is none. */
   problem?: string | undefined;
   numeric?: boolean;
   /** The id of a list of suggestions. */

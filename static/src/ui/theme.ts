@@ -35,12 +35,12 @@ function subscribe(listener: () => void): () => void {
   return () => listeners.delete(listener);
 }
 
-/** What is chosen, followed. */
+/** The chosen theme, live. */
 export function useTheme(): Theme {
   return useSyncExternalStore(subscribe, chosen);
 }
 
-/** Whether the page is dark now: for what is drawn on a canvas. */
+/** True if the page is dark now: for what is drawn on a canvas. */
 export function useDark(): boolean {
   return useSyncExternalStore(subscribe, () => document.documentElement.dataset["theme"] === "dark");
 }

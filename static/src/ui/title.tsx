@@ -16,7 +16,7 @@ interface PageHeadProps {
   named?: boolean;
   /** A line under the heading. */
   note?: ReactNode;
-  /** What can be done, at the far side. */
+  /** The page's actions, at the far side. */
   children?: ReactNode;
 }
 

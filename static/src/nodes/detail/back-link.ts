@@ -1,4 +1,4 @@
-// Where the list was left: its address with the filter, from this tab's own history where the browser tells it.
+// The list's address with its filter, from this tab's history if the browser provides it.
 
 /** The part of the Navigation API that is used; TypeScript's library has not got it yet. */
 interface History {

@@ -1,4 +1,4 @@
-// What can be done about one installed backend, in its row: upgrade and delete, each with a question that names what
+// The actions on one installed backend, in its row: upgrade and delete, each with a question that names what
 // stops, how it goes, and why it failed.
 import { useState, type ReactNode } from "react";
 import { count } from "../../lib/format";

@@ -1,4 +1,4 @@
-// What is installed on the node, as its worker listed it, with the age of that list and why there is no newer one.
+// The backends of the node from its worker's last list, with its age and why there is no newer one.
 import type { UseQueryResult } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
 import type { LiveNode, Operation } from "../../live/messages";

@@ -1,4 +1,4 @@
-// How much a node may take: replicas of one model, and VRAM. Edited in place; an administrator's value is marked
+// The limits of a node: replicas of one model, and VRAM. Edited in place; an administrator's value is marked
 // with who set it, and can be handed back to the worker.
 import { useRef, type ReactNode } from "react";
 import type { UseQueryResult } from "@tanstack/react-query";
@@ -77,7 +77,7 @@ function ReplicaCap({ node, override }: { node: LiveNode; override: Override }):
   );
 }
 
-/** What has to be said before the cap goes below what is there. */
+/** The warning before the cap goes below the running replicas. */
 function belowWhatRuns(node: LiveNode, cap: number): ReactNode | null {
   const most = mostReplicas(node.models);
   if (most === null || cap >= most.count) return null;
@@ -139,11 +139,11 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
 
 interface ValueProps {
   title: string;
-  /** Whether an administrator's value holds. */
+  /** True if an administrator's value holds. */
   manual: boolean;
   override: Override;
   back: Action<undefined>;
-  /** What handing it back has done. */
+  /** The result of the reset. */
   handed: string;
   children: ReactNode;
 }

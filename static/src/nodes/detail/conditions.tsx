@@ -1,4 +1,4 @@
-// What lies behind the status, each with since when, by whom and why; then who the node is and what it is made of.
+// The conditions behind the status, each with time, actor and reason; then the node's identity and hardware.
 import type { UseQueryResult } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 import { bytes, count } from "../../lib/format";

@@ -1,4 +1,4 @@
-// Who claims to be this node, as long as no one has decided.
+// Open identity conflicts of the node.
 import { useState, type ReactNode } from "react";
 import type { LiveNode } from "../../live/messages";
 import { ConflictCard, Decide, type ConflictDialog } from "../shared/conflicts";

@@ -1,4 +1,4 @@
-// What cannot be taken back. Each says what it does to what runs now, and wants the node's word typed.
+// Actions that cannot be undone. Each shows its effect on the running work, and requires the node's word.
 import { useEffect, useId, useRef, useState, type Dispatch, type ReactNode, type SetStateAction } from "react";
 import { useNavigate, useNavigation } from "react-router";
 import { ACTIONS } from "../../api/actions";
@@ -22,7 +22,7 @@ interface Act {
   action: Action<string>;
 }
 
-/** What can be asked for, with the words of its buttons. */
+/** The dangerous actions with their titles. */
 export const DANGERS: readonly (readonly [Danger, string])[] = [
   ["stop", ACTIONS.stop.title],
   ["rotate", ACTIONS.rotate.title],
@@ -33,7 +33,7 @@ export const DANGERS: readonly (readonly [Danger, string])[] = [
 interface ZoneProps {
   node: LiveNode;
   operations: number;
-  /** The question that is open; the head of the page asks them as well. */
+  /** The open dialog; the head of the page opens them too. */
   dialog: Danger | null;
   onOpenDialog: Dispatch<SetStateAction<Danger | null>>;
 }
@@ -149,7 +149,7 @@ function Reason({ value, where, onChange }: { value: string; where: string; onCh
   );
 }
 
-/** What happens, with the figures of now. */
+/** The consequences, with current figures. */
 function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
   if (verb === "rotate") {
     return <li>ID, approval and replicas stay. A stopped worker replaces its secret when it starts again.</li>;

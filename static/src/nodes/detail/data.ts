@@ -1,4 +1,4 @@
-// What this page asks the server for, beside the live row: the node's facts, its backends and its timeline. Each
+// The queries of this page beside the live row: the node's facts, its backends and its timeline. Each
 // is a query of its own, so that one may fail alone, and is fetched again when the live row has moved.
 import {
   useMutation,
@@ -20,7 +20,7 @@ export type Conflict = Schemas["Conflict"];
 export type NodeEvent = Schemas["Event"];
 export type EventKind = Schemas["EventKindEnum"];
 
-/** How long an answer may take before it counts as none: no section loads without an end. */
+/** Time limit of a query: no section loads without an end. */
 const PATIENCE_MS = 10_000;
 
 const keys = {
@@ -60,7 +60,7 @@ export function useInStep(id: string, live: LiveNode | undefined): void {
   useChange(`${live?.revision ?? ""} ${live?.inventory_at ?? ""} ${live?.open_conflicts ?? ""}`, refresh);
 }
 
-/** Who claims to be this node, and waits for a decision. */
+/** The open identity conflicts of this node. */
 export function useConflicts(id: string): UseQueryResult<readonly Conflict[]> {
   return useQuery({
     queryKey: keys.conflicts(id),
@@ -72,14 +72,14 @@ export function useConflicts(id: string): UseQueryResult<readonly Conflict[]> {
   });
 }
 
-/** Something that can be asked of the server, and how that stands. */
+/** A request to the server and its state. */
 export interface Action<Input> {
   run: (input: Input, done?: () => void) => void;
   busy: boolean;
-  /** It was done, and nothing has been asked since. */
+  /** It has succeeded, and no request followed. */
   succeeded: boolean;
   error: Error | null;
-  /** What it was last asked with. */
+  /** The last argument. */
   input: Input | undefined;
   forget: () => void;
 }
@@ -122,7 +122,7 @@ export function useKept(id: string): readonly Schemas["MemorySample"][] {
   return data ?? NOTHING;
 }
 
-/** What is installed there. */
+/** The backends of the node. */
 export function useBackends(id: string): UseQueryResult<readonly NodeBackend[]> {
   return useQuery({
     queryKey: keys.backends(id),
@@ -140,7 +140,7 @@ async function eventsPage(id: string, kind: EventKind | "", cursor: number | und
   return call(client.GET("/api/nodes/{node_id}/events", { params, signal: until }));
 }
 
-/** The timeline, newest first, and how to ask for what is older. */
+/** The timeline, newest first, and a function that loads older events. */
 export function useTimeline(id: string, kind: EventKind | "") {
   const queries = useQueryClient();
   const queryKey = keys.events(id, kind);

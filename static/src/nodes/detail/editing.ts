@@ -4,7 +4,7 @@
 const LARGEST_CAP = 10_000;
 const LONGEST_BUDGET = 32;
 
-/** What Enter means for what is typed: nothing changed, it cannot be, or it is to be saved. */
+/** The result of Enter: nothing has changed, the value is invalid, or it is saved. */
 export type Decision = { kind: "close" } | { kind: "refuse"; why: string } | { kind: "save"; value: string };
 
 /** `check` answers what is wrong with the typed text, "" if nothing is. */
@@ -15,12 +15,12 @@ export function decide(typed: string, present: string, check: (text: string) => 
   return why === "" ? { kind: "save", value } : { kind: "refuse", why };
 }
 
-/** Whether the value changed while a person was typing, by something else. */
+/** True if the value changed while a person was typing, by something else. */
 export function overtaken(opened: string, present: string): boolean {
   return opened.trim() !== present.trim();
 }
 
-/** What is wrong with a replica cap. */
+/** The problem with a replica cap. */
 export function capProblem(text: string): string {
   const value = Number(text);
   if (!/^\d+$/.test(text) || value < 1 || value > LARGEST_CAP) return `A whole number from 1 to ${LARGEST_CAP}.`;
@@ -57,7 +57,7 @@ function amountOf(number: number, unit: string, total: number): number | null {
   return Number.isInteger(number) ? number : null;
 }
 
-/** What is wrong with a VRAM budget; an empty one means no cap. */
+/** The problem with a VRAM budget; an empty one means no cap. */
 export function budgetProblem(text: string): string {
   if (text.length > LONGEST_BUDGET) return `At most ${LONGEST_BUDGET} characters.`;
   return ceiling(text, Number.MAX_SAFE_INTEGER) === null ? "A share such as 80% or a size such as 12GB or 12GiB." : "";

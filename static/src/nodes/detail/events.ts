@@ -27,7 +27,7 @@ export const KINDS: Readonly<Record<EventKind, string>> = {
   address_refused: "Address refused",
 };
 
-/** What the timeline shows: newest first, and where the older ones begin, if there are any. */
+/** The events of the timeline, newest first, and the cursor of older ones, if there are any. */
 export interface Timeline {
   events: readonly NodeEvent[];
   next: number | undefined;
@@ -59,7 +59,7 @@ export function withOlder(shown: Timeline | undefined, page: Page): Timeline {
   };
 }
 
-/** Who did it. */
+/** The actor. */
 export function actorWords(event: Pick<NodeEvent, "actor" | "actor_kind">): string {
   if (event.actor_kind === "worker") return "worker";
   if (event.actor_kind === "task") return `task ${event.actor}`;
@@ -75,12 +75,12 @@ const OVERRIDES: Readonly<Record<string, string>> = {
 /** Said by the text beside them already. */
 const IMPLIED = new Set(["vram_budget_bytes", "available_vram", "max_replicas_per_model_manually_set", "vram_budget_manually_set", "conflict"]);
 
-/** What changed, one line for each thing: `maximum replicas per model: 1 → 3`, `+ tier=fast`, `− zone`. */
+/** The changes, one line each: `maximum replicas per model: 1 → 3`, `+ tier=fast`, `− zone`. */
 export function changes(event: Pick<NodeEvent, "detail">): string[] {
   const detail = event.detail ?? {};
   return Object.entries(detail).flatMap(([name, value]) => {
     const previousValue = keptOverride(name);
-    // The value stays as it is and only changes hands: its name has to be said all the same.
+    // Only the source of the value changes: the line names it all the same.
     return previousValue !== undefined && !(previousValue in detail) ? [OVERRIDES[previousValue] ?? previousValue] : change(name, value);
   });
 }

@@ -32,7 +32,7 @@ type HeadDialog = "" | "approve" | "reject" | "drain" | "resume" | "install";
 
 const HEAD_DIALOGS: readonly HeadDialog[] = ["approve", "reject", "drain", "resume", "install"];
 
-/** Which dialog is open. An address with `do=drain` opens it once, and is the node's own again. */
+/** The open dialog. An address with `do=drain` opens it once, and is the node's own again. */
 function useHeadDialog(): [HeadDialog, (dialog: HeadDialog) => void] {
   const { search, key } = useLocation();
   const navigate = useNavigate();
@@ -87,7 +87,7 @@ export function Head({ node, operations, onDanger }: HeadProps): ReactNode {
   );
 }
 
-/** The buttons that make sense in this state; an approval that is refused for now says why. */
+/** The buttons that are possible in this state; a refused approval shows the reason. */
 function Actions({ node, onOpenDialog }: { node: LiveNode; onOpenDialog: (verb: HeadDialog) => void }): ReactNode {
   if (node.status === "pending") {
     return (

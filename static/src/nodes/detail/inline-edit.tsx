@@ -10,16 +10,16 @@ import type { Action } from "./data";
 import { decide, overtaken } from "./editing";
 
 interface InlineEditProps {
-  /** What is edited, as in "Edit maximum replicas per model". */
+  /** The name of the value, as in "Edit maximum replicas per model". */
   name: string;
   /** The present value, as it would be typed. */
   value: string;
-  /** What is wrong with a text, "" if nothing is. */
+  /** The problem with a text; "" if there is none. */
   check: (text: string) => string;
   action: Action<string>;
-  /** What has to be agreed to before this value is saved; null if nothing has. */
+  /** The question to confirm before this value is saved; null if there is none. */
   confirm?: (value: string) => ReactNode | null;
-  /** What the typed text would mean. */
+  /** The meaning of the typed text. */
   meaning?: (text: string) => string;
   numeric?: boolean;
   placeholder?: string;
@@ -52,7 +52,7 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
   const [refusal, setRefusal] = useState("");
   const [question, setQuestion] = useState<ReactNode>(null);
   const { run, forget, busy, error } = action;
-  // What failed in an earlier edit does not concern this one.
+  // A failure of an earlier edit does not concern this one.
   useEffect(forget, [forget]);
   const save = (value: string) => {
     setQuestion(null);

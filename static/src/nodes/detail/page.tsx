@@ -119,7 +119,7 @@ function NotFound(): ReactNode {
   );
 }
 
-/** It was there a moment ago. Its timeline outlives it, and says who removed it. */
+/** The node was removed a moment ago. Its timeline stays and names the person. */
 function Removed({ id, name }: { id: string; name: string }): ReactNode {
   return (
     <div className="nd">

@@ -27,12 +27,12 @@ export function Panel({ title, aside, className = "", children }: PanelProps): R
 
 interface FetchedProps<Data> {
   query: UseQueryResult<Data>;
-  /** What is loaded, as in "Loading the timeline…". */
+  /** The name of the data, as in "Loading the timeline…". */
   subject: string;
   children: (data: Data) => ReactNode;
 }
 
-/** What a query has; its failure with a way to try again, above the last known state if there is one. */
+/** The data of a query; a failure with a retry above the last known state, if there is one. */
 export function Fetched<Data>({ query, subject, children }: FetchedProps<Data>): ReactNode {
   const { data, error } = query;
   if (data === undefined && error === null) return <Loading subject={subject} />;

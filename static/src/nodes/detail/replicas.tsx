@@ -1,4 +1,4 @@
-// What runs on the node: its replicas, in every state, as the feed has them.
+// The replicas of the node, in every state, from the feed.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
 import type { LiveModel, LiveNode } from "../../live/messages";

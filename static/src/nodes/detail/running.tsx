@@ -1,4 +1,4 @@
-// What is being done to the node, and what failed and is not put away: this node's part of each operation.
+// Running and failed operations of the node that are not dismissed: this node's target of each.
 import { useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { count } from "../../lib/format";

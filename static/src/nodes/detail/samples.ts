@@ -1,9 +1,9 @@
 // Memory over time: the last hour by the minute as the server has kept it, then what this page has seen itself; a
 // bounded ring of samples, with gaps where nothing was known.
 
-/** How many samples are kept. */
+/** Number of samples that are kept. */
 export const MAX_SAMPLES = 600;
-/** How often one is taken, in ms: together fifty minutes. */
+/** Milliseconds between two samples: fifty minutes in all. */
 export const EVERY_MS = 5000;
 
 export interface Sample {
@@ -29,7 +29,7 @@ interface StoredSample {
 /** Two minutes without a sample are a gap. */
 const GAP_S = 150;
 
-/** What was kept before the page began to look, and what it has seen since. */
+/** Samples that the server stored before the page opened, and live ones since. */
 export function withKept(stored: readonly StoredSample[], live: readonly Sample[]): readonly Sample[] {
   const previous: Sample[] = [];
   const end = live[0]?.at ?? Infinity;
@@ -58,7 +58,7 @@ interface Figures {
   available_ram: number;
 }
 
-/** What may be used of the VRAM: under a budget no more than that is ever reported free. */
+/** The usable VRAM: under a budget no more than that is reported free. */
 export function vramLimit(node: Figures): number {
   return node.vram_budget_bytes > 0 ? Math.min(node.vram_budget_bytes, node.total_vram) : node.total_vram;
 }

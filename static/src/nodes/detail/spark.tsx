@@ -49,7 +49,7 @@ function options(width: number, total: number): uPlot.Options {
   };
 }
 
-/** Silent: what it shows is said beside it. */
+/** Hidden from assistive tech: the text beside it has the same figures. */
 export default function Spark({ at, values, total }: SparkProps): ReactNode {
   const place = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);

@@ -1,4 +1,4 @@
-// What happened to the node: who, why, and from which state to which. Newest first; the older ones on demand.
+// The timeline of the node: actor, reason and states of each event. Newest first; older ones on demand.
 import { useState, type ReactNode } from "react";
 import { Button } from "../../ui/button";
 import { Empty } from "../../ui/empty";

@@ -89,7 +89,7 @@ function refusal(model: LiveModel): string {
   return "not loaded yet";
 }
 
-/** Why a replica leaves, where no unload that somebody asked for says it. */
+/** The reason why a replica ends without a requested unload. */
 const REASONS: Partial<Record<NonNullable<LiveModel["reason"]>, string>> = {
   upgrade: "for an upgrade",
   evicted: "evicted by a load",
@@ -99,7 +99,7 @@ const REASONS: Partial<Record<NonNullable<LiveModel["reason"]>, string>> = {
   load_failed: "its load failed",
 };
 
-/** What a replica that is being unloaded waits for. */
+/** The work that a replica being unloaded waits for. */
 export function EndingReplica({ model }: { model: LiveModel }): ReactNode {
   const now = useNow(1000);
   if (model.state !== "unloading") return null;

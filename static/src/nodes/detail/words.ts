@@ -1,4 +1,4 @@
-// Who says what of a node, in words: provenance of facts, the node's conditions, and the word that a dangerous
+// Texts about a node: sources of its facts, its conditions, and the word that a dangerous
 // action wants typed. Pure.
 import { count } from "../../lib/format";
 import type { LiveModel, LiveNode, Operation } from "../../live/messages";
@@ -12,7 +12,7 @@ export function by(actor: string): string {
   return actor === WORKER ? "by the worker" : `by ${actor}`;
 }
 
-/** Who gives a value its present form. */
+/** The source of a value. */
 export function provenance(override: { by: string } | undefined, manuallySet: boolean): string {
   // Not "reported": between a hand-back and the next registration it is still what the administrator had set.
   if (!manuallySet) return "Worker default";
@@ -40,7 +40,7 @@ function condition(id: string, tone: Condition["tone"], title: string, fact: Con
   return { id, tone, title, at: fact.at, by: by(fact.by), reason: fact.reason };
 }
 
-/** What lies behind the status, worst first; `detail` may not be there yet. */
+/** The conditions behind the status, worst first; `detail` may not be loaded yet. */
 export function conditions(node: LiveNode, detail: NodeDetail | undefined): Condition[] {
   const result: Condition[] = [];
   if (node.revoked !== null) result.push(condition("revoked", "bad", "Secret revoked", node.revoked));
@@ -67,7 +67,7 @@ function approval(node: LiveNode, detail: NodeDetail | undefined): Condition {
   return condition("approval", "good", "Approved", detail.approval);
 }
 
-/** What a drain still waits for; null if the node is not drained. */
+/** The work that a drain still waits for; null if the node is not drained. */
 export function drainLeft(node: LiveNode, operations: number): { safe: boolean; text: string } | null {
   if (node.drain === null || node.status === "pending") return null;
   if (node.in_flight_count > 0 || node.models.length > 0) {
@@ -85,12 +85,12 @@ export function drainLeft(node: LiveNode, operations: number): { safe: boolean; 
 const TYPEABLE = /^[\x21-\x7e]+( [\x21-\x7e]+)*$/;
 const LONGEST_TYPED = 40;
 
-/** What has to be typed before something is lost: the name; of a name that no keyboard has, the id's beginning. */
+/** The word to type before a destructive action: the name, or the start of the ID if the name is hard to type. */
 export function confirmationWord(node: { id: string; name: string }): string {
   return node.name.length <= LONGEST_TYPED && TYPEABLE.test(node.name) ? node.name : node.id.slice(0, 8);
 }
 
-/** Whether the operation is about this node, alone or among others. */
+/** True if the operation is about this node, alone or among others. */
 export function concerns(operation: Operation, id: string): boolean {
   return operation.nodeID === id || (operation.nodes ?? []).some((target) => target.node_id === id);
 }
@@ -100,12 +100,12 @@ function plainName(name: string): string {
   return name.slice(name.lastIndexOf("@") + 1).toLowerCase();
 }
 
-/** Whether the operation is about this backend. */
+/** True if the operation is about this backend. */
 export function onBackend(operation: Operation, name: string): boolean {
   return operation.isBackend && plainName(operation.name) === plainName(name);
 }
 
-/** The node's replicas that run on this backend, as far as their own word for it says so. */
+/** The node's replicas whose backend type is this backend. */
 export function usersOf(node: LiveNode, name: string): LiveModel[] {
   return node.models.filter((model) => plainName(model.backend_type) === plainName(name));
 }

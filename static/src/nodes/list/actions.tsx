@@ -1,4 +1,4 @@
-// What can be done from the list: the menu of one node, and the dialog that belongs to each verb.
+// The actions of the list: the menu of one node, and the dialog of each verb.
 import type { ReactNode } from "react";
 import { ACTIONS } from "../../api/actions";
 import type { LiveNode } from "../../live/messages";
@@ -62,7 +62,7 @@ const DIALOGS: Readonly<Record<Exclude<ListVerb, "install">, (props: NodesDialog
   deregister: RemoveDialog,
 };
 
-/** The dialog of an action that was asked for. */
+/** The dialog of a requested action. */
 export function ActionDialog({ action, onClose }: { action: Action; onClose: () => void }): ReactNode {
   if (action.verb === "install") return null;
   const VerbDialog = DIALOGS[action.verb];

@@ -1,4 +1,4 @@
-// How a machine joins: a token is made, one line is pasted there, and what becomes of it shows here, live.
+// Adding a machine: a token is created, one line is pasted there, and the progress shows here, live.
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useId, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
 import { formatTimeLeft } from "../../lib/format";

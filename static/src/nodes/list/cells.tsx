@@ -1,4 +1,4 @@
-// What a row and a card show of a node. Nothing here keeps state or listens, but for the age of the last beat.
+// The cells of a node's row and card. Only the age of the last heartbeat keeps state.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { ago, bytes, count, exact } from "../../lib/format";
@@ -12,7 +12,7 @@ import { NodeStatus } from "../shared/node-status";
 
 const CHIPS = 2;
 
-/** Nothing to say; assistive tech hears why. */
+/** An empty cell; assistive tech reads the reason. */
 function Dash({ why }: { why: string }): ReactNode {
   return (
     <span className="muted" title={why}>
@@ -138,7 +138,7 @@ const SHOWN_IN_OTHER_CELLS = new Set(["node.name", "node.replica-slots", "gpu.ve
 export function Labels({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
   const labels = Object.entries(node.labels).filter(([key]) => !SHOWN_IN_OTHER_CELLS.has(key));
   if (labels.length === 0) return <Dash why="no labels" />;
-  // Those that a person or the worker gave say more than those that the registry writes by itself.
+  // Labels of a person or the worker are more useful than those that the registry writes.
   const ordered = labels.toSorted(([left], [right]) => Number(isAutomatic(left)) - Number(isAutomatic(right)));
   const chips = ordered.map(([key, value]): [string, ReactNode] => [key, <Label key={key} text={written(key, value)} />]);
   return <Chips items={chips} most={most} itemName="labels" />;

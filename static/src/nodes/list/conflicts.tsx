@@ -66,7 +66,7 @@ function Open({ nodes, onOpenDialog }: ConflictsProps & { onOpenDialog: (dialog:
   );
 }
 
-/** How many are open, and a text that changes whenever one of the counts does. */
+/** The number of open conflicts, and a text that changes with each count. */
 function openIn(nodes: Iterable<LiveNode>): { total: number; descriptions: string } {
   let total = 0;
   const descriptions: string[] = [];

@@ -1,4 +1,4 @@
-// Which nodes are shown, as the address of the page says: `?q=&state=&type=&vendor=&label=&sort=`. The facets
+// The filter of nodes in the page's address: `?q=&state=&type=&vendor=&label=&sort=`. The facets
 // count what choosing one more value would show: all other conditions hold, their own does not. Pure.
 import type { LiveNode } from "../../live/messages";
 import { written } from "../shared/labels";
@@ -22,7 +22,7 @@ export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [
 /** In the order of "needs attention first". */
 export const STATES: readonly ShownStatus[] = ["pending", "offline", "unhealthy", "draining", "healthy", "rejected"];
 
-/** How a node without a GPU is called among the vendors. */
+/** The vendor of a node without a GPU. */
 export const NO_GPU = "none";
 
 export function readFilter(params: URLSearchParams): Filter {
@@ -48,7 +48,7 @@ export function writeFilter({ q, chosen, sort }: Filter): URLSearchParams {
   return params;
 }
 
-/** Whether it hides anything. */
+/** True if it hides anything. */
 export function isFiltering(filter: Filter): boolean {
   return filter.q.trim() !== "" || FACETS.some((facet) => filter.chosen[facet].length > 0);
 }
@@ -70,7 +70,7 @@ export type Counts = Readonly<Record<Facet, ReadonlyMap<string, number>>>;
 export interface FilterResult {
   nodes: LiveNode[];
   counts: Counts;
-  /** What of the text means nothing here. */
+  /** The parts of the text that are invalid. */
   problems: readonly string[];
 }
 
@@ -78,7 +78,7 @@ function noCounts(): Record<Facet, Map<string, number>> {
   return { state: new Map(), type: new Map(), vendor: new Map(), label: new Map() };
 }
 
-/** What the filter shows, unsorted, and what each value of each facet would. */
+/** The filtered nodes, unsorted, and the number of nodes for each value of each facet. */
 export function find(nodes: Iterable<LiveNode>, filter: Filter): FilterResult {
   const nodeList = [...nodes];
   const query = parse(filter.q, nodeList);

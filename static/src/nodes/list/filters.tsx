@@ -1,4 +1,4 @@
-// What narrows the list: counts by state that are switches, a box for words, and facets with counts.
+// The filters of the list: counts by state that are switches, a box for words, and facets with counts.
 import { Popover } from "radix-ui";
 import { useId, useRef, useState, type ReactNode } from "react";
 import { StatusPill } from "../../ui/status";
@@ -10,7 +10,7 @@ import { SYNTAX } from "./query";
 interface FiltersProps {
   filter: Filter;
   counts: Counts;
-  /** What of the typed text means nothing. */
+  /** The parts of the typed text that are invalid. */
   problems: readonly string[];
   onFilter: SetFilter;
 }
@@ -69,7 +69,7 @@ function Box({ filter, problems, onFilter }: Omit<FiltersProps, "counts">): Reac
   );
 }
 
-/** What can be typed. */
+/** The syntax of the filter. */
 function Help(): ReactNode {
   return (
     <Popover.Root>

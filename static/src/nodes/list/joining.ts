@@ -8,7 +8,7 @@ export type MadeJoinToken = components["schemas"]["MadeJoinToken"];
 
 export const MOST_USES = 1000;
 export const LONGEST_NOTE = 200;
-/** What a token may be valid for, in seconds. */
+/** The choices for the validity of a token, in seconds. */
 export const LIFETIMES: readonly (readonly [seconds: number, words: string])[] = [
   [600, "10 minutes"],
   [3600, "1 hour"],
@@ -43,7 +43,7 @@ export function joined(nodes: Iterable<LiveNode>, token: string): LiveNode[] {
   return [...nodes].filter((node) => node.joined?.token === token).sort((left, right) => (left.created_at < right.created_at ? -1 : 1));
 }
 
-/** What is wrong with a number of uses as typed; "" if nothing is. */
+/** The problem with a typed number of uses; "" if there is none. */
 export function usesProblem(text: string): string {
   const number = Number(text);
   return Number.isInteger(number) && number >= 1 && number <= MOST_USES ? "" : `Enter 1 to ${MOST_USES}.`;
@@ -53,11 +53,11 @@ export interface Check {
   id: "registered" | "approved" | "heartbeat" | "bus" | "address";
   state: "ok" | "waiting" | "failed";
   text: string;
-  /** What to do about it. */
+  /** The advice. */
   advice: string;
 }
 
-/** What has been reached on the way to a working node, and what has failed. */
+/** The steps to a working node, with the state of each. */
 export function checks(node: LiveNode): Check[] {
   const approval = approved(node);
   return [
@@ -69,7 +69,7 @@ export function checks(node: LiveNode): Check[] {
   ];
 }
 
-/** Whether it works: approved, and it has answered a command. */
+/** True if it works: approved, and it has answered a command. */
 export function isConnected(node: LiveNode): boolean {
   return approved(node).state === "ok" && node.inventory_at !== null;
 }
@@ -113,7 +113,7 @@ function reachable(node: LiveNode): Check {
   return { ...base, state: "waiting", advice: `Is tried when the first model is loaded there.${note}` };
 }
 
-/** Whether only the machine itself can reach it. */
+/** True if only the machine itself can reach it. */
 export function isLoopback(host: string): boolean {
   return /^(localhost|\[?::1\]?|127\.\d+\.\d+\.\d+|::ffff:127\..*)$/i.test(host);
 }

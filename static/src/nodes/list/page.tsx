@@ -65,7 +65,7 @@ export function NodesPage(): ReactNode {
   );
 }
 
-/** Whether the steps of joining are open: by themselves while there is no node, and still when the first one comes. */
+/** True if the steps of joining are open: by default while there is no node, and still when the first one comes. */
 function useAdding(empty: boolean): [boolean, (adding: boolean) => void] {
   const [isOpen, setIsOpen] = useState<boolean | null>(null);
   const [began, setBegan] = useState(false);
@@ -146,7 +146,7 @@ function useHeight(element: RefObject<HTMLElement | null>): number {
   return height;
 }
 
-/** What the filter shows, in order. Says how many there are when the filter changes, not when the nodes do. */
+/** The filtered nodes, in order. Announces their number when the filter changes, not when the nodes do. */
 function useMatches(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
   const { nodes: unsorted, counts, problems } = useMemo(() => find(nodes.values(), filter), [nodes, filter]);
   const matches = useMemo(() => sorted(unsorted, filter.sort), [unsorted, filter.sort]);
@@ -160,7 +160,7 @@ interface ListingProps extends Pick<NodeListProps, "onAct"> {
   matches: readonly LiveNode[];
   sort: Sort;
   selection: Selection;
-  /** How much of the window's top the tools cover, in pixels. */
+  /** Pixels of the window's top that the tools cover. */
   covered: number;
   problems: readonly string[];
   onFilter: SetFilter;

@@ -17,7 +17,7 @@ interface PendingProps {
   onAct: (action: Action) => void;
 }
 
-/** Those that somebody has to decide about: a rejected one was decided. The longest waiting first. */
+/** The nodes that need a decision, the longest waiting first; a rejected one needs none. */
 export function waiting(nodes: Iterable<LiveNode>, except = ""): LiveNode[] {
   return [...nodes]
     .filter((node) => node.status === "pending" && node.rejected === null && (except === "" || node.joined?.token !== except))

@@ -1,4 +1,4 @@
-// What waits for a decision: one line above the list that says how much it is, and all of it on demand, so that the list
+// Pending decisions: one line above the list with their number, and all of them on demand, so that the list
 // itself begins on the first screen. An address that ends in its id (`#conflicts`) opens it.
 import { useState, type ReactNode } from "react";
 import { useLocation } from "react-router";
@@ -7,11 +7,11 @@ import { Button } from "../../ui/button";
 interface PinnedProps {
   id: string;
   title: string;
-  /** What goes wrong if the decision is wrong. */
+  /** The risk of a wrong decision. */
   risk: string;
   /** List items. */
   cards: readonly ReactNode[];
-  /** How many of them are open at first. */
+  /** The number that is open at first. */
   first: number;
   actions?: ReactNode;
   children?: ReactNode;

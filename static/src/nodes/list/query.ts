@@ -35,7 +35,7 @@ const FIELDS: Readonly<Record<string, Field>> = {
 const STATUSES: readonly ShownStatus[] = ["pending", "rejected", "offline", "unhealthy", "draining", "healthy"];
 const TYPES = ["backend", "agent"];
 
-/** What people can type, with what it finds. */
+/** The syntax of a query, with the meaning of each form. */
 export const SYNTAX: readonly (readonly [string, string])[] = [
   ["a100 west", "both words in name, address, GPUs, labels or models"],
   ["offline", "a state by its name"],
@@ -134,7 +134,7 @@ function add<Key>(into: Map<Key, string[]>, key: Key, value: string): void {
   else collected.push(value);
 }
 
-/** Whether the node is what was asked for. */
+/** True if the node matches the query. */
 export function matches(query: Query, node: LiveNode): boolean {
   if (!query.words.every((word) => hasWord(node, word))) return false;
   for (const [field, values] of query.fields) if (!values.some((value) => TESTS[field](node, value))) return false;

@@ -16,7 +16,7 @@ export const ROW_HEIGHT = 46;
 interface Column {
   key: SortKey;
   title: string;
-  /** By what it sorts, where the title does not say it. */
+  /** The sort key, if the title does not name it. */
   by?: string;
   cell: (props: { node: LiveNode }) => ReactNode;
 }
@@ -40,7 +40,7 @@ export interface ListProps {
   sort: Sort;
   onSort: (sort: Sort) => void;
   selection: Selection;
-  /** How much of the window's top the tools above the list cover, in pixels. */
+  /** Pixels of the window's top that the tools above the list cover. */
   covered: number;
   /** Must stay the same function: rows compare it. */
   onAct: (action: Action) => void;

@@ -1,4 +1,4 @@
-// Which nodes are selected, by id. A selection survives filtering and sorting; a node that went is not in it.
+// The selected nodes by ID. A selection survives filtering and sorting; a removed node is not in it.
 import { useCallback, useMemo, useState } from "react";
 import type { LiveNode } from "../../live/messages";
 

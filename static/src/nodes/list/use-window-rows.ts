@@ -6,7 +6,7 @@ import type { LiveNode } from "../../live/messages";
 interface WindowRows {
   items: VirtualItem[];
   height: number;
-  /** Where the rows begin on the page. */
+  /** The start of the rows on the page. */
   margin: number;
   /** Brings a row into the window. */
   reveal: (index: number) => void;
@@ -19,7 +19,7 @@ interface Options {
   rowHeight: number;
   /** This row stays in the document, because the focus may be in it; -1 for none. */
   pinnedRow: number;
-  /** What covers the top of the window, in pixels. */
+  /** Pixels of the window's top that are covered. */
   covered?: number;
 }
 
@@ -54,7 +54,7 @@ export function useWindowRows({ list, nodes, rowHeight, pinnedRow, covered = 0 }
   };
 }
 
-/** How far below the top of the page the element begins; what lies above it may grow at any time. */
+/** Distance of the element from the top of the page; content above it may grow at any time. */
 function useTop(element: RefObject<HTMLElement | null>): number {
   const [top, setTop] = useState(0);
   useLayoutEffect(() => {

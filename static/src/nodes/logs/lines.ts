@@ -34,7 +34,7 @@ export function appended(lines: readonly Line[], received: readonly LogLine[]): 
   return [...lines, ...newLines].slice(-MAX_LINES);
 }
 
-/** What the worker has, after what this page has kept from before the connection was lost. */
+/** The worker's lines after those that this page received before the connection was lost. */
 export function rejoined(lines: readonly Line[], received: readonly LogLine[]): readonly Line[] {
   const [first] = received;
   if (first === undefined) return lines;
@@ -68,7 +68,7 @@ export function chunks(lines: readonly Line[]): (readonly Line[])[] {
   return parts;
 }
 
-/** Whether two parts show the same lines: a line never changes. */
+/** True if two parts show the same lines: a line never changes. */
 export function alike(first: readonly Line[], second: readonly Line[]): boolean {
   return first.length === second.length && first[0]?.number === second[0]?.number && first.at(-1)?.number === second.at(-1)?.number;
 }
@@ -116,7 +116,7 @@ export interface Place extends Choice {
   of: string;
 }
 
-/** What the address asks for. */
+/** The state in the address. */
 export function placeIn(query: URLSearchParams): Place {
   const stream = query.get(CHOICES.stream);
   return {

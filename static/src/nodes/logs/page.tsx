@@ -69,7 +69,7 @@ function replicaNames(running: readonly LiveModel[], storedLogs: readonly string
   return [...new Set([...running.map((model) => model.model_name), ...storedLogs, ...(of === "" ? [] : [modelOf(of)])])].sort();
 }
 
-/** Whether an engine of it is among the node's replicas. */
+/** True if an engine of it is among the node's replicas. */
 function runs(running: readonly LiveModel[], of: string): boolean {
   return running.some((model) => of === model.model_name || of === `${model.model_name}#${model.replica_index}`);
 }
@@ -88,7 +88,7 @@ interface ReplicaChoiceProps {
   onChange: (of: string) => void;
 }
 
-/** Which model, and of several replicas which. */
+/** The choice of a model and, of several replicas, of one. */
 function ReplicaChoice({ models, running, of, onChange }: ReplicaChoiceProps): ReactNode {
   const id = useId();
   const name = modelOf(of);
@@ -248,7 +248,7 @@ interface PauseButtonProps {
   onPress: () => void;
 }
 
-/** While it is paused, it says how many lines have come. */
+/** The button that resumes a paused log; it shows the number of new lines. */
 function PauseButton({ paused, lines, onPress }: PauseButtonProps): ReactNode {
   useShortcut("p", onPress, "Pause or resume the log");
   const newer = paused === null ? 0 : (lines.at(-1)?.number ?? 0) - (paused.at(-1)?.number ?? 0);

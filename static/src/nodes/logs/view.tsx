@@ -7,7 +7,7 @@ interface ViewProps {
   lines: readonly Line[];
   term: string;
   details: boolean;
-  /** Whether the newest line stays in sight. */
+  /** True if the newest line stays in sight. */
   isFollowing: boolean;
   onFollowing: (isFollowing: boolean) => void;
   label: string;

@@ -14,7 +14,7 @@ export interface Outcome {
   note?: string;
 }
 
-/** What is done with one item; an answer that is a text becomes its note. */
+/** The request for one item; a text that it returns becomes the item's note. */
 export type Work<Item> = (item: Item) => Promise<unknown>;
 /** Requests the verb for all items at once; answers the operation. */
 export type WorkOnAll<Item> = (items: readonly Item[]) => Promise<{ jobID: string }>;
@@ -33,7 +33,7 @@ export interface Bulk<Item> {
   stop: () => void;
 }
 
-/** How many of `outcomes` are in `state`. */
+/** The number of `outcomes` in `state`. */
 export function tally(outcomes: Outcomes, state: Outcome["state"]): number {
   let matchCount = 0;
   for (const outcome of outcomes.values()) if (outcome.state === state) matchCount += 1;
@@ -48,7 +48,7 @@ const STATES: Readonly<Partial<Record<OperationTarget["status"], Outcome["state"
   superseded: "stopped",
 };
 
-/** What became of each node of an operation. Every refusal may be looked into and tried again, as a conflict. */
+/** The outcome of each node of an operation. Every refusal can be inspected and retried, as a conflict. */
 export function outcomesOf({ nodes = [] }: Operation): Outcomes {
   return new Map(
     nodes.map((target) => {
@@ -58,7 +58,7 @@ export function outcomesOf({ nodes = [] }: Operation): Outcomes {
   );
 }
 
-/** The feed tells an operation at once; only after this long is the server asked for it. */
+/** Milliseconds without news from the feed after which the page polls the operation over REST. */
 const POLL_MS = 3_000;
 
 /** Follows the operation to its end and reports its state after each change. */
@@ -74,7 +74,7 @@ export async function follow(store: LiveStore, jobID: string, report: (operation
   }
 }
 
-/** Resolves when the store has another state of the operation, or when it is time to ask the server. */
+/** Resolves when the store has another state of the operation, or when it is time to poll the server. */
 function changed(store: LiveStore, jobID: string, previous: Operation | undefined, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     const done = () => {
@@ -91,7 +91,7 @@ function changed(store: LiveStore, jobID: string, previous: Operation | undefine
   });
 }
 
-/** The operation if the feed names it soon, else what the server says of it. */
+/** The operation from the feed if it comes soon, else from the server. */
 async function waitForChange(store: LiveStore, jobID: string, signal: AbortSignal): Promise<Operation | undefined> {
   await changed(store, jobID, undefined, signal);
   const operation = store.read().operations.get(jobID);

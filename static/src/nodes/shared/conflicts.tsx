@@ -18,7 +18,7 @@ type Kind = Conflict["kind"];
 
 interface Meaning {
   happened: string;
-  /** What accepting does; "" where it cannot be accepted. */
+  /** The consequence of accepting; "" if it cannot be accepted. */
   accept: string;
   refuse: string;
   /** Why it cannot be accepted, and what to do instead. */
@@ -28,7 +28,7 @@ interface Meaning {
 const STAYS = ACTIONS.refuse.consequence;
 const CLOSED = "The node keeps its identity, and the conflict is closed.";
 
-/** What each kind means, in words. */
+/** The texts of each kind of conflict. */
 export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
   secret: {
     happened: "A worker with another secret claims this name. Accept it if you reinstalled this machine; otherwise refuse.",

@@ -31,7 +31,7 @@ export function ApproveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
   );
 }
 
-/** What each node is approved by, for those that have one. */
+/** The fingerprint of each node that has one. */
 function fingerprints(nodes: readonly LiveNode[]): Record<string, string> {
   return Object.fromEntries(nodes.filter((node) => node.fingerprint !== "").map((node) => [node.id, node.fingerprint]));
 }
@@ -75,7 +75,7 @@ export function RejectDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
   );
 }
 
-/** Sends nothing new to nodes; asks why, and how long running requests may take. */
+/** Drains nodes; with fields for the reason and the deadline of running requests. */
 export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
   const [reason, setReason] = useState("");
   const [minutes, setMinutes] = useState("");
@@ -110,7 +110,7 @@ function running(node: LiveNode): ReactNode {
   );
 }
 
-/** What is wrong with a deadline in minutes; "" if nothing is. */
+/** The problem with a deadline in minutes; "" if there is none. */
 export function deadlineProblem(minutes: number | null): string {
   if (minutes === null) return "";
   const fits = minutes >= 0 && minutes <= verbs.LONGEST_DEADLINE_MINUTES;

@@ -1,4 +1,4 @@
-// What an approver has to see of a worker before letting it in, and the risk in words.
+// The identity of a worker and the risk, as an approver must see them.
 import type { ReactNode } from "react";
 import { bytes, grouped } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";

@@ -1,9 +1,9 @@
-// What a label may be, said before the server has to.
+// The rules of labels, checked before the request.
 
 const LONGEST_KEY = 128;
 const LONGEST_VALUE = 255;
 
-/** What is wrong with the key; "" if nothing is. */
+/** The problem with the key; "" if there is none. */
 export function keyProblem(key: string): string {
   if (key.trim() === "") return "Enter a key.";
   if (key.length > LONGEST_KEY) return `A key can have at most ${LONGEST_KEY} characters.`;
@@ -11,7 +11,7 @@ export function keyProblem(key: string): string {
   return "";
 }
 
-/** What is wrong with the value; "" if nothing is. An empty value is one. */
+/** The problem with the value; "" if there is none. An empty value is valid. */
 export function valueProblem(value: string): string {
   return value.length > LONGEST_VALUE ? `A value can have at most ${LONGEST_VALUE} characters.` : "";
 }

@@ -6,7 +6,7 @@ import "./shared.css";
 
 const NAMED_FIRST = 10;
 
-/** Each node with what is said beside its name. */
+/** Each node with the text beside its name. */
 export function Names({ nodes }: { nodes: readonly (readonly [node: LiveNode, said: ReactNode])[] }): ReactNode {
   const [isExpanded, setIsExpanded] = useState(false);
   const shown = isExpanded ? nodes : nodes.slice(0, NAMED_FIRST);

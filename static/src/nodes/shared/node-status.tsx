@@ -15,7 +15,7 @@ const MUTE = "the worker is not responding";
 
 export type ShownStatus = Status | "rejected";
 
-/** The status as pages say it: a rejected node is pending to the server, but nobody has to decide about it any more. */
+/** The status as the pages show it: a rejected node is pending to the server, but nobody has to decide about it any more. */
 export function shownStatus({ status, rejected }: Pick<LiveNode, "status" | "rejected">): ShownStatus {
   return status === "pending" && rejected !== null ? "rejected" : status;
 }
@@ -32,7 +32,7 @@ export function silentFor({ status, last_heartbeat: at, inventory_error: error }
 export function NodeStatus({ node }: { node: LiveNode }): ReactNode {
   const live = useLive((state) => state.connection === "live");
   const silent = useClock((now) => silentFor(node, now));
-  // Without the feed nothing is heard of any node: the banner says so.
+  // Without the feed no node can be heard: the banner shows it.
   if (silent === 0 || !live) return <StatusPill status={shownStatus(node)} />;
   return (
     <span className="pill warn" title="Its last status was healthy, but its heartbeats are late. It may be down.">

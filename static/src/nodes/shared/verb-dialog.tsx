@@ -14,7 +14,7 @@ import { tally, useBulk, type Bulk, type Outcome, type Outcomes, type Work, type
 import { Names } from "./names";
 import "./shared.css";
 
-/** What every dialog of a verb is given. */
+/** The properties of every verb's dialog. */
 export interface NodesDialogProps {
   nodes: readonly LiveNode[];
   onClose: () => void;
@@ -23,7 +23,7 @@ export interface NodesDialogProps {
 interface VerbDialogProps extends NodesDialogProps {
   /** As on the button: "Drain". */
   action: string;
-  /** What on the node it is done to, such as a backend; the node itself unless given. */
+  /** The object on the node, such as a backend; the node itself by default. */
   subject?: string;
   /** As in the sentence afterwards: "drained". */
   done: string;
@@ -33,9 +33,9 @@ interface VerbDialogProps extends NodesDialogProps {
   refuse: (node: LiveNode) => string;
   /** Why the form cannot be sent yet; "" if it can. */
   problem?: string;
-  /** Beside a node's name before it is asked. */
+  /** Text beside a node's name before the request. */
   details?: (node: LiveNode) => ReactNode;
-  /** What is said once, under the list: what will happen, and the fields. A function gets the nodes as named. */
+  /** The consequence and the fields, once, under the list. A function gets the nodes as named. */
   children: ReactNode | ((nodes: readonly LiveNode[]) => ReactNode);
   /** Asks the server about one node; a text as the answer is shown, this once. */
   work: Work<LiveNode>;
@@ -82,7 +82,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   );
 }
 
-/** Whether the dialog is still there: an answer that comes later must not close the next one. */
+/** True if the dialog is still there: an answer that comes later must not close the next one. */
 function useShown(): RefObject<boolean> {
   const shown = useRef(false);
   useEffect(() => {

@@ -1,4 +1,4 @@
-// What an admin can do to a node: one typed call for each verb of the API, and why one makes no sense now. The
+// The actions on a node: one typed call for each verb of the API, and the reason why one is not possible now. The
 // result shows by the feed's change; nothing here touches what the page knows.
 import { call, client } from "../../api/client";
 import type { components } from "../../api/schema";
@@ -13,7 +13,7 @@ export const LONGEST_DEADLINE_MINUTES = 30 * 24 * 60;
 
 const of = (id: string) => ({ path: { node_id: id } });
 
-/** With nothing to say, nothing is sent. */
+/** An empty reason is not sent. */
 function because(reason: string): { reason?: string } {
   return reason.trim() === "" ? {} : { reason: reason.trim() };
 }
