@@ -280,7 +280,7 @@ function Replica({ node, model }: Place): ReactNode {
       </td>
       <td data-label="State">
         <StatusPill status={model.state} />
-        {model.state === "unloading" && <Leaving model={model} />}
+        <Leaving model={model} />
       </td>
       <td data-label="In flight" className="nd-number">
         {model.in_flight}
