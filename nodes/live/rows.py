@@ -16,7 +16,7 @@ from django.db.models.expressions import Combinable
 
 from localai_cluster.web.shapes import Row, text
 from nodes.decisions import reserved_memory
-from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
+from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel, Phase
 from nodes.models.node import COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
@@ -86,7 +86,7 @@ def _labels() -> dict[str, str]:
 
 
 def _replicas() -> dict[str, str]:
-    grouped = NodeModel.objects.order_by().values_list(text("node_id"))
+    grouped = NodeModel.engines.order_by().values_list(text("node_id"))
     return dict(grouped.annotate(found=_ReplicasOf(LIVE_MODEL.made())))
 
 
@@ -106,7 +106,9 @@ def render(raw: Raw) -> LiveNode:
     extra = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
     behind = {name: extra[name] for name in _STATUS_FACTS}
     gpu_reading = {"gpus": orjson.loads(extra["gpus"]), "vram_read_at": extra["vram_read_at"]}
-    models = [LIVE_MODEL.trimmed(model) for model in orjson.loads(raw.replicas or "[]")]
+    engines = [LIVE_MODEL.trimmed(model) for model in orjson.loads(raw.replicas or "[]")]
+    models = [engine for engine in engines if engine["phase"] != Phase.DEPARTED]
+    departed = [engine["deadline"] for engine in engines if engine["phase"] == Phase.DEPARTED]
     node["open_conflicts"] = raw.open_conflicts
     node["reason"], node["since"] = status_reason(node, behind)
     node["version_skew"] = version_skew_of(node)
@@ -115,6 +117,8 @@ def render(raw: Raw) -> LiveNode:
         gpus=reserved_memory.shown_gpus(gpu_reading, raw.reservations),
         labels=orjson.loads(raw.labels) if raw.labels else {},
         models=models,
+        departed_engines=len(departed),
+        departed_until=max(departed, default=None),
         model_count=sum(model["state"] == "loaded" for model in models),
         in_flight_count=sum(model["in_flight"] for model in models if model["state"] in COUNTED_IN_FLIGHT),
         backends=orjson.loads(raw.backends) if raw.backends else [],

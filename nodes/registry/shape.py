@@ -313,6 +313,8 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
         ),
     ),
     ((LIVE,), field("models", LIVE_MODEL.many)),
+    ((LIVE,), field("departed_engines", count(), "Engines of former replicas whose end is not confirmed.")),
+    ((LIVE,), field("departed_until", TIME, "When the last of them counts as ended.", nullable=True)),
     ((LIVE,), field("backends", TEXTS, "Names of what is installed.")),
     (
         (LIVE,),

@@ -7,6 +7,7 @@ from localai_cluster.web.shapes import BYTES, TEXT, TIME, UUID, Shape, Time, col
 from nodes.models import LOADING_PHASES, OwnerKind, Phase, PhaseReason, ReplicaState
 
 REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
+REPLICA_PHASE = enum("ReplicaPhase", Phase)
 PHASE_REASON = enum("PhaseReason", PhaseReason)
 
 _REPLICA = [
@@ -80,6 +81,15 @@ LIVE_MODEL = Shape(
         column("created_at", TIME),
         column(
             "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
+        ),
+        column("phase", REPLICA_PHASE.ref, "The step of its life that `state` summarizes."),
+        column(
+            "deadline",
+            TIME,
+            "The latest end of the phase; absent while it serves.",
+            source=Time("deadline"),
+            optional=True,
+            nullable=True,
         ),
         column("reason", PHASE_REASON.ref, "Why it does not serve any more.", optional=True),
         *_STOP,

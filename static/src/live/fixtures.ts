@@ -14,12 +14,13 @@ export function node(name: string, overrides: Partial<LiveNode> = {}): LiveNode 
     max_replicas_per_model: 2, max_replicas_per_model_manually_set: false, last_heartbeat: REGISTERED, created_at: REGISTERED,
     labels: {}, models: [], model_count: 0, in_flight_count: 0, backends: [], inventory_at: null, weak_identity: false,
     fingerprint: "abcd1234", source_address: "10.0.0.1", rejected: null, revoked: null, drain: null, open_conflicts: 0,
-    rotation_requested_at: null, revision: 1, joined: null, worker_version: "", version_skew: "", inventory_error: "", file_port: null, ...overrides,
+    rotation_requested_at: null, revision: 1, joined: null, worker_version: "", version_skew: "", inventory_error: "", file_port: null, departed_engines: 0,
+    departed_until: null, ...overrides,
   };
 }
 
 export function model(name: string, replica: number, overrides: Partial<LiveModel> = {}): LiveModel {
-  const usual = { model_name: name, replica_index: replica, state: "loaded", in_flight: 0, vram_needed: 0, backend_type: "llama-cpp" } as const;
+  const usual = { model_name: name, replica_index: replica, state: "loaded", phase: "serving", in_flight: 0, vram_needed: 0, backend_type: "llama-cpp" } as const;
   return { id: `${name}-${replica}`, last_used: REGISTERED, created_at: REGISTERED, ...usual, ...overrides };
 }
 

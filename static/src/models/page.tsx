@@ -280,7 +280,7 @@ function Replica({ node, model }: Place): ReactNode {
       </td>
       <td data-label="State">
         <StatusPill status={model.state} />
-        {model.state === "unloading" && <EndingReplica model={model} />}
+        <EndingReplica model={model} />
       </td>
       <td data-label="In flight" className="nd-number">
         {model.in_flight}

@@ -35,6 +35,25 @@ def conflict(node: BackendNode, claim: str = "x") -> NodeConflict:
     return NodeConflict.objects.create(node=node, kind="secret", claim=claim)
 
 
+def test_engines_that_departed_are_counted_and_are_no_replicas() -> None:
+    """With the time when the last of them counts as ended; every other phase shows its own deadline."""
+    node = fleet.approved()
+    phases = ("serving", "starting", "departed", "departed")
+    for index, phase in enumerate(phases):
+        values = columns(phase=phase)
+        if phase != "serving":
+            values["deadline"] = later(60 * index)
+        NodeModel.engines.create(node=node, model_name="m", replica_index=index, **values)
+    found = only()
+    assert [(model["phase"], "deadline" in model) for model in found["models"]] == [
+        ("serving", False),
+        ("starting", True),
+    ]
+    until = datetime.fromisoformat(found["departed_until"])
+    assert (found["departed_engines"], until) == (2, later(180))
+    assert live.wrong_with({"type": "nodes.snapshot", "cursor": "x:1", "nodes": [found]}) == []
+
+
 def test_every_key_is_there_for_a_node_of_which_nothing_is_known() -> None:
     """Empty rather than absent; it fits the document, and so does a patch of it."""
     fleet.register()

@@ -1,6 +1,7 @@
 // The replicas of the node, in every state, from the feed.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
+import { count } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { Empty } from "../../ui/empty";
 import { StatusPill } from "../../ui/status";
@@ -22,6 +23,12 @@ export function Replicas({ node }: { node: LiveNode }): ReactNode {
         </span>
       }
     >
+      {node.departed_engines > 0 && (
+        <p className="nd-leaving">
+          {count(node.departed_engines, "engine")} of former replicas may still run and {node.departed_engines === 1 ? "keeps its" : "keep their"} slot and
+          memory until the end is confirmed, or <Ago at={node.departed_until ?? ""} /> at the latest.
+        </p>
+      )}
       {models.length === 0 ? (
         <Empty title="No replicas running">Models are loaded on request.</Empty>
       ) : (

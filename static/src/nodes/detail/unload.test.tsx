@@ -59,6 +59,15 @@ it.each([
   expect(button(0).getAttribute("aria-disabled")).toBe("true");
 });
 
+it.each([
+  [{ state: "loading", phase: "starting", deadline: LATER }, /Given up in .* at the latest/],
+  [{ state: "staging", phase: "staging", deadline: LATER }, /Given up in .* at the latest/],
+  [{ state: "unloading", phase: "stopping", deadline: LATER, reason: "load_failed" }, /Stopping, its load failed, overdue in /],
+] as const)("every phase but serving shows its deadline: %o", async (more, said) => {
+  await open(model("tiny", 0, more));
+  expect(document.querySelector(".nd-leaving")?.textContent).toMatch(said);
+});
+
 it("one that its worker did not confirm says why, and may be asked for again", async () => {
   await open(model("tiny", 0, { state: "unloading", cleanup_error: "cannot be killed", cleanup_next_retry_at: LATER }));
   expect(screen.getByText(/May still run: cannot be killed/)).toBeTruthy();

@@ -99,10 +99,17 @@ const REASONS: Partial<Record<NonNullable<LiveModel["reason"]>, string>> = {
   load_failed: "its load failed",
 };
 
-/** The work that a replica being unloaded waits for. */
+/** What a replica that does not serve waits for, and how long at most. */
 export function EndingReplica({ model }: { model: LiveModel }): ReactNode {
   const now = useNow(1000);
-  if (model.state !== "unloading") return null;
+  const deadline = model.deadline ?? "";
+  if (model.state !== "unloading") {
+    return deadline === "" ? null : (
+      <p className="nd-leaving muted">
+        Given up <Ago at={deadline} /> at the latest
+      </p>
+    );
+  }
   const until = model.cleanup_next_retry_at ?? "";
   const error = model.cleanup_error ?? "";
   const reason = model.reason === undefined ? undefined : REASONS[model.reason];
@@ -115,7 +122,14 @@ export function EndingReplica({ model }: { model: LiveModel }): ReactNode {
     );
   }
   const seconds = (Date.parse(until) - now) / 1000;
-  if (model.in_flight === 0 || !(seconds > 0)) return <p className="nd-leaving muted">Stopping{why}</p>;
+  if (model.phase === "stopping" || model.in_flight === 0 || !(seconds > 0)) {
+    return (
+      <p className="nd-leaving muted">
+        Stopping{why}
+        {model.phase === "stopping" && deadline !== "" && <>, overdue <Ago at={deadline} /></>}
+      </p>
+    );
+  }
   return (
     <p className="nd-leaving muted">
       Waiting for {count(model.in_flight, "request")}, {formatTimeLeft(seconds)} at most{why}

@@ -12,7 +12,7 @@ function node(name: string, overrides: Partial<LiveNode> = {}): LiveNode {
 }
 
 function model(name: string, backend = "llama-cpp") {
-  return { id: name, model_name: name, backend_type: backend, in_flight: 0, vram_needed: 0, state: "loaded", replica_index: 0, last_used: "", created_at: "" } as const;
+  return { id: name, model_name: name, backend_type: backend, in_flight: 0, vram_needed: 0, state: "loaded", phase: "serving", replica_index: 0, last_used: "", created_at: "" } as const;
 }
 
 const gpu = (index: number, name: string) => ({ index, uuid: "", name, total_vram: 80 * GIB, free_vram: 0, reserved_vram: 0, utilization: null });

@@ -115,6 +115,10 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
   const [stopping, setStopping] = useState(false);
   const [jobID, setJobID] = useState("");
   const control = useRef<AbortController | null>(null);
+  /** Stopped, maybe before the server has named the operation. */
+  const isStopped = useRef(false);
+  // What a single request does cannot be taken back; an operation is cancelled, and the feed says how it ended.
+  const end = useCallback((job: string) => void cancel({ jobID: job }).catch(() => setStopping(false)), []);
   useEffect(() => () => control.current?.abort(), []);
   const start = useCallback(
     async (items: readonly Item[], work: Work<Item>, workOnAll: WorkOnAll<Item>) => {
@@ -128,6 +132,7 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
       const setEach = (outcome: Outcome) => publish(new Map(items.map((item) => [item.id, outcome])));
       setRunning(true);
       setStopping(false);
+      isStopped.current = false;
       setJobID("");
       setEach({ state: "running" });
       const [only] = items;
@@ -138,6 +143,7 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
         } else {
           const job = (await workOnAll(items)).jobID;
           setJobID(job);
+          if (isStopped.current) end(job);
           await follow(store, job, (operation) => publish(outcomesOf(operation)), mine.signal);
         }
       } catch (error) {
@@ -146,12 +152,12 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
       setRunning(false);
       return latestOutcomes;
     },
-    [store],
+    [store, end],
   );
   const stop = useCallback(() => {
     setStopping(true);
-    // What a single request does cannot be taken back; an operation is cancelled, and the feed says how it ended.
-    if (jobID !== "") void cancel({ jobID }).catch(() => setStopping(false));
-  }, [jobID]);
+    isStopped.current = true;
+    if (jobID !== "") end(jobID);
+  }, [jobID, end]);
   return { outcomes, running, stopping: running && stopping, jobID, start, stop };
 }
