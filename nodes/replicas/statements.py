@@ -143,8 +143,7 @@ PROMPTS = """prompts AS MATERIALIZED (
 ), warm AS MATERIALIZED (
     SELECT p.*, LEAST(p.n, GREATEST(g.most - p.load + 1 - p.earlier, 0)) AS own
       FROM prompts p JOIN (
-               SELECT scope, CASE WHEN least > 0 THEN floor(LEAST(least + abs, least * rel + 1))::int
-                                   ELSE 0 END AS most
+               SELECT scope, floor(LEAST(least + abs, least * rel + 1))::int AS most
                  FROM (
                      SELECT s.scope, s.abs, s.rel, min(r.load + COALESCE(d.n, 0)) AS least
                        FROM scopes s JOIN choices r USING (scope) LEFT JOIN (
@@ -197,9 +196,7 @@ WALK = """walk AS (
                                             WHERE o.load <= m.most), 1) END AS k
                   FROM walk w CROSS JOIN LATERAL (
                            SELECT min(load) AS least,
-                                  CASE WHEN min(load) > 0 THEN
-                                      floor(LEAST(min(load) + w.abs, min(load) * w.rel + 1))::int ELSE 0
-                                  END AS most
+                                  floor(LEAST(min(load) + w.abs, min(load) * w.rel + 1))::int AS most
                              FROM unnest(w.loads) AS load
                        ) m
                  WHERE w.turn <= cardinality(w.asks) OFFSET 0
@@ -264,8 +261,7 @@ of these, and counted in:
   It gets this replica if the ratio is sufficient and the replica is not overloaded, else the replica with the
   least weight that is not (R3.14). These picks of a scope follow each other: first those that their own
   replicas take, the least busy replica first, then the others in the order of their asks. Each sees what
-  the ones before it took, so the guard (R3.13, and no busy replica while one is idle) holds across all
-  web processes. `thresholds`
+  the ones before it took, so the guard (R3.13) holds across all web processes. `thresholds`
   ({match, abs, rel}) are the cluster's, for rules without their own; `weights` map model and "node/index" to
   the weight of each replica that has one.
 - If the model's rule is `round_robin`, the picks with a ratio are spread by R1.78 as one ask, whose number

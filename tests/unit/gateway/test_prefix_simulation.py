@@ -79,16 +79,12 @@ class ByPrefix:
 
 @pytest.mark.rule("R3.14", "R3.16", "T-PFX-56")
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_prefixes_are_found_three_times_as_often_and_the_load_stays_even(seed: int) -> None:
-    """24 prefixes do not fit into one replica's memory of 4, but into that of 8 replicas.
-
-    At this load most requests whose replica is busy find an idle one (D-PREFIX-IDLE); that rule costs most
-    here: below and above this load more prefixes are found.
-    """
+def test_prefixes_are_found_four_times_as_often_and_the_load_stays_even(seed: int) -> None:
+    """24 prefixes do not fit into one replica's memory of 4, but into that of 8 replicas."""
     spread, _ = simulated(round_robin, seed)
     found, imbalance = simulated(ByPrefix(), seed)
     print(
         f"seed {seed}: round robin {spread:.3f}, by prefix {found:.3f}, busiest {imbalance:.2f} of the mean"
     )
-    assert found >= 3 * spread
+    assert found >= 4 * spread
     assert imbalance <= 1.5
