@@ -106,7 +106,7 @@ class Earlier:
 NOTHING = Earlier()
 
 
-class Entry(NamedTuple):
+class InputEntry(NamedTuple):
     """An item that a model can read, with its path in the request."""
 
     path: str
@@ -128,14 +128,14 @@ def without_unknown(input_items: Any) -> Any:
     ]
 
 
-def read_items(input_items: str | Sequence[Item], earlier: Earlier = NOTHING) -> list[Entry]:
+def read_items(input_items: str | Sequence[Item], earlier: Earlier = NOTHING) -> list[InputEntry]:
     """Return the items that a model can read, earlier ones first; raise InvalidInput for a wrong one.
 
     Calls of free-form tools become calls of functions.
     """
-    entries = [Entry("previous_response_id", _stored(item)) for item in earlier.items]
+    entries = [InputEntry("previous_response_id", _stored(item)) for item in earlier.items]
     if isinstance(input_items, str):
-        entries.append(Entry("input", Item(role="user", content=input_items)))
+        entries.append(InputEntry("input", Item(role="user", content=input_items)))
     else:
         entries += _resolve(input_items, earlier)
     if len(entries) > MOST_MESSAGES:
@@ -152,7 +152,7 @@ def _stored(item: Mapping[str, Any]) -> Item:
     return msgspec.convert(item, Item)
 
 
-def _resolve(items: Sequence[Item], earlier: Earlier) -> Iterator[Entry]:
+def _resolve(items: Sequence[Item], earlier: Earlier) -> Iterator[InputEntry]:
     """Yield the items with stored ones in place of references.
 
     A reference is left out if its item is in the conversation anyway, or is a thought that something follows.
@@ -162,17 +162,17 @@ def _resolve(items: Sequence[Item], earlier: Earlier) -> Iterator[Entry]:
     for number, item in enumerate(items):
         path = f"input[{number}]"
         if item.type != "item_reference" or item.id is None:
-            yield Entry(path, item)
+            yield InputEntry(path, item)
         elif item.id in present:
             continue
         elif item.id in earlier.by_id:
-            yield Entry(path, _stored(earlier.by_id[item.id]))
+            yield InputEntry(path, _stored(earlier.by_id[item.id]))
         elif not item.id.startswith(_THOUGHT) or number == len(items) - 1:
             reason = "no stored item has this id" if earlier.is_kept else _KEEPS_NOTHING
             raise field_error(path, f"{item.id[:100]}: {reason}")
 
 
-def _readable(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
     """Yield the items that a model can read; raise InvalidInput for one that is incomplete or matters."""
     unread_result = ""
     for path, item in entries:
@@ -190,7 +190,7 @@ def _readable(entries: Iterable[Entry]) -> Iterator[Entry]:
         if item.type == "message":
             unread_result = ""
         _check_parts(item, path)
-        yield Entry(path, item)
+        yield InputEntry(path, item)
     if unread_result:
         message = "no model here can read what came of a call of this type"
         raise field_error(f"{unread_result}.type", message, "unsupported_value")
@@ -226,7 +226,7 @@ def _file_text(part: Content, path: str) -> str:
     return f"{part.filename}\n{text}" if part.filename else text
 
 
-def _check_results(entries: Iterable[Entry]) -> None:
+def _check_results(entries: Iterable[InputEntry]) -> None:
     """Raise InvalidInput for what came of a call that the conversation does not have."""
     calls = set()
     for path, item in entries:
@@ -237,7 +237,7 @@ def _check_results(entries: Iterable[Entry]) -> None:
             raise field_error(f"{path}.call_id", message)
 
 
-def convert_items(instructions: str | None, entries: Sequence[Entry]) -> Iterator[ConversationMessage]:
+def convert_items(instructions: str | None, entries: Sequence[InputEntry]) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form."""
     if instructions:
         yield ConversationMessage("system", instructions)
@@ -293,7 +293,7 @@ def _part_text(part: Content) -> str | None:
     return part.text if part.text is not None else part.refusal
 
 
-def collect_images(entries: Sequence[Entry]) -> tuple[str, ...]:
+def collect_images(entries: Sequence[InputEntry]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
     return tuple(
         openai_messages.parse_image_url(part.image_url or "", f"{path}.{name}[{index}]")

@@ -94,7 +94,7 @@ def test_a_build_writes_the_sentences_of_actions_and_builds_again_when_they_chan
     build.build_pages()
     file = static / "src/api/actions.ts"
     assert f'"consequence": "{actions.RESUME.consequence}"' in file.read_text(encoding="utf-8")
-    monkeypatch.setattr(build.actions, "ACCEPT_CONSEQUENCES", {"name": "Another sentence."})
+    monkeypatch.setattr(actions, "ACCEPT_CONSEQUENCES", {"name": "Another sentence."})
     assert build.build_pages()
     assert "Another sentence." in file.read_text(encoding="utf-8")
     assert not build.build_pages()
