@@ -220,7 +220,7 @@ def _save(
 def catch_up(*, now: datetime) -> int:
     """Open targets whose node was busy when their wave opened; return how many were checked."""
     waiting = OperationTarget.objects.filter(operation__waves__in=GOING_ON, operation__status__in=ACTIVE)
-    waiting = waiting.filter(intent_id__isnull=True, next_look_at__lte=now).exclude(status__in=targets.ENDED)
+    waiting = waiting.filter(intent_id__isnull=True, next_check_at__lte=now).exclude(status__in=targets.ENDED)
     ids = set(waiting.values_list("operation_id", flat=True))
     if not ids:
         return 0
