@@ -350,7 +350,7 @@ def scale_down(one: Teller) -> None:
 def again(one: Teller) -> None:
     """Another process makes every stored decision again, from the rows alone."""
     script = (
-        "from nodes.models import PlacementRecord as P; from nodes.reconcilers import decision_replay as r;"
+        "from nodes.models import PlacementRecord as P; from nodes.loading import load_explanation as r;"
         " found = [(o.kind, r.replay(o), r.recorded_decision(o)) for o in P.objects.all()];"
         " print(len(found), 'records:', sum(a == b for _, a, b in found), 'made again alike,',"
         " sum(a is None for _, a, _ in found), 'without a snapshot,',"
