@@ -104,11 +104,7 @@ class Node:
         argv = [*self.prefix, *shlex.split(command)]
         with open(self.folder / "worker.log", "wb") as log:
             self.process = subprocess.Popen(
-                [*self.prefix, *shlex.split(command)],
-                env=self._variables,
-                stderr=log,
-                stdout=log,
-                cwd=self.folder,
+                argv, env=self._variables, stderr=log, stdout=log, cwd=self.folder
             )
 
     def _environment(self) -> dict[str, str]:
