@@ -103,11 +103,7 @@ class Node:
         command = os.environ.get("WIRE_WORKER") or f"{sys.executable} -m localai_cluster.worker"
         with open(self.folder / "worker.log", "wb") as log:
             self.process = subprocess.Popen(
-                [*self.prefix, *shlex.split(command)],
-                env=self._variables,
-                stderr=log,
-                stdout=log,
-                cwd=self.folder,
+                argv, env=self._variables, stderr=log, stdout=log, cwd=self.folder
             )
 
     def _environment(self) -> dict[str, str]:
