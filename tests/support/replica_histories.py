@@ -29,11 +29,15 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.messages import decode, encode
+from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import Sign
 from nodes.backends import inventory
+from nodes.commands import commands, shared_commands
+from nodes.definitions.files import Definition
+from nodes.loading import load, load_placement, load_request, staging
 from nodes.models import NodeModel
 from nodes.reconcilers import state_pass
-from nodes.replicas import stops, unload_requests
+from nodes.replicas import slots, stops, unload_requests
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.work import Recorder, write_batch
@@ -63,6 +67,8 @@ class Actor(threading.Thread):
         self.pid, self.point, self.job = 0, "", ""
         self.sending: datetime | None = None
         """Since when it is about to send a start."""
+        self.starting: UUID | None = None
+        """The row of that start."""
         self.skew = timedelta()
         """What its clock is wrong by."""
         self.is_dead = self.stops_inside = False
@@ -130,11 +136,6 @@ def pause(point: str) -> None:
         actor.pause(point)
 
 
-def sends(now: datetime) -> None:
-    """The actor of this thread sends a start from now on."""
-    _current.actor.sending = now
-
-
 def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call the database as a process does that may be killed before it."""
     pause(function.__name__)
@@ -188,6 +189,7 @@ class Process:
     row: UUID
     key: str
     address: str
+    has_loaded: bool = False
 
 
 @dataclass
@@ -316,21 +318,17 @@ class World:
             return "answered"
         return self.dice.choice(bad)
 
-    def start(self, node_id: UUID, row: UUID, key: str) -> str:
-        """Send a start; return the address, or raise what the load sees."""
-        began = _current.actor.sending
-        pause("send start")
-        _current.actor.sending = None
-        worker = self.workers.get(node_id)
-        if worker is None or not worker.is_reachable:
-            raise NoResponders("start")
+    def _install(self, worker: Worker, asked: m.InstallRequest) -> m.InstallReply:
+        """Start an engine; raise what the load sees if it gets no reply."""
+        actor, key = _current.actor, m.process_key(asked.model_id, asked.replica_index)
+        began, row, actor.sending = actor.sending, actor.starting, None
         fate = self.fate("refused", "lost", "reply lost", "late", "double")
         self.note(f"  start {key} on {worker.name} for {str(row)[:4]}: {fate}")
         if fate == "refused":
             # Messages of one sender arrive in their order.
             worker.arrive(lambda one: one.what == "start" and one.key == key)
             if key not in worker.processes:
-                raise ValueError("refused")
+                return m.InstallReply(error="refused")
         if fate == "late":
             worker.delayed.append(Delayed("start", row, key, "", began + MOST_DELAYED))
         elif fate != "lost":
@@ -338,9 +336,20 @@ class World:
             if fate == "double":
                 worker.start(row, key)
             if fate != "reply lost":
-                pause("reply to start")
-                return address
+                return m.InstallReply(True, address)
         raise RequestTimeout("start")
+
+    def load(self, address: str) -> SimpleNamespace:
+        """Load the model into the engine at this address."""
+        pause("load the model")
+        engines = [one for worker in self.workers.values() for one in worker.processes.values()]
+        engine = next((one for one in engines if one.address == address), None)
+        if engine is None:
+            raise Lost("the engine is gone")
+        if self.fate("refused", "") == "refused":
+            return SimpleNamespace(success=False, message="its engine refuses the model")
+        engine.has_loaded = True
+        return SimpleNamespace(success=True, message="")
 
     def upgrade(self, node_id: UUID) -> list[str]:
         """Upgrade the backend of all engines of a node; return the keys of those that the worker stopped."""
@@ -391,6 +400,8 @@ class World:
     def _reply(self, worker: Worker, subject: str, payload: bytes) -> bytes:
         if subject == messages.subject("model.stop", str(worker.id)):
             return encode(self._stop(worker, decode(payload, m.StopModelRequest)))
+        if subject == messages.subject("backend.install", str(worker.id)):
+            return encode(self._install(worker, decode(payload, m.InstallRequest)))
         if subject == messages.subject("model.delete", str(worker.id)):
             return encode(m.DeleteModelReply(success=True))
         if subject == messages.subject("models.running", str(worker.id)):
@@ -458,6 +469,48 @@ class _Asyncio:
         await asyncio.sleep(0)
 
 
+class _Turns(_Asyncio):
+    """The module; a sleep only lets the other tasks go on."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Let the other tasks go on."""
+        await asyncio.sleep(0)
+
+
+def _client_of(world: World) -> Any:
+    class Client:
+        def __init__(self, address: str, token: str) -> None:
+            self._address = address
+
+        async def load_model(self, options: Any, timeout: float) -> SimpleNamespace:
+            return world.load(self._address)
+
+        async def close(self) -> None:
+            """Nothing to end."""
+
+    return Client
+
+
+async def _no_watch(worker: Any, generation: int, instance: str) -> None:
+    """Wait until the command has ended: the outcome of a message says enough about the worker."""
+    await asyncio.Event().wait()
+
+
+async def _not_joined(bus: Any, key: Any, send: Callable[[None], Any], on_progress: None) -> Any:
+    """Controllers are threads: none waits in another one's loop."""
+    return await send(on_progress)
+
+
+async def _files_of(definition: Definition, options: Any) -> SimpleNamespace:
+    files = {definition.model: 0} if definition.model else {}
+    return SimpleNamespace(files=files, engine_options=lambda root, failed: ({}, []))
+
+
+async def _send_files(*arguments: Any) -> staging.StagingResult:
+    pause("send the files")
+    return staging.StagingResult("", {})
+
+
 @contextmanager
 def played(world: World) -> Iterator[None]:
     """Let the product run in this world."""
@@ -470,7 +523,25 @@ def played(world: World) -> Iterator[None]:
         assert "not stopped" not in text, text % arguments
         assert "not looked at" not in text, text % arguments
 
+    begin = slots.start
+
+    def start(slot: slots.Slot, *, attempt: Any, now: datetime) -> bool:
+        """The time of the start is when that is committed."""
+        _current.actor.sending, _current.actor.starting = clock.now(), slot.id
+        return begin(slot, attempt=attempt, now=clock.now())
+
     patches: dict[tuple[Any, str], Any] = {
+        **{(module, "in_thread"): _in_thread for module in (load, load_placement, load_request, staging)},
+        (slots, "start"): start,
+        (load, "asyncio"): _Turns(),
+        (load, "BackendClient"): _client_of(world),
+        (load_placement, "asyncio"): _Asyncio(),
+        (staging, "asyncio"): _Asyncio(),
+        (staging, "_planned"): _files_of,
+        (staging, "_send_in_time"): _send_files,
+        (commands, "asyncio"): _Asyncio(),
+        (commands.Worker, "_watch"): _no_watch,
+        (shared_commands, "joined"): _not_joined,
         (clock, "now"): world.now,
         (clock, "monotonic"): world.monotonic,
         (failpoints, "armed"): lambda: True,

@@ -129,6 +129,8 @@ class Invariants:
                 assert row.phase not in ("reserved", "staging"), f"{row} runs before it was started"
                 same = row.address in ("", process.address)
                 assert same, f"{row} at {process.address} is written as {row.address}"
+                is_ready = row.phase != "serving" or process.has_loaded
+                assert is_ready, f"{row} serves, and its engine has loaded no model"
             for message in worker.delayed:
                 assert message.what != "start" or message.row in rows, (
                     f"{message.key} may start and has no row"

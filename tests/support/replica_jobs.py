@@ -5,10 +5,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import psycopg
@@ -16,13 +17,23 @@ from django.db import connection, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from localai_cluster.kit.leases import Attempt, LeaseLost
+from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.backends import intent_queue, intents, inventory
 from nodes.backends.intents import Ended, Intent, PutBack, Settlement
+from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_cache
+from nodes.definitions.files import Definition
+from nodes.definitions.folder import Folder
 from nodes.loading import load_request
+from nodes.loading.load import LoadModel
+from nodes.loading.load_attempts import Attempt as PlacedAttempt
+from nodes.loading.load_attempts import LoadFailed
+from nodes.loading.load_placement import PendingEviction
+from nodes.loading.load_request import ProgressDeadline
 from nodes.models import BackendNode, NodeModel, PendingBackendOp, PhaseReason, ReplicaUse
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
@@ -44,11 +55,12 @@ from nodes.replicas.checks import ExitReport
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DeleteModel, UnloadModel, UnloadRequest
-from operations.executor.work import Work
+from operations.executor import work as executor_work
+from operations.executor.work import Postpone, WakeUps, Work
 from operations.ledger import admission, attempts
 from operations.models import Event, Operation
 from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secret, register
-from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause, sends
+from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause
 
 GB = 2**30
 MEMORY = 2 * GB
@@ -58,8 +70,57 @@ LEASE = 15
 MODELS = ("m", "n")
 
 
-class LoadFailed(Exception):
-    """The attempt of a load ends without a replica."""
+class _Definitions:
+    """Every model is defined, each time anew."""
+
+    async def find(self, name: str) -> Definition:
+        """Return the model's definition."""
+        return Definition(name, "echo", "", "", {}, revision=uuid4().hex)
+
+
+class PlacedLoad(LoadModel):
+    """The product's load, on the node and by the evictions that its operation names."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, cast(Folder, _Definitions()), WakeUps())
+        self._world = world
+
+    async def _place(
+        self, work: Work, definition: Definition
+    ) -> tuple[PlacedAttempt, PendingEviction | None]:
+        payload = work.operation.payload
+        definition = replace(definition, model="files" if payload["stages"] else "")
+        slot, victims = await executor_work.in_thread(self._reserve, work, definition.name)
+        self._world.note(
+            f"  slot {definition.name}#{slot.replica_index} on {slot.node_name}: {str(slot.id)[:4]}"
+        )
+        listed = m.ListReply((m.InstalledBackend("echo"),))
+        worker = commands.Worker(self._world, str(slot.node_id), slot.node_name, answered=True)
+        attempt = PlacedAttempt(work, definition, slot, worker, {}, "", ProgressDeadline(work), 0, listed)
+        return attempt, PendingEviction(tuple(victims), "evicts") if victims else None
+
+    @staticmethod
+    def _reserve(work: Work, model: str) -> tuple[Slot, list[UUID]]:
+        payload = work.operation.payload
+        views = fleet_cache.read_fleet(model, allowed_nodes=[UUID(payload["node"])])
+        if not views:
+            raise LoadFailed("no node")
+        found = [eviction.serving(UUID(id)) for id in payload["evicts"]]
+        victims = [victim for victim in found if victim is not None]
+        leaving = eviction.terminating_replicas(views[0].id, now=clock.now()) if victims else []
+        slot = call(
+            slots.reserve,
+            views[0],
+            model,
+            attempt=work.attempt,
+            backend="echo",
+            now=clock.now(),
+            need=Need(vram=GB, vram_required=True),
+            room=Eviction(views[0], victims) if victims else None,
+        )
+        if isinstance(slot, NoSlot):
+            raise LoadFailed(slot.reason)
+        return slot, [replica.id for replica in [*victims, *leaving]]
 
 
 class Cluster:
@@ -84,107 +145,21 @@ class Cluster:
 
     def _execute(self, operation: Operation) -> None:
         attempt, failure = (operation.id, operation.fence), ""
+        handlers: dict[str, Any] = {load_request.KIND: PlacedLoad, unload_requests.DELETE: DeleteModel}
+        handler = handlers.get(operation.kind, UnloadModel)(self.world)
+        is_load = operation.kind == load_request.KIND
         try:
-            if operation.kind == load_request.KIND:
-                self._load(operation)
-            else:
-                handler = DeleteModel if operation.kind == unload_requests.DELETE else UnloadModel
-                asyncio.run(handler(self.world)(Work(operation, SilentRecorder())))
-        except (LoadFailed, CommandFailed) as error:
+            with self.ended(partial(abandoned_loads, operation.element) if is_load else set):
+                asyncio.run(handler(Work(operation, SilentRecorder())))
+        except (ClusterError, Postpone, CommandFailed) as error:
             failure = str(error) or "failed"
-        if (
-            failure
-            and self.world.are_faults_on
-            and operation.attempts < 2
-            and operation.kind == load_request.KIND
-        ):
+            self.world.note(f"  {failure}")
+        if failure and self.world.are_faults_on and operation.attempts < 2 and is_load:
             until = clock.now() + timedelta(seconds=1)
             call(attempts.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
             return
         event = Event.FAIL if failure else Event.COMPLETE
         call(attempts.finish, *attempt, event, now=clock.now(), error=failure)
-
-    def _load(self, operation: Operation) -> None:
-        attempt, model = (operation.id, operation.fence), operation.element
-        if operation.result:
-            return
-        with self.ended(partial(abandoned_loads, model)):
-            call(slots.end_abandoned_loads, model, now=clock.now())
-        views = call(fleet_cache.read_fleet, model, allowed_nodes=[UUID(operation.payload["node"])])
-        if not views:
-            raise LoadFailed("no node")
-        found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
-        victims = [one for one in found if one is not None]
-        slot = call(
-            slots.reserve,
-            views[0],
-            model,
-            attempt=attempt,
-            backend="echo",
-            now=clock.now(),
-            need=Need(vram=GB, vram_required=True),
-            room=Eviction(views[0], victims) if victims else None,
-        )
-        if isinstance(slot, NoSlot):
-            raise LoadFailed(slot.reason)
-        self.world.note(f"  slot {model}#{slot.replica_index} on {slot.node_name}: {str(slot.id)[:4]}")
-        try:
-            for _ in range(6):
-                if not call(eviction.remaining_rows([one.id for one in victims]).exists):
-                    break
-                pause("sleep")
-            else:
-                raise LoadFailed("no room")
-            self._publish(operation, slot, attempt)
-        except LoadFailed:
-            call(slots.end_attempt, slot, attempt=attempt, now=clock.now())
-            raise
-
-    def _publish(self, operation: Operation, slot: Slot, attempt: Attempt) -> None:
-        if operation.payload["stages"]:
-            if not call(slots.begin_staging, slot, attempt=attempt):
-                raise LoadFailed("another load sends the files")
-            call(slots.end_staging, slot, attempt=attempt)
-        call(attempts.confirm, operation.id, operation.fence)
-        address = self._start(operation, slot, attempt)
-        call(slots.record_answer, slot, address)
-        call(engine_ends.end_at_address, address, node_id=slot.node_id, but=slot.id)
-        pause("load the model")
-        if self.world.fate("refused", "") == "refused":
-            raise LoadFailed("its engine refuses the model")
-        replaces = operation.payload["replaces"]
-        if not call(
-            slots.publish,
-            slot,
-            attempt=attempt,
-            address=address,
-            backend="echo",
-            options={},
-            revision="",
-            now=clock.now(),
-            replaces=UUID(replaces) if replaces else None,
-            result={"address": address},
-        ):
-            raise LoadFailed("the slot was lost")
-
-    def _start(self, operation: Operation, slot: Slot, attempt: Attempt) -> str:
-        key = f"{operation.element}#{slot.replica_index}"
-        for _ in range(3):
-            if not slots_started(slot, attempt):
-                raise LoadFailed("the slot was lost")
-            try:
-                address = self.world.start(slot.node_id, slot.id, key)
-            except RequestTimeout:
-                call(attempts.confirm, operation.id, operation.fence)
-            except BusError as error:
-                raise LoadFailed("no worker") from error
-            except ValueError as refused:
-                call(slots.record_answer, slot)
-                raise LoadFailed("refused") from refused
-            else:
-                call(slots.record_answer, slot)
-                return address
-        raise LoadFailed("no answer")
 
     def stops(self) -> None:
         """A controller stops what is due."""
@@ -261,7 +236,8 @@ class Cluster:
             "node": str(dice.choice(list(self.world.workers))),
             "stages": dice.random() < 0.3,
             "evicts": [],
-            "replaces": None,
+            load_request.SCALE_UP: True,
+            load_request.REPLACES: None,
         }
         model = dice.choice(MODELS)
         if leaving and dice.random() < 0.5:
@@ -467,13 +443,6 @@ class Cluster:
     def resumes(self, worker: Worker) -> None:
         """An admin resumes the node."""
         lifecycle.resume(worker.id, actor=ROOT, now=clock.now())
-
-
-def slots_started(slot: Slot, attempt: Attempt) -> bool:
-    """Record that the start is sent; the time of the start is when that is committed."""
-    pause("start")
-    sends(clock.now())
-    return slots.start(slot, attempt=attempt, now=clock.now())
 
 
 def abandoned_loads(model: str | None = None) -> set[str]:

@@ -12,6 +12,7 @@ from django.db.models import Exists, OuterRef, Q
 
 from nodes.backends import inventory
 from nodes.decisions import reserved_memory
+from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, Phase
 from nodes.placement.choose import lowest_free_index
 from nodes.placement.evict import Resident
@@ -229,6 +230,27 @@ def _departed_hold_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reserved_memory, "by_node", lambda rows: genuine(rows.exclude(phase="departed")))
 
 
+# Planted into the order of `nodes/loading/load.py`.
+
+
+def _serves_unloaded(patch: pytest.MonkeyPatch) -> None:
+    """A replica is published before its engine has loaded the model."""
+
+    async def load_nothing(*arguments: Any) -> None:
+        """The model comes with the first request."""
+
+    patch.setattr(load.LoadModel, "_load", load_nothing)
+
+
+def _starts_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A load starts its engine while those that it evicts still run."""
+
+    async def wait_for_nobody(*arguments: Any) -> None:
+        """Their memory will be free soon."""
+
+    patch.setattr(load, "wait_until_evicted", wait_for_nobody)
+
+
 def _changed(statement: str, old: str, new: str) -> str:
     assert old in statement
     return statement.replace(old, new)
@@ -258,8 +280,15 @@ MUTANTS: Mapping[str, Plant] = {
     "keep the replaced replica": _keeps_the_former,
     "count out for a dead process": _releases_for_others,
     "a lost replica has no requests": _loses_requests,
+    "serve before the model is loaded": _serves_unloaded,
+    "start before the evicted have gone": _starts_too_early,
     "the rows of loads hold no memory": _reserves_by_column,
     "departed engines hold no memory": _departed_hold_nothing,
 }
-QUICK = ("no stop after a lost reply", "forget the deadline", "keep the replaced replica")
+QUICK = (
+    "no stop after a lost reply",
+    "forget the deadline",
+    "keep the replaced replica",
+    "serve before the model is loaded",
+)
 """Those that few histories find: every run plants them."""

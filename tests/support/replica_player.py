@@ -33,6 +33,8 @@ STEPS = 50
 PRESENT = 3
 """Replicas that are there at first."""
 LONGEST_SLEEP = 1000
+MOMENT = 0.001
+"""Seconds after a reading: what is loaded at the same moment counts as shown by it."""
 ROUNDS = 40
 """Passes of a controller after the faults."""
 WEEK = 8 * 86_400
@@ -69,7 +71,7 @@ CAUSES = {"stops": "loses", "works": "asks_for_load", "upgrades": "asks_for_upgr
 MEANWHILE = ["falls_silent", "crashes", *["asks_for_unload", "asks_for_load", ""] * 2]
 """What happens before a note is written; empty: its lease runs out."""
 BEFORE_A_LOAD_ENDS = ["falls_silent", "", "", "cancels"]
-LONGEST_JOB = 60
+LONGEST_JOB = 120
 """Points."""
 
 
@@ -107,6 +109,7 @@ class History:
         for number, name in enumerate(("alpha", "beta")):
             worker = Worker(number, name, UUID(int=number), "1".zfill(32))
             self.act(partial(self.cluster.registers, worker))
+        self.world.passes(MOMENT)
         self.world.are_faults_on, first = False, self.controllers[0]
         first.runs_through = lambda point: None
         for number in range(PRESENT):
@@ -219,7 +222,7 @@ class History:
             self.act(partial(self.cluster.asks_for_load, dice))
             self.begins(starter, "works")
             for _ in range(LONGEST_JOB):
-                if starter.is_idle or starter.point == "send start":
+                if starter.is_idle or starter.point == "send backend.install":
                     break
                 self.go(starter)
             self.check()
@@ -230,6 +233,7 @@ class History:
         self.check()
         self.world.note(f"it arrives at {worker.name}")
         self.act(partial(self.cluster.registers, worker, running))
+        self.world.passes(MOMENT)
 
     def kill(self, actor: Actor) -> None:
         """End the process where it is; another one takes its place."""
@@ -249,6 +253,7 @@ class History:
             self.act(partial(getattr(self.cluster, what), worker))
             if what == "beats" and worker.is_registered:
                 self.invariants.reading(worker.id)
+                self.world.passes(MOMENT)
         elif hasattr(self, what):
             getattr(self, what)(worker, dice)
         else:
@@ -309,6 +314,7 @@ class History:
         self.act(partial(self.cluster.registers, worker))
         self.act(partial(self.cluster.beats, worker))
         self.invariants.reading(worker.id)
+        self.world.passes(MOMENT)
 
     def act(self, job: Callable[[], Any]) -> None:
         """Let people, web processes or workers do something; what they must not do is refused."""

@@ -101,6 +101,7 @@ class Node:
     def launch(self) -> None:
         """Starts the worker as it was started first; `said` begins anew."""
         command = os.environ.get("WIRE_WORKER") or f"{sys.executable} -m localai_cluster.worker"
+        argv = [*self.prefix, *shlex.split(command)]
         with open(self.folder / "worker.log", "wb") as log:
             self.process = subprocess.Popen(
                 argv, env=self._variables, stderr=log, stdout=log, cwd=self.folder

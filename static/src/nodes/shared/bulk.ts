@@ -115,8 +115,8 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
   const [stopping, setStopping] = useState(false);
   const [jobID, setJobID] = useState("");
   const control = useRef<AbortController | null>(null);
-  /** Stopped, maybe before the server has named the operation. */
-  const isStopped = useRef(false);
+  /** The run that was stopped, maybe before the server has named its operation. */
+  const stopped = useRef<AbortController | null>(null);
   // What a single request does cannot be taken back; an operation is cancelled, and the feed says how it ended.
   const end = useCallback((job: string) => void cancel({ jobID: job }).catch(() => setStopping(false)), []);
   useEffect(() => () => control.current?.abort(), []);
@@ -132,7 +132,6 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
       const setEach = (outcome: Outcome) => publish(new Map(items.map((item) => [item.id, outcome])));
       setRunning(true);
       setStopping(false);
-      isStopped.current = false;
       setJobID("");
       setEach({ state: "running" });
       const [only] = items;
@@ -143,7 +142,7 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
         } else {
           const job = (await workOnAll(items)).jobID;
           setJobID(job);
-          if (isStopped.current) end(job);
+          if (stopped.current === mine) end(job);
           await follow(store, job, (operation) => publish(outcomesOf(operation)), mine.signal);
         }
       } catch (error) {
@@ -156,7 +155,7 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
   );
   const stop = useCallback(() => {
     setStopping(true);
-    isStopped.current = true;
+    stopped.current = control.current;
     if (jobID !== "") end(jobID);
   }, [jobID, end]);
   return { outcomes, running, stopping: running && stopping, jobID, start, stop };
