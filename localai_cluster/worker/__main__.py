@@ -1,6 +1,99 @@
-"""`python -m localai_cluster.worker`."""
+"""The command `localai-cluster-worker`: settings from flags and environment, logging, exit codes.
 
-from localai_cluster.worker.main import main
+Exit code 0 after an orderly stop, 2 for wrong settings (one line each, with the fix), 1 for any other error.
+`localai-cluster-worker check` reports what the worker would meet; its exit code is 1 if it finds a problem.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from localai_cluster.kit import env, logs
+from localai_cluster.kit.errors import ClusterError
+from localai_cluster.worker import check, identity
+from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
+from localai_cluster.worker.lifecycle import run
+
+log = logging.getLogger(__name__)
+
+
+_OTHER_FLAGS = {f"nats_tls_{part}": (f"--nats-tls{part}",) for part in ("ca", "cert", "key")}
+"""The flags that stock workers parse in place of the documented ones."""
+
+
+class _GroupedHelp(click.Command):
+    """A command whose `--help` shows the settings in their groups, with default and variables."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group."""
+        texts = env.texts(Config)
+        for group in dict.fromkeys(entry.group for entry in SETTINGS):
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(flag(entry), _help(entry, texts)) for entry in SETTINGS if entry.group == group]
+                )
+
+
+def _help(entry: env.Setting, texts: dict[str, str]) -> str:
+    default = f" Default: {entry.shown}." if entry.shown else ""
+    return f"{texts[entry.key]}{default} [{', '.join(entry.names)}]"
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    for entry in SETTINGS:
+        # A switch also accepts true or false, as the environment variable does.
+        is_switch = entry.format is env.SWITCH
+        switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if is_switch else {}
+        command = click.option(flag(entry), *_OTHER_FLAGS.get(entry.key, ()), entry.key, **switch)(command)
+    return command
+
+
+@click.command(cls=_GroupedHelp, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("command", type=click.Choice(["run", "check"]), default="run")
+@_with_settings
+def main(command: str, **given: str | None) -> None:
+    """Runs the LocalAI Cluster worker of this machine until it is stopped.
+
+    With the argument `check` it reports what the worker would meet, and starts nothing.
+    """
+    sys.exit(_run(given, check_only=command == "check"))
+
+
+def _check(config: Config) -> int:
+    own_identity = identity.NodeIdentity(config.data_dir, read_only=True)
+    lines = asyncio.run(check.report(config, own_identity)) + asyncio.run(check.machine(config))
+    for line in lines:
+        is_problem = isinstance(line, check.Problem)
+        click.echo(f"error: {line}" if is_problem else line, err=is_problem)
+    return int(any(isinstance(line, check.Problem) for line in lines))
+
+
+def _run(options: dict[str, Any], *, check_only: bool) -> int:
+    try:
+        config = build(options)
+        if check_only:
+            return _check(config)
+        logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
+        # It would log one line per heartbeat.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        with identity.claim(config.data_dir):
+            asyncio.run(run(config, identity.NodeIdentity(config.data_dir)))
+    except (InvalidSettings, identity.IdentityError) as error:
+        for line in error.message.splitlines():
+            click.echo(f"error: {line}", err=True)
+        return 2
+    except ClusterError as error:
+        log.error("%s", error.message)
+        return 1
+    except OSError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
 
 if __name__ == "__main__":
     main()

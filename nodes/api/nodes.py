@@ -1,12 +1,18 @@
-"""Nodes: the list, one node, its replicas, timeline and memory (`contract/http-api.md` §2.1, §2.3, §2.4)."""
+"""Nodes: the list, one node, its replicas, timeline, memory and identity conflicts.
+
+Rules: `contract/http-api.md` §2.1, §2.3, §2.4. A conflict is another machine that claims to be a node; an
+administrator accepts or refuses it.
+"""
 
 from uuid import UUID
 
+from django.db.models import QuerySet
 from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import BYTES, TIME, Row, Shape, field
 from nodes.api.base import (
@@ -15,9 +21,11 @@ from nodes.api.base import (
     NODE_ID,
     NodeView,
     Schema,
+    actor_of,
     describe_list,
     enum_schema,
     integer_schema,
+    message_example,
     query_parameter,
     require_node_id,
     response_example,
@@ -25,10 +33,10 @@ from nodes.api.base import (
 )
 from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_node_id
-from nodes.models import BackendNode, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
-from nodes.registry import actions, listing, node_rows, resources
+from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
+from nodes.registry import actions, claims, listing, node_rows, resources
 from nodes.registry.heartbeats import LARGEST
-from nodes.registry.shape import EVENT, NODE, NODE_DETAIL
+from nodes.registry.shape import CONFLICT, EVENT, NODE, NODE_DETAIL
 from nodes.replicas.shape import REPLICA
 
 _PAIR: Schema = {
@@ -324,3 +332,104 @@ class MemoryView(NodeView):
         node_samples = resources.samples_of_node(require_node_id(node_id), now=clock.now())
         rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in node_samples]
         return Response(SAMPLES.of(samples=rows))
+
+
+_CONFLICTS_A_PAGE = 100
+_CONFLICT_EXAMPLE = response_example(
+    [
+        {
+            "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
+            "node_id": NODE_ID,
+            "node_name": "gpu-a",
+            "kind": "secret",
+            "state": "open",
+            "fingerprint": FINGERPRINT,
+            "source_address": "10.1.0.9",
+            "advertised_address": "10.1.0.9:50051",
+            "node_source_address": "10.1.0.4",
+            "count": 3,
+            "first_at": MOMENT,
+            "last_at": MOMENT,
+        }
+    ]
+)
+
+
+class ConflictsView(NodeView):
+    """`/api/nodes/conflicts`."""
+
+    @describe_list(
+        "conflicts_list",
+        "List open identity conflicts",
+        tag="identity",
+        rows=CONFLICT.many,
+        example=_CONFLICT_EXAMPLE,
+    )
+    def get(self, request: Request) -> Response:
+        """Identity conflicts of all nodes that await a decision, latest first."""
+        return conflicts_page(request, NodeConflict.objects.filter(state="open"))
+
+
+class NodeConflictsView(NodeView):
+    """`/api/nodes/:id/conflicts`."""
+
+    @describe_list(
+        "nodes_conflicts",
+        "List a node's identity conflicts",
+        tag="identity",
+        rows=CONFLICT.many,
+        example=_CONFLICT_EXAMPLE,
+        refused=(400, 401, 403, 404),
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """Claims to this node's identity, open and resolved, latest first."""
+        return conflicts_page(request, NodeConflict.objects.filter(node=require_node_id(node_id)))
+
+
+def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
+    page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), _CONFLICTS_A_PAGE)
+    rows = CONFLICT.rows(conflicts.order_by("-last_at", "id")[page.part])
+    return Response(rows, headers=page.headers(request, conflicts.count()))
+
+
+class AcceptView(NodeView):
+    """`/api/nodes/:id/conflicts/:cid/accept`."""
+
+    @extend_schema(
+        operation_id="conflicts_accept",
+        summary=actions.ACCEPT.summary,
+        tags=["identity"],
+        request=None,
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
+        examples=[message_example(actions.ACCEPT.message)],
+    )
+    def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
+        """The claimant becomes the node; the node's previous secret is permanently rejected."""
+        node, conflict = _parse_ids(node_id, conflict_id)
+        claims.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        return Response({"message": actions.ACCEPT.message})
+
+
+class RefuseView(NodeView):
+    """`/api/nodes/:id/conflicts/:cid/refuse`."""
+
+    @extend_schema(
+        operation_id="conflicts_refuse",
+        summary=actions.REFUSE.summary,
+        tags=["identity"],
+        request=None,
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
+        examples=[message_example(actions.REFUSE.message)],
+    )
+    def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
+        """The node keeps its identity; the claimant stays refused."""
+        node, conflict = _parse_ids(node_id, conflict_id)
+        claims.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        return Response({"message": actions.REFUSE.message})
+
+
+def _parse_ids(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
+    node, conflict = require_node_id(node_id), parse_node_id(conflict_id)
+    if conflict is None:
+        raise errors.NotFound("conflict not found")
+    return node, conflict

@@ -19,20 +19,17 @@ from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
     answers,
     anthropic,
-    audio_speech,
-    audio_transcriptions,
+    audio,
     images,
     models,
     ollama,
-    ollama_models,
-    openai_chat,
-    openai_completions,
+    openai,
     responses,
     retrieval,
     stored_responses,
     tokens,
 )
-from nodes.dialects.audio_transcriptions import MANY
+from nodes.dialects.audio import MANY
 from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
@@ -136,24 +133,24 @@ _SPEAK = (
     "The engine's sound as it is: nothing is converted. With `stream` it is sent while it is made; what fails"
     " after the first byte ends the connection. " + UNPROVED
 )
-_SOUNDS = tuple(kind.decode() for kind in dict.fromkeys((*audio_speech.KINDS.values(), audio_speech.UNKNOWN)))
+_SOUNDS = tuple(kind.decode() for kind in dict.fromkeys((*audio.KINDS.values(), audio.UNKNOWN)))
 
 _WITH_PREFIX: Mapping[str, Route] = {
     "/chat/completions": Route(
         name="create_chat_completion",
         summary="Answer a conversation",
-        handler=generation_handler(openai_chat.DIALECT),
-        body=openai_chat.ChatBody,
-        response=openai_chat.ChatResponse,
+        handler=generation_handler(openai.CHAT),
+        body=openai.ChatBody,
+        response=openai.ChatResponse,
         other_kinds=_EVENTS,
         description=_OPENAI_STREAM,
     ),
     "/completions": Route(
         name="create_completion",
         summary="Go on from a text",
-        handler=generation_handler(openai_completions.DIALECT),
-        body=openai_completions.CompletionBody,
-        response=openai_completions.CompletionResponse,
+        handler=generation_handler(openai.COMPLETIONS),
+        body=openai.CompletionBody,
+        response=openai.CompletionResponse,
         other_kinds=_EVENTS,
         description=_OPENAI_STREAM,
     ),
@@ -256,11 +253,11 @@ _WITH_PREFIX: Mapping[str, Route] = {
     "/audio/transcriptions": Route(
         name="transcribe",
         summary="Write down speech",
-        handler=audio_transcriptions.transcribe,
-        limit=audio_transcriptions.LARGEST_BODY,
+        handler=audio.transcribe,
+        limit=audio.LARGEST_BODY,
         form=True,
-        body=audio_transcriptions.TranscriptionBody,
-        response=audio_transcriptions.TranscriptResponse,
+        body=audio.TranscriptionBody,
+        response=audio.TranscriptResponse,
         other_kinds=("text/plain", "application/x-subrip", "text/vtt", *_EVENTS),
         description="The file is read by the model's engine. With `stream`, server-sent events: pieces, then"
         " all of the text, then `data: [DONE]`. " + UNPROVED,
@@ -268,9 +265,9 @@ _WITH_PREFIX: Mapping[str, Route] = {
     "/audio/speech": Route(
         name="create_speech",
         summary="Say a text as OpenAI's clients ask",
-        handler=audio_speech.speech(has_node_header=True),
+        handler=audio.speech(has_node_header=True),
         limit=wire.MAX_BODY,
-        body=audio_speech.SpeechBody,
+        body=audio.SpeechBody,
         other_kinds=_SOUNDS,
         description=_SPEAK,
     ),
@@ -309,16 +306,16 @@ _OTHERS: dict[str, Route] = {
     "/tts": Route(
         name="speak",
         summary="Say a text",
-        handler=audio_speech.speech(has_node_header=False),
+        handler=audio.speech(has_node_header=False),
         limit=wire.MAX_BODY,
-        body=audio_speech.SpeechBody,
+        body=audio.SpeechBody,
         other_kinds=_SOUNDS,
         description=_SPEAK,
     ),
     "/api/chat": Route(
         name="ollama_chat",
         summary="Answer a conversation (Ollama)",
-        handler=generation_handler(ollama.CHAT, ollama_models.load_for_chat),
+        handler=generation_handler(ollama.CHAT, models.load_for_chat),
         envelope=OLLAMA,
         body=ollama.OllamaChatBody,
         response=ollama.OllamaChatResponse,
@@ -328,7 +325,7 @@ _OTHERS: dict[str, Route] = {
     "/api/generate": Route(
         name="ollama_generate",
         summary="Answer a prompt (Ollama)",
-        handler=generation_handler(ollama.GENERATE, ollama_models.load_for_prompt),
+        handler=generation_handler(ollama.GENERATE, models.load_for_prompt),
         envelope=OLLAMA,
         body=ollama.GenerateBody,
         response=ollama.OllamaGenerateResponse,
@@ -399,11 +396,11 @@ def _refused(name: str, summary: str, method: str) -> Route:
     return Route(
         name=name,
         summary=f"{summary} (Ollama): refused",
-        handler=ollama_models.refuse,
+        handler=models.refuse,
         method=method,
         limit=None,
         envelope=OLLAMA,
-        response=ollama_models.StatusResponse,
+        response=models.StatusResponse,
         description="Administrators define models.",
         errors=(401, 403, 413, 429, 500, 503),
     )
@@ -413,11 +410,11 @@ _OTHERS |= {
     "/api/pull": Route(
         name="ollama_pull",
         summary="Confirm that a model is defined (Ollama)",
-        handler=ollama_models.pull,
+        handler=models.pull,
         limit=None,
         envelope=OLLAMA,
-        body=ollama_models.PullBody,
-        response=ollama_models.StatusResponse,
+        body=models.PullBody,
+        response=models.StatusResponse,
         other_kinds=_LINES,
         description="Nothing is fetched: administrators define models.",
     ),
@@ -425,7 +422,7 @@ _OTHERS |= {
         f"/api/{verb}": _refused(
             f"ollama_{verb.partition('/')[0]}", summary, "DELETE" if verb == "delete" else "POST"
         )
-        for verb, summary in ollama_models.REFUSED_VERBS.items()
+        for verb, summary in models.REFUSED_VERBS.items()
     },
 }
 _OTHERS["/api/blobs/{digest}"] = replace(

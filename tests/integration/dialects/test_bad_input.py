@@ -13,11 +13,10 @@ from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import Reply
-from nodes.dialects.audio_speech import SpeechBody
+from nodes.dialects.audio import SpeechBody
 from nodes.dialects.images import ImagesBody
-from nodes.dialects.openai_chat import ChatBody
+from nodes.dialects.openai import ChatBody, CompletionBody
 from nodes.dialects.openai_common import LARGEST_BODY
-from nodes.dialects.openai_completions import CompletionBody
 from nodes.dialects.retrieval import EmbeddingsBody, RerankBody
 from nodes.dialects.tokens import DetokenizeBody, TokenizeBody
 from nodes.models import NodeModel

@@ -21,7 +21,7 @@ from localai_cluster import edge
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
-from nodes.dialects import audio_transcriptions
+from nodes.dialects import audio
 from nodes.gateway import endpoint
 from nodes.models import BackendNode
 from tests.support import hot
@@ -202,7 +202,7 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(TRANSCRIBE, b"", kind=kind).status == 400
     many = form({f"field{number}": "x" for number in range(2000)})[0]
     assert one(TRANSCRIBE, many, kind=kind).status == 400
-    small = endpoint.Endpoint("POST", audio_transcriptions.transcribe, 60, form=True)
+    small = endpoint.Endpoint("POST", audio.transcribe, 60, form=True)
     monkeypatch.setitem(edge._EXACT, TRANSCRIBE, small)
     answer = one(TRANSCRIBE, body, kind=kind)
     assert answer.status == 413

@@ -9,7 +9,7 @@ import pytest
 from localai_cluster.accounts.principals import WrongKey
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from nodes.dialects import anthropic, ollama, openai_chat, openai_completions, responses
+from nodes.dialects import anthropic, ollama, openai, responses
 from nodes.dialects.models import ShowBody
 from nodes.gateway.generation import Generation, Head, TextDelta, Usage
 
@@ -38,10 +38,10 @@ GENERATE = {
     [
         (ollama.parse_generate, GENERATE),
         (ollama.parse_chat, {**CHAT, "format": "", "tools": None, "options": None}),
-        (openai_completions.parse_request, {**PROMPT, "suffix": "", "echo": False, "best_of": None}),
-        (openai_completions.parse_request, {**PROMPT, "stop": "", "user": ""}),
-        (openai_chat.parse_request, {**CHAT, "function_call": "none", "functions": [], "stop": ""}),
-        (openai_chat.parse_request, {**CHAT, "audio": None, "web_search_options": {}, "tools": []}),
+        (openai.parse_completion, {**PROMPT, "suffix": "", "echo": False, "best_of": None}),
+        (openai.parse_completion, {**PROMPT, "stop": "", "user": ""}),
+        (openai.parse_chat, {**CHAT, "function_call": "none", "functions": [], "stop": ""}),
+        (openai.parse_chat, {**CHAT, "audio": None, "web_search_options": {}, "tools": []}),
         (responses.parse_request, {**INPUT, "previous_response_id": "", "conversation": "", "prompt": None}),
         (anthropic.parse_request, {**MESSAGES, "container": "", "mcp_servers": []}),
     ],
@@ -56,8 +56,8 @@ def test_an_empty_field_asks_for_nothing(parse: Parse, fields: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("parse", "fields"),
     [
-        (openai_chat.parse_request, {**CHAT, "top_k": -1, "seed": 1.0, "max_tokens": 128}),
-        (openai_completions.parse_request, {**PROMPT, "top_k": -1.0, "seed": 1.0, "max_tokens": 128}),
+        (openai.parse_chat, {**CHAT, "top_k": -1, "seed": 1.0, "max_tokens": 128}),
+        (openai.parse_completion, {**PROMPT, "top_k": -1.0, "seed": 1.0, "max_tokens": 128}),
         (anthropic.parse_request, {**MESSAGES, "top_k": -1, "max_tokens": 128}),
         *(
             (parse, {**fields, "options": {"top_k": -1, "seed": 1.0, "num_predict": 128.0}})
@@ -87,9 +87,9 @@ def test_odd_numbers_that_are_none(options: dict[str, Any]) -> None:
     ("parse", "fields", "field"),
     [
         (ollama.parse_generate, {**GENERATE, "suffix": "x"}, "suffix"),
-        (openai_completions.parse_request, {**PROMPT, "suffix": "x"}, "suffix"),
-        (openai_chat.parse_request, {**CHAT, "function_call": "auto"}, "function_call"),
-        (openai_chat.parse_request, {**CHAT, "function_call": {"name": "f"}}, "function_call"),
+        (openai.parse_completion, {**PROMPT, "suffix": "x"}, "suffix"),
+        (openai.parse_chat, {**CHAT, "function_call": "auto"}, "function_call"),
+        (openai.parse_chat, {**CHAT, "function_call": {"name": "f"}}, "function_call"),
         (responses.parse_request, {**INPUT, "previous_response_id": "resp_1"}, "previous_response_id"),
     ],
 )
@@ -121,7 +121,7 @@ def test_show_takes_either_name() -> None:
 )
 def test_numbers_as_other_servers_take_them(change: dict[str, Any], name: str, value: int) -> None:
     """C11: vLLM's clients say -1 for no limit; R and JavaScript write whole numbers with a point."""
-    for parse, fields in ((openai_chat.parse_request, CHAT), (openai_completions.parse_request, PROMPT)):
+    for parse, fields in ((openai.parse_chat, CHAT), (openai.parse_completion, PROMPT)):
         sampling = parse(fields | change).sampling
         assert getattr(sampling, name) == value
         assert isinstance(getattr(sampling, name), int)
@@ -130,7 +130,7 @@ def test_numbers_as_other_servers_take_them(change: dict[str, Any], name: str, v
 @pytest.mark.parametrize("change", [{"seed": 1.5}, {"seed": "1"}, {"top_k": -2}, {"top_k": 1.5}])
 def test_numbers_that_are_none(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_chat.parse_request(CHAT | change)
+        openai.parse_chat(CHAT | change)
     assert refused.value.field == next(iter(change))
 
 
@@ -161,7 +161,7 @@ def error_of(error: ClusterError) -> dict[str, Any]:
 def test_a_wrong_value_has_openais_code(change: dict[str, Any], code: str) -> None:
     """C11: a word, never a number; `param` names the field."""
     with pytest.raises(InvalidInput) as refused:
-        openai_chat.parse_request(CHAT | change)
+        openai.parse_chat(CHAT | change)
     error = error_of(refused.value)
     assert (error["code"], error["type"]) == (code, "invalid_request_error")
     assert error["param"] == next(iter(change))
@@ -179,19 +179,19 @@ def test_a_wrong_key_has_openais_code() -> None:
 
 def test_echo_begins_each_choice_with_its_prompt() -> None:
     """C11: whole and streamed, once for each choice; with logprobs no engine can."""
-    generation = openai_completions.parse_request({**PROMPT, "prompt": ["One", "Two"], "n": 2, "echo": True})
+    generation = openai.parse_completion({**PROMPT, "prompt": ["One", "Two"], "n": 2, "echo": True})
     head = Head("1", 0, generation)
     deltas = [TextDelta(choice, text) for choice in range(4) for text in (" a", "b")]
     deltas += [TextDelta(choice, finish="stop", usage=Usage(1, 2)) for choice in range(4)]
-    whole = json.loads(openai_completions.DIALECT.render_response(head, deltas))
+    whole = json.loads(openai.COMPLETIONS.render_response(head, deltas))
     texts = ["One ab", "One ab", "Two ab", "Two ab"]
     assert [choice["text"] for choice in whole["choices"]] == texts
     streamed = [""] * 4
-    for line in openai_completions.DIALECT.events(head).render(deltas).splitlines():
+    for line in openai.COMPLETIONS.events(head).render(deltas).splitlines():
         for choice in json.loads(line.removeprefix(b"data: "))["choices"] if line else ():
             streamed[choice["index"]] += choice["text"]
     assert streamed == texts
     for change in ({"logprobs": 1}, {"prompt": [1, 2]}):
         with pytest.raises(InvalidInput) as refused:
-            openai_completions.parse_request({**PROMPT, "echo": True, **change})
+            openai.parse_completion({**PROMPT, "echo": True, **change})
         assert refused.value.field == "echo"

@@ -16,13 +16,12 @@ from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
 from nodes.definitions.files import Definition, parse_definition
-from nodes.dialects import anthropic, audio_speech, images, ollama, openai_chat, openai_completions, responses
+from nodes.dialects import anthropic, audio, images, ollama, openai, responses
 from nodes.dialects.anthropic import MessagesBody
-from nodes.dialects.audio_speech import SpeechBody
+from nodes.dialects.audio import SpeechBody
 from nodes.dialects.images import ImagesBody
 from nodes.dialects.ollama import GenerateBody, OllamaChatBody, OllamaOptions
-from nodes.dialects.openai_chat import ChatBody
-from nodes.dialects.openai_completions import CompletionBody
+from nodes.dialects.openai import ChatBody, CompletionBody
 from nodes.dialects.openai_messages import MOST_MESSAGES
 from nodes.dialects.responses import ResponsesBody
 from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
@@ -143,7 +142,7 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 )
 def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_chat.parse_request(CHAT | change)
+        openai.parse_chat(CHAT | change)
     assert refused.value.field == field
     assert len(refused.value.message) < 500
 
@@ -167,7 +166,7 @@ def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) ->
 )
 def test_a_wrong_field_of_a_completion_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_completions.parse_request(COMPLETION | change)
+        openai.parse_completion(COMPLETION | change)
     assert refused.value.field == field
 
 
@@ -178,10 +177,10 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMED = {
-    openai_chat.DIALECT: (CHAT, (*ChatBody.__struct_fields__, *openai_chat.REFUSED)),
-    openai_completions.DIALECT: (
+    openai.CHAT: (CHAT, (*ChatBody.__struct_fields__, *openai.REFUSED_IN_CHAT)),
+    openai.COMPLETIONS: (
         COMPLETION,
-        (*CompletionBody.__struct_fields__, *openai_completions.REFUSED, "best_of"),
+        (*CompletionBody.__struct_fields__, *openai.REFUSED_IN_COMPLETIONS, "best_of"),
     ),
     anthropic.DIALECT: (
         CHAT | {"max_tokens": 5},
@@ -222,7 +221,7 @@ DEFINITION: Definition = parse_definition(
 
 
 def test_what_a_chat_says_reaches_the_engine() -> None:
-    asked = openai_chat.parse_request(
+    asked = openai.parse_chat(
         CHAT
         | {
             "messages": [
@@ -262,7 +261,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
 @pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
 def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
     """As large as one may be: a look that began again at each sign would run into the test's time limit."""
-    openai_chat.parse_request(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
+    openai.parse_chat(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
 
 
 @pytest.mark.parametrize("where", ["request", "definition"])
@@ -271,12 +270,12 @@ def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None
     says = {"seed": -1}
     parameters = {"model": "file"} | (says if where == "definition" else {})
     definition = parse_definition({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
-    asked = openai_chat.parse_request(CHAT | (says if where == "request" else {}))
+    asked = openai.parse_chat(CHAT | (says if where == "request" else {}))
     assert sampling_options(asked.sampling, definition, "id", 9).Seed == 9
 
 
 def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
-    prompt = openai_chat.parse_request(CHAT | {"tools": [TOOL], "tool_choice": "none"}).prompts[0]
+    prompt = openai.parse_chat(CHAT | {"tools": [TOOL], "tool_choice": "none"}).prompts[0]
     assert isinstance(prompt, Conversation)
     assert (prompt.tools, prompt.tool_choice) == ("", "")
 
@@ -291,12 +290,12 @@ def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
     ids=["text", "object", "schema"],
 )
 def test_a_format_of_the_answer_is_a_schema_for_the_engine(format: dict[str, Any], grammar: str) -> None:
-    assert openai_chat.parse_request(CHAT | {"response_format": format}).sampling.grammar == grammar
+    assert openai.parse_chat(CHAT | {"response_format": format}).sampling.grammar == grammar
 
 
 def test_parentheses_in_texts_and_classes_are_characters() -> None:
     grammar = 'root ::= "\\"' + "(" * 500 + '" [' + "(" * 500 + "\\]] ((x)) # " + "(" * 500
-    assert openai_chat.parse_request(CHAT | {"grammar": grammar}).sampling.grammar == grammar
+    assert openai.parse_chat(CHAT | {"grammar": grammar}).sampling.grammar == grammar
 
 
 def two(name: str) -> dict[str, Any]:
@@ -306,11 +305,11 @@ def two(name: str) -> dict[str, Any]:
 
 def test_a_schema_may_name_a_part_twice_but_not_without_end() -> None:
     shared = {"type": "object", "properties": two("x"), "$defs": {"x": {}}}
-    openai_chat.parse_request(CHAT | with_schema(shared))
+    openai.parse_chat(CHAT | with_schema(shared))
     levels = {f"x{n}": {"properties": two(f"x{n + 1}")} for n in range(40)}
     doubling = {"$ref": "#/$defs/x0", "$defs": {**levels, "x40": {}}}
     with pytest.raises(InvalidInput, match="parts"):
-        openai_chat.parse_request(CHAT | with_schema(doubling))
+        openai.parse_chat(CHAT | with_schema(doubling))
 
 
 # Deltas ---------------------------------------------------------------------------------------------------
@@ -334,7 +333,7 @@ def answers(draw: st.DrawFn) -> tuple[Generation, list[TextDelta]]:
     return Generation("m", ("hi",), Sampling(), n, True, True), mixed
 
 
-@given(answers(), st.sampled_from([openai_chat.DIALECT, openai_completions.DIALECT]), st.data())
+@given(answers(), st.sampled_from([openai.CHAT, openai.COMPLETIONS]), st.data())
 def test_a_stream_says_what_the_whole_answer_says(
     answer: tuple[Generation, list[TextDelta]], dialect: Dialect, data: st.DataObject
 ) -> None:
@@ -430,9 +429,7 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).render(
-        [delta]
-    )
+    told = openai.ChatChunks(Head("id", 1, openai.parse_chat(CHAT | {"logprobs": True}))).render([delta])
     assert delta.size > len(told) / 2
 
 
@@ -455,18 +452,21 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     ],
 )
 def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
-    assert rename_field(Rejected(text), openai_completions.parse_request(COMPLETION)).field == field
+    assert rename_field(Rejected(text), openai.parse_completion(COMPLETION)).field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
-    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT)))
+    chunks = openai.ChatChunks(Head("id", 1, openai.parse_chat(CHAT)))
     failed, done = chunks.render_failure(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
 
 
 TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
-    "Chats and completions": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
+    "Chats and completions": [
+        (ChatBody, openai.REFUSED_IN_CHAT),
+        (CompletionBody, openai.REFUSED_IN_COMPLETIONS),
+    ],
     "Anthropic's fields": [(MessagesBody, anthropic.REFUSED)],
     "Fields of OpenAI's Responses": [(ResponsesBody, responses.REFUSED)],
     "Ollama's fields": [
@@ -477,7 +477,7 @@ TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
         (OlderEmbedBody, ()),
     ],
     "Sound and images": [
-        (SpeechBody, audio_speech.REFUSED),
+        (SpeechBody, audio.REFUSED),
         (ImagesBody, images.REFUSED),
     ],
 }
@@ -501,13 +501,13 @@ def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: st
     """Clients read JSON. Of an answer that was cut off nothing is made up."""
     head = Head("id", 1, Generation("m", ("hi",), Sampling(), 1, True))
     deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
-    chat = json.loads(openai_chat.DIALECT.render_response(head, deltas))["choices"][0]["message"]
+    chat = json.loads(openai.CHAT.render_response(head, deltas))["choices"][0]["message"]
     assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
     (item,) = json.loads(responses.DIALECT.render_response(head, deltas))["output"]
     assert item["arguments"] == arguments
     (block,) = json.loads(anthropic.DIALECT.render_response(head, deltas))["content"]
     assert block["input"] == {}
-    for dialect in (openai_chat.DIALECT, responses.DIALECT, anthropic.DIALECT):
+    for dialect in (openai.CHAT, responses.DIALECT, anthropic.DIALECT):
         told = dialect.events(head).render(deltas)
         pieces = (b'"arguments":"{}"' in told) or (b'"partial_json":"{}"' in told)
         assert pieces is bool(arguments)

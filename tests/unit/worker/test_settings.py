@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from localai_cluster.worker import check, identity
+from localai_cluster.worker.__main__ import main
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
-from localai_cluster.worker.main import main
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
