@@ -48,10 +48,15 @@ class Answer:
 
     def trailers(self) -> dict[str, str]:
         """The trailing metadata."""
-        finish = "tool_calls" if self._calls and self._finish == "stop" else self._finish
+        finish = "tool_calls" if self._calls and (self._finish == "stop" or self.is_over) else self._finish
         stop = json.dumps(self._stop) if self._stop and finish == "stop" else None
         told = {CACHED: None if self._cached is None else str(self._cached), FINISH: finish, STOP: stop}
         return {name: value for name, value in told.items() if value}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the model has nothing more to say although it goes on."""
+        return self._calls is not None and self._calls.is_over
 
     def _count(self, reply: pb.Reply, chunk: dict[str, Any]) -> None:
         if usage := chunk.get("usage"):
@@ -61,6 +66,7 @@ class Answer:
         if timings := chunk.get("timings"):
             reply.prompt_tokens = timings["cache_n"] + timings["prompt_n"]
             self._tokens = timings["predicted_n"]
+            self._cached = timings["cache_n"] if self._cached is None else self._cached
             reply.timing_prompt_processing = timings["prompt_ms"]
             reply.timing_token_generation = timings["predicted_ms"]
         reply.tokens = self._tokens
@@ -97,34 +103,55 @@ _OPENING = re.compile(r'[\[}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 class Calls:
     """Takes apart the text of an answer that is calls: `[{"name": …, "arguments": {…}}, …]`.
 
-    Of a named tool it is the arguments alone. The first piece of a call names it.
+    Of a named tool it is the arguments alone. The first piece of a call names it. The first call is told
+    while it is made, each later one whole, and one that repeats another is not told and ends the answer.
     """
 
     def __init__(self, named: str) -> None:
+        self.is_over = False
+        self._named = named
         self._rest = ""
         self._index = -1
         self._depth = 0
         self._within = self._in_text = self._escaped = False
-        self._named = named
+        self._made: list[tuple[str, str]] = []
+        """Name and arguments of the calls so far."""
 
     def read(self, text: str) -> Iterator[pb.ToolCallDelta]:
         """The pieces of calls in the next piece of text."""
         self._rest += text
-        while self._rest:
+        while self._rest and not self.is_over:
             if not self._within:
-                opening = _OPENING.match(self._rest)
-                if not (opening or (self._named and self._index < 0)):
+                if not self._begins():
                     return
-                self._within, self._index = True, self._index + 1
-                name = json.loads(opening[1]) if opening else self._named
-                self._rest = self._rest[opening.end() :] if opening else self._rest
-                yield pb.ToolCallDelta(index=self._index, id=f"call_{secrets.token_hex(12)}", name=name)
+                if self._index == 0:
+                    yield self._head()
             end = self._end()
-            if end:
-                yield pb.ToolCallDelta(index=self._index, arguments=self._rest[:end])
+            name, arguments = self._made[-1]
+            self._made[-1] = name, arguments + self._rest[:end]
+            if self._index == 0 and end:
+                yield pb.ToolCallDelta(index=0, arguments=self._rest[:end])
             self._rest = self._rest[end:]
             if self._within:
                 return
+            self.is_over = self._made[-1] in self._made[:-1]
+            if self._index and not self.is_over:
+                head = self._head()
+                head.arguments = self._made[-1][1]
+                yield head
+
+    def _begins(self) -> bool:
+        """Whether the rest begins with a call; takes everything before its arguments off."""
+        opening = _OPENING.match(self._rest)
+        if not (opening or (self._named and self._index < 0)):
+            return False
+        self._within, self._index = True, self._index + 1
+        self._made.append((json.loads(opening[1]) if opening else self._named, ""))
+        self._rest = self._rest[opening.end() :] if opening else self._rest
+        return True
+
+    def _head(self) -> pb.ToolCallDelta:
+        return pb.ToolCallDelta(index=self._index, id=f"call_{secrets.token_hex(12)}", name=self._made[-1][0])
 
     def _end(self) -> int:
         """How much of the rest belongs to the arguments of this call; they are an object."""

@@ -55,6 +55,8 @@ class LlamaCpp(Engine):
             async for chunk in chunks:
                 if piece := answer.piece(chunk):
                     yield piece
+                if answer.is_over:
+                    break
         yield answer.trailers()
 
     async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:

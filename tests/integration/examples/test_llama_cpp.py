@@ -240,6 +240,26 @@ async def test_several_tools_are_called(engine: Engine) -> None:
     assert (call.name, trailing["localai-finish-reason"]) == ("get_weather", "length")
 
 
+async def test_a_call_that_repeats_another_ends_the_answer(engine: Engine) -> None:
+    """C11: a small model makes the same call again and again; here it can hardly end the list."""
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": place}}])
+    ends = [(await engine.call("TokenizeString", prompt(text))).tokens[-1] for text in ("]", "}]")]
+    bias = json.dumps(dict.fromkeys(ends, -100))
+    rome = pb.Message(role="user", content="Weather in Rome?")
+    request = chat(rome, tokens=300, Tools=tool, ToolChoice="required", LogitBias=bias)
+    whole, trailing = await engine.said(request)
+    calls = [(call.name, call.arguments) for call in whole.chat_deltas[0].tool_calls]
+    assert calls == [("weather", '{"city": "Rome"}')]
+    assert trailing["localai-finish-reason"] == "tool_calls"
+    assert 0 < whole.tokens < 100
+    assert whole.prompt_tokens > int(trailing["localai-cached-tokens"]) >= 0
+    pieces, _ = await engine.pieces(request)
+    told = [call for piece in pieces for delta in piece.chat_deltas for call in delta.tool_calls]
+    assert [call.name for call in told if call.name] == ["weather"]
+    assert await clock.wait_until(engine.idle, timeout=LIMIT, every=0.05), "the rest is not generated"
+
+
 OPEN = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "at": {"$ref": "#/$defs/at"}},
