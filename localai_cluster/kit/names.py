@@ -3,8 +3,6 @@
 import unicodedata
 from functools import cache
 
-from confusable_homoglyphs.utils import load  # type: ignore[import-untyped]
-
 from localai_cluster.kit import errors
 
 LONGEST_NAME = 255
@@ -47,6 +45,9 @@ def _folded(name: str) -> str:
 @cache
 def _look_alikes() -> dict[int, str]:
     """Return the ASCII text that each other character looks like. Loaded at first use: that takes time."""
+    # The worker, which compares no names, has no such package.
+    from confusable_homoglyphs.utils import load  # type: ignore[import-untyped]
+
     look_alikes = {}
     for character, confusables in load("confusables.json").items():
         if len(character) == 1 and not character.isascii():
