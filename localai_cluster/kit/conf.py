@@ -15,7 +15,18 @@ from typing import Annotated, Any, Required, TypedDict
 from django.conf import settings
 
 from localai_cluster.kit import addresses, clock, env
-from localai_cluster.kit.env import BaseUrl, Folder, Format, Pem, Seconds, Secret, choice, number, setting
+from localai_cluster.kit.env import (
+    BaseUrl,
+    Folder,
+    Format,
+    Pem,
+    Seconds,
+    Secret,
+    choice,
+    number,
+    setting,
+    split_list,
+)
 from localai_cluster.kit.tls import TlsFiles
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +71,9 @@ def _host(value: Any, node: str) -> str:
         raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(item for part in text.split(",") if (item := part.strip()))
-
-
 def _origins(text: str) -> tuple[str, ...]:
     """Parse origins as browsers send them."""
-    origins = _split(text.lower())
+    origins = split_list(text.lower())
     if wrong := next((origin for origin in origins if not _ORIGIN.fullmatch(origin)), None):
         raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
     return origins
@@ -80,12 +87,13 @@ Duration = Annotated[float, env.duration(0)]
 """Seconds of which 0 has a meaning of its own."""
 Retention = Annotated[float, env.duration(3600)]
 Listener = Annotated[addresses.Address, Format("host:port, such as 127.0.0.1:9101", addresses.parse)]
-Texts = Annotated[list[str], Format("a list, separated by commas", lambda text: list(_split(text)))]
-Keys = Annotated[tuple[str, ...], Format("keys", _split, secret=True)]
+Texts = Annotated[list[str], Format("a list, separated by commas", lambda text: list(split_list(text)))]
+Keys = Annotated[tuple[str, ...], Format("keys", split_list, secret=True)]
 Networks = Annotated[
     tuple[IPv4Network | IPv6Network, ...],
     Format(
-        "networks separated by commas, such as 10.0.0.0/24", lambda text: tuple(map(ip_network, _split(text)))
+        "networks separated by commas, such as 10.0.0.0/24",
+        lambda text: tuple(map(ip_network, split_list(text))),
     ),
 ]
 Origins = Annotated[

@@ -83,6 +83,11 @@ class Format:
     secret: bool = False
 
 
+def split_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a list that commas separate, without empty ones."""
+    return tuple(item for part in text.split(",") if (item := part.strip()))
+
+
 def number(kind: type[int] | type[float], least: float, most: float, fix: str = "") -> Format:
     """Return the format of the numbers from `least` to `most`; by default `fix` is what it accepts."""
     words = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"

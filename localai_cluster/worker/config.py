@@ -1,7 +1,7 @@
 """The worker's settings, declared once: environment variables, flags, meanings, defaults and their values.
 
-`main.py` builds the command line from the table. Every wrong setting is reported on its own line, with its
-name and the fix.
+`__main__.py` builds the command line from the table. Every wrong setting is reported on its own line, with
+its name and the fix.
 """
 
 import os
@@ -87,10 +87,7 @@ Slots = Annotated[int, Format("a whole number", lambda text: max(1, _WHOLE.parse
 Rate = Annotated[int, number(int, 0, 2**63 - 1, "bytes per second as a whole number. 0 = unlimited")]
 Interval = Annotated[float, Format("a duration such as 10s", lambda text: env.parse_duration(text) or 10.0)]
 Folders = Annotated[tuple[Path, ...], Format("paths", _folders)]
-Names = Annotated[
-    tuple[str, ...],
-    Format("names", lambda text: tuple(name for part in text.split(",") if (name := part.strip()))),
-]
+Names = Annotated[tuple[str, ...], Format("names", env.split_list)]
 Mirror = Annotated[
     str,
     Format("the URL of a mirror", lambda text: (text if "://" in text else f"https://{text}").rstrip("/")),

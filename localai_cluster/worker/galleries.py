@@ -50,8 +50,8 @@ class Galleries:
         Raise NotFound, which also gives the reasons for unreadable galleries.
         """
         now = clock.monotonic()
-        skip = {url for url, until in self._skipped_until.items() if until > now}
-        if skip:
+        self._skipped_until = {url: until for url, until in self._skipped_until.items() if until > now}
+        if skip := set(self._skipped_until):
             try:
                 return await self._choose(name, galleries, capability, skip)
             except NotFound as error:

@@ -129,6 +129,26 @@ async def survive(begins: bool, pieces: Sequence[bytes]) -> None:
         calls[1].cancel()
 
 
+@pytest.mark.parametrize(
+    ("size", "most"),
+    [(0, http2.MAX_CONTINUATIONS), (http2.MAX_FRAME, http2.MAX_HEADERS // http2.MAX_FRAME)],
+    ids=["many", "large"],
+)
+async def test_a_header_block_is_limited_before_it_ends(size: int, most: int) -> None:
+    """CONTINUATION frames without an end: by their number, also if they are empty, and by their bytes."""
+    async with playing() as engine:
+        reader = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+        connection = await engine.dialled()
+        await engine.send(wire.settings())
+        await engine.send(frame(wire.HEADERS, 0, 1))
+        failures = []
+        for count in (most, 1):
+            await engine.send(frame(wire.CONTINUATION, 0, 1, bytes(size)) * count)
+            failures.append(connection.failure)
+        assert failures == ["", "the engine broke a rule of HTTP/2: a header block is too long"]
+        assert isinstance(await asyncio.wait_for(reader, PATIENCE), grpc.StatusCode)
+
+
 @given(begins=st.booleans(), pieces=st.lists(st.binary(max_size=200), max_size=8))
 def test_any_bytes(begins: bool, pieces: list[bytes]) -> None:
     asyncio.run(survive(begins, pieces))
