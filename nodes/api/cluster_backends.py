@@ -17,14 +17,17 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
+from localai_cluster.web.envelopes import flat
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
-from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api.models import HOLD, wait_for_end
 from nodes.api.node_backends import (
     BACKEND_NAME,
     COMMAND_TEXTS,
+    BackendSerializer,
     InstallSerializer,
+    accepted_body,
     backend_name_in,
     check_backend_name,
     install_request,
@@ -43,6 +46,8 @@ from operations.ledger.admission import Admission
 from operations.models import Status
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
+MOST_BACKENDS = 200
+"""Backends in one request for changes."""
 
 
 def describe_command(
@@ -247,6 +252,84 @@ class DeleteEverywhereView(_Everywhere):
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
         return self._answer(request, name)
+
+
+CHANGE_OUTCOME = Shape(
+    "BackendChangeOutcome",
+    "What became of the change of one backend: its operation, or `error` with the reason.",
+    [
+        field("backend", TEXT),
+        field("jobID", UUID, optional=True),
+        field("statusUrl", TEXT, optional=True),
+        field("message", TEXT, optional=True),
+        field("deduplicated", FLAG, optional=True),
+        field("error", TEXT, optional=True),
+        field("field", TEXT, "The field of the request that is wrong.", optional=True),
+        field("last_replicas", TEXTS, "Models to confirm in `last_replicas`.", optional=True),
+    ],
+)
+CHANGE_OUTCOMES = Shape(
+    "BackendChangeOutcomes",
+    "One for each backend, in the order asked for.",
+    [field("results", CHANGE_OUTCOME.many)],
+)
+_CHANGES = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}
+"""The kind of operation by verb."""
+
+
+class BackendChangeSerializer(BackendSerializer, NodesSerializer):
+    """One backend, its nodes, and the models whose last replica an upgrade in waves may stop."""
+
+    last_replicas = last_replicas_field()
+
+
+class BackendChangesSerializer(NullIsAbsent):
+    """The same change of several backends; `waves` is for upgrades."""
+
+    verb = serializers.ChoiceField(choices=list(_CHANGES))
+    backends = serializers.ListField(child=BackendChangeSerializer(), min_length=1, max_length=MOST_BACKENDS)
+    waves = WaveOptionsSerializer(required=False, allow_null=True)
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Refuse waves for other verbs, confirmations without waves, and a backend that is named twice."""
+        if attrs.get("waves") is not None and attrs["verb"] != "upgrade":
+            raise serializers.ValidationError({"waves": ["only upgrades have waves"]})
+        if attrs.get("waves") is None and any(one.get("last_replicas") for one in attrs["backends"]):
+            raise serializers.ValidationError({"last_replicas": ["needs waves"]})
+        if len({one["backend"] for one in attrs["backends"]}) < len(attrs["backends"]):
+            raise serializers.ValidationError({"backends": ["names a backend twice"]})
+        return attrs
+
+
+class ChangesView(APIView):
+    """`/api/backends/changes`."""
+
+    envelope = "flat"
+
+    @describe_command(
+        "change_many", "Change several backends", BackendChangesSerializer, answer=CHANGE_OUTCOMES
+    )
+    def post(self, request: Request) -> Response:
+        """Upgrades, installs again or deletes each of `backends`, as one operation for each.
+
+        A backend that is refused does not affect the others.
+        """
+        fields = validate_body(BackendChangesSerializer, request)
+        by, kind = requester_of(request, []), _CHANGES[fields["verb"]]
+        results = []
+        for one in fields["backends"]:
+            command = BackendRequest(kind, one["backend"], force=kind == INSTALL)
+            outcome = {"backend": command.backend}
+            try:
+                admission = admit_command(by, command, one | {"waves": fields.get("waves")})
+                outcome |= accepted_body(admission, kind)
+            except errors.ClusterError as error:
+                if error.status >= 500:  # The next ones would fail too, and a repeated request joins.
+                    raise
+                outcome |= flat(error.message, error.field)
+                outcome["last_replicas"] = error.data.get("last_replicas", [])
+            results.append(CHANGE_OUTCOME.of(**outcome))
+        return Response(CHANGE_OUTCOMES.of(results=results))
 
 
 SCHEDULED = Shape(

@@ -79,6 +79,7 @@ urlpatterns = [
     path("backends/install-external", cluster_backends.InstallExternalView.as_view()),
     path("backends/install/<str:name>", cluster_backends.InstallEverywhereView.as_view()),
     path("backends/system/delete/<str:name>", cluster_backends.DeleteAndWaitView.as_view()),
+    path("backends/changes", cluster_backends.ChangesView.as_view()),
     path("backends/usecases", catalogue.UseCasesView.as_view()),
     path("backends/upgrade/<str:name>", cluster_backends.UpgradeEverywhereView.as_view()),
     path("backends/delete/<str:name>", cluster_backends.DeleteEverywhereView.as_view()),

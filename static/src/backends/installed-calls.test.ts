@@ -1,38 +1,45 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { ApiError, client, explain } from "../api/client";
-import { change, changeAll } from "./installed-calls";
+import { client } from "../api/client";
+import { changeAll } from "./installed-calls";
 
+let results: object[];
 const sent = () => (vi.mocked(client.POST).mock.calls as unknown as [string, { body: object }][]).map(([path, { body }]) => [path, body]);
 
 beforeEach(() => {
-  vi.spyOn(client, "POST").mockImplementation((() => Promise.resolve({ data: {}, response: new Response() })) as never);
+  results = [];
+  vi.spyOn(client, "POST").mockImplementation((() => Promise.resolve({ data: { results }, response: new Response() })) as never);
 });
 afterEach(() => {
   vi.restoreAllMocks();
 });
 
-it("several nodes are one request, and only an upgrade goes in waves", async () => {
-  const request = { backend: "a", nodes: ["n", "m"] };
-  await change("upgrade", request, true);
-  await change("upgrade", request, true, ["chat"]);
-  await change("upgrade", request, false, ["chat"]);
-  await change("reinstall", request, true);
-  await change("delete", request, true);
-  const [nodes, waves] = [["n", "m"], { canary: true, max_unavailable: 1 }];
+it("several backends and nodes are one request, and only an upgrade goes in waves (review R2)", async () => {
+  const requests = [
+    { backend: "a", nodes: ["n", "m"], lastReplicas: [] },
+    { backend: "b", nodes: ["n"], lastReplicas: ["chat"] },
+  ];
+  await changeAll("upgrade", requests, true);
+  await changeAll("upgrade", requests, false);
+  await changeAll("delete", requests, true);
+  const plain = [
+    { backend: "a", nodes: ["n", "m"] },
+    { backend: "b", nodes: ["n"] },
+  ];
+  const confirmed = plain.map((one, index) => ({ ...one, last_replicas: index === 1 ? ["chat"] : [] }));
   expect(sent()).toEqual([
-    ["/api/backends/upgrade/{name}", { nodes, waves }],
-    ["/api/backends/upgrade/{name}", { nodes, waves, last_replicas: ["chat"] }],
-    ["/api/backends/upgrade/{name}", { nodes }],
-    ["/api/backends/install/{name}", { nodes, force: true }],
-    ["/api/backends/delete/{name}", { nodes }],
+    ["/api/backends/changes", { verb: "upgrade", backends: confirmed, waves: { canary: true, max_unavailable: 1 } }],
+    ["/api/backends/changes", { verb: "upgrade", backends: plain }],
+    ["/api/backends/changes", { verb: "delete", backends: plain }],
   ]);
 });
 
 it("a backend that fails does not keep the others back; last replicas are told apart (E49)", async () => {
-  const refused = explain({ error: "the last one", field: "last_replicas", last_replicas: ["chat"] }, new Response(null, { status: 409 }));
-  const answers: Record<string, Error> = { b: new ApiError("busy", 409), c: refused };
-  const requests = ["a", "b", "c", "d"].map((backend) => ({ backend, nodes: ["n"] }));
-  const outcome = await changeAll(requests, ({ backend }) => (answers[backend] === undefined ? Promise.resolve() : Promise.reject(answers[backend])));
+  results = [{ backend: "a", jobID: "1" }, { backend: "b", error: "busy" }, { backend: "c", error: "the last one", last_replicas: ["chat"] }, { backend: "d", jobID: "2" }];
+  const outcome = await changeAll(
+    "upgrade",
+    ["a", "b", "c", "d"].map((backend) => ({ backend, nodes: ["n"], lastReplicas: [] })),
+    true,
+  );
   expect(outcome.started).toEqual(["a", "d"]);
   expect([...outcome.failed].map(([backend, error]) => `${backend}: ${error.message}`)).toEqual(["b: busy"]);
   expect([...outcome.lastReplicas]).toEqual([["c", ["chat"]]]);

@@ -1,32 +1,19 @@
-// The requests of the view of installed backends: one operation for each backend, over its nodes.
+// The request of the view of installed backends: one for all backends; the server makes one operation for each.
 import { ApiError, call, client } from "../api/client";
-import type { components } from "../api/schema";
-
-type Started = components["schemas"]["Started"];
 
 export type Verb = "upgrade" | "reinstall" | "delete";
 
 /** A canary, then one node at a time. */
 const WAVES = { canary: true, max_unavailable: 1 } as const;
 
-/** One backend and the ids of its nodes. */
+/** One backend, the ids of its nodes, and the models that may lose their last replica. */
 export interface BackendRequest {
   backend: string;
   nodes: readonly string[];
+  lastReplicas: readonly string[];
 }
 
-/** Does `verb` to a backend on these nodes; in waves, these models may lose their last replica. */
-export function change(verb: Verb, { backend, nodes }: BackendRequest, inWaves: boolean, confirmed: readonly string[] = []): Promise<Started> {
-  const params = { path: { name: backend } };
-  const body = { nodes: [...nodes] };
-  if (verb === "delete") return call(client.POST("/api/backends/delete/{name}", { params, body }));
-  // The question has named the requests that end.
-  if (verb === "reinstall") return call(client.POST("/api/backends/install/{name}", { params, body: { ...body, force: true } }));
-  const waves = inWaves ? { waves: WAVES, ...(confirmed.length === 0 ? {} : { last_replicas: [...confirmed] }) } : {};
-  return call(client.POST("/api/backends/upgrade/{name}", { params, body: { ...body, ...waves } }));
-}
-
-/** The outcome of several requests, by backend. */
+/** The outcome by backend. */
 export interface Outcome {
   started: string[];
   /** Models that have to be confirmed first. */
@@ -34,17 +21,17 @@ export interface Outcome {
   failed: Map<string, Error>;
 }
 
-/** Asks for one wish after the other, each whatever becomes of the others. */
-export async function changeAll(requests: readonly BackendRequest[], send: (request: BackendRequest) => Promise<unknown>): Promise<Outcome> {
+/** Does `verb` to each backend on its nodes; the requests that end were named in the question. */
+export async function changeAll(verb: Verb, requests: readonly BackendRequest[], inWaves: boolean): Promise<Outcome> {
+  const waves = inWaves && verb === "upgrade";
+  const backends = requests.map(({ backend, nodes, lastReplicas }) => ({ backend, nodes: [...nodes], ...(waves ? { last_replicas: [...lastReplicas] } : {}) }));
+  const { results } = await call(client.POST("/api/backends/changes", { body: { verb, backends, ...(waves ? { waves: WAVES } : {}) } }));
   const outcome: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
-  for (const request of requests) {
-    try {
-      await send(request);
-      outcome.started.push(request.backend);
-    } catch (error) {
-      if (error instanceof ApiError && error.lastReplicas.length > 0) outcome.lastReplicas.set(request.backend, error.lastReplicas);
-      else outcome.failed.set(request.backend, error instanceof Error ? error : new Error(String(error)));
-    }
+  for (const { backend, ...result } of results) {
+    const lastReplicas = result.last_replicas ?? [];
+    if (result.error === undefined) outcome.started.push(backend);
+    else if (lastReplicas.length > 0) outcome.lastReplicas.set(backend, lastReplicas);
+    else outcome.failed.set(backend, new ApiError(result.error, 409, result.field));
   }
   return outcome;
 }

@@ -14,7 +14,7 @@ import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { pendingOf } from "./installed-model";
-import { change as ask, changeAll, type Outcome, type Verb, type BackendRequest } from "./installed-calls";
+import { changeAll, type BackendRequest, type Outcome, type Verb } from "./installed-calls";
 import "../nodes/shared/shared.css";
 
 /** The change: backends, and the nodes of each. */
@@ -42,12 +42,13 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
   const skipped = namesByNode.filter(([node]) => refusal("install", node) !== "");
   const several = fit.length > 1;
   const waves = verb === "upgrade" && several && inWaves;
-  const requests = backendRequests(backends).filter(({ backend }) => !outcome.started.includes(backend));
+  const requests = backendRequests(backends, (backend) => (outcome.lastReplicas.get(backend) ?? []).filter((model) => confirmed.has(model))).filter(
+    ({ backend }) => !outcome.started.includes(backend),
+  );
   const toConfirm = waves ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
   const why = problemOf(fit, toConfirm, confirmed);
   const submission = useMutation({
-    mutationFn: () =>
-      changeAll(requests, (request) => ask(verb, request, waves, (outcome.lastReplicas.get(request.backend) ?? []).filter((model) => confirmed.has(model)))),
+    mutationFn: () => changeAll(verb, requests, waves),
     onSuccess: (now) => {
       // Confirmed models stay confirmed: the next answer names only new ones.
       const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
@@ -140,9 +141,9 @@ function byNode(backends: Change["backends"]): Named[] {
 }
 
 /** One for each backend that has a node left: without nodes, the server would take all. */
-function backendRequests(backends: Change["backends"]): BackendRequest[] {
+function backendRequests(backends: Change["backends"], confirmedFor: (backend: string) => string[]): BackendRequest[] {
   return backends
-    .map(({ name, nodes }) => ({ backend: name, nodes: nodes.filter((node) => refusal("install", node) === "").map((node) => node.id) }))
+    .map(({ name, nodes }) => ({ backend: name, nodes: nodes.filter((node) => refusal("install", node) === "").map((node) => node.id), lastReplicas: confirmedFor(name) }))
     .filter(({ nodes }) => nodes.length > 0);
 }
 

@@ -19,7 +19,7 @@ beforeEach(() => {
     "/api/backends/upgrades": {},
   };
   vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: answers[path], response: new Response() })) as never);
-  vi.spyOn(client, "POST").mockImplementation((() => Promise.resolve({ data: { jobID: "j" }, response: new Response() })) as never);
+  vi.spyOn(client, "POST").mockImplementation((() => Promise.resolve({ data: { results: [{ backend: "echo", jobID: "j" }] }, response: new Response() })) as never);
 });
 
 afterEach(() => {
@@ -65,14 +65,14 @@ it("a question names the nodes and what stops there; nothing is sent before (E52
   expect(client.POST).not.toHaveBeenCalled();
   fireEvent.click(within(dialog).getByRole("button", { name: "Delete 2 nodes" }));
   await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
-  expect(vi.mocked(client.POST).mock.calls).toEqual([["/api/backends/delete/{name}", { params: { path: { name: "echo" } }, body: { nodes: ["a", "b"] } }]]);
+  expect(vi.mocked(client.POST).mock.calls).toEqual([["/api/backends/changes", { body: { verb: "delete", backends: [{ backend: "echo", nodes: ["a", "b"] }] } }]]);
 });
 
 it("an upgrade goes in waves, and a last replica is confirmed by its name before it is sent again", async () => {
   answers["/api/backends/upgrades"] = { echo: { backend_name: "echo", installed_version: "1", available_version: "2" } };
   await open();
-  const refused = { error: "the last one", field: "last_replicas", last_replicas: ["chat"] };
-  vi.mocked(client.POST).mockImplementationOnce((() => Promise.resolve({ error: refused, response: new Response(null, { status: 409 }) })) as never);
+  const refused = { backend: "echo", error: "the last one", field: "last_replicas", last_replicas: ["chat"] };
+  vi.mocked(client.POST).mockImplementationOnce((() => Promise.resolve({ data: { results: [refused] }, response: new Response() })) as never);
   fireEvent.click(await screen.findByRole("button", { name: "Upgrade echo…" }));
   const dialog = screen.getByRole("dialog", { name: "Upgrade echo on 2 nodes" });
   expect(within(dialog).getByRole<HTMLInputElement>("radio", { name: /^In waves/ }).checked).toBe(true);
@@ -84,8 +84,8 @@ it("an upgrade goes in waves, and a last replica is confirmed by its name before
   fireEvent.click(box);
   fireEvent.click(send);
   await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
-  const body = { nodes: ["a", "b"], waves: { canary: true, max_unavailable: 1 }, last_replicas: ["chat"] };
-  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/upgrade/{name}", { params: { path: { name: "echo" } }, body }]);
+  const backends = [{ backend: "echo", nodes: ["a", "b"], last_replicas: ["chat"] }];
+  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/changes", { body: { verb: "upgrade", backends, waves: { canary: true, max_unavailable: 1 } } }]);
 });
 
 it("chosen nodes are the only ones that are asked", async () => {

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import yaml
@@ -107,6 +108,58 @@ def test_a_reinstall_is_forced_and_waits_for_no_request() -> None:
     assert (row.force, row.spares_requests) == (True, False)
     refused = post("/api/backends/install/{name}", {"force": "yes"}, name="echo")
     assert (refused.status_code, refused.json()["field"]) == (400, "force")
+
+
+CHANGES = "/api/backends/changes"
+
+
+@pytest.mark.rule("http-4.2", "E49")
+def test_several_backends_change_by_one_request() -> None:
+    """Review R2: leaving the page must not lose half of them; one refusal does not affect the others."""
+    a, b, unknown = node("a", has="echo"), node("b", has="other"), str(uuid4())
+    NodeBackend.objects.create(node=b, name="echo")
+    backends = [
+        {"backend": "echo", "nodes": [str(a.id), str(b.id)]},
+        {"backend": "absent", "nodes": [unknown]},
+        {"backend": "other", "nodes": [str(b.id)]},
+    ]
+    body = {"verb": "upgrade", "backends": backends, "waves": {}}
+    echo, absent, other = post(CHANGES, body).json()["results"]
+    assert (parts(echo["jobID"]), parts(other["jobID"])) == (["a", "b"], ["b"])
+    assert absent == {"backend": "absent", "error": f"node {unknown} is not registered", "field": "nodes"}
+    again = post(CHANGES, body).json()["results"]
+    assert [one.get("jobID") for one in again] == [echo["jobID"], None, other["jobID"]]
+    assert again[0]["deduplicated"]
+
+
+@pytest.mark.rule("http-4.2")
+def test_a_reinstall_of_several_is_forced_and_a_deletion_deletes() -> None:
+    a = node("a", has="echo")
+    for verb in ("reinstall", "delete"):
+        body = {"verb": verb, "backends": [{"backend": "echo", "nodes": [str(a.id)]}]}
+        assert "jobID" in post(CHANGES, body).json()["results"][0]
+    assert [(row.op, row.force) for row in PendingBackendOp.objects.order_by("requested_at")] == [
+        ("install", True),
+        ("delete", False),
+    ]
+
+
+@pytest.mark.rule("http-4.2")
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"verb": "erase"}, "verb"),
+        ({"backends": []}, "backends"),
+        ({"backends": [{"backend": "../x"}]}, "backends"),
+        ({"backends": [{"backend": "a"}, {"backend": "local@a"}]}, "backends"),
+        ({"backends": [{"backend": "a", "last_replicas": ["m"]}]}, "last_replicas"),
+        ({"verb": "delete", "waves": {}}, "waves"),
+    ],
+)
+def test_a_wrong_change_of_several_changes_nothing(wrong: dict[str, Any], field: str) -> None:
+    refused = post(CHANGES, {"verb": "upgrade", "backends": [{"backend": "a"}]} | wrong)
+    assert (refused.status_code, refused.json()["field"].partition(".")[0]) == (400, field)
+    assert not Operation.objects.exists()
 
 
 @pytest.mark.rule("http-4.2")

@@ -157,6 +157,13 @@ def test_the_answer_names_last_replicas_until_they_are_confirmed() -> None:
     refused = api.admin().post("/api/backends/upgrade/echo", body)
     assert refused.status_code == 409
     assert (refused.json()["field"], refused.json()["last_replicas"]) == ("last_replicas", ["alone"])
+    one = {"backend": "echo", "nodes": body["nodes"]}
+    (several,) = (
+        api.admin()
+        .post("/api/backends/changes", {"verb": "upgrade", "backends": [one], "waves": {}})
+        .json()["results"]
+    )
+    assert several == {"backend": "echo"} | refused.json()
     assert not Operation.objects.exists()
     started = api.admin().post("/api/backends/upgrade/echo", body | {"last_replicas": ["alone"]})
     assert started.status_code == 200, started.content
