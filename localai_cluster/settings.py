@@ -200,8 +200,6 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api",
     "ENUM_NAME_OVERRIDES": {
         "NodeStatus": "nodes.models.NodeStatus",
-        "OperationStatus": "operations.models.Status",
-        "TargetStatus": "operations.models.TargetStatus",
     },
     "SWAGGER_UI_DIST": "SIDECAR",
     # A deep link is an anchor inside of the button that opens its operation: two controls in one place.

@@ -20,6 +20,8 @@ Row = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
+NUMBER: Schema = {"type": "number", "minimum": 0}
+PERCENT: Schema = NUMBER | {"maximum": 100, "format": "double"}
 UUID: Schema = {"type": "string", "format": "uuid"}
 TIME: Schema = {"type": "string", "format": "date-time"}
 BYTES: Schema = {"type": "integer", "maximum": 2**63 - 1, "minimum": 0, "format": "int64"}

@@ -18,7 +18,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals, refusals
-from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
+from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, Row, Shape, count, field
 from nodes.api.base import response_example
 from nodes.backends import catalogue
 from nodes.definitions import folder
@@ -27,7 +27,6 @@ from nodes.definitions.sizes import MEASURE_LIMIT
 from nodes.models import BackendNode, NodeModel, NodeType
 from nodes.scheduling import store
 
-NUMBER = {"type": "number", "minimum": 0}
 LOADED_MODEL = Shape(
     "LoadedModel", "A model that a node serves.", [field("id", TEXT), field("backend", TEXT, optional=True)]
 )

@@ -19,6 +19,7 @@ from localai_cluster.web.shapes import (
     reference,
 )
 from nodes.registry.shape import LIVE_NODE, LIVE_NODE_PATCH
+from operations.changes.feed import OPERATION
 
 NOTICE = Shape(
     "Notice",
@@ -48,7 +49,6 @@ class Message(Shape):
         return super().of(type=self.kind, **values)
 
 
-_OPERATIONS: Schema = {"type": "array", "items": reference("Operation")}
 HELLO = Message(
     "FeedHello",
     "hello",
@@ -63,14 +63,14 @@ OPERATIONS_SNAPSHOT = Message(
     "operations.snapshot",
     "The live list as it is: what is not in it has ended or was dismissed.",
     field("seq", count(), "Where the reader stands."),
-    field("operations", _OPERATIONS),
+    field("operations", OPERATION.many),
 )
 OPERATIONS_DELTA = Message(
     "FeedOperationsDelta",
     "operations.delta",
     "Operations that changed, in the order of their last change; ended and dismissed ones too.",
     field("seq", count(), "Where the reader stands afterwards."),
-    field("operations", _OPERATIONS),
+    field("operations", OPERATION.many),
     field(
         "partial",
         {"type": "array", "items": UUID},

@@ -20,7 +20,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import names
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, Time, column, count
+from localai_cluster.web.shapes import FLAG, NUMBER, TEXT, TIME, UUID, Row, Shape, Time, column, count
 from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.scheduling.rules import Rule, check_rule
 from operations.changes.events import notify
@@ -28,7 +28,6 @@ from operations.models import Operation
 
 LOAD_KIND = "model_load"
 """Kind of the operation that loads a model (`nodes/loading/load.py`)."""
-NUMBER = {"type": "number", "minimum": 0}
 
 
 def _counted(rows: QuerySet[Model], model_column: str) -> Coalesce:

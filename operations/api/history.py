@@ -81,7 +81,7 @@ class HistoryView(APIView):
         tags=["operations"],
         parameters=[_Query],
         responses={
-            200: shapes.HistorySerializer,
+            200: shapes.HISTORY.ref,
             **flat_refusals(400),
         },
     )
@@ -112,7 +112,7 @@ class InboxView(APIView):
         tags=["operations"],
         parameters=[_Page],
         responses={
-            200: shapes.InboxSerializer,
+            200: shapes.INBOX.ref,
             **flat_refusals(400),
         },
     )

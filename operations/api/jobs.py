@@ -19,7 +19,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import flat_refusals, refusals
 from localai_cluster.web.rest import validate_body
-from localai_cluster.web.shapes import mapping, reference
+from localai_cluster.web.shapes import mapping
 from operations import kinds, targets
 from operations.api import serializers as shapes
 from operations.changes import feed
@@ -51,7 +51,7 @@ class JobView(APIView):
         operation_id="backends_job",
         summary="Show an operation",
         tags=["operations"],
-        responses={200: shapes.JobSerializer, **flat_refusals(404)},
+        responses={200: shapes.JOB.ref, **flat_refusals(404)},
     )
     def get(self, request: Request, uid: str) -> Response:
         """The state of an operation, for as long as its record exists."""
@@ -65,22 +65,20 @@ class ModelJobView(JobView):
 
 def job_of(operation: Operation) -> dict[str, Any]:
     """Return the job of §3.7; `queued` follows O4, so a waiting operation is queued from the start (O62)."""
-    job: dict[str, Any] = {
-        "progress": operation.progress,
-        "message": operation.message,
-        "galleryElementName": operation.element,
-        "processed": operation.status in TERMINAL,
-        "deletion": feed.facts_of(operation).is_deletion,
-        "queued": operation.status in ACTIVE and operation.phase == QUEUED,
-    }
-    if operation.status == Status.COMPLETED:
-        job["completed"] = True
-    elif operation.error:
-        job["error"] = operation.error
     parts = list(operation.targets.all())
-    if parts:
-        job["nodes"] = [feed.target_as_dict(part) for part in parts]
-    return job | {"state": _state(operation, parts)}
+    is_completed = operation.status == Status.COMPLETED
+    return shapes.JOB.of(
+        progress=operation.progress,
+        message=operation.message,
+        galleryElementName=operation.element,
+        processed=operation.status in TERMINAL,
+        deletion=feed.facts_of(operation).is_deletion,
+        queued=operation.status in ACTIVE and operation.phase == QUEUED,
+        completed=is_completed,
+        error="" if is_completed else operation.error,
+        nodes=[feed.target_as_dict(part) for part in parts],
+        state=_state(operation, parts),
+    )
 
 
 def _state(operation: Operation, parts: Sequence[OperationTarget]) -> str:
@@ -98,7 +96,7 @@ class JobStatusView(APIView):
         operation_id="backends_job_status",
         summary="Show an operation's raw status",
         tags=["operations"],
-        responses={200: shapes.JobStatusSerializer, **refusals(401, 403, 404)},
+        responses={200: shapes.JOB_STATUS.ref, **refusals(401, 403, 404)},
     )
     def get(self, request: Request, uid: str) -> Response:
         """The same as the job, in the words of the reference's status, with bytes and file (§3.9)."""
@@ -119,7 +117,7 @@ class BackendJobsView(APIView):
         operation_id="backends_jobs",
         summary="List raw statuses",
         tags=["operations"],
-        responses={200: mapping(reference("JobStatus")), **refusals(401, 403)},
+        responses={200: mapping(shapes.JOB_STATUS.ref), **refusals(401, 403)},
     )
     def get(self, request: Request) -> Response:
         """By id, the newest 500 operations that are active or have ended within the last hour."""
@@ -140,27 +138,24 @@ def status_of(operation: Operation) -> dict[str, Any]:
     """Return the status of §3.9; it omits empty texts, numbers and lists where the reference omits them."""
     parts = list(operation.targets.all())
     total, current = operation.total_bytes, operation.current_bytes
-    optional = {
-        "error": operation.error,
-        "phase": operation.phase,
-        "current_bytes": current,
-        "total_bytes": total,
-        "nodes": [feed.target_as_dict(part) for part in parts],
-    }
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
-    return {
-        "deletion": feed.facts_of(operation).is_deletion,
-        "file_name": next(filter(None, under_way), ""),
-        "processed": operation.status in TERMINAL,
-        "message": operation.message,
-        "progress": operation.progress,
-        "file_size": human_bytes(total) if total else "",
-        "downloaded_size": human_bytes(current) if current else "",
-        "gallery_element_name": operation.element,
-        "cancelled": operation.status == Status.CANCELLED,
-        "cancellable": operation.cancellable,
-        **{name: value for name, value in optional.items() if value},
-    }
+    return shapes.JOB_STATUS.of(
+        deletion=feed.facts_of(operation).is_deletion,
+        file_name=next(filter(None, under_way), ""),
+        processed=operation.status in TERMINAL,
+        message=operation.message,
+        progress=operation.progress,
+        file_size=human_bytes(total) if total else "",
+        downloaded_size=human_bytes(current) if current else "",
+        gallery_element_name=operation.element,
+        cancelled=operation.status == Status.CANCELLED,
+        cancellable=operation.cancellable,
+        error=operation.error,
+        phase=operation.phase,
+        current_bytes=current,
+        total_bytes=total,
+        nodes=[feed.target_as_dict(part) for part in parts],
+    )
 
 
 class DismissView(APIView):
@@ -213,7 +208,7 @@ class OperationsView(APIView):
         operation_id="operations_list",
         summary="List operations",
         tags=["operations"],
-        responses={200: shapes.OperationListSerializer, **flat_refusals()},
+        responses={200: shapes.OPERATIONS.ref, **flat_refusals()},
     )
     def get(self, request: Request) -> Response:
         """Waiting and running operations, and failures not dismissed yet; least progress first."""
@@ -230,7 +225,7 @@ class OperationView(APIView):
         summary="Show one operation",
         tags=["operations"],
         responses={
-            200: shapes.OperationSerializer,
+            200: feed.OPERATION.ref,
             **flat_refusals(404),
         },
     )

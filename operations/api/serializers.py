@@ -1,4 +1,4 @@
-"""The shapes of operations on the wire, for the API document; `changes/feed.py` makes the values."""
+"""What the routes of operations take and return; the shape of an operation is in `changes/feed.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,132 +6,23 @@ from typing import Any
 from rest_framework import serializers
 
 from localai_cluster.web.rest import NullIsAbsent, Text
-from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
-from operations.changes import feed
+from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, UUID, Shape, field
+from operations.changes.feed import FIELDS, OPERATION, TARGET, WHOLE
 from operations.ledger.admission import Admission
-from operations.models import Status, TargetStatus, Waves
 
-
-class WaitSerializer(serializers.Serializer[Any]):
-    """What waiting work waits for, in the lists and in one operation; the live feed does not say it."""
-
-    waitsFor = serializers.CharField(required=False, help_text="What it waits for at this moment.")
-    waitsSince = serializers.DateTimeField(required=False, help_text="Since when its node is not healthy.")
-    queuePlace = serializers.IntegerField(
-        required=False, min_value=1, help_text="Its place in the queue of its node, or of the controllers."
-    )
-
-
-class OperationTargetSerializer(WaitSerializer):
-    """One node's part of an operation."""
-
-    node_id = serializers.UUIDField()
-    node_name = serializers.CharField()
-    status = serializers.ChoiceField(choices=TargetStatus.choices)
-    percentage = serializers.FloatField(min_value=0, max_value=100)
-    file_name = serializers.CharField(required=False)
-    phase = serializers.CharField(required=False)
-    error = serializers.CharField(required=False)
-    current = serializers.CharField(required=False)
-    total = serializers.CharField(required=False)
-    current_bytes = serializers.IntegerField(required=False)
-    total_bytes = serializers.IntegerField(required=False)
-    reason = serializers.CharField(
-        required=False, help_text="What it waits for, or what there is to say of its end."
-    )
-    attempts = serializers.IntegerField(required=False, help_text="Attempts that failed.")
-    nextLookAt = serializers.DateTimeField(required=False)
-    lastProgressAt = serializers.DateTimeField(
-        required=False, help_text="While it runs: when something was last heard of it."
-    )
-    timeLimitAt = serializers.DateTimeField(
-        required=False, help_text="While it runs: when its step is given up as unanswered."
-    )
-    overdueSince = serializers.DateTimeField(
-        required=False, help_text="Since when its time limit is over; the worker may still be busy with it."
-    )
-    startedAt = serializers.DateTimeField(required=False)
-    finishedAt = serializers.DateTimeField(required=False)
-    wave = serializers.IntegerField(
-        required=False, min_value=0, help_text="When its turn is, in an upgrade in waves; 0 = the canary."
-    )
-
-
-class WavesSerializer(serializers.Serializer[Any]):
-    """An upgrade in waves: the plan, how far it is, and what was chosen. Parts say in which wave they are."""
-
-    state = serializers.ChoiceField(
-        choices=Waves.choices, help_text="`asks`: a wave failed; continue or stop (`…/waves`)."
-    )
-    open = serializers.IntegerField(min_value=0, help_text="The wave that is carried out, or ended last.")
-    count = serializers.IntegerField(min_value=0, help_text="How many waves there are.")
-    maxUnavailable = serializers.IntegerField(min_value=1)
-    canary = serializers.BooleanField()
-    lastReplicas = serializers.ListField(
-        child=serializers.CharField(), help_text="Models whose last replica may stop."
-    )
-
-
-class OperationSerializer(WaitSerializer):
-    """One operation (`contract/http-api.md` §3.2), with its kind, status, sequence and next look."""
-
-    id = serializers.CharField()
-    name = serializers.CharField()
-    fullName = serializers.CharField()
-    jobID = serializers.UUIDField()
-    kind = serializers.CharField()
-    status = serializers.ChoiceField(choices=Status.choices)
-    progress = serializers.IntegerField(min_value=0, max_value=100)
-    taskType = serializers.ChoiceField(choices=tuple(feed.TaskType))
-    isDeletion = serializers.BooleanField()
-    isBackend = serializers.BooleanField()
-    isQueued = serializers.BooleanField()
-    cancellable = serializers.BooleanField()
-    lastProgressAt = serializers.DateTimeField(
-        required=False, help_text="While it runs: when something was last heard of it."
-    )
-    timeLimitAt = serializers.DateTimeField(
-        required=False, help_text="While it runs: when its step is given up as unanswered."
-    )
-    message = serializers.CharField(allow_blank=True)
-    attempts = serializers.IntegerField()
-    nextLookAt = serializers.DateTimeField()
-    givesUpAt = serializers.DateTimeField(
-        required=False, help_text="Until when it waits at the longest; only while it waits and has a limit."
-    )
-    requestID = serializers.CharField(allow_blank=True)
-    actor = serializers.CharField()
-    seq = serializers.IntegerField()
-    createdAt = serializers.DateTimeField()
-    startedAt = serializers.DateTimeField(required=False)
-    finishedAt = serializers.DateTimeField(required=False)
-    nodeID = serializers.UUIDField(required=False)
-    nodeName = serializers.CharField(required=False)
-    phase = serializers.CharField(required=False)
-    currentBytes = serializers.IntegerField(required=False)
-    totalBytes = serializers.IntegerField(required=False)
-    error = serializers.CharField(required=False)
-    dismissedAt = serializers.DateTimeField(required=False, help_text="Since when it is off the live list.")
-    dismissedBy = serializers.CharField(required=False)
-    dismissedComment = serializers.CharField(required=False)
-    allNodes = serializers.BooleanField(
-        required=False, help_text="It was asked for all nodes that there were for it."
-    )
-    clientAddress = serializers.CharField(required=False)
-    waves = WavesSerializer(required=False)
-    nodes = OperationTargetSerializer(many=True, required=False)
-
-
-class OperationListSerializer(serializers.Serializer[Any]):
-    """The live list."""
-
-    operations = OperationSerializer(many=True)
-
-
-class InboxSerializer(OperationListSerializer):
-    """A page of the inbox."""
-
-    nextCursor = serializers.CharField(required=False, help_text="Leads to the older ones.")
+OPERATIONS = Shape("OperationList", "The live list.", [field("operations", OPERATION.many)])
+_CURSOR = field("nextCursor", TEXT, "Leads to the older ones.", optional=True)
+INBOX = Shape("Inbox", "A page of the inbox.", [field("operations", OPERATION.many), _CURSOR])
+HISTORY_ENTRY = Shape(
+    "HistoryEntry",
+    "An operation that has ended (§3.6).",
+    [
+        *(entry for entry in FIELDS if entry.name != "taskType"),
+        field("outcome", {"type": "string", "enum": ["completed", "failed", "cancelled"]}),
+        field("taskType", {"type": "string", "enum": ["installation", "deletion"]}),
+    ],
+)
+HISTORY = Shape("History", "A page of the record.", [field("operations", HISTORY_ENTRY.many), _CURSOR])
 
 
 class DoneSerializer(serializers.Serializer[Any]):
@@ -139,20 +30,6 @@ class DoneSerializer(serializers.Serializer[Any]):
 
     success = serializers.BooleanField()
     message = serializers.CharField()
-
-
-class HistoryEntrySerializer(OperationSerializer):
-    """An operation that has ended (§3.6)."""
-
-    outcome = serializers.ChoiceField(choices=("completed", "failed", "cancelled"))
-    taskType = serializers.ChoiceField(choices=("installation", "deletion"))
-
-
-class HistorySerializer(serializers.Serializer[Any]):
-    """A page of the record."""
-
-    operations = HistoryEntrySerializer(many=True)
-    nextCursor = serializers.CharField(required=False, help_text="Leads to the older ones.")
 
 
 class SuccessSerializer(serializers.Serializer[Any]):
@@ -171,39 +48,43 @@ STATES = ("queued", "running", "verifying", "waiting_for_nodes", "completed", "f
 """O62."""
 
 
-class JobSerializer(serializers.Serializer[Any]):
-    """How one operation goes (§3.7)."""
-
-    progress = serializers.FloatField(min_value=0, max_value=100)
-    message = serializers.CharField(allow_blank=True)
-    galleryElementName = serializers.CharField(allow_blank=True)
-    processed = serializers.BooleanField()
-    deletion = serializers.BooleanField()
-    queued = serializers.BooleanField()
-    error = serializers.CharField(required=False)
-    completed = serializers.BooleanField(required=False)
-    state = serializers.ChoiceField(choices=STATES)
-    nodes = OperationTargetSerializer(many=True, required=False)
-
-
-class JobStatusSerializer(serializers.Serializer[Any]):
-    """How one operation goes, in the words of the reference's status (§3.9)."""
-
-    deletion = serializers.BooleanField()
-    file_name = serializers.CharField(allow_blank=True)
-    processed = serializers.BooleanField()
-    message = serializers.CharField(allow_blank=True)
-    progress = serializers.FloatField(min_value=0, max_value=100)
-    file_size = serializers.CharField(allow_blank=True, help_text="For people, such as `1.2 GiB`.")
-    downloaded_size = serializers.CharField(allow_blank=True)
-    gallery_element_name = serializers.CharField(allow_blank=True)
-    cancelled = serializers.BooleanField()
-    cancellable = serializers.BooleanField()
-    error = serializers.CharField(required=False)
-    phase = serializers.CharField(required=False)
-    current_bytes = serializers.IntegerField(required=False)
-    total_bytes = serializers.IntegerField(required=False)
-    nodes = OperationTargetSerializer(many=True, required=False)
+JOB = Shape(
+    "Job",
+    "How one operation goes (§3.7).",
+    [
+        field("progress", PERCENT),
+        field("message", TEXT),
+        field("galleryElementName", TEXT),
+        field("processed", FLAG),
+        field("deletion", FLAG),
+        field("queued", FLAG),
+        field("error", TEXT, optional=True),
+        field("completed", FLAG, optional=True),
+        field("state", {"type": "string", "enum": list(STATES)}),
+        field("nodes", TARGET.many, optional=True),
+    ],
+)
+JOB_STATUS = Shape(
+    "JobStatus",
+    "How one operation goes, in the words of the reference's status (§3.9).",
+    [
+        field("deletion", FLAG),
+        field("file_name", TEXT),
+        field("processed", FLAG),
+        field("message", TEXT),
+        field("progress", PERCENT),
+        field("file_size", TEXT, "For people, such as `1.2 GiB`."),
+        field("downloaded_size", TEXT),
+        field("gallery_element_name", TEXT),
+        field("cancelled", FLAG),
+        field("cancellable", FLAG),
+        field("error", TEXT, optional=True),
+        field("phase", TEXT, optional=True),
+        field("current_bytes", WHOLE, optional=True),
+        field("total_bytes", WHOLE, optional=True),
+        field("nodes", TARGET.many, optional=True),
+    ],
+)
 
 
 MOST_NODES = 2000

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
 
 from django.db import connection, transaction
 
 from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, TEXTS, TIME, UUID, Row, Shape, count, enum, field
 from operations import models
-from operations.models import Operation, OperationTarget, Status, TargetStatus
+from operations.models import Operation, OperationTarget, Status, TargetStatus, Waves
 
 _RESTING = (Status.PENDING, Status.WAITING)
 
@@ -59,115 +59,214 @@ class Feed:
     """Operations as of `seq`."""
 
     seq: int
-    operations: list[dict[str, Any]]
+    operations: list[Row]
 
 
-def target_as_dict(target: OperationTarget) -> dict[str, Any]:
+WHOLE = {"type": "integer"}
+_WAITS = (
+    field("waitsFor", TEXT, "What it waits for at this moment.", optional=True),
+    field("waitsSince", TIME, "Since when its node is not healthy.", optional=True),
+    field(
+        "queuePlace", count(1), "Its place in the queue of its node, or of the controllers.", optional=True
+    ),
+)
+"""What the lists and single operations say about waiting work, but not the live feed."""
+_RUNS = (
+    field("lastProgressAt", TIME, "While it runs: when something was last heard of it.", optional=True),
+    field("timeLimitAt", TIME, "While it runs: when its step is given up as unanswered.", optional=True),
+    field("startedAt", TIME, optional=True),
+    field("finishedAt", TIME, optional=True),
+)
+TARGET = Shape(
+    "OperationTarget",
+    "One node's part of an operation.",
+    [
+        field("node_id", UUID),
+        field("node_name", TEXT),
+        field("status", enum("TargetStatus", TargetStatus).ref),
+        field("percentage", PERCENT),
+        field("file_name", TEXT, optional=True),
+        field("phase", TEXT, optional=True),
+        field("error", TEXT, optional=True),
+        field("current", TEXT, optional=True),
+        field("total", TEXT, optional=True),
+        field("current_bytes", WHOLE, optional=True),
+        field("total_bytes", WHOLE, optional=True),
+        field("reason", TEXT, "What it waits for, or what there is to say of its end.", optional=True),
+        field("attempts", WHOLE, "Attempts that failed.", optional=True),
+        field("nextLookAt", TIME, optional=True),
+        field(
+            "overdueSince",
+            TIME,
+            "Since when its time limit is over; the worker may still be busy with it.",
+            optional=True,
+        ),
+        field("wave", count(), "When its turn is, in an upgrade in waves; 0 = the canary.", optional=True),
+        *_RUNS,
+        *_WAITS,
+    ],
+)
+WAVES = Shape(
+    "Waves",
+    "An upgrade in waves: the plan, how far it is, and what was chosen. Parts say in which wave they are.",
+    [
+        field(
+            "state",
+            enum("WavesStateEnum", Waves).ref,
+            "`asks`: a wave failed; continue or stop (`…/waves`).",
+        ),
+        field("open", count(), "The wave that is carried out, or ended last."),
+        field("count", count(), "How many waves there are."),
+        field("maxUnavailable", count(1)),
+        field("canary", FLAG),
+        field("lastReplicas", TEXTS, "Models whose last replica may stop."),
+    ],
+)
+FIELDS = (
+    field("id", TEXT),
+    field("name", TEXT),
+    field("fullName", TEXT),
+    field("jobID", UUID),
+    field("kind", TEXT),
+    field("status", enum("OperationStatus", Status).ref),
+    field("progress", count(0, maximum=100)),
+    field("taskType", {"type": "string", "enum": list(TaskType)}),
+    field("isDeletion", FLAG),
+    field("isBackend", FLAG),
+    field("isQueued", FLAG),
+    field("cancellable", FLAG),
+    field("message", TEXT),
+    field("attempts", WHOLE),
+    field("nextLookAt", TIME),
+    field(
+        "givesUpAt",
+        TIME,
+        "Until when it waits at the longest; only while it waits and has a limit.",
+        optional=True,
+    ),
+    field("requestID", TEXT),
+    field("actor", TEXT),
+    field("seq", WHOLE),
+    field("createdAt", TIME),
+    field("nodeID", UUID, optional=True),
+    field("nodeName", TEXT, optional=True),
+    field("phase", TEXT, optional=True),
+    field("currentBytes", WHOLE, optional=True),
+    field("totalBytes", WHOLE, optional=True),
+    field("error", TEXT, optional=True),
+    field("dismissedAt", TIME, "Since when it is off the live list.", optional=True),
+    field("dismissedBy", TEXT, optional=True),
+    field("dismissedComment", TEXT, optional=True),
+    field("allNodes", FLAG, "It was asked for all nodes that there were for it.", optional=True),
+    field("clientAddress", TEXT, optional=True),
+    field("waves", WAVES.ref, optional=True),
+    field("nodes", TARGET.many, optional=True),
+    *_RUNS,
+    *_WAITS,
+)
+OPERATION = Shape(
+    "Operation",
+    "One operation (`contract/http-api.md` §3.2), with its kind, status, sequence and next look.",
+    FIELDS,
+)
+
+
+def target_as_dict(target: OperationTarget) -> Row:
     """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
     has_explanation = target.waits_for_node or target.attempts or target.overdue_since
-    optional = {
-        "file_name": target.file_name,
-        "phase": target.phase,
-        "error": target.error or (target.reason if waits and has_explanation else ""),
-        "reason": target.reason,
-        "attempts": target.attempts,
-        "nextLookAt": _moment(target.next_check_at),
-        "lastProgressAt": _moment(target.last_progress_at) if runs else "",
-        "timeLimitAt": _moment(target.time_limit_at) if runs else "",
-        "overdueSince": _moment(target.overdue_since),
-        "startedAt": _moment(target.started_at),
-        "finishedAt": _moment(target.finished_at),
-        "current": human_bytes(target.current_bytes) if target.current_bytes else "",
-        "total": human_bytes(target.total_bytes) if target.total_bytes else "",
-        "current_bytes": target.current_bytes,
-        "total_bytes": target.total_bytes,
-    }
-    return {
-        "node_id": str(target.node_id),
-        "node_name": target.node_name,
-        "status": target.status,
-        "percentage": target.percentage,
-        **({} if target.wave is None else {"wave": target.wave}),
-        **{key: value for key, value in optional.items() if value},
-    }
+    row = TARGET.of(
+        node_id=str(target.node_id),
+        node_name=target.node_name,
+        status=target.status,
+        percentage=target.percentage,
+        file_name=target.file_name,
+        phase=target.phase,
+        error=target.error or (target.reason if waits and has_explanation else ""),
+        reason=target.reason,
+        attempts=target.attempts,
+        nextLookAt=_moment(target.next_check_at),
+        lastProgressAt=_moment(target.last_progress_at) if runs else "",
+        timeLimitAt=_moment(target.time_limit_at) if runs else "",
+        overdueSince=_moment(target.overdue_since),
+        startedAt=_moment(target.started_at),
+        finishedAt=_moment(target.finished_at),
+        current=human_bytes(target.current_bytes) if target.current_bytes else "",
+        total=human_bytes(target.total_bytes) if target.total_bytes else "",
+        current_bytes=target.current_bytes,
+        total_bytes=target.total_bytes,
+    )
+    if target.wave is not None:  # 0, which `of` omits, is the canary's.
+        row["wave"] = target.wave
+    return row
 
 
-def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> dict[str, Any] | None:
+def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> Row | None:
     """Return the state of an upgrade in waves; None for other operations."""
     if not operation.waves:
         return None
     plan = operation.payload["waves"]
-    return {
-        "state": operation.waves,
-        "open": operation.open_wave,
-        "count": len({target.wave for target in targets}),
-        "maxUnavailable": plan["max_unavailable"],
-        "canary": plan["canary"],
-        "lastReplicas": plan["last_replicas"],
-    }
+    return WAVES.of(
+        state=operation.waves,
+        open=operation.open_wave,
+        count=len({target.wave for target in targets}),
+        maxUnavailable=plan["max_unavailable"],
+        canary=plan["canary"],
+        lastReplicas=plan["last_replicas"],
+    )
 
 
 def _moment(at: datetime | None) -> str:
     return at.isoformat() if at is not None else ""
 
 
-def _gives_up_at(operation: Operation) -> str:
-    """Return the time at which a waiting operation is abandoned; "" if it does not wait or has no limit."""
-    resting = operation.status in _RESTING
-    return operation.needed_until.isoformat() if resting and operation.needed_until is not None else ""
-
-
-def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
+def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Row:
     """Return an operation for the wire."""
-    name = operation.element.rpartition("@")[2]
-    targets, runs, kind = list(targets), operation.status == Status.PROCESSING, facts_of(operation)
-    optional: dict[str, Any] = {
-        "nodeID": str(operation.node_id) if operation.node_id else "",
-        "nodeName": operation.node_name,
-        "phase": operation.phase,
-        "currentBytes": operation.current_bytes,
-        "totalBytes": operation.total_bytes,
-        "error": operation.error,
-        "nodes": [target_as_dict(target) for target in targets],
-        "startedAt": operation.started_at and operation.started_at.isoformat(),
-        "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
-        "dismissedAt": operation.dismissed_at and operation.dismissed_at.isoformat(),
-        "dismissedBy": operation.dismissed_by,
-        "dismissedComment": operation.dismissed_comment,
-        "allNodes": bool(operation.payload.get("all_nodes")),
-        "clientAddress": operation.client_address,
-        "lastProgressAt": _moment(operation.last_progress_at) if runs else "",
-        "timeLimitAt": _moment(operation.time_limit_at) if runs else "",
-        "givesUpAt": _gives_up_at(operation),
-        "waves": _waves(operation, targets),
-    }
-    return {
-        "id": operation.element,
-        "name": name,
-        "fullName": operation.element,
-        "jobID": str(operation.id),
-        "kind": operation.kind,
-        "status": operation.status,
-        "progress": int(operation.progress),
-        "taskType": kind.task_type,
-        "isDeletion": kind.is_deletion,
-        "isBackend": kind.subject == "backend",
-        "isQueued": operation.status in _RESTING,
-        "cancellable": operation.cancellable,
-        "message": operation.message,
-        "attempts": operation.attempts,
-        "nextLookAt": operation.next_attempt_at.isoformat(),
-        "requestID": operation.request_id,
-        "actor": operation.actor,
-        "seq": operation.seq,
-        "createdAt": operation.created_at.isoformat(),
-        **{key: value for key, value in optional.items() if value},
-    }
+    targets, kind = list(targets), facts_of(operation)
+    runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING
+    return OPERATION.of(
+        id=operation.element,
+        name=operation.element.rpartition("@")[2],
+        fullName=operation.element,
+        jobID=str(operation.id),
+        kind=operation.kind,
+        status=operation.status,
+        progress=int(operation.progress),
+        taskType=kind.task_type,
+        isDeletion=kind.is_deletion,
+        isBackend=kind.subject == "backend",
+        isQueued=rests,
+        cancellable=operation.cancellable,
+        message=operation.message,
+        attempts=operation.attempts,
+        nextLookAt=operation.next_attempt_at.isoformat(),
+        requestID=operation.request_id,
+        actor=operation.actor,
+        seq=operation.seq,
+        createdAt=operation.created_at.isoformat(),
+        nodeID=str(operation.node_id) if operation.node_id else "",
+        nodeName=operation.node_name,
+        phase=operation.phase,
+        currentBytes=operation.current_bytes,
+        totalBytes=operation.total_bytes,
+        error=operation.error,
+        nodes=[target_as_dict(target) for target in targets],
+        startedAt=_moment(operation.started_at),
+        finishedAt=_moment(operation.finished_at),
+        dismissedAt=_moment(operation.dismissed_at),
+        dismissedBy=operation.dismissed_by,
+        dismissedComment=operation.dismissed_comment,
+        allNodes=bool(operation.payload.get("all_nodes")),
+        clientAddress=operation.client_address,
+        lastProgressAt=_moment(operation.last_progress_at) if runs else "",
+        timeLimitAt=_moment(operation.time_limit_at) if runs else "",
+        givesUpAt=_moment(operation.needed_until) if rests else "",
+        waves=_waves(operation, targets),
+    )
 
 
-def _rows(operations: Iterable[Operation]) -> list[dict[str, Any]]:
+def _rows(operations: Iterable[Operation]) -> list[Row]:
     return [as_dict(operation, operation.targets.all()) for operation in operations]
 
 
@@ -209,7 +308,7 @@ def change_of(
     operation: Operation,
     targets: Sequence[OperationTarget],
     moved: Collection[OperationTarget] | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Return the change for readers that have the previous state; `moved` has the changed targets.
 
     With `moved` the unchanged targets are omitted, and the change is marked `partial`.
@@ -220,16 +319,16 @@ def change_of(
     return {**as_dict(operation), "nodes": nodes, PARTIAL: True}
 
 
-def folded(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def folded(changes: Iterable[Row]) -> list[Row]:
     """Merge the changes to one per operation, in the order of each operation's last change."""
-    last: dict[str, dict[str, Any]] = {}
+    last: dict[str, Row] = {}
     for change in changes:
         before = last.pop(change["jobID"], None)
         last[change["jobID"]] = change if before is None or PARTIAL not in change else _over(before, change)
     return list(last.values())
 
 
-def _over(before: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+def _over(before: Row, change: Row) -> Row:
     """Merge a partial change into an earlier change, which may be complete."""
     nodes = {part["node_id"]: part for part in (*before.get("nodes", ()), *change["nodes"])}
     merged = {**change, "nodes": list(nodes.values())}
