@@ -18,9 +18,10 @@ log = logging.getLogger(__name__)
 
 MOST = 64
 """Maximum number of GPUs."""
-LONGEST_NAME, LONGEST_UUID = 128, 96
+LONGEST_NAME, LONGEST_UUID, LONGEST_DRIVER = 128, 96, 48
 GIB = 2**30
 _REPORTED = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
+_REPORTED_IF_KNOWN = ("temperature", "power", "ecc_errors", "driver")
 _NO_DRIVER = frozenset(
     {
         pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
@@ -49,11 +50,22 @@ class Gpu:
     utilization: int | None = None
     compute_capability: str = ""
     vendor: str = "nvidia"
+    temperature: int | None = None
+    """In degrees Celsius."""
+    power: int | None = None
+    """In watts."""
+    ecc_errors: int | None = None
+    """Uncorrected memory errors since the driver was loaded."""
+    driver: str = ""
+    """Version of the driver, for NVIDIA with the newest version of CUDA that it supports."""
 
     @property
     def report(self) -> dict[str, Any]:
         """The fields of the GPU that registrations and heartbeats report."""
-        return {name: getattr(self, name) for name in _REPORTED}
+        known = {name: getattr(self, name) for name in _REPORTED_IF_KNOWN}
+        return {name: getattr(self, name) for name in _REPORTED} | {
+            name: value for name, value in known.items() if value not in (None, "")
+        }
 
     @property
     def id(self) -> str:
@@ -89,15 +101,20 @@ class Nvml:
             if not self._open:
                 self._library.nvmlInit()
                 self._open = True
-            count = min(self._library.nvmlDeviceGetCount(), MOST)
-            return [gpu for index in range(count) if (gpu := self._gpu(index)) is not None]
+            count, driver = min(self._library.nvmlDeviceGetCount(), MOST), self._driver()
+            return [gpu for index in range(count) if (gpu := self._gpu(index, driver)) is not None]
         except pynvml.NVMLError as error:
             self._close()
             if error.value in _NO_DRIVER:
                 raise NoDriver(str(error)) from error
             raise
 
-    def _gpu(self, index: int) -> Gpu | None:
+    def _driver(self) -> str:
+        version = _text(self._query(self._library.nvmlSystemGetDriverVersion), LONGEST_DRIVER)
+        cuda = self._query(self._library.nvmlSystemGetCudaDriverVersion)
+        return f"{version}, CUDA {cuda // 1000}.{cuda % 1000 // 10}" if version and cuda else version
+
+    def _gpu(self, index: int, driver: str) -> Gpu | None:
         library = self._library
         try:
             handle = library.nvmlDeviceGetHandleByIndex(index)
@@ -109,6 +126,7 @@ class Nvml:
             return None
         capability = self._query(library.nvmlDeviceGetCudaComputeCapability, handle)
         rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)
+        milliwatts = self._query(library.nvmlDeviceGetPowerUsage, handle)
         return Gpu(
             index=index,
             uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), LONGEST_UUID),
@@ -117,12 +135,21 @@ class Nvml:
             free_vram=min(int(memory.free), int(memory.total)),
             utilization=None if rates is None else min(int(rates.gpu), 100),
             compute_capability="" if capability is None else f"{capability[0]}.{capability[1]}",
+            temperature=self._query(library.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            power=None if milliwatts is None else round(milliwatts / 1000),
+            ecc_errors=self._query(
+                library.nvmlDeviceGetTotalEccErrors,
+                handle,
+                pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                pynvml.NVML_VOLATILE_ECC,
+            ),
+            driver=driver,
         )
 
-    def _query(self, query: Callable[[Any], Any], handle: Any) -> Any:
+    def _query(self, query: Callable[..., Any], *args: Any) -> Any:
         """Call `query`; return None if this GPU or driver does not support it, as utilization in MIG mode."""
         try:
-            return query(handle)
+            return query(*args)
         except pynvml.NVMLError:
             return None
 
@@ -186,6 +213,9 @@ class AmdGpus(SysfsGpus):
             free_vram=max(total - used, 0),
             utilization=None if busy is None else min(busy, 100),
             vendor="amd",
+            temperature=_scaled(_sensor(device, "temp1_input"), 1000),
+            power=_scaled(_sensor(device, "power1_average") or _sensor(device, "power1_input"), 1_000_000),
+            driver=_text(_sysfs(Path("/sys/module/amdgpu/version")), LONGEST_DRIVER),
         )
 
 
@@ -211,6 +241,15 @@ def _sysfs(path: Path) -> str:
 def _sysfs_number(path: Path) -> int | None:
     text = _sysfs(path)
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _sensor(device: Path, name: str) -> int | None:
+    """Return the value of a sensor in the first `hwmon` folder of the device."""
+    return next((_sysfs_number(path) for path in sorted(device.glob(f"hwmon/hwmon*/{name}"))), None)
+
+
+def _scaled(value: int | None, unit: int) -> int | None:
+    return None if value is None else round(value / unit)
 
 
 class FirstDriver:

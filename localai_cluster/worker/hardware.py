@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 LIMIT = 5.0
 """Seconds for reading all GPUs."""
+LONGEST_FACT = 128
 
 
 class GpuReader:
@@ -166,6 +169,35 @@ def figures(models: Path) -> Figures:
         usage = psutil.disk_usage(str(existing))
         disk_total, disk_free = int(usage.total), int(usage.free)
     return Figures(ram_total, ram_free, disk_total, disk_free)
+
+
+def system_facts() -> dict[str, Any]:
+    """Return what identifies the machine's software and processor; what cannot be found out is absent."""
+    facts: dict[str, Any] = {"os": _os_name(), "kernel": platform.release(), "cpu": _cpu_name()}
+    facts["cpu_count"] = psutil.cpu_count() or 0
+    with contextlib.suppress(OSError):
+        booted_at = datetime.fromtimestamp(psutil.boot_time(), UTC)
+        facts["booted_at"] = booted_at.isoformat(timespec="seconds")
+    return {name: value for name, value in facts.items() if value}
+
+
+def _os_name() -> str:
+    if platform.system() == "Darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"][:LONGEST_FACT]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+def _cpu_name() -> str:
+    """Return the model of the first processor; ARM's kernels name none."""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()[:LONGEST_FACT]
+    return platform.processor() or platform.machine()
 
 
 async def gpus(reader: GpuReader) -> Gpus | None:

@@ -30,7 +30,7 @@ from localai_cluster.worker.control_plane import (
     ServerKind,
 )
 from localai_cluster.worker.engines import Engine
-from localai_cluster.worker.hardware import Figures, Gpus
+from localai_cluster.worker.hardware import Figures, Gpus, system_facts
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "max_replicas_per_model": slots,
         "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
+        "system": system_facts(),
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
     if gpus.each is not None:

@@ -65,7 +65,7 @@ _IDENTITY = (
     *("joined_with", "joined_note", "joined_by"),
 )
 _MACHINE = (
-    *("node_type", "address", "http_address", "worker_version", "capability", "hardware", "gpus"),
+    *("node_type", "address", "http_address", "worker_version", "capability", "system", "hardware", "gpus"),
     *("total_vram", "available_vram", "reserved_vram", "total_ram", "available_ram"),
     *("total_disk", "available_disk", "inventory_at", "inventory_error"),
 )

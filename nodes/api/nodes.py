@@ -102,8 +102,19 @@ _BEHIND = {
             "free_vram": 20000000000,
             "reserved_vram": 0,
             "utilization": 12,
+            "temperature": 48,
+            "power": 33,
+            "ecc_errors": 0,
+            "driver": "550.54.15, CUDA 12.4",
         }
     ],
+    "system": {
+        "os": "Debian GNU/Linux 12 (bookworm)",
+        "kernel": "6.1.0-18-amd64",
+        "cpu": "AMD EPYC 7443P 24-Core Processor",
+        "cpu_count": 48,
+        "booted_at": "2026-08-01T06:00:00+00:00",
+    },
     "approval": {"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""},
     "drain": {
         "since": MOMENT,

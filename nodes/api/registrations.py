@@ -156,6 +156,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
     gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
     engine_token, version = _text(), _text()
     gpus = _AnyField(required=False, allow_null=True)
+    system = _AnyField(required=False, allow_null=True)
     labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False, allow_null=True)
     max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**63), max_value=LARGEST_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
@@ -184,6 +185,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
             "additionalProperties": {"type": "string", "maxLength": LONGEST_VALUE},
         }
         properties["gpus"] = resources.GPUS_SCHEMA
+        properties["system"] = resources.SYSTEM_SCHEMA
         properties["running_processes"] |= {
             "maxItems": MOST_PROCESSES,
             "description": "The engine processes that run. Absent: none is known to run, all replicas go.",
@@ -204,6 +206,7 @@ def parse_registration(fields: Mapping[str, Any]) -> Registration:
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
     reported_gpus = body.get("gpus")
     body["gpus"] = [] if reported_gpus is None else resources.parse_gpus(reported_gpus)
+    body["system"] = resources.parse_system(body.get("system"))
     if (running := body.get("running_processes")) is not None:
         body["running_processes"] = [_process(process, number) for number, process in enumerate(running)]
     return Registration(**body)

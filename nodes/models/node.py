@@ -170,6 +170,8 @@ class BackendNode(models.Model):
 
     Empty if its worker reports only the total.
     """
+    system = models.JSONField(default=dict, blank=True, db_default={}, editable=False)
+    """Operating system, kernel, processor, boot time (`registry/resources.py`); stock workers send none."""
     gpu_vendor = models.CharField(max_length=32, blank=True, default="")
     gpu_compute_capability = models.CharField(max_length=16, blank=True, default="")
     capability = models.CharField(max_length=64, blank=True, default="")

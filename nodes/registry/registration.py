@@ -69,6 +69,8 @@ class Registration:
     capability: str = ""
     max_replicas_per_model: int = 1
     vram_budget: str = ""
+    system: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of its machine, as `resources.parse_system` returns them."""
     version: str = ""
     """Version of our worker; stock workers send none."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -478,7 +480,11 @@ def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, An
         name: getattr(reported, name) or getattr(node, name) for name in _PRESERVED_IF_EMPTY
     }
     columns |= {"total_disk": reported.total_disk, "available_disk": reported.available_disk}
-    columns |= {"worker_version": reported.version, "gpus": list(reported.gpus)}
+    columns |= {
+        "worker_version": reported.version,
+        "gpus": list(reported.gpus),
+        "system": dict(reported.system),
+    }
     if not node.max_replicas_per_model_manually_set:
         columns["max_replicas_per_model"] = max(reported.max_replicas_per_model, 1)
     text = node.vram_budget if node.vram_budget_manually_set else reported.vram_budget

@@ -8,7 +8,7 @@ heartbeats has no sample, which the chart shows as a gap.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -21,7 +21,7 @@ from nodes.models import NodeSample
 MOST_GPUS = 64
 LARGEST_INDEX = 1023
 _LARGEST = 2**63 - 1
-GPU_LENGTHS = {"uuid": 96, "name": 128}
+GPU_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
 """Most characters."""
 
 GpuList = list[dict[str, Any]]
@@ -43,7 +43,9 @@ def parse_gpus(value: Any) -> GpuList:
 def _gpu(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
-    return {name: check(f"{field}.{name}", value.get(name)) for name, check in _CHECKS.items()}
+    gpu = {name: check(f"{field}.{name}", value.get(name)) for name, check in _CHECKS.items()}
+    facts = {name: check(f"{field}.{name}", value.get(name)) for name, check in _FACT_CHECKS.items()}
+    return gpu | {name: fact for name, fact in facts.items() if fact not in (None, "")}
 
 
 def _check_unique(parsed: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -76,8 +78,21 @@ def _text(longest: int) -> Callable[[str, Any], str]:
     return check
 
 
-def _percent(field: str, value: Any) -> int | None:
-    return None if value is None else _whole_number(100)(field, value)
+def _optional(check: Callable[[str, Any], int]) -> Callable[[str, Any], int | None]:
+    return lambda field, value: None if value is None else check(field, value)
+
+
+def _time(field: str, value: Any) -> str | None:
+    """Return the time in wire form."""
+    if value is None:
+        return None
+    try:
+        at = datetime.fromisoformat(value)
+        return at.astimezone(UTC).isoformat(timespec="seconds")
+    except (TypeError, ValueError, OverflowError):
+        raise errors.InvalidInput(
+            f"{field} must be a time such as 2026-01-31T12:00:00Z", field=field
+        ) from None
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -86,8 +101,21 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "name": _text(GPU_LENGTHS["name"]),
     "total_vram": _whole_number(_LARGEST),
     "free_vram": _whole_number(_LARGEST),
-    "utilization": _percent,
+    "utilization": _optional(_whole_number(100)),
 }
+_FACT_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "temperature": _optional(_whole_number(1000)),
+    "power": _optional(_whole_number(100_000)),
+    "ecc_errors": _optional(_whole_number(_LARGEST)),
+    "driver": _text(GPU_LENGTHS["driver"]),
+}
+"""What a worker may add of a GPU; stored only if it does."""
+
+
+def _described_fact(meaning: str, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 0, "maximum": most, "nullable": True, "description": meaning}
+
+
 GPUS_SCHEMA: dict[str, Any] = {
     "type": "array",
     "nullable": True,
@@ -104,10 +132,46 @@ GPUS_SCHEMA: dict[str, Any] = {
             "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _LARGEST},
             "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _LARGEST},
             "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
+            "temperature": _described_fact("Degrees Celsius.", 1000),
+            "power": _described_fact("Watts.", 100_000),
+            "ecc_errors": _described_fact("Uncorrected memory errors since its driver was loaded.", _LARGEST),
+            "driver": {"type": "string", "maxLength": GPU_LENGTHS["driver"], "nullable": True},
         },
     },
 }
 """The schema of the values that `read` accepts, for the API document."""
+
+
+_SYSTEM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "os": _text(128),
+    "kernel": _text(128),
+    "cpu": _text(128),
+    "cpu_count": _optional(_whole_number(100_000)),
+    "booted_at": _time,
+}
+SYSTEM_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "nullable": True,
+    "description": "What identifies the machine's software and processor.",
+    "properties": {
+        **{name: {"type": "string", "maxLength": 128, "nullable": True} for name in ("os", "kernel", "cpu")},
+        "cpu_count": _described_fact("Logical processors.", 100_000),
+        "booted_at": {"type": "string", "format": "date-time", "nullable": True},
+    },
+}
+
+
+def parse_system(value: Any) -> dict[str, Any]:
+    """Parse the facts of the machine in a registration; raise InvalidInput naming the field.
+
+    Unknown facts are ignored.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise errors.InvalidInput("system must be an object", field="system")
+    facts = {name: check(f"system.{name}", value.get(name)) for name, check in _SYSTEM_CHECKS.items()}
+    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
 
 
 _UNITS = {"b": 1}

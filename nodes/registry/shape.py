@@ -188,6 +188,21 @@ GPU = Shape(
         field("free_vram", BYTES),
         field("reserved_vram", BYTES, "Of what is free, what loads will still take."),
         field("utilization", count(0, maximum=100), "Percent; null if it does not tell.", nullable=True),
+        field("temperature", count(), "Degrees Celsius.", optional=True),
+        field("power", count(), "Watts.", optional=True),
+        field("ecc_errors", count(), "Uncorrected memory errors.", optional=True),
+        field("driver", TEXT, optional=True),
+    ],
+)
+SYSTEM = Shape(
+    "NodeSystem",
+    "What identifies the machine's software and processor, as its worker reported it.",
+    [
+        field("os", TEXT, optional=True),
+        field("kernel", TEXT, optional=True),
+        field("cpu", TEXT, optional=True),
+        field("cpu_count", count(), "Logical processors.", optional=True),
+        field("booted_at", TIME, optional=True),
     ],
 )
 
@@ -217,6 +232,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     (EVERYWHERE, column("total_disk", BYTES)),
     (EVERYWHERE, column("available_disk", BYTES)),
     ((DETAIL, LIVE), field("gpus", GPU.many, "One by one; empty if its worker does not tell them.")),
+    ((DETAIL,), column("system", SYSTEM.ref)),
     (EVERYWHERE, column("gpu_vendor", TEXT)),
     (EVERYWHERE, column("gpu_compute_capability", TEXT)),
     (EVERYWHERE, column("capability", TEXT, optional=True)),

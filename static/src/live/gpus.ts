@@ -12,6 +12,14 @@ export interface Gpu {
   utilization: number | null;
   /** The memory that loads have reserved there; absent in the worker's own report. */
   reserved_vram?: number;
+  /** Degrees Celsius. */
+  temperature?: number;
+  /** Watts. */
+  power?: number;
+  /** Uncorrected memory errors since the driver was loaded. */
+  ecc_errors?: number;
+  /** "550.54.15, CUDA 12.4" */
+  driver?: string;
 }
 
 /** By their numbers; none while the worker does not list them. */
@@ -25,6 +33,17 @@ export function gpuWords(node: LiveNode): string {
   for (const { name } of gpusOf(node)) names.set(name, (names.get(name) ?? 0) + 1);
   if (names.size === 0) return node.gpu_vendor;
   return [...names].map(([name, many]) => (many === 1 ? name : `${many} × ${name}`)).join(", ");
+}
+
+/** "37% busy, 62 °C, 210 W" */
+export function gpuActivity({ utilization, temperature, power }: Gpu): string {
+  const busy = utilization === null ? "utilisation not reported" : `${utilization}% busy`;
+  return [busy, ...(temperature === undefined ? [] : [`${temperature} °C`]), ...(power === undefined ? [] : [`${power} W`])].join(", ");
+}
+
+/** The versions of the GPUs' drivers, each once; "" if none is known. */
+export function driversOf(node: LiveNode): string {
+  return [...new Set(gpusOf(node).flatMap(({ driver }) => driver ?? []))].join("; ");
 }
 
 /** "3 GPUs, 72 GiB" */

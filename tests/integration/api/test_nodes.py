@@ -98,6 +98,7 @@ def test_list_and_detail_have_the_recorded_fields() -> None:
         "label_sources",
         "inventory",
         "gpus",
+        "system",
     }
 
 

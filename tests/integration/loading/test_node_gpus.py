@@ -111,6 +111,10 @@ async def test_a_heartbeat_tells_them_and_a_worker_that_does_not_takes_them_back
     assert stored.vram_read_at is not None
     await beat(application, node.id, {"available_ram": 1})
     assert (await now_of(node)).gpus == gpus(20, 24)
+    facts = {"temperature": 62, "power": 72, "ecc_errors": 0, "driver": "550.54.15"}
+    hot_gpu = gpus(20)[0] | facts
+    await beat(application, node.id, {"gpus": [hot_gpu | {"fan": 30}]})
+    assert (await now_of(node)).gpus == [hot_gpu]
     await beat(application, node.id, {"available_vram": 9})
     stored = await now_of(node)
     assert (stored.gpus, stored.available_vram) == ([], 9)
@@ -126,6 +130,9 @@ async def test_wrong_gpus_are_named_and_a_pending_node_keeps_its_own(
     status, answer = await beat(application, node.id, {"gpus": [{"index": -1}]})
     assert status == 400
     assert answer["error"]["message"].startswith("gpus.0.index must be")
+    status, answer = await beat(application, node.id, {"gpus": [gpus(1)[0] | {"temperature": "hot"}]})
+    assert status == 400
+    assert answer["error"]["message"].startswith("gpus.0.temperature must be")
     assert (await now_of(node)).gpus == []
     secret = api.secret_of("w2")
     assert (await beat(application, pending.id, {"gpus": gpus(1)}, secret=secret))[0] == 200
@@ -164,12 +171,27 @@ def test_a_registration_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (node.gpus, node.available_vram) == (gpus(24, 20), 48 * GIB)
     assert api.register(body | {"gpus": gpus(1)}, **process).status_code == 201
     assert api.node(node.id).gpus == gpus(24, 20)
-    for wrong, field in (({}, "gpus"), ([{**gpus(1)[0], "name": 1}], "gpus.0.name")):
-        refused = api.register(body | {"gpus": wrong}, **process)
+    for wrong, field in (
+        ({"gpus": {}}, "gpus"),
+        ({"gpus": [{**gpus(1)[0], "name": 1}]}, "gpus.0.name"),
+        ({"system": []}, "system"),
+        ({"system": {"os": "x" * 129}}, "system.os"),
+        ({"system": {"kernel": "\x00"}}, "system.kernel"),
+        ({"system": {"cpu_count": True}}, "system.cpu_count"),
+        ({"system": {"booted_at": "yesterday"}}, "system.booted_at"),
+        ({"system": {"booted_at": "0001-01-01T00:00:00+14:00"}}, "system.booted_at"),
+    ):
+        refused = api.register(body | wrong, **process)
         assert (refused.status_code, refused.json()["error"]["field"]) == (400, field)
     plain = {name: value for name, value in body.items() if name != "gpus"}
-    assert api.register(plain, **{"X-LocalAI-Node-Instance": "b" * 32}).status_code == 201
+    booted = {"os": "Debian 12", "cpu_count": 64, "booted_at": "2026-11-27T08:00:00+01:00"}
+    told = plain | {"system": booted | {"uptime": 1}}
+    assert api.register(told, **{"X-LocalAI-Node-Instance": "b" * 32}).status_code == 201
     assert api.node(node.id).gpus == []
+    shown = api.admin().get(f"/api/nodes/{node.id}").json()["system"]
+    assert shown == booted | {"booted_at": "2026-11-27T07:00:00+00:00"}
+    assert api.register(plain, **{"X-LocalAI-Node-Instance": "c" * 32}).status_code == 201
+    assert api.node(node.id).system == {}
 
 
 @pytest.mark.rule("http-2.3", "R2.43")

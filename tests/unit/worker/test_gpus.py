@@ -82,6 +82,27 @@ class Library:
         self._check("nvmlDeviceGetName", handle)
         return "NVIDIA L4"
 
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        self._check("nvmlDeviceGetTemperature", handle)
+        return {pynvml.NVML_TEMPERATURE_GPU: 62}[sensor]
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        self._check("nvmlDeviceGetPowerUsage", handle)
+        return 71_600
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        self._check("nvmlDeviceGetTotalEccErrors", handle)
+        counts = {(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC): 3}
+        return counts[kind, counter]
+
+    def nvmlSystemGetDriverVersion(self) -> Any:
+        self._check("nvmlSystemGetDriverVersion")
+        return b"550.54.15"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        self._check("nvmlSystemGetCudaDriverVersion")
+        return 12_040
+
 
 @pytest.fixture
 def library() -> Library:
@@ -110,7 +131,7 @@ async def hung() -> AsyncIterator[tuple[GpuReader, Callable[[], None], list[int]
 
 @pytest.mark.rule("R1.3", "worker-6")
 def test_every_card_tells_its_figures(library: Library) -> None:
-    """`nvmlDeviceGetMemoryInfo` is in bytes, `nvmlUtilization_t.gpu` in percent; texts may be bytes."""
+    """Memory is in bytes, `nvmlUtilization_t.gpu` in percent, power in milliwatts; texts may be bytes."""
     first, second = Nvml(library).read()
     assert first.report == {
         "index": 0,
@@ -119,6 +140,10 @@ def test_every_card_tells_its_figures(library: Library) -> None:
         "total_vram": 24 * GIB,
         "free_vram": 20 * GIB,
         "utilization": 37,
+        "temperature": 62,
+        "power": 72,
+        "ecc_errors": 3,
+        "driver": "550.54.15, CUDA 12.4",
     }
     assert (second.index, second.id, second.free_vram) == (1, UUIDS[1], 21 * GIB)
     assert Gpus.of((first, second)) == Gpus(48 * GIB, 41 * GIB, "nvidia", "8.9", (first, second))
@@ -129,11 +154,15 @@ def test_every_card_tells_its_figures(library: Library) -> None:
 )
 def test_what_a_card_does_not_tell_is_absent(library: Library, error: int) -> None:
     """In MIG mode utilization is not supported; without its UUID a card is known by its index."""
-    for function in ("UtilizationRates", "UUID", "Name", "CudaComputeCapability"):
+    functions = ("UtilizationRates", "UUID", "Name", "CudaComputeCapability", "Temperature", "PowerUsage")
+    for function in (*functions, "TotalEccErrors"):
         library.errors[f"nvmlDeviceGet{function}", 0] = error
+    library.errors["nvmlSystemGetCudaDriverVersion", None] = error
     first, second = Nvml(library).read()
     assert (first.utilization, first.uuid, first.name, first.compute_capability) == (None, "", "", "")
     assert (first.id, first.free_vram) == ("0", 20 * GIB)
+    assert not {"temperature", "power", "ecc_errors"} & first.report.keys()
+    assert first.driver == "550.54.15"
     assert second.utilization == 37
 
 
@@ -304,7 +333,10 @@ def amd_card(root: Path, number: int, **files: str) -> Path:
 @pytest.mark.rule("R1.3", "worker-6")
 def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> None:
     """In the order of their numbers; connectors and GPUs of other vendors are left out."""
-    amd_card(tmp_path, 10)
+    sensors = amd_card(tmp_path, 10) / "hwmon" / "hwmon3"
+    sensors.mkdir(parents=True)
+    for name, text in (("temp1_input", "48000"), ("power1_average", "101500000")):
+        (sensors / name).write_text(f"{text}\n")
     amd_card(tmp_path, 2, mem_info_vram_used=str(17 * GIB))
     amd_card(tmp_path, 0, vendor="0x8086")
     (tmp_path / "card2-DP-1").mkdir()
@@ -317,6 +349,8 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
         "total_vram": 16 * GIB,
         "free_vram": 13 * GIB,
         "utilization": 42,
+        "temperature": 48,
+        "power": 102,
     }
     assert Gpus.of((first, second)) == Gpus(32 * GIB, 13 * GIB, "amd", "", (first, second))
     assert hardware.detect_capability("", Gpus.of((second,)), tmp_path / "none") == "amd"

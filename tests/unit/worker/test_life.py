@@ -21,7 +21,7 @@ from localai_cluster.worker import hardware, identity, lifecycle
 from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.engines import EngineSupervisor
-from localai_cluster.worker.hardware import Figures, Gpus
+from localai_cluster.worker.hardware import Figures, Gpus, system_facts
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.progress import ProgressStream, Tick, event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
@@ -195,9 +195,11 @@ def test_registration_body() -> None:
         "max_replicas_per_model": 2,
         "labels": {"a": "b", "c": "d", "node.replica-slots": "2"},
         "version": __version__,
+        "system": system_facts(),
         "total_ram": 10,
         "available_ram": 5,
     }
+    assert system_facts()["cpu_count"] > 0
     assert body(config(vram_budget="80%"), "default", Gpus(), Figures(1, 1, 0, 0), "")["available_disk"] == 0
 
 

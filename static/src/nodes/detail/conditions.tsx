@@ -2,6 +2,7 @@
 import type { UseQueryResult } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 import { bytes, count } from "../../lib/format";
+import { driversOf } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import { Ago } from "../../ui/time";
 import { Fact, Fingerprint, JoinedWith, Risk, Version } from "../shared/identity";
@@ -119,14 +120,18 @@ export function Identity({ node, detail }: Props): ReactNode {
   );
 }
 
-export function Hardware({ node }: { node: LiveNode }): ReactNode {
+export function Hardware({ node, detail }: Props): ReactNode {
+  const system = detail.data?.system ?? {};
   const rows: [string, string][] = [
     ["GPU", node.gpu_vendor || "none"],
     ["Compute", node.gpu_compute_capability],
+    ["GPU driver", driversOf(node)],
     ["Capability", node.capability],
     ["VRAM", node.total_vram > 0 ? bytes(node.total_vram) : ""],
     ["RAM", node.total_ram > 0 ? bytes(node.total_ram) : ""],
     ["Models disk", node.total_disk > 0 ? bytes(node.total_disk) : ""],
+    ["Processor", [system.cpu, ...(system.cpu_count === undefined ? [] : [count(system.cpu_count, "core")])].filter(Boolean).join(", ")],
+    ["System", [system.os, system.kernel].filter(Boolean).join(", ")],
   ];
   return (
     <Panel title="Hardware" aside={<span className="muted">reported by the worker</span>}>
@@ -138,6 +143,11 @@ export function Hardware({ node }: { node: LiveNode }): ReactNode {
                 <bdi>{value}</bdi>
               </Fact>
             ),
+        )}
+        {system.booted_at !== undefined && (
+          <Fact name="Booted">
+            <Ago at={system.booted_at} />
+          </Fact>
         )}
       </dl>
     </Panel>

@@ -1,6 +1,7 @@
 // The GPUs of the node, one by one, as its worker lists them: what each has, what is taken, and how busy it is.
 import type { ReactNode } from "react";
-import { gpusOf, gpuSums } from "../../live/gpus";
+import { gpuActivity, gpusOf, gpuSums } from "../../live/gpus";
+import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Meter } from "../../ui/bars";
 import { Panel } from "./panel";
@@ -17,8 +18,9 @@ export function Gpus({ node }: { node: LiveNode }): ReactNode {
               <h3 title={gpu.uuid}>
                 {gpu.index}: <bdi>{gpu.name}</bdi>
               </h3>
-              <span className="muted">{gpu.utilization === null ? "utilisation not reported" : `${gpu.utilization}% busy`}</span>
+              <span className="muted">{gpuActivity(gpu)}</span>
             </div>
+            {(gpu.ecc_errors ?? 0) > 0 && <span className="pill bad">{count(gpu.ecc_errors ?? 0, "uncorrected memory error")}</span>}
             <Meter name={`VRAM of GPU ${gpu.index}`} used={gpu.total_vram - gpu.free_vram} reserved={gpu.reserved_vram ?? 0} total={gpu.total_vram} />
           </li>
         ))}

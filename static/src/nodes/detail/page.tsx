@@ -72,7 +72,7 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
             <Gpus node={node} />
             {worker && <Capacity node={node} detail={detail} />}
             <Labels node={node} sources={detail.data?.label_sources} />
-            <Hardware node={node} />
+            <Hardware node={node} detail={detail} />
             {!pending && <Identity node={node} detail={detail} />}
             <DangerZone node={node} operations={active} dialog={danger} onOpenDialog={setDanger} />
           </div>

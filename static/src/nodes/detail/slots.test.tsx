@@ -22,13 +22,14 @@ it("a row in any state takes a slot; loads under way hold what they need (UI-4.1
 });
 
 it("shows slots, reservations and each GPU (UI-4.17, UW14)", async () => {
-  const gpus = [{ index: 0, uuid: "GPU-1", name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: 20 * GIB, utilization: 40, reserved_vram: 2 * GIB }];
+  const gpus = [{ index: 0, uuid: "GPU-1", name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: 20 * GIB, utilization: 40, reserved_vram: 2 * GIB, temperature: 62, power: 72, ecc_errors: 3 }];
   const shownNode = node("n", { models, reserved_vram: 2 * GIB, ...({ gpus } as Partial<LiveNode>) });
   stage(show(new LiveStore(), shownNode), createMemoryRouter([{ path: "*", element: <><Slots node={shownNode} /><Gpus node={shownNode} /></> }]));
   expect((await screen.findByRole("row", { name: /^a/ })).textContent).toBe("a1 of 214 GiB–");
   expect(screen.getByText("2 GiB reserved since the last reading")).toBeTruthy();
   expect(screen.getByRole("img", { name: "VRAM of GPU 0: 4 GiB of 24 GiB, 2 GiB reserved" })).toBeTruthy();
-  expect(screen.getByText("40% busy")).toBeTruthy();
+  expect(screen.getByText("40% busy, 62 °C, 72 W")).toBeTruthy();
+  expect(screen.getByText("3 uncorrected memory errors")).toBeTruthy();
 });
 
 it("the chart begins with what the server has kept, with gaps, and goes on with what is seen (UW13, UI-4.16)", () => {
