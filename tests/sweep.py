@@ -89,7 +89,7 @@ def parts() -> tuple[Part, ...]:
         Part("two machines", tests("tests/acceptance/test_two_machines.py"), CUTS),
         Part(
             "kills",
-            tests("tests/acceptance/test_kills.py", "tests/acceptance/test_stream_kills.py"),
+            tests(*(f"tests/acceptance/test_{name}.py" for name in ("kills", "stream_kills", "web_processes"))),
             times=KILLS,
         ),
         *(
