@@ -89,9 +89,10 @@ def parts() -> tuple[Part, ...]:
         Part("two machines", tests("tests/acceptance/test_two_machines.py"), CUTS),
         Part(
             "kills",
-            tests(*(f"tests/acceptance/test_{name}.py" for name in ("kills", "stream_kills", "web_processes"))),
+            tests("tests/acceptance/test_kills.py", "tests/acceptance/test_stream_kills.py"),
             times=KILLS,
         ),
+        Part("web processes", tests("tests/acceptance/test_web_processes.py", "-s")),
         *(
             Part(f"front, {server}", tests(*FRONT), settings=(("CLUSTER_SERVER", server),))
             for server in ("uvicorn", "daphne")

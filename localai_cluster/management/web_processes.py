@@ -1,13 +1,14 @@
 """Several web processes on one address (`manage.py serve --processes N`), and their parent.
 
-`manage.py` replaces itself by the parent before it loads Django: this file, run as an isolated script with the
-standard library only, takes 6 MB. The parent holds the listening socket, from which all web processes accept,
-so a connection waits for any of them. It starts the first, and the others once that serves. It replaces one
-that ends, with back-off; if the first cannot start, the parent ends with its status. On SIGTERM or SIGINT it
-has all of them stop in order.
+`manage.py` replaces itself by the parent before it loads Django: this file, run as an isolated script of
+the standard library, takes 8 MB. The parent holds the listening socket, from which all web processes
+accept, so a connection waits for any of them. It starts the first, and the others once that serves. It
+replaces one that ends, with back-off; if the first cannot start, the parent ends with its status. On
+SIGTERM or SIGINT it has all of them stop in order.
 
-Each web process has a socket to the parent: it sends a byte when it serves, and stops in order when the parent
-is gone. They share a folder for their metrics, each with files by its index, which its replacement continues.
+Each web process has a socket to the parent: it sends a byte when it serves, and stops in order when the
+parent is gone. They share a folder for metrics, each with files by its index, which its replacement
+continues.
 """
 
 import argparse
@@ -162,9 +163,7 @@ def _describe(status: int) -> str:
 
 def main(listening: int, number: int, command: Sequence[str]) -> int:
     """Run the parent; return its exit status."""
-    logging.basicConfig(
-        format="{asctime} {levelname:<7} {name} [-] {message}", datefmt="%H:%M:%S", style="{"
-    )
+    logging.basicConfig(format="{asctime} {levelname:<7} {name} [-] {message}", datefmt="%H:%M:%S", style="{")
     metrics = Path(tempfile.mkdtemp(prefix="localai-cluster-web-"))
     parent = Parent(socket.socket(fileno=listening), command, metrics)
     for name in (signal.SIGTERM, signal.SIGINT):

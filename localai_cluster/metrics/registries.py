@@ -1,9 +1,12 @@
 """The metrics of each kind of process, and their text format.
 
-Every process also exposes its build and its resource usage (`process_…`: processor, memory, files). Several web
-processes of one address expose the sums of all, so that it does not matter which of them a scrape reaches, and no
-resource usage.
+Every process also exposes its build and its resource usage (`process_…`: processor, memory, files). Several
+web processes of one address expose the sums of all, whichever of them a scrape reaches, and no resource
+usage.
 """
+
+# Some functions of the library carry no types.
+# mypy: allow-untyped-calls
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache

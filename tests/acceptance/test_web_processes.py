@@ -94,8 +94,9 @@ class Clients:
         return response.status, text
 
 
-def kill_one(cluster: Cluster, web: Process) -> set[int]:
-    """Kill the web process that has served longest; return the ports of its clients."""
+def kill_one(cluster: Cluster, web: Process, due: float) -> set[int]:
+    """Kill the web process that has served longest, when it is time; return the ports of its clients."""
+    eventually(lambda: clock.monotonic() > due, seconds=SECONDS, what="ten seconds have passed")
     children = psutil.Process(web.child.pid).children()
     victim = min(children, key=psutil.Process.create_time)
     victim.suspend()  # from here on it accepts nothing
@@ -131,15 +132,14 @@ def test_only_requests_of_a_killed_process_fail() -> None:
             sending = [loop.run_in_executor(threads, clients.run, number) for number in range(CLIENTS)]
             for _ in range(KILLS):
                 due = clock.monotonic() + SECONDS
-                await asyncio.to_thread(eventually, lambda due=due: clock.monotonic() > due, seconds=SECONDS)
-                killed |= await asyncio.to_thread(kill_one, cluster, web)
+                killed |= await asyncio.to_thread(kill_one, cluster, web, due)
             clients.stopping.set()
             await asyncio.gather(*sending)
             told = f"answered {len(clients.answered)}  cut {len(clients.failed)}  wrong {len(clients.wrong)}"
             print(f"{SHOWN}web processes, kills {KILLS}  {told}")
             assert not clients.wrong
             assert set(clients.failed.values()) <= killed
-            assert {count for count in engine.received.values()} == {1}
+            assert set(engine.received.values()) == {1}
             assert set(clients.answered) <= set(engine.received)
             assert set(engine.received) <= {*clients.answered, *clients.failed}
             await asyncio.to_thread(

@@ -1,11 +1,11 @@
 """Processor time of requests, with both stream clients in turn, or with one web process and two.
 
-`python -m tests.benchmarks.bench_streams [--seconds N] [--rounds N] [--processes]` needs Go for its engine and
-its load generator. By default two web processes with different stream clients (`CLUSTER_STREAM_CLIENT`) share
-one engine; at each number of clients and each pace they take turns. With `--processes` one web process and two
-on one address (`CLUSTER_WEB_PROCESSES`) take turns at embeddings, chats and streams. It prints the median of
-the rounds: processor time of a request by process, and beside it the rates, which other work on the machine
-lowers.
+`python -m tests.benchmarks.bench_streams [--seconds N] [--rounds N] [--processes]` needs Go for its engine
+and its load generator. By default two web processes with different stream clients (`CLUSTER_STREAM_CLIENT`)
+share one engine; at each number of clients and each pace they take turns. With `--processes` one web process
+and two on one address (`CLUSTER_WEB_PROCESSES`) take turns at embeddings, chats and streams. It prints the
+median of the rounds: processor time of a request by process, and beside it the rates, which other work on the
+machine lowers.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
 `python -m tests.benchmarks.picking '<json>'` with `url`, `model`, `callers`, `seconds`, `plain` and
 `by_prefix` prints a line when it is warm, begins with the next line of its input, so that several begin
-together, and prints one JSON line. With `by_prefix` each caller has a long prompt of its own, of which the last
-block is new every time. `plain` is the textbook's way in the place of the picker: a transaction that locks a
-replica and counts it in, and a statement that counts it out, on a connection for each caller, with the
-server's own durability. It shows what the machine can do at that moment.
+together, and prints one JSON line. With `by_prefix` each caller has a long prompt of its own, of which the
+last block is new every time. `plain` is the textbook's way in the place of the picker: a transaction that
+locks a replica and counts it in, and a statement that counts it out, on a connection for each caller, with
+the server's own durability. It shows what the machine can do at that moment.
 """
 
 import asyncio

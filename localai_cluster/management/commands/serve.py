@@ -1,4 +1,4 @@
-"""`manage.py serve`: one web process, uvicorn on `localai_cluster.asgi`, or one of several (`web_processes.py`).
+"""`manage.py serve`: one web process, uvicorn on `localai_cluster.asgi`; `web_processes.py` runs several.
 
 On SIGTERM or SIGINT it stops accepting, closes websockets so that their clients connect to another process,
 lets running requests end, refuses the requests that still wait for a load, ends streams with an error,
