@@ -15,6 +15,7 @@ import argparse
 import errno
 import logging
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _STOP_SECONDS = 25.0
 """Seconds that web processes get for the ordered stop."""
 _BACKLOG = 1024
+_SERVING, _STOP = "serving", "stop"
 
 log = logging.getLogger("web_processes")
 
@@ -86,29 +88,34 @@ class Parent:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         """Covers a start, so that none is missed by a signal to all."""
-        self._serving, self._stopping = threading.Event(), threading.Event()
+        self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """What the main thread waits for; unlike an Event, a signal's handler may put to it at any time."""
+        self._has_served, self._stopping = False, threading.Event()
         self._status = 0
 
     def run(self, number: int) -> int:
         """Run `number` web processes until a signal, or until the first cannot start; return the status."""
         threads = [threading.Thread(target=self._keep, args=(index,), daemon=True) for index in range(number)]
-        for thread in threads:
-            thread.start()
-            self._serving.wait()
-        self._stopping.wait()
+        threads[0].start()
+        if self._events.get() == _SERVING:
+            for thread in threads[1:]:
+                thread.start()
+            while self._events.get() != _STOP:
+                pass
+        self._stopping.set()
         self._listening.close()
         self._signal(signal.SIGTERM)
         limit = threading.Timer(_STOP_SECONDS, self._signal, (signal.SIGKILL,))
         limit.start()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         limit.cancel()
         return self._status
 
     def request_stop(self, *_: Any) -> None:
         """Make `run` stop them; a signal handler."""
-        self._stopping.set()
-        self._serving.set()
+        self._events.put(_STOP)
 
     def _signal(self, number: int) -> None:
         with self._lock:
@@ -124,9 +131,10 @@ class Parent:
                 is_serving, status, ended = False, 1, f"cannot be started: {error}"
             if self._stopping.is_set():
                 self._status = self._status or int(status not in (0, -signal.SIGTERM, -signal.SIGINT))
-            elif not self._serving.is_set():  # its output says why
+            elif not self._has_served:  # its output says why
                 self._status = max(status, 1)
                 self.request_stop()
+                return
             else:
                 failures = 1 if is_serving else failures + 1
                 delay = min(_FIRST_DELAY * 2 ** min(failures - 1, 10), _LONGEST_DELAY)
@@ -147,7 +155,8 @@ class Parent:
                     env={**os.environ, INDEX_VARIABLE: str(index), METRICS_VARIABLE: str(self._metrics)},
                 )
             if is_serving := bool(link.recv(1)):
-                self._serving.set()
+                self._has_served = True
+                self._events.put(_SERVING)
             status = child.wait()
         with self._lock:
             del self._children[index]

@@ -130,11 +130,13 @@ def test_only_requests_of_a_killed_process_fail() -> None:
             clients, killed = Clients(web.port), set[int]()
             loop = asyncio.get_running_loop()
             sending = [loop.run_in_executor(threads, clients.run, number) for number in range(CLIENTS)]
-            for _ in range(KILLS):
-                due = clock.monotonic() + SECONDS
-                killed |= await asyncio.to_thread(kill_one, cluster, web, due)
-            clients.stopping.set()
-            await asyncio.gather(*sending)
+            try:
+                for _ in range(KILLS):
+                    due = clock.monotonic() + SECONDS
+                    killed |= await asyncio.to_thread(kill_one, cluster, web, due)
+            finally:
+                clients.stopping.set()
+                await asyncio.gather(*sending)
             told = f"answered {len(clients.answered)}  cut {len(clients.failed)}  wrong {len(clients.wrong)}"
             print(f"{SHOWN}web processes, kills {KILLS}  {told}")
             assert not clients.wrong

@@ -101,7 +101,8 @@ def carry(cluster: Cluster, processes: int, seconds: float) -> None:
     print(
         f"{processes:>2} web processes: {rate:6.0f} pairs/s, {1e6 * cost / pairs:.0f} µs of PostgreSQL a"
         f" pair, so {pairs / cost:.0f} pairs/s on a core of it;"
-        f" {sum(one.statements for one in found) / pairs:.3f} statements, {1e6 * sum(one.cpu for one in found) / pairs:.0f} µs of the processes a pair;"
+        f" {sum(one.statements for one in found) / pairs:.3f} statements,"
+        f" {1e6 * sum(one.cpu for one in found) / pairs:.0f} µs of the processes a pair;"
         f" p50 {max(one.p50 for one in found):.2f}, p99 {max(one.p99 for one in found):.2f} ms",
         flush=True,
     )

@@ -249,12 +249,13 @@ def refuses(url: str) -> bool:
 
 
 CHILD = """
-import os, socket, sys, time
+import os, socket, sys
 starts = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 os.write(starts, b".")
 number = os.fstat(starts).st_size
 if number in map(int, sys.argv[2].split(",")):
     sys.exit(7)
+os.write(os.open(sys.argv[1] + ".served", os.O_CREAT | os.O_APPEND | os.O_WRONLY), b".")
 link = socket.socket(fileno=int(sys.argv[-1]))
 link.send(b"x")
 link.recv(1)
@@ -276,8 +277,10 @@ def parent_of(folder: Path, number: int, failing: str) -> Iterator["subprocess.P
             env={**os.environ, "TMPDIR": str(folder)},
         )  # fmt: skip
     with parent:
-        yield parent
-        parent.kill()
+        try:
+            yield parent
+        finally:
+            parent.kill()
 
 
 def test_a_first_start_that_fails_ends_the_command(tmp_path: Path) -> None:
@@ -289,8 +292,9 @@ def test_a_first_start_that_fails_ends_the_command(tmp_path: Path) -> None:
 
 def test_a_later_start_that_fails_is_tried_again_with_back_off(tmp_path: Path) -> None:
     """Of two, the second cannot start twice; a stop has status 0."""
+    served = tmp_path / "starts.served"
     with parent_of(tmp_path, 2, "2,3") as parent:
-        eventually(lambda: (tmp_path / "starts").stat().st_size == 4, what="the fourth start")
+        eventually(lambda: served.exists() and len(served.read_bytes()) == 2, what="both serve")
         parent.terminate()
         _, said = parent.communicate(timeout=60)
         assert parent.returncode == 0, said
