@@ -101,7 +101,8 @@ def kill_one(cluster: Cluster, web: Process, due: float) -> set[int]:
     victim = min(children, key=psutil.Process.create_time)
     victim.suspend()  # from here on it accepts nothing
     eventually(lambda: victim.status() == psutil.STATUS_STOPPED, what="it stands still")
-    ports = {link.raddr.port for link in victim.net_connections("tcp") if link.laddr.port == web.port}
+    links = [link for link in victim.net_connections("tcp") if link.raddr]
+    ports = {link.raddr.port for link in links if link.laddr.port == web.port}
     victim.kill()
     eventually(lambda: two_serve(cluster, web) and not victim.is_running(), seconds=60, what="another one")
     return ports
