@@ -92,6 +92,7 @@ def parts() -> tuple[Part, ...]:
             tests("tests/acceptance/test_kills.py", "tests/acceptance/test_stream_kills.py"),
             times=KILLS,
         ),
+        Part("web processes", tests("tests/acceptance/test_web_processes.py", "-s")),
         *(
             Part(f"front, {server}", tests(*FRONT), settings=(("CLUSTER_SERVER", server),))
             for server in ("uvicorn", "daphne")

@@ -91,6 +91,7 @@ WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222
+MOST_WEB_PROCESSES = 4
 SERVER_URLS = "server_urls"
 """The file in the secrets folder where `make run` writes the URLs of its bundled servers."""
 WORKER_PORT = 50051
@@ -258,6 +259,7 @@ class Layout:
             "CLUSTER_PUBLIC_URL": self.public_url,
             # glibc gives each thread a heap of its own, which grows and is never given back.
             "MALLOC_ARENA_MAX": "2",
+            "CLUSTER_WEB_PROCESSES": str(self._web_processes()),
             **self.environ,
             **self.secrets.environment(),
             **{name: server.url for name, server in servers.items()},
@@ -268,6 +270,11 @@ class Layout:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
+
+    def _web_processes(self) -> int:
+        """One for each core, at most `MOST_WEB_PROCESSES`; daphne serves with one."""
+        is_uvicorn = conf.load(self.environ)[0].server == "uvicorn"
+        return min(len(os.sched_getaffinity(0)), MOST_WEB_PROCESSES) if is_uvicorn else 1
 
     def forget_original(self) -> None:
         """Remove what leads from a copied folder to the original cluster: its servers' keys and URLs."""

@@ -32,6 +32,7 @@ from localai_cluster.kit.tls import TlsFiles
 _ROOT = Path(__file__).resolve().parents[2]
 MOST_PRESSURE = 100
 """Highest prefix pressure that a web process reports for a model, and so the highest valid threshold."""
+MOST_WEB_PROCESSES = 64
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
 _HOSTS = env.json_of(dict[str, list[Any]], 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}')
 _GIB = number(float, 0.01, 10_000)
@@ -142,6 +143,10 @@ class ClusterSettings(env.SharedSettings):
     """Address on which the web process listens; another one lets other machines reach the cluster."""
     port: Port = setting("PORT", "8080")
     """Port of the web process."""
+    web_processes: Annotated[int, number(int, 1, MOST_WEB_PROCESSES)] = setting(
+        "CLUSTER_WEB_PROCESSES", "1", "1; `make run`: one for each core, at most 4"
+    )
+    """Web processes of `manage.py serve` on that address ([how many?](operating/web-processes.md))."""
     server: Annotated[str, choice("uvicorn", "daphne")] = setting("CLUSTER_SERVER", "uvicorn")
     """The web server: `uvicorn` or `daphne`, which has disadvantages ([below](#daphne))."""
     web_tls_cert: Pem = setting("CLUSTER_TLS_CERT")
@@ -279,6 +284,12 @@ class ClusterSettings(env.SharedSettings):
         yield from super().problems()
         if self.web_tls:
             yield from env.tls_problems("CLUSTER_TLS", lambda: self.web_tls.server(clock.now()))
+        if self.server == "daphne" and self.web_processes > 1:
+            yield env.Problem(
+                "CLUSTER_WEB_PROCESSES",
+                "daphne serves with one process",
+                "Unset it, or use CLUSTER_SERVER=uvicorn.",
+            )
         if not self.gallery_dir and any(g["url"].startswith("cluster:") for g in self.galleries):
             yield env.Problem(
                 "LOCALAI_BACKEND_GALLERIES",

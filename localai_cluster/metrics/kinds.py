@@ -3,16 +3,24 @@
 A metric is created without a registry: `registries` registers it with the processes that have it.
 """
 
-# One function of the library carries no types.
+# Some functions of the library carry no types.
 # mypy: allow-untyped-calls
 
-from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
+import os
+
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, values
 
 PREFIX = "localai_cluster_"
 REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Seconds: from a warm answer to a cold load and the limit of a request."""
 WORK = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
 """Seconds: from one query to an install of many gigabytes."""
+
+SHARED_FOLDER = os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
+"""Folder of the metrics of the web processes of one address; "" if this process is alone."""
+if SHARED_FOLDER:
+    _index = os.environ.get("LOCALAI_CLUSTER_WEB_INDEX", "0")
+    values.ValueClass = values.MultiProcessValue(lambda: _index)
 
 # Otherwise the library adds the creation time of each counter; `process_start_time_seconds` is sufficient.
 disable_created_metrics()
@@ -25,7 +33,7 @@ def counter(name: str, meaning: str, *labels: str) -> Counter:
 
 def gauge(name: str, meaning: str, *labels: str) -> Gauge:
     """Return a gauge without a registry."""
-    return Gauge(PREFIX + name, meaning, labels, registry=None)
+    return Gauge(PREFIX + name, meaning, labels, registry=None, multiprocess_mode="livesum")
 
 
 def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:

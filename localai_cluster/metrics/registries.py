@@ -1,7 +1,12 @@
 """The metrics of each kind of process, and their text format.
 
-Every process also exposes its build and its resource usage (`process_…`: processor, memory, files).
+Every process also exposes its build and its resource usage (`process_…`: processor, memory, files). Several
+web processes of one address expose the sums of all, whichever of them a scrape reaches, and no resource
+usage.
 """
+
+# Some functions of the library carry no types.
+# mypy: allow-untyped-calls
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -10,11 +15,12 @@ from prometheus_client import CollectorRegistry, Metric, ProcessCollector, gener
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from localai_cluster import __version__
 from localai_cluster.metrics import controller, passes, web, worker
-from localai_cluster.metrics.kinds import PREFIX
+from localai_cluster.metrics.kinds import PREFIX, SHARED_FOLDER
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 FIGURES: Mapping[str, tuple[MetricWrapperBase, ...]] = {
@@ -43,11 +49,27 @@ class Build(Collector):
         return [family]
 
 
+class _Shared(Collector):
+    """The sums of several processes; the library's files also hold what other kinds of processes count."""
+
+    def __init__(self, figures: Iterable[MetricWrapperBase]) -> None:
+        self._names = {family.name for figure in figures for family in figure.describe()}
+        self._files = MultiProcessCollector(None, SHARED_FOLDER)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the sums."""
+        web.refresh()
+        return [family for family in self._files.collect() if family.name in self._names]
+
+
 @cache
 def registry(process: str) -> CollectorRegistry:
     """Return the registry with the metrics of a process of this kind."""
     metrics_registry = CollectorRegistry()
     metrics_registry.register(Build(process))
+    if SHARED_FOLDER:
+        metrics_registry.register(_Shared(FIGURES[process]))
+        return metrics_registry
     ProcessCollector(registry=metrics_registry)
     for figure in FIGURES[process]:
         metrics_registry.register(figure)

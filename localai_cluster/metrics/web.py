@@ -4,9 +4,10 @@ A warm request calls three of these functions, about five microseconds in all: t
 metric's samples by their labels under a lock, so they are cached.
 """
 
+from collections.abc import Callable
 from functools import cache
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from localai_cluster.metrics.kinds import REQUESTS, counter, gauge, seconds
 
@@ -91,6 +92,21 @@ FIGURES = (
     HEARTBEATS,
     HEARTBEATS_LOST,
 )
+
+_readers: dict[Gauge, Callable[[], float]] = {}
+
+
+def follow(figure: Gauge, read: Callable[[], float]) -> None:
+    """Have a gauge expose what `read` returns, of several processes at the last `refresh`."""
+    figure.set_function(read)
+    _readers[figure] = read
+
+
+def refresh() -> None:
+    """Write the gauges for the other processes of this address, which cannot call `read`."""
+    for figure, read in _readers.items():
+        figure.set(read())
+
 
 LEFT = "left"
 _SURFACES = {

@@ -261,8 +261,8 @@ async def start() -> None:
     connection, wake_ups = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(wake_ups)
-    metrics.IN_FLIGHT.set_function(picker.in_flight)
-    metrics.WAITING.set_function(loads.waiting)
+    metrics.follow(metrics.IN_FLIGHT, picker.in_flight)
+    metrics.follow(metrics.WAITING, loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
     if by_prefix is not None:

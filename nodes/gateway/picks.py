@@ -405,6 +405,7 @@ class ProcessHeartbeat:
         while True:
             await asyncio.sleep(self._interval)
             heartbeats += 1
+            metrics.refresh()
             try:
                 is_registered = await self._picker.renew()
             except UNREACHABLE as error:

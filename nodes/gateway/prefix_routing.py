@@ -179,7 +179,7 @@ class PrefixService:
 
     async def start(self, pool: Pool, process: UUID) -> None:
         """Start to send and receive updates. Does not wait for a connection."""
-        metrics.PREFIX_ENTRIES.set_function(self.prefixes.entries)
+        metrics.follow(metrics.PREFIX_ENTRIES, self.prefixes.entries)
         hooks.on_removed.append(self._telling.removed)
         await subscribe(self._bus, self.prefixes.apply_update)
         self._tasks = [

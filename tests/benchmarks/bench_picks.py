@@ -3,6 +3,8 @@
 `python -m tests.benchmarks.bench_picks [--seconds N] [--nodes N]` starts one PostgreSQL and prints how many
 pairs a second 1, 16 and 64 callers get through the picker of one web process and through those of two. Beside
 them stand the textbook's way in the same run, and what the reference's registry does on a similar machine.
+At last it prints what PostgreSQL carries: the pairs, and its processor time for each, with 1, 4 and 16 web
+processes, and so the pairs a second that one core of PostgreSQL can do.
 """
 
 import argparse
@@ -13,6 +15,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.benchmarks.picking import Figures
@@ -22,6 +26,7 @@ REFERENCE = {1: 639, 16: 1382, 64: 1186}
 """Pairs a second on a similar machine, with a pool of 64 connections; a tenth less with 1,000 nodes."""
 REPLICAS, OTHERS = 8, 3
 MODEL = "m"
+PROCESSES, CALLERS = (1, 4, 16), 16
 
 
 def plant(nodes: int) -> None:
@@ -50,9 +55,18 @@ def measured(cluster: Cluster, processes: int, **order: Any) -> list[Figures]:
     text = json.dumps({"url": cluster.postgres.url, "model": MODEL, **order})
     command = [sys.executable, "-m", "tests.benchmarks.picking", text]
     children = [
-        subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=ROOT, env=dict(os.environ), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         for _ in range(processes)
     ]
+    for child in children:
+        assert child.stdout
+        child.stdout.readline()
+    for child in children:
+        assert child.stdin
+        child.stdin.write("\n")
+        child.stdin.flush()
     return [Figures(**json.loads(child.communicate()[0])) for child in children]
 
 
@@ -78,6 +92,31 @@ def run(cluster: Cluster, callers: int, seconds: float) -> None:
         )
 
 
+def carry(cluster: Cluster, processes: int, seconds: float) -> None:
+    """Prints the pairs of so many web processes with 16 callers each, and what they cost PostgreSQL."""
+    before = used_by(cluster)
+    found = measured(cluster, processes, callers=CALLERS, seconds=seconds)
+    pairs, cost = sum(one.pairs for one in found), used_by(cluster) - before
+    rate = sum(one.pairs / one.seconds for one in found)
+    print(
+        f"{processes:>2} web processes: {rate:6.0f} pairs/s, {1e6 * cost / pairs:.0f} µs of PostgreSQL a"
+        f" pair, so {pairs / cost:.0f} pairs/s on a core of it;"
+        f" {sum(one.statements for one in found) / pairs:.3f} statements,"
+        f" {1e6 * sum(one.cpu for one in found) / pairs:.0f} µs of the processes a pair;"
+        f" p50 {max(one.p50 for one in found):.2f}, p99 {max(one.p99 for one in found):.2f} ms",
+        flush=True,
+    )
+
+
+def used_by(cluster: Cluster) -> float:
+    """Return the processor seconds of PostgreSQL, with those of connections that have ended."""
+    server = psutil.Process(cluster.postgres.pid)
+    used = server.cpu_times()
+    running = [child.cpu_times() for child in server.children()]
+    ended = used.children_user + used.children_system
+    return used.user + used.system + ended + sum(child.user + child.system for child in running)
+
+
 def main() -> None:
     """Runs the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures picks and releases.")
@@ -97,6 +136,8 @@ def main() -> None:
             print(f"{nodes} nodes in the table, {REPLICAS} replicas of the model", flush=True)
             for callers in REFERENCE:
                 run(cluster, callers, chosen.seconds)
+            for processes in PROCESSES:
+                carry(cluster, processes, chosen.seconds)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,59 @@
-"""Processor time of streams of text, with both stream clients in turn (`CLUSTER_STREAM_CLIENT`).
+"""Processor time of requests, with both stream clients in turn, or with one web process and two.
 
-`python -m tests.benchmarks.bench_streams [--seconds N] [--rounds N]` needs Go for its engine and its load
-generator. Two web processes share one engine; at each number of clients and each pace they take turns. It
-prints the median of the rounds: processor time of a stream by process, and beside it the rates, which other
-work on the machine lowers.
+`python -m tests.benchmarks.bench_streams [--seconds N] [--rounds N] [--processes]` needs Go for its engine
+and its load generator. By default two web processes with different stream clients (`CLUSTER_STREAM_CLIENT`)
+share one engine; at each number of clients and each pace they take turns. With `--processes` one web process
+and two on one address (`CLUSTER_WEB_PROCESSES`) take turns at embeddings, chats and streams. It prints the
+median of the rounds: processor time of a request by process, and beside it the rates, which other work on the
+machine lowers.
 """
 
 import argparse
 import os
 import statistics
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from tests.benchmarks.bench_gateway import insert_rows, serving
 from tests.benchmarks.engine import Load, build, generate, running
+from tests.conftest import eventually
 from tests.support.cluster import ADMIN_KEY, Cluster, Process, running_cluster
 
 MODEL, TOKENS = "echo", 36
 CLIENTS, PACES = (1, 8, 32), (0, 20)
+PROCESSES, CLIENTS_OF_PROCESSES = (1, 2), 64
+
+
+class Request(NamedTuple):
+    """What the clients send: a name, path, body, text that ends the answer, and seconds that it takes."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    end: str = ""
+    took: float = 0.0
+
+
+def chat(pace: int, *, stream: bool) -> Request:
+    """A chat of 36 tokens, which the engine answers at once or with `pace` ms for each."""
+    messages = [{"role": "user", "content": f"{pace} {TOKENS} 1"}]
+    body = {"model": MODEL, "messages": messages, "stream": stream}
+    name = f"{'streams' if stream else 'chats'}, {f'{pace} ms' if pace else 'instant'}"
+    end = "data: [DONE]" if stream else ""
+    return Request(name, "/v1/chat/completions", body, end, pace * TOKENS / 1000)
+
+
+EMBEDDING = Request("embeddings", "/v1/embeddings", {"model": MODEL, "input": "a"})
 
 
 class Run(NamedTuple):
-    """One run, and milliseconds of processor time of a stream by process."""
+    """One run, milliseconds of processor time of a request by process, and the share of idle processors."""
 
     load: Load
     costs: dict[str, float]
+    idle: float
 
 
 def _used(processes: Iterable[psutil.Process]) -> float:
@@ -41,43 +68,45 @@ class Bench:
         self._webs = webs
         self._parts = {"engine": [psutil.Process(engine)], "postgres": _postgres(cluster)}
 
-    def run(self, client: str, clients: int, pace: int, seconds: float) -> Run:
-        """One run of the generator against the web process with this stream client."""
-        web = self._webs[client]
-        parts = {"web": [psutil.Process(web.child.pid)], **self._parts}
-        before = {name: _used(processes) for name, processes in parts.items()}
-        messages = [{"role": "user", "content": f"{pace} {TOKENS} 1"}]
-        body = {"model": MODEL, "messages": messages, "stream": True}
-        url, spread = f"{web.url}/v1/chat/completions", pace * TOKENS / 1000
+    def run(self, name: str, request: Request, clients: int, seconds: float) -> Run:
+        """One run of the generator against the web process, or the processes, of this name."""
+        web = self._webs[name]
+        first = psutil.Process(web.child.pid)
+        parts = {"web": [first, *first.children()], **self._parts}
+        before, idle = {name: _used(processes) for name, processes in parts.items()}, psutil.cpu_times()
         load = generate(
-            url, ADMIN_KEY, body, clients=clients, seconds=seconds, spread=spread, end="data: [DONE]"
-        )
+            web.url + request.path, ADMIN_KEY, request.body,
+            clients=clients, seconds=seconds, spread=request.took, end=request.end,
+        )  # fmt: skip
         costs = {name: 1000 * (_used(parts[name]) - before[name]) / load.requests for name in parts}
-        return Run(load, costs | {"generator": 1000 * load.processor / load.requests})
+        passed = [after - earlier for earlier, after in zip(idle, psutil.cpu_times(), strict=True)]
+        share = passed[idle._fields.index("idle")] / sum(passed)
+        return Run(load, costs | {"generator": 1000 * load.processor / load.requests}, share)
 
-    def compare(self, clients: int, pace: int, seconds: float, rounds: int) -> None:
-        """Both clients in turn; prints a line for each."""
-        runs: dict[str, list[Run]] = {client: [] for client in self._webs}
+    def compare(self, request: Request, clients: int, seconds: float, rounds: int) -> None:
+        """All web processes in turn; prints a line for each."""
+        runs: dict[str, list[Run]] = {name: [] for name in self._webs}
         for _ in range(rounds):
-            for client, done in runs.items():
-                done.append(self.run(client, clients, pace, seconds))
-        for client, done in runs.items():
-            costs = {name: statistics.median(run.costs[name] for run in done) for name in done[0].costs}
-            rate, first, p99 = (
+            for name, done in runs.items():
+                done.append(self.run(name, request, clients, seconds))
+        for name, done in runs.items():
+            costs = {part: statistics.median(run.costs[part] for run in done) for part in done[0].costs}
+            rate, first, p99, idle = (
                 statistics.median(values)
                 for values in zip(
                     *(
-                        (run.load.requests / run.load.seconds, run.load.first_p50, run.load.p99)
+                        (run.load.requests / run.load.seconds, run.load.first_p50, run.load.p99, run.idle)
                         for run in done
                     ),
                     strict=True,
                 )
             )
             print(
-                f"{clients:>2} clients, {f'{pace} ms' if pace else 'instant'}, {client:>5}:"
-                f" ms of CPU a stream: {', '.join(f'{name} {cost:.2f}' for name, cost in costs.items())};"
-                f" {rate:.0f} streams/s, first token p50 {first:.1f} ms, whole p99 {p99:.0f} ms,"
-                f" {sum(run.load.errors for run in done)} errors; load {os.getloadavg()[0]:.1f}",
+                f"{request.name}, {clients:>2} clients, {name:>5}:"
+                f" ms of CPU a request: {', '.join(f'{part} {cost:.2f}' for part, cost in costs.items())};"
+                f" {rate:.0f} requests/s, first byte p50 {first:.1f} ms, whole p99 {p99:.0f} ms,"
+                f" {sum(run.load.errors for run in done)} errors; {idle:.0%} idle,"
+                f" load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
 
@@ -92,23 +121,38 @@ def _postgres(cluster: Cluster) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
+def serving_with(cluster: Cluster, number: int) -> Process:
+    """So many web processes on one address, all of which serve."""
+    web = serving(cluster, MODEL, CLUSTER_WEB_PROCESSES=str(number))
+    eventually(lambda: web.output().count("Listening on") == number, seconds=60, what="all serve")
+    return web
+
+
 def main() -> None:
     """Runs all of it."""
-    options = argparse.ArgumentParser(description="Measures both stream clients.")
+    options = argparse.ArgumentParser(description="Measures both stream clients, or several web processes.")
     options.add_argument("--seconds", type=float, default=4.0)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--processes", action="store_true")
     chosen = options.parse_args()
     if reason := build():
         raise SystemExit(f"not measured: {reason}")
     with running_cluster() as cluster, running(cluster.reaper, go=True) as engine:
         insert_rows(cluster, MODEL, engine.address)
-        webs = {name: serving(cluster, MODEL, CLUSTER_STREAM_CLIENT=name) for name in ("grpc", "http2")}
+        if chosen.processes:
+            webs = {f"{number} process": serving_with(cluster, number) for number in PROCESSES}
+        else:
+            webs = {name: serving(cluster, MODEL, CLUSTER_STREAM_CLIENT=name) for name in ("grpc", "http2")}
         bench = Bench(cluster, engine.process.pid, webs)
-        for client in webs:
-            bench.run(client, 32, 0, 1.0)
+        for name in webs:
+            bench.run(name, chat(0, stream=True), 32, 1.0)
+        if chosen.processes:
+            for request in (EMBEDDING, chat(0, stream=False), chat(0, stream=True)):
+                bench.compare(request, CLIENTS_OF_PROCESSES, chosen.seconds, chosen.rounds)
+            return
         for pace in PACES:
             for clients in CLIENTS:
-                bench.compare(clients, pace, chosen.seconds, chosen.rounds)
+                bench.compare(chat(pace, stream=True), clients, chosen.seconds, chosen.rounds)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Callers of one web process's picker, without the web: the other side of `bench_picks`.
 
 `python -m tests.benchmarks.picking '<json>'` with `url`, `model`, `callers`, `seconds`, `plain` and
-`by_prefix` prints one JSON line. With `by_prefix` each caller has a long prompt of its own, of which the last
-block is new every time. `plain` is the textbook's way in the place of the picker: a transaction that locks a
-replica and counts it in, and a statement that counts it out, on a connection for each caller, with the
-server's own durability. It shows what the machine can do at that moment.
+`by_prefix` prints a line when it is warm, begins with the next line of its input, so that several begin
+together, and prints one JSON line. With `by_prefix` each caller has a long prompt of its own, of which the
+last block is new every time. `plain` is the textbook's way in the place of the picker: a transaction that
+locks a replica and counts it in, and a statement that counts it out, on a connection for each caller, with
+the server's own durability. It shows what the machine can do at that moment.
 """
 
 import asyncio
@@ -131,6 +132,8 @@ async def measure(
     way = textbook(url, model, callers) if plain else picker(url, model, by_prefix)
     async with way as (pair, made):
         await asyncio.gather(*(call(number, clock.monotonic() + 0.3, []) for number in range(callers)))
+        print("warm", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
         before, began, used = made(), clock.monotonic(), time.process_time()
         await asyncio.gather(*(call(number, began + seconds, times) for number in range(callers)))
         took, used, statements = clock.monotonic() - began, time.process_time() - used, made() - before

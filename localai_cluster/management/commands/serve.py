@@ -1,4 +1,4 @@
-"""`manage.py serve`: one web process, uvicorn on `localai_cluster.asgi`.
+"""`manage.py serve`: one web process, uvicorn on `localai_cluster.asgi`; `web_processes.py` runs several.
 
 On SIGTERM or SIGINT it stops accepting, closes websockets so that their clients connect to another process,
 lets running requests end, refuses the requests that still wait for a load, ends streams with an error,
@@ -9,8 +9,9 @@ neither that shutdown nor back-pressure.
 # daphne carries no types.
 # mypy: allow-untyped-calls
 
+import argparse
 import asyncio
-import errno
+import contextlib
 import gc
 import logging
 import os
@@ -31,7 +32,7 @@ from localai_cluster.asgi import application
 from localai_cluster.edge import Edge
 from localai_cluster.kit.connections import BoundedHead, WatchingSocket
 from localai_cluster.kit.tls import TlsFiles
-from localai_cluster.management import schema_version
+from localai_cluster.management import schema_version, web_processes
 from nodes.gateway import endpoint, gateway, streams
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,13 @@ LARGEST_MESSAGE = 64 * 1024
 """Largest message of a websocket's client in bytes; its content is ignored."""
 _PING_EVERY, _PONG_WITHIN = 20.0, 30.0
 _KEEP_ALIVE_SECONDS = 75
-_BACKLOG = 1024
 
 
 class OrderedServer(uvicorn.Server):
     """uvicorn's server with our order of shutdown."""
 
-    def __init__(self, edge: Edge, tls: TlsFiles) -> None:
-        self._edge = edge
+    def __init__(self, edge: Edge, tls: TlsFiles, parent: socket.socket | None = None) -> None:
+        self._edge, self._parent = edge, parent
         self._scheme = "https" if tls else "http"
         super().__init__(
             uvicorn.Config(
@@ -84,6 +84,17 @@ class OrderedServer(uvicorn.Server):
         gc.freeze()
         for listening in sockets or ():
             logger.info("Listening on %s://%s:%s", self._scheme, *listening.getsockname()[:2])
+        if self._parent is not None:
+            asyncio.get_running_loop().add_reader(self._parent, self._stop_without_parent)
+            with contextlib.suppress(BrokenPipeError):  # gone already, which the reader sees
+                self._parent.send(b"\0")
+
+    def _stop_without_parent(self) -> None:
+        """Stop in order: the parent sends nothing, so its end of the link is closed."""
+        assert self._parent is not None
+        asyncio.get_running_loop().remove_reader(self._parent)
+        logger.warning("The parent of this web process is gone; it stops")
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end, within limits; uvicorn waits for them and ends the lifespan last."""
@@ -115,13 +126,26 @@ class OrderedServer(uvicorn.Server):
 class Command(BaseCommand):
     """Serves until SIGTERM or SIGINT."""
 
-    help = "Runs one web process on HOST and PORT."
+    help = "Serves on HOST and PORT with one web process or several."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options."""
+        web_processes.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Serves; raises CommandError when it cannot listen or start."""
         cluster = conf.cluster()
+        number = cluster.web_processes if options["processes"] is None else options["processes"]
+        if not 1 <= number <= conf.MOST_WEB_PROCESSES:
+            raise CommandError(f"--processes must be from 1 to {conf.MOST_WEB_PROCESSES}")
         schema_version.refuse_other(cluster.database_url)
-        listening = listen(cluster.host, cluster.port)
+        if options["inherited"]:
+            listening, parent = (socket.socket(fileno=number) for number in options["inherited"])
+            _serve(listening, parent)
+            return
+        if cluster.server == "daphne" and number > 1:
+            raise CommandError("daphne serves with one process: use CLUSTER_SERVER=uvicorn, or --processes 1")
+        listening = web_processes.listen(cluster.host, cluster.port)
         if cluster.server == "daphne" and cluster.web_tls:
             raise CommandError(
                 "daphne does not serve HTTPS here: unset CLUSTER_TLS_CERT, or use CLUSTER_SERVER=uvicorn"
@@ -130,24 +154,17 @@ class Command(BaseCommand):
             listening.close()
             serve_with_daphne(cluster.host, cluster.port)
             return
-        # uvicorn raises the signal again after its shutdown; ignore it.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        try:
-            OrderedServer(application, cluster.web_tls).run([listening])
-        except SystemExit as ended:
-            raise CommandError("the web process could not start; the lines above say why") from ended
+        _serve(listening)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise CommandError with the reason if that fails."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _serve(listening: socket.socket, parent: socket.socket | None = None) -> None:
+    # uvicorn raises the signal again after its shutdown; ignore it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise CommandError(f"port {port} on {host} is in use; set PORT to a free one") from error
-        raise CommandError(f"cannot listen on {host}:{port}: {error}") from error
+        OrderedServer(application, conf.cluster().web_tls, parent).run([listening])
+    except SystemExit as ended:
+        raise CommandError("the web process could not start; the lines above say why") from ended
 
 
 def serve_with_daphne(host: str, port: int) -> None:
