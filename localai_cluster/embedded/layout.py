@@ -192,7 +192,7 @@ class Layout:
         """The URL for other machines, "" if they cannot reach the cluster; the operator may set another."""
         if not self.open_to_others:
             return ""
-        host = address_for_others(self.host)
+        host = reachable_address(self.host)
         if self.certificate:
             host = public_host(self.certificate, host)
         return f"{self._scheme}://{_bracketed(host)}:{self.port}"
@@ -350,7 +350,7 @@ def linked(file: Path, place: Path) -> None:
         shutil.copyfile(file, place)
 
 
-def address_for_others(host: str) -> str:
+def reachable_address(host: str) -> str:
     """An address of this machine for other machines; a guess if HOST means all interfaces."""
     if host not in ("0.0.0.0", "::"):
         return host

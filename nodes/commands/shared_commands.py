@@ -133,7 +133,7 @@ class Layers:
     _reached: float = 0.0
     _shown: float = 0.0
 
-    def whole(self, event: ProgressEvent) -> ProgressEvent:
+    def with_total_percentage(self, event: ProgressEvent) -> ProgressEvent:
         """Return the event with the percentage of all layers, which never falls. Ours stay unchanged."""
         if event.seq:
             return event
