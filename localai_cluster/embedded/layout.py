@@ -351,7 +351,7 @@ def linked(file: Path, place: Path) -> None:
 
 
 def reachable_address(host: str) -> str:
-    """An address of this machine for other machines; a guess if HOST means all interfaces."""
+    """Return the address under which other machines reach `host`; a guess if it means all interfaces."""
     if host not in ("0.0.0.0", "::"):
         return host
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

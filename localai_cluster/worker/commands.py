@@ -41,13 +41,12 @@ LATE = "the worker was stopped for a while and has not begun this"
 
 
 class Pauses:
-    """Detects pauses by a periodic tick: a late tick means that this process was stopped or asleep.
+    """Detects pauses of this process (stopped or asleep) by a periodic tick that comes late.
 
-    Messages sent before the end of a pause lie in the socket and are read afterwards, when their sender may
-    have given them up: the node counted as offline, and an operator may have decided otherwise. Clocks of
-    other machines are not comparable, and the sender may be another process by then. So a command that may be
-    that old is not begun; its sender repeats it if it still needs it. A pause that the machine's own clocks
-    do not show, as of a virtual machine, is not detected.
+    The worker does not begin a command that may have been sent before the end of a pause. Its sender may have
+    given it up, because the node counted as offline; a sender that still needs it sends it again. A time in
+    the command would not help, because clocks of other machines are not comparable. A pause that the
+    machine's own clocks do not show, as of a virtual machine, is not detected.
     """
 
     def __init__(self) -> None:

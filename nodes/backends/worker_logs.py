@@ -74,7 +74,7 @@ _MESSAGE = msgspec.json.Decoder(_Initial | _Line)
 
 
 class _ParallelLimit:
-    """Limit of parallel uses in this process; a caller above the limit is refused."""
+    """Limit of parallel requests for logs in this process. A request above the limit is refused."""
 
     def __init__(self, most: int, participle: str) -> None:
         self.most = most
@@ -83,7 +83,7 @@ class _ParallelLimit:
 
     @contextlib.contextmanager
     def acquire(self) -> Iterator[None]:
-        """Occupy a place for the block. Raise Unavailable if there is none."""
+        """Count one request until the `with` block ends; raise Unavailable at the limit."""
         if self._used >= self.most:
             raise errors.Unavailable(f"too many logs are being {self._participle}", retry_after=5.0)
         self._used += 1

@@ -28,11 +28,13 @@ TARGET_COLUMNS = [
     "reason", "attempts", "next_check_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
+"""Columns of a target that a change may write."""
 OPERATION_COLUMNS = [
     "status", "message", "error", "phase", "progress", "attempts", "current_bytes",
     "total_bytes", "next_attempt_at", "updated_at", "started_at", "finished_at",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
+"""Columns of the operation that follow from its targets."""
 
 
 @dataclass(frozen=True)
