@@ -31,7 +31,7 @@ from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 
-LONGEST = 15.0
+PAUSE_THRESHOLD = 15.0
 """Seconds without a tick that count as a busy machine rather than a pause: no sender gives up that fast."""
 CATCHES_UP = 5.0
 """Seconds after a pause within which all messages sent before have been read."""
@@ -71,13 +71,13 @@ class Pauses:
     def tick(self, now: float) -> None:
         """Record that this process runs at `now`."""
         paused, self._ticked_at = now - self._ticked_at, now
-        if paused > LONGEST:
+        if paused > PAUSE_THRESHOLD:
             self._over_at = now
             log.warning("this process did not run for %.0f s; commands from before are not begun", paused)
 
     def may_precede(self, arrived_at: float) -> bool:
         """Return True if a message read at `arrived_at` may have been sent before the last pause ended."""
-        is_tick_overdue = arrived_at - self._ticked_at > LONGEST  # the first tick has not come yet
+        is_tick_overdue = arrived_at - self._ticked_at > PAUSE_THRESHOLD  # the first tick has not come yet
         return is_tick_overdue or arrived_at <= self._over_at + CATCHES_UP
 
 
