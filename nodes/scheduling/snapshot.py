@@ -137,7 +137,7 @@ class Unsatisfiable:
 
 @dataclass(frozen=True)
 class ClearUnsatisfiable:
-    """Clear the flags of a rule that can be satisfied again."""
+    """Clear the count of ticks and the cooldown of a rule that can be satisfied again."""
 
     model: str
 
