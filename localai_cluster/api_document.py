@@ -64,7 +64,10 @@ class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
 
 
 class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The session cookie, which suffices to sign out and to change the password before all other routes."""
+    """The session cookie for the routes that work before the generated password is changed.
+
+    They sign out and change the password.
+    """
 
     target_class = "localai_cluster.accounts.authentication.SignInAuthentication"
     name = "signedIn"

@@ -61,7 +61,7 @@ def _delete(context: HandlerContext) -> Handler:
 
 
 def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:
-    """A request for all of the nodes must not join the retry on fewer."""
+    """Return a key and element of its own, so that a request for all nodes does not join a retry on fewer."""
     return bulk.identity(operation.kind, operation.payload["options"], node_ids)
 
 

@@ -193,7 +193,7 @@ class Layout:
         """The URL for other machines, "" if they cannot reach the cluster; the operator may set another."""
         if not self.open_to_others:
             return ""
-        host = address_for_others(self.host)
+        host = reachable_address(self.host)
         if self.certificate:
             host = public_host(self.certificate, host)
         return f"{self._scheme}://{_bracketed(host)}:{self.port}"
@@ -357,8 +357,8 @@ def linked(file: Path, place: Path) -> None:
         shutil.copyfile(file, place)
 
 
-def address_for_others(host: str) -> str:
-    """An address of this machine for other machines; a guess if HOST means all interfaces."""
+def reachable_address(host: str) -> str:
+    """Return the address under which other machines reach `host`; a guess if it means all interfaces."""
     if host not in ("0.0.0.0", "::"):
         return host
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -119,7 +119,7 @@ def json_of(type: Any, fix: str, *, secret: bool = False) -> Format:
 
 
 def seed(role: nkeys.Role) -> Format:
-    """Return the format of the seeds of this role on the message bus."""
+    """Return the format of a setting that holds the NKey seed of this NATS role."""
     return Format(f"the NKEY seed of the {role}", lambda text: nkeys.from_seed(text, role).seed, secret=True)
 
 

@@ -73,18 +73,18 @@ def passed(point: str) -> None:
 
 
 @contextlib.contextmanager
-def asked(point: str) -> Iterator[None]:
+def wrap_request(point: str) -> Iterator[None]:
     """Wrap a request on the bus: pass `:before`, `:sent` when the bus has it, and `:answered`."""
     if _kill is None:
         yield
         return
-    with told(point):
+    with wrap_message(point):
         yield
     passed(f"{point}:answered")
 
 
 @contextlib.contextmanager
-def told(point: str) -> Iterator[None]:
+def wrap_message(point: str) -> Iterator[None]:
     """Wrap a message without a reply: pass `:before`, and `:sent` when the bus has it."""
     if _kill is None:
         yield
@@ -97,8 +97,8 @@ def told(point: str) -> Iterator[None]:
         _sending.reset(token)
 
 
-async def left(flush: Callable[[], Awaitable[None]]) -> None:
-    """Pass `:sent` of the message that `asked` or `told` wraps; `flush` first sends it out of the process."""
+async def pass_sent(flush: Callable[[], Awaitable[None]]) -> None:
+    """Pass `:sent` of the message that is being wrapped; `flush` first sends it out of the process."""
     if _kill is not None and (point := f"{_sending.get()}:sent") == _kill.point:
         await flush()
         passed(point)

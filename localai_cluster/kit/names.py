@@ -71,9 +71,9 @@ def plain(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a client's text of several lines for storage and display, cut in its middle.
+    """Return a client's text for storage and display; a long one loses its middle. Line breaks stay.
 
-    Its beginning has the error, its end an engine's last output.
+    The error is usually at the beginning, and an engine's last output at the end.
     """
     if len(text) > LONGEST_TEXT:
         text = f"{text[: LONGEST_TEXT // 4]} … {text[-3 * LONGEST_TEXT // 4 :]}"

@@ -34,7 +34,7 @@ class TlsFiles:
         return bool(self.ca or self.certificate or self.key)
 
     def client(self, now: datetime) -> ssl.SSLContext:
-        """Return a context for connections that we open. WrongFile."""
+        """Return a TLS context for outgoing connections; raise WrongFile if a file cannot be used."""
         self._check(now)
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
@@ -45,7 +45,7 @@ class TlsFiles:
         return context
 
     def server(self, now: datetime) -> None:
-        """Check the files of a server. WrongFile."""
+        """Check the files of a server; raise WrongFile if one cannot be used."""
         self._check(now)
         if not self.certificate:
             raise WrongFile("CERT", "is not set, although the key is")

@@ -108,7 +108,7 @@ class Link:
                 self._subscribing = asyncio.ensure_future(replies)
             await asyncio.shield(self._subscribing)  # shared by all requests; none may cancel it
             await self.client.publish(subject, payload, reply=inbox)
-            await failpoints.left(self.client.flush)
+            await failpoints.pass_sent(self.client.flush)
             await asyncio.wait(outcomes, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._pending_replies[inbox]

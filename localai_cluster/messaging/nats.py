@@ -117,7 +117,7 @@ class NatsBus:
             raise NotConnected("the bus takes no more messages: too many wait to be sent")
         try:
             await client.publish(subject, payload)
-            await failpoints.left(client.flush)
+            await failpoints.pass_sent(client.flush)
         except nats.errors.Error as error:
             raise translate(error, subject) from error
 
@@ -166,7 +166,7 @@ class NatsBus:
         try:
             async with asyncio.timeout(REPLY_WAIT):
                 await self.wait_connected()
-            with failpoints.told("bus.reply"):
+            with failpoints.wrap_message("bus.reply"):
                 await self.publish(inbox, payload)
         except (ClusterError, TimeoutError) as error:
             log.warning("a reply was lost: %s", error or "no connection")

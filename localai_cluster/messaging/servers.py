@@ -180,7 +180,7 @@ class Servers:
     tls: ssl.SSLContext | None = None
 
     @property
-    def proves_itself(self) -> bool:
+    def has_login(self) -> bool:
         """True if there is a login: credentials, a user or a token."""
         return bool(self.credentials or self.user or self.token)
 

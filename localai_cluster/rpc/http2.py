@@ -75,7 +75,7 @@ class Stream(ABC):
 
     @abstractmethod
     def move(self) -> None:
-        """Begin again on another connection: the engine has skipped the stream."""
+        """Begin again on another connection, because the engine has not processed the stream."""
 
     @abstractmethod
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:

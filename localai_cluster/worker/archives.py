@@ -126,7 +126,7 @@ class _ForwardReader:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Bound the bytes that are read inside: `tarfile` keeps the headers of one entry in memory."""
+        """Limit the bytes read inside the `with` block: `tarfile` keeps one entry's headers in memory."""
         self._header_bytes = 0
         try:
             yield

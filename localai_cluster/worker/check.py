@@ -146,7 +146,7 @@ async def _bus(config: Config) -> str:
     reason = await complaint(replace(config.nats, tls=config.nats_tls))
     if not reason:
         return f"bus: connected to {where}"
-    if "authorization violation" in reason.lower() and not config.nats.proves_itself:
+    if "authorization violation" in reason.lower() and not config.nats.has_login:
         return f"bus: {where} requires credentials, which must come with the registration"
     return Problem(f"bus: {where}: {reason}; check LOCALAI_NATS_URL and its credentials and certificates")
 

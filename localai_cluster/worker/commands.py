@@ -31,7 +31,7 @@ from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 
-LONGEST = 15.0
+PAUSE_THRESHOLD = 15.0
 """Seconds without a tick that count as a busy machine rather than a pause: no sender gives up that fast."""
 CATCHES_UP = 5.0
 """Seconds after a pause within which all messages sent before have been read."""
@@ -41,13 +41,12 @@ LATE = "the worker was stopped for a while and has not begun this"
 
 
 class Pauses:
-    """Detects pauses by a periodic tick: a late tick means that this process was stopped or asleep.
+    """Detects pauses of this process (stopped or asleep) by a periodic tick that comes late.
 
-    Messages sent before the end of a pause lie in the socket and are read afterwards, when their sender may
-    have given them up: the node counted as offline, and an operator may have decided otherwise. Clocks of
-    other machines are not comparable, and the sender may be another process by then. So a command that may be
-    that old is not begun; its sender repeats it if it still needs it. A pause that the machine's own clocks
-    do not show, as of a virtual machine, is not detected.
+    The worker does not begin a command that may have been sent before the end of a pause. Its sender may have
+    given it up, because the node counted as offline; a sender that still needs it sends it again. A time in
+    the command would not help, because clocks of other machines are not comparable. A pause that the
+    machine's own clocks do not show, as of a virtual machine, is not detected.
     """
 
     def __init__(self) -> None:
@@ -72,13 +71,13 @@ class Pauses:
     def tick(self, now: float) -> None:
         """Record that this process runs at `now`."""
         paused, self._ticked_at = now - self._ticked_at, now
-        if paused > LONGEST:
+        if paused > PAUSE_THRESHOLD:
             self._over_at = now
             log.warning("this process did not run for %.0f s; commands from before are not begun", paused)
 
     def may_precede(self, arrived_at: float) -> bool:
         """Return True if a message read at `arrived_at` may have been sent before the last pause ended."""
-        is_tick_overdue = arrived_at - self._ticked_at > LONGEST  # the first tick has not come yet
+        is_tick_overdue = arrived_at - self._ticked_at > PAUSE_THRESHOLD  # the first tick has not come yet
         return is_tick_overdue or arrived_at <= self._over_at + CATCHES_UP
 
 

@@ -71,7 +71,7 @@ class CallFailed(ClusterError):
         self.wait = wait
 
     @property
-    def refused(self) -> bool:
+    def is_credential_refused(self) -> bool:
         """True if the control plane refused the credential."""
         return self.http_status in (401, 403) and not self.rotate
 
@@ -269,7 +269,7 @@ class ControlPlane:
             return await call(self._identity.secret)
         except CallFailed as refusal:
             # After too many failures from this address a wrong secret gets 429 as well.
-            is_rejected = refusal.refused or refusal.http_status == 429
+            is_rejected = refusal.is_credential_refused or refusal.http_status == 429
             if not is_rejected or not self._identity.successor:
                 raise
             response = await self._with_successor(call, refusal)
@@ -280,7 +280,7 @@ class ControlPlane:
         try:
             return await call(self._identity.successor)
         except CallFailed as error:
-            raise (refusal if error.refused else error) from None
+            raise (refusal if error.is_credential_refused else error) from None
 
     async def _rotate(self, node_id: str) -> None:
         """Replace the secret. Raise CallFailed."""

@@ -121,7 +121,7 @@ class HeartbeatLoop:
             self.problem = "the control plane no longer knows this node"
             log.warning("%s; registering again", self.problem)
             await self._register()
-        elif error.refused:
+        elif error.is_credential_refused:
             await self._handle_refusal(error)
         elif error.http_status == 409:
             self.problem = "another process has registered with this node's secret"

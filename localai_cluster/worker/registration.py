@@ -174,7 +174,7 @@ class BusCredentials:
         self._require_auth = require_auth
         self._tls = tls
         self._configured = configured
-        self._fixed = replace(configured, tls=tls) if configured and configured.proves_itself else None
+        self._fixed = replace(configured, tls=tls) if configured and configured.has_login else None
         self._register_once = register_once
         self._has_credentials = False
         self._lifetime: float | None = None
@@ -243,7 +243,7 @@ class BusCredentials:
             try:
                 await self._register_once()
             except CallFailed as error:
-                is_final = error.refused or error.http_status == 409
+                is_final = error.is_credential_refused or error.http_status == 409
                 pause = max(REFUSED_PAUSE if is_final else self._retry_pause(), error.wait)
                 self._due_at = clock.monotonic() + pause
                 if is_final and is_refused_by_bus:

@@ -315,10 +315,10 @@ class LoadStatusView(APIView):
     def get(self, request: Request, model: str) -> Response:
         """404 when no load goes on: the model may be ready, so ask it again."""
         now = clock.now()
-        look = wait.status(model, now)
-        if look is None:
+        operation = wait.status(model, now)
+        if operation is None:
             raise errors.NotFound(f"no load is running for model {model}")
-        return Response(LOADING.of(**wait.loading_body(model, look, now)))
+        return Response(LOADING.of(**wait.loading_body(model, operation, now)))
 
 
 LOG_LINE = Shape(

@@ -380,8 +380,8 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
     targets.adopt(operation, all_parts, now)
     if operation.status == Status.CANCELLED:
         operation.message = reason
-    update_rows([target], target_changes.PART)
-    update_rows([operation], target_changes.STATE)
+    update_rows([target], target_changes.TARGET_COLUMNS)
+    update_rows([operation], target_changes.OPERATION_COLUMNS)
     audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = target_changes.Changed([operation], {operation.id: all_parts})
     waves.go_on(changed, now=now)

@@ -92,7 +92,7 @@ READ_WITHIN = 10.0
 """Seconds within which a gallery must be read, all its mirrors included."""
 KEPT_FOR, TROUBLE_KEPT_FOR = 60.0, 5.0
 DEVELOPMENT = "-development"
-_KINDS = "backend_"
+_KIND_PREFIX = "backend_"
 _DELETIONS = "_delete"
 
 WHERE = shapes.Shape(
@@ -301,7 +301,7 @@ def installed() -> list[Installed]:
 
 def running() -> list[ActiveOperation]:
     """Return the active operations on backends, the oldest first; one query."""
-    active = Operation.objects.filter(status__in=ACTIVE, kind__startswith=_KINDS).order_by("created_at")
+    active = Operation.objects.filter(status__in=ACTIVE, kind__startswith=_KIND_PREFIX).order_by("created_at")
     operations = []
     for id, key, element, kind, status in active.values_list("id", "key", "element", "kind", "status"):
         gallery, _, name = element.rpartition("@")

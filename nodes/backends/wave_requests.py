@@ -119,7 +119,7 @@ def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str
     unopened = [target for target in all_parts if targets.held(target)]
     for target in unopened:
         target_changes.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
-    update_rows(unopened, target_changes.PART)
+    update_rows(unopened, target_changes.TARGET_COLUMNS)
     targets.adopt(operation, all_parts, now)
 
 
@@ -127,7 +127,7 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
     operation.waves = Waves.CONTINUED
     unopened = [target for target in all_parts if targets.held(target)]
     wait_for_turns(unopened, all_parts, now)
-    update_rows(unopened, target_changes.PART)
+    update_rows(unopened, target_changes.TARGET_COLUMNS)
     by_operation = {operation.id: all_parts}
     turn = waves.next_turn(operation, all_parts)
     waves.attach([turn] if turn else [], by_operation, now=now)

@@ -60,8 +60,8 @@ def plan(members: Iterable[Member], options: Options) -> dict[UUID, int]:
     return waves
 
 
-STATE = [*target_changes.STATE, "waves", "open_wave"]
-WISHED = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")
+OPERATION_COLUMNS = [*target_changes.OPERATION_COLUMNS, "waves", "open_wave"]
+INTENT_COLUMNS = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")
 """Payload keys of the operation that become columns of each node's intent."""
 RECHECK_AFTER = timedelta(seconds=15)
 """Time until the next check of a target whose node is busy with the same backend (`catch_up`)."""
@@ -201,7 +201,7 @@ def _new_intent(operation: Operation, target: OperationTarget, now: datetime) ->
         spares_requests=True,
         next_retry_at=now,
         created_at=now,
-        **{name: operation.payload[name] for name in WISHED},
+        **{name: operation.payload[name] for name in INTENT_COLUMNS},
     )
 
 
@@ -213,8 +213,8 @@ def _save(
 ) -> None:
     for operation in operations:
         targets.adopt(operation, all_parts[operation.id], now)
-    update_rows(moved, target_changes.PART)
-    update_rows(operations, STATE)
+    update_rows(moved, target_changes.TARGET_COLUMNS)
+    update_rows(operations, OPERATION_COLUMNS)
 
 
 def catch_up(*, now: datetime) -> int:

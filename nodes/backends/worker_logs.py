@@ -73,8 +73,8 @@ _LINES = msgspec.json.Decoder(list[LogLine])
 _MESSAGE = msgspec.json.Decoder(_Initial | _Line)
 
 
-class _Places:
-    """Limit of parallel uses in this process; a caller above the limit is refused."""
+class _ParallelLimit:
+    """Limit of parallel requests for logs in this process. A request above the limit is refused."""
 
     def __init__(self, most: int, participle: str) -> None:
         self.most = most
@@ -82,8 +82,8 @@ class _Places:
         self._used = 0
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Occupy a place for the block. Raise Unavailable if there is none."""
+    def acquire(self) -> Iterator[None]:
+        """Count one request until the `with` block ends; raise Unavailable at the limit."""
         if self._used >= self.most:
             raise errors.Unavailable(f"too many logs are being {self._participle}", retry_after=5.0)
         self._used += 1
@@ -93,7 +93,7 @@ class _Places:
             self._used -= 1
 
 
-READERS, FOLLOWERS = _Places(8, "read"), _Places(64, "followed")
+READERS, FOLLOWERS = _ParallelLimit(8, "read"), _ParallelLimit(64, "followed")
 
 
 async def models(server: HttpServer) -> list[str]:
@@ -117,7 +117,7 @@ async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
     first message, if too many are followed.
     """
     url = f"ws://{server.contact.address}{_path(name)}/ws"
-    with FOLLOWERS.one():
+    with FOLLOWERS.acquire():
         try:
             async with asyncio.timeout(HANDSHAKE_LIMIT):
                 opened = await dial_targets.open_socket(server)
@@ -169,7 +169,7 @@ async def _messages(server: HttpServer, socket: ClientConnection) -> AsyncGenera
 
 async def _get(server: HttpServer, path: str) -> bytes:
     """Return the body of a reply with status 200."""
-    with READERS.one():
+    with READERS.acquire():
         try:
             async with (
                 asyncio.timeout(ANSWER_LIMIT),

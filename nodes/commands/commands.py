@@ -211,12 +211,12 @@ class Worker:
         A `backend.stop` has no reply. An unforced stop of all engines has no payload either (R6.5).
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
-        with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
+        with contextlib.suppress(carrier.BusError), failpoints.wrap_message("backend.stop"):
             await self.bus.publish(messages.subject("backend.stop", self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
-        with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
+        with contextlib.suppress(carrier.BusError), failpoints.wrap_message("node.stop"):
             await self.bus.publish(messages.subject("stop", self.node_id), _NO_PAYLOAD)
 
     async def install(
@@ -334,7 +334,7 @@ class Worker:
                 event = decode(payload, messages.ProgressEvent)
                 # A worker that may publish on one subject must not report for another operation or node.
                 if (event.op_id, event.node_id) == (op_id, self.node_id):
-                    on_progress(layers.whole(event))
+                    on_progress(layers.with_total_percentage(event))
 
         # Subscribed before the command leaves, so that the first report is not missed.
         async with shared_commands.received(self.bus, self.node_id, op_id, receive):
@@ -357,7 +357,7 @@ class Worker:
         subject = messages.subject(point.removesuffix(".forced"), self.node_id)
         outcome: Outcome[R]
         try:
-            with failpoints.asked(point):
+            with failpoints.wrap_request(point):
                 reply = decode(await self.bus.request(subject, encode(request), timeout, inbox=inbox), kind)
         except carrier.NoResponders:
             outcome = NoResponders(f"node {self.name} is not responding")

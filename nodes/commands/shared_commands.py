@@ -126,15 +126,21 @@ _EXTRACTING = "Extracting "
 
 @dataclass
 class Layers:
-    """The reports of one command, in the order of their arrival."""
+    """Converts the progress of single image layers to that of all layers; one instance for each command.
+
+    It gets the reports of the command in the order of their arrival.
+    """
 
     _before: float = 0.0
     _layer: int = 0
     _reached: float = 0.0
     _shown: float = 0.0
 
-    def whole(self, event: ProgressEvent) -> ProgressEvent:
-        """Return the event with the percentage of all layers, which never falls. Ours stay unchanged."""
+    def with_total_percentage(self, event: ProgressEvent) -> ProgressEvent:
+        """Return the event with the percentage of all layers, which never falls.
+
+        Events with a sequence number, which only our workers send, have that percentage already.
+        """
         if event.seq:
             return event
         reported = min(max(event.percentage, 0.0), 100.0)

@@ -20,7 +20,7 @@ from nodes.decisions.snapshot_log import Section, SnapshotRef, State
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
 from nodes.scheduling.snapshot import (
-    ClearFlags,
+    ClearUnsatisfiable,
     DesiredState,
     EndPressure,
     Fleet,
@@ -70,7 +70,9 @@ def record_refusals(
 
 def outcome(decision: RuleDecision) -> DecisionOutcome | None:
     """Return the outcome of the decision; None if everything stays as it is."""
-    actions = [action for action in decision.actions if not isinstance(action, ClearFlags | EndPressure)]
+    actions = [
+        action for action in decision.actions if not isinstance(action, ClearUnsatisfiable | EndPressure)
+    ]
     if not actions:
         return None
     is_waiting = all(isinstance(action, Unsatisfiable) for action in actions)

@@ -227,7 +227,7 @@ def _file_text(part: Content, path: str) -> str:
 
 
 def _check_results(entries: Iterable[InputEntry]) -> None:
-    """Raise InvalidInput for what came of a call that the conversation does not have."""
+    """Raise InvalidInput if an item is the output of a tool call that no earlier item contains."""
     calls = set()
     for path, item in entries:
         if item.type == "function_call":

@@ -125,7 +125,7 @@ class Gateway:
     async def _pick(self, request: InferenceRequest) -> Replica | None:
         if self._prefixes is None or not request.chain:
             return await self.picker.acquire(request)
-        self._prefixes.advise(request)
+        self._prefixes.set_preferred_replica(request)
         replica = await self.picker.acquire(request)
         self._prefixes.record_pick(request)
         return replica

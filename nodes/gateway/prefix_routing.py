@@ -80,7 +80,7 @@ class PrefixRouter:
         """Return the number of blocks in the prefix tables."""
         return len(self._affinity)
 
-    def advise(self, request: InferenceRequest) -> None:
+    def set_preferred_replica(self, request: InferenceRequest) -> None:
         """Set the preferred replica and the cached prefix ratio for the request's next pick (R2.6)."""
         if not request.chain:
             return

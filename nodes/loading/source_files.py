@@ -43,23 +43,23 @@ from operations.executor.work import in_thread
 _ROUTE = "/v1/files/"
 
 
-class NoKey(ValueError):
+class InvalidPath(ValueError):
     """A path that cannot have a key on a worker; the text gives the reason."""
 
 
 def key_of(model: str, relative: str) -> str:
-    """Return the key of the file at this path in the models folder; NoKey if it leads out of that folder.
+    """Return the key of the file at this path in the models folder; InvalidPath if it leads out of it.
 
     A name that cannot be written into a header or a gRPC message has no key either.
     """
     parts = (*model.split("/"), *relative.split("/"))
     if not {"", ".", ".."}.isdisjoint(parts):
-        raise NoKey("leads out of its folder")
+        raise InvalidPath("leads out of its folder")
     if "\\" in model or "\\" in relative:
-        raise NoKey("has a backslash in its name")
+        raise InvalidPath("has a backslash in its name")
     for text in (model, relative):
         if character := names.unprintable(text):
-            raise NoKey(f"has the character {character} in its name")
+            raise InvalidPath(f"has the character {character} in its name")
     return "/".join(("models", *parts))
 
 
@@ -284,7 +284,7 @@ class _FolderReader:
         try:
             key_of(self._model, relative)
             status = real.stat()
-        except NoKey as refusal:
+        except InvalidPath as refusal:
             raise Unsendable(f"{relative}: {refusal}") from refusal
         except FileNotFoundError as error:
             raise Unsendable(f"{relative}: is a link that leads nowhere") from error

@@ -65,64 +65,71 @@ class WaitingRequest(Protocol):
     def client_address(self) -> str: ...
 
 
-def eta_seconds(look: Operation, now: datetime) -> float | None:
+def eta_seconds(operation: Operation, now: datetime) -> float | None:
     """Return the remaining bytes over the average rate; None until bytes move for a second (R2.23).
 
     A load that sends files reports the rate itself, because it excludes the bytes that the node had before.
     """
-    if look.phase == "staging":
-        remaining = look.total_bytes - look.current_bytes
-        return remaining / look.bytes_per_second if remaining > 0 and look.bytes_per_second > 0 else None
-    elapsed = (now - look.started_at).total_seconds() if look.started_at else 0.0
-    if not 0 < look.current_bytes < look.total_bytes or elapsed < 1:
+    if operation.phase == "staging":
+        remaining = operation.total_bytes - operation.current_bytes
+        return (
+            remaining / operation.bytes_per_second
+            if remaining > 0 and operation.bytes_per_second > 0
+            else None
+        )
+    elapsed = (now - operation.started_at).total_seconds() if operation.started_at else 0.0
+    if not 0 < operation.current_bytes < operation.total_bytes or elapsed < 1:
         return None
-    return (look.total_bytes - look.current_bytes) * elapsed / look.current_bytes
+    return (operation.total_bytes - operation.current_bytes) * elapsed / operation.current_bytes
 
 
-def loading_body(model: str, look: Operation, now: datetime) -> dict[str, Any]:
+def loading_body(model: str, operation: Operation, now: datetime) -> dict[str, Any]:
     """Return the `loading` object of `contract/http-api.md` §6.1."""
     body: dict[str, Any] = {
         "model": model,
-        "state": _state(look),
-        "progress": look.progress,
-        "bytes_sent": look.current_bytes,
-        "total_bytes": look.total_bytes,
-        "file_index": look.file_index,
-        "total_files": look.total_files,
+        "state": _state(operation),
+        "progress": operation.progress,
+        "bytes_sent": operation.current_bytes,
+        "total_bytes": operation.total_bytes,
+        "file_index": operation.file_index,
+        "total_files": operation.total_files,
     }
-    if look.node_name:
-        body["node"] = look.node_name
-    eta = eta_seconds(look, now)
+    if operation.node_name:
+        body["node"] = operation.node_name
+    eta = eta_seconds(operation, now)
     if eta is not None:
         body["eta_seconds"] = math.ceil(eta)
     return body
 
 
-def still_loading_error(model: str, look: Operation, budget: float, now: datetime) -> StillLoading:
+def still_loading_error(model: str, operation: Operation, budget: float, now: datetime) -> StillLoading:
     """Return the error for a request whose wait is over while the load goes on (R2.22)."""
-    eta = eta_seconds(look, now)
-    details = [f"{look.progress:.0f}%"] if look.progress else []
+    eta = eta_seconds(operation, now)
+    details = [f"{operation.progress:.0f}%"] if operation.progress else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
-    message = f"model {model} is {_state(look)}"
-    message += f" on node {look.node_name}" if look.node_name else ""
+    message = f"model {model} is {_state(operation)}"
+    message += f" on node {operation.node_name}" if operation.node_name else ""
     message += f" ({', '.join(details)})" if details else ""
-    message += f": {look.message}" if look.message else ""
-    if look.kind != KIND:
-        message = f"model {model} is not loaded while its {look.kind} is in progress (operation {look.id})"
+    message += f": {operation.message}" if operation.message else ""
+    if operation.kind != KIND:
+        kind, row_id = operation.kind, operation.id
+        message = f"model {model} is not loaded while its {kind} is in progress (operation {row_id})"
     retry_after = min(max(budget if eta is None else eta, RETRY_MIN), RETRY_MAX)
-    return StillLoading(message, retry_after=retry_after, loading=loading_body(model, look, now))
+    return StillLoading(message, retry_after=retry_after, loading=loading_body(model, operation, now))
 
 
-def _state(look: Operation) -> str:
-    if look.status == Status.FAILED:
+def _state(operation: Operation) -> str:
+    if operation.status == Status.FAILED:
         return "failed"
-    return look.phase if look.status == Status.PROCESSING and look.phase in _PHASES else "pending"
+    return (
+        operation.phase if operation.status == Status.PROCESSING and operation.phase in _PHASES else "pending"
+    )
 
 
-def load_failure(model: str, look: Operation, now: datetime, grace: float) -> LoadFailed:
+def load_failure(model: str, operation: Operation, now: datetime, grace: float) -> LoadFailed:
     """Return the error for all requests that wait for a failed load; a retry is allowed after Retry-After."""
-    cause = look.error or look.message or look.status
-    age = (now - look.finished_at).total_seconds() if look.finished_at else 0.0
+    cause = operation.error or operation.message or operation.status
+    age = (now - operation.finished_at).total_seconds() if operation.finished_at else 0.0
     return LoadFailed(f"loading model {model} failed: {cause}", retry_after=max(math.ceil(grace - age), 1))
 
 
@@ -133,7 +140,7 @@ class ModelWait:
     turn: "asyncio.Future[bool]"
     deadlines: list[float] = field(default_factory=list)
     """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
-    look: Operation = field(default_factory=lambda: Operation(kind=KIND, progress=0.0))
+    operation: Operation = field(default_factory=lambda: Operation(kind=KIND, progress=0.0))
     """The operation as last read; before that a pending one. Any other kind is an unload or a deletion, which
     must end before the model can be loaded.
     """
@@ -152,7 +159,7 @@ class ModelWait:
                 return await asyncio.shield(self.turn)
         except TimeoutError:
             budget = conf.cluster().model_load_wait
-            raise still_loading_error(request.model, self.look, budget, clock.now()) from None
+            raise still_loading_error(request.model, self.operation, budget, clock.now()) from None
 
 
 class Loads:
@@ -209,34 +216,36 @@ class Loads:
         except Exception as error:
             load.turn.set_exception(_to_response(error))
         else:
-            load.turn.set_result(load.look.status in TERMINAL)
+            load.turn.set_result(load.operation.status in TERMINAL)
         finally:
             self._loads.pop(request.element, None)
 
     async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Return when the operation has ended or no request waits any more; raise LoadFailed."""
         load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
-        load.look = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
-        with self.wake_ups.watch(load.look.id) as watch:
-            while (look := await in_thread(_refresh, load.look)).status not in TERMINAL:
-                load.look = look
+        load.operation = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
+        with self.wake_ups.watch(load.operation.id) as watch:
+            while (operation := await in_thread(_refresh, load.operation)).status not in TERMINAL:
+                load.operation = operation
                 if not load.deadlines:
                     return
                 await self._extend_deadline(load)
                 load.turn, turn = _new_turn(), load.turn
                 turn.set_result(False)
                 await watch.changed(timeout=POLL_EVERY)
-        load.look = look
+        load.operation = operation
         # A cancelled load had no waiting request left; a request that attached in that moment retries.
-        if load.look.status == Status.FAILED and load.look.kind == KIND:
-            raise load_failure(request.element, load.look, clock.now(), conf.cluster().load_failure_grace)
+        if load.operation.status == Status.FAILED and load.operation.kind == KIND:
+            raise load_failure(
+                request.element, load.operation, clock.now(), conf.cluster().load_failure_grace
+            )
 
     @staticmethod
     async def _extend_deadline(load: ModelWait) -> None:
         deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _HORIZON)
-        if deadline > load.row_deadline + 1 and load.look.kind == KIND:
+        if deadline > load.row_deadline + 1 and load.operation.kind == KIND:
             load.row_deadline = deadline
-            await in_thread(admission.need_until, load.look.id, _instant(deadline))
+            await in_thread(admission.need_until, load.operation.id, _instant(deadline))
 
 
 def _to_response(error: Exception) -> ClusterError:

@@ -53,7 +53,7 @@ from nodes.scheduling.plan import IDLE_FOR, plan
 from nodes.scheduling.rules import Rule, check_rule
 from nodes.scheduling.snapshot import (
     Action,
-    ClearFlags,
+    ClearUnsatisfiable,
     DesiredState,
     EndPressure,
     EvictReplica,
@@ -215,7 +215,7 @@ def _execute(action: Action, now: datetime) -> None:
             log.warning("%s (%d times): %s", model, ticks, reason)
         case EndPressure():
             pass
-        case ClearFlags(model):
+        case ClearUnsatisfiable(model):
             log.info("%s: its rule can be carried out again", model)
         case _:
             assert_never(action)

@@ -40,11 +40,11 @@ MOST_REVOKED = 5000
 
 
 def issue(nodes: Sequence[BackendNode], now: datetime) -> dict[UUID, Credentials]:
-    """Return new JWTs for the approved ones of these nodes; earlier JWTs stay valid until they expire (§9.2).
+    """Return new JWTs for the approved nodes among these; earlier JWTs stay valid until they expire (§9.2).
 
-    A node stays the same user until it is revoked, however often it registers: a revocation is one line of
-    the account's JWT, which a server accepts up to 1 MiB. Needs a transaction, with the nodes locked: a
-    revocation comes before or after it, never in between.
+    A node keeps its NATS user until it is revoked, however often it registers. So the account's JWT, which is
+    limited to 1 MiB, grows by one line for each revocation and not for each registration. Needs a transaction
+    that has locked the nodes, so that no revocation runs at the same time.
     """
     approved = {node.id: node for node in nodes if node.approved_at is not None}
     if not approved:

@@ -13,7 +13,13 @@ from django.db.models import Q, QuerySet
 
 from localai_cluster.kit.leases import update_rows
 from nodes.models import ModelSchedulingConfig, scheduling
-from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
+from nodes.scheduling.snapshot import (
+    ClearUnsatisfiable,
+    DesiredState,
+    EndPressure,
+    RuleDecision,
+    Unsatisfiable,
+)
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "checked_at",
@@ -79,7 +85,7 @@ def _write(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) ->
         match action:
             case Unsatisfiable(_, ticks, until):
                 row.unsatisfiable_ticks, row.unsatisfiable_until = ticks, until
-            case ClearFlags():
+            case ClearUnsatisfiable():
                 row.unsatisfiable_ticks, row.unsatisfiable_until = 0, None
             case EndPressure():
                 row.pressure_ended_at = now

@@ -23,7 +23,7 @@ from uuid import UUID
 from nodes.scheduling.snapshot import (
     LOADING,
     Action,
-    ClearFlags,
+    ClearUnsatisfiable,
     DesiredState,
     EligibleNodes,
     EndPressure,
@@ -113,7 +113,7 @@ def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
     if missing := _missing(context):
         return _load_missing(context, missing, now, tick=tick)
     met = bool(rule.ticks or rule.until) and len(context.eligible_serving) >= context.required
-    cleared = (ClearFlags(rule.model),) if met else ()
+    cleared = (ClearUnsatisfiable(rule.model),) if met else ()
     if tick and len(context.eligible_serving) >= context.required:
         actions = _burst(context) or _pressure(context) or _scale_down(context, now)
         if actions:
@@ -169,7 +169,7 @@ def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bo
         reason = f"{loads[0].reason}; {_failed(context)}"
         return context.decision(reason, Unsatisfiable(rule.model, rule.ticks + 1, None, reason), *loads)
     # After the first load: the flags stay if no load can be requested.
-    cleared = [ClearFlags(rule.model)] if rule.ticks or rule.until else []
+    cleared = [ClearUnsatisfiable(rule.model)] if rule.ticks or rule.until else []
     return context.decision(loads[0].reason, loads[0], *cleared, *loads[1:])
 
 

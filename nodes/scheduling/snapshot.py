@@ -136,8 +136,8 @@ class Unsatisfiable:
 
 
 @dataclass(frozen=True)
-class ClearFlags:
-    """Clear the flags of a rule that can be satisfied again."""
+class ClearUnsatisfiable:
+    """Clear the count of ticks and the cooldown of a rule that can be satisfied again."""
 
     model: str
 
@@ -149,7 +149,7 @@ class EndPressure:
     model: str
 
 
-Action = LoadReplica | RetireReplica | EvictReplica | Unsatisfiable | ClearFlags | EndPressure
+Action = LoadReplica | RetireReplica | EvictReplica | Unsatisfiable | ClearUnsatisfiable | EndPressure
 
 
 @dataclass(frozen=True)

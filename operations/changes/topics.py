@@ -71,7 +71,7 @@ def read(since: int | None) -> Update:
 _read_rows = database_sync_to_async(read)
 
 
-def gathers_for(update_age: float, has_gap: bool) -> float:
+def gather_seconds(update_age: float, has_gap: bool) -> float:
     """Return the seconds for which received changes are gathered; a gap may be only a reordering."""
     return GATHER if has_gap else max(GATHER - update_age, 0.0)
 
@@ -84,7 +84,7 @@ class Cursor:
         self._received: dict[int, dict[str, Any]] = {}
         self._woken = asyncio.Event()
         self._failing = False
-        self._told_at = -GATHER
+        self._updated_at = -GATHER
 
     def receive(self, seq: int, operation: dict[str, Any]) -> None:
         """Buffer a change from the channel layer."""
@@ -108,7 +108,7 @@ class Cursor:
             else:
                 self._failing, step = False, self._next
                 if update is not None:
-                    self._told_at = clock.monotonic()
+                    self._updated_at = clock.monotonic()
                     yield update
             await self._pause()
 
@@ -143,7 +143,7 @@ class Cursor:
             return
         fresh = self._fresh()
         has_gap = not fresh or self._is_gap(fresh)
-        await asyncio.sleep(gathers_for(clock.monotonic() - self._told_at, has_gap))
+        await asyncio.sleep(gather_seconds(clock.monotonic() - self._updated_at, has_gap))
         self._woken.clear()
 
     def _warn_once(self, error: DatabaseError) -> None:

@@ -23,16 +23,18 @@ from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, 
 
 Change = Callable[[OperationTarget, datetime], None]
 """A change of a target at a time."""
-PART = [
+TARGET_COLUMNS = [
     "intent_id", "status", "phase", "percentage", "current_bytes", "total_bytes", "file_name", "error",
     "reason", "attempts", "next_check_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
-STATE = [
+"""Columns of a target that a change may write."""
+OPERATION_COLUMNS = [
     "status", "message", "error", "phase", "progress", "attempts", "current_bytes",
     "total_bytes", "next_attempt_at", "updated_at", "started_at", "finished_at",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
+"""Columns of the operation that follow from its targets."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ def change(
                 apply(part, now)
                 moved.append(part)
         targets.adopt(operation, parts[operation.id], now)
-    update_rows(moved, PART)
-    update_rows(operations, STATE)
+    update_rows(moved, TARGET_COLUMNS)
+    update_rows(operations, OPERATION_COLUMNS)
     return Changed(operations, parts, moved)
 
 

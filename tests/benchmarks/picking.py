@@ -98,7 +98,7 @@ async def picker(
         request = InferenceRequest(model=model)
         if by_prefix:
             request.chain = (*beginnings[caller], next(ends))
-        prefixes.advise(request)
+        prefixes.set_preferred_replica(request)
         replica = await ours.acquire(request)
         prefixes.record_pick(request)
         assert replica is not None

@@ -31,8 +31,8 @@ PACKAGES = ("localai_cluster", "nodes", "operations")
 HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/commit_hooks.py")
 SUFFIXES = {
     "committed": (":before", ":committed"),
-    "asked": (":before", ":sent", ":answered"),
-    "told": (":before", ":sent"),
+    "wrap_request": (":before", ":sent", ":answered"),
+    "wrap_message": (":before", ":sent"),
     "passed": ("",),
 }
 """The points that each helper passes."""
@@ -100,13 +100,16 @@ def check(root: Path) -> list[str]:
 
 def around(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, what) of each transaction and each message past the helpers."""
-    sending = (node for node in ast.walk(tree) if _is_with(node, "asked", "told"))
+    sending = (node for node in ast.walk(tree) if _is_with(node, "wrap_request", "wrap_message"))
     covered = {id(inner) for node in sending for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.alias) and _last(node) in _TRANSACTIONS:
             yield node.lineno, "a transaction of its own: use committed(…)"
         elif isinstance(node, ast.Call) and _sends(node) and id(node) not in covered:
-            yield node.lineno, "a message around the points: use failpoints.asked(…) or failpoints.told(…)"
+            yield (
+                node.lineno,
+                "a message around the points: use failpoints.wrap_request(…) or failpoints.wrap_message(…)",
+            )
 
 
 def _last(node: ast.Attribute | ast.alias) -> str:
@@ -129,7 +132,7 @@ def _points(call: ast.Call) -> Iterator[tuple[str, str]]:
             yield "", f"the point of {helper}(…) is not a literal"
     for keyword in call.keywords:
         if keyword.arg == _CONDUIT and isinstance(keyword.value, ast.Constant):
-            yield from ((f"{keyword.value.value!s}{suffix}", "") for suffix in SUFFIXES["asked"])
+            yield from ((f"{keyword.value.value!s}{suffix}", "") for suffix in SUFFIXES["wrap_request"])
 
 
 def _functions(tree: ast.Module, place: str) -> Iterator[Function]:

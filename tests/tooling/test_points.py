@@ -47,7 +47,7 @@ def test_what_goes_around_the_points_is_found(tmp_path: Path, source: str) -> No
     [
         "def verb(row):\n    with committed('a'):\n        row.save()",
         "def verb(rows):\n    with committed('a'):\n        _step(rows)\n\ndef _step(rows):\n    rows.save()",
-        "async def verb(bus):\n    with failpoints.told('a'):\n        await bus.publish('subject', b'')",
+        "async def verb(bus):\n    with failpoints.wrap_message('a'):\n        await bus.publish('', b'')",
     ],
 )
 def test_what_goes_through_them_is_left_alone(tmp_path: Path, source: str) -> None:
@@ -62,7 +62,7 @@ def test_the_tree_itself_is_clean() -> None:
 
 def test_a_message_within_a_point_is_covered() -> None:
     """So is one in a nested block."""
-    source = "with failpoints.asked('a'):\n    if True:\n        bus.publish('', b'')"
+    source = "with failpoints.wrap_request('a'):\n    if True:\n        bus.publish('', b'')"
     assert list(around(ast.parse(source))) == []
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from localai_cluster.embedded import attach, build, lock, preparation, run
-from localai_cluster.embedded.layout import Layout, address_for_others
+from localai_cluster.embedded.layout import Layout, reachable_address
 from localai_cluster.embedded.resources import SetupError, runtime_directory
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import clock, nkeys, processes
@@ -429,9 +429,9 @@ def test_without_a_way_out_the_address_of_a_device_is_printed(monkeypatch: pytes
     }
     monkeypatch.setattr(socket, "socket", unreachable)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: devices)
-    assert address_for_others("0.0.0.0") == "10.9.8.7"
+    assert reachable_address("0.0.0.0") == "10.9.8.7"
     del devices["lan"]
-    assert address_for_others("0.0.0.0") == socket.gethostname()
+    assert reachable_address("0.0.0.0") == socket.gethostname()
 
 
 @pytest.mark.parametrize(

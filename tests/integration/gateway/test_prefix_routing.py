@@ -123,7 +123,7 @@ def test_a_removed_replica_is_forgotten_by_every_process() -> None:
 
     def hot_place() -> tuple[UUID, int] | None:
         request = InferenceRequest(model="m", chain=(1, 2, 3))
-        prefixes.advise(request)
+        prefixes.set_preferred_replica(request)
         return request.preferred
 
     def remove() -> None:
@@ -187,14 +187,14 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
 
 def land(prefixes: PrefixRouter, prompt: bytes) -> None:
     request = asked(prompt)
-    prefixes.advise(request)
+    prefixes.set_preferred_replica(request)
     request.is_prefix_cached, request.replica = False, Replica(uuid4(), NODE, 0, "m", "a:1")
     prefixes.record_pick(request)
 
 
 def advised(prefixes: PrefixRouter, prompt: bytes) -> tuple[UUID, int] | None:
     request = asked(prompt)
-    prefixes.advise(request)
+    prefixes.set_preferred_replica(request)
     return request.preferred
 
 

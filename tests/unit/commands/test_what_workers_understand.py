@@ -90,7 +90,7 @@ def test_whatever_is_reported_the_percentage_shown_never_falls(reports: list[tup
     """I6."""
     layers = Layers()
     events = [ProgressEvent(percentage=share, file_name=name) for share, name in reports]
-    shown = [layers.whole(event).percentage for event in events]
+    shown = [layers.with_total_percentage(event).percentage for event in events]
     assert shown == sorted(shown)
     assert all(0 <= share <= 100 for share in shown)
 
@@ -104,7 +104,7 @@ def test_the_recorded_image_of_three_layers_rises_in_each_of_them() -> None:
     ]
     layers, shown = Layers(), []
     for data in progress:
-        event = layers.whole(decode(json.dumps(data).encode(), ProgressEvent))
+        event = layers.with_total_percentage(decode(json.dumps(data).encode(), ProgressEvent))
         shown.append((event.phase, round(event.percentage, 1)))
     assert len(progress) == 13
     assert [share for _, share in shown] == sorted(share for _, share in shown)
@@ -117,4 +117,4 @@ def test_the_figures_of_our_worker_stay_as_they_are() -> None:
     """It names the bytes of the whole archive; a download that begins again is told as it is."""
     layers = Layers()
     for event in (ProgressEvent(percentage=80, seq=1), ProgressEvent(percentage=5, seq=2)):
-        assert layers.whole(event) is event
+        assert layers.with_total_percentage(event) is event

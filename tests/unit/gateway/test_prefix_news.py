@@ -117,7 +117,7 @@ def landed(
     prefixes: PrefixRouter, place: tuple[UUID, int], *, remembered: bool | None = False
 ) -> InferenceRequest:
     request = InferenceRequest(model="m", chain=CHAIN)
-    prefixes.advise(request)
+    prefixes.set_preferred_replica(request)
     request.is_prefix_cached = remembered
     request.replica = Replica(UUID(int=1), *place, "m", "a:1")
     prefixes.record_pick(request)
@@ -126,7 +126,7 @@ def landed(
 
 def asked(prefixes: PrefixRouter) -> InferenceRequest:
     request = InferenceRequest(model="m", chain=CHAIN)
-    prefixes.advise(request)
+    prefixes.set_preferred_replica(request)
     return request
 
 
@@ -155,7 +155,7 @@ def test_only_what_went_by_the_prefix_is_remembered() -> None:
     """R3.15: without a chain nothing is advised; a pick that the rule made otherwise leaves no trace."""
     ours = PrefixRouter(300, lambda news: None)
     plain = InferenceRequest(model="m")
-    ours.advise(plain)
+    ours.set_preferred_replica(plain)
     assert (plain.preferred, plain.cached_ratio) == (None, None)
     ours.record_pick(plain)
     landed(ours, (NODE, 1), remembered=None)

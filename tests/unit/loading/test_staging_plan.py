@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, read_definition
 from nodes.definitions.sizes import measure
-from nodes.loading.source_files import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files
+from nodes.loading.source_files import FilePlan, InvalidPath, Unsendable, key_of, path_of, plan_files
 from nodes.loading.transfer import FileRefused, root_of
 from nodes.placement.memory import required_disk
 
@@ -51,7 +51,7 @@ def test_a_key_keeps_the_folders_below_the_model(model: str, relative: str, key:
     "relative", ["../x", "a/../../x", "/x", "a//x", "./x", "a/", "", "a\\..\\x", "a\nb", "a\u202eb", "a\0"]
 )
 def test_no_key_leads_upward(relative: str) -> None:
-    with pytest.raises(NoKey):
+    with pytest.raises(InvalidPath):
         key_of("m", relative)
 
 
@@ -61,7 +61,7 @@ def test_every_key_stays_below_its_model_and_its_url_means_it(parts: list[str], 
     try:
         key = key_of(model, "/".join(parts))
         path = path_of(key)
-    except (NoKey, UnicodeEncodeError):
+    except (InvalidPath, UnicodeEncodeError):
         return
     assert os.path.normpath("/" + key) == "/" + key
     assert key.startswith(f"models/{model}/")

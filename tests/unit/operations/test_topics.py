@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operations.changes import topics
-from operations.changes.topics import GATHER, Cursor, Update, gathers_for
+from operations.changes.topics import GATHER, Cursor, Update, gather_seconds
 
 Next = Callable[[], Coroutine[Any, Any, Update]]
 NEVER = 3600.0
@@ -20,7 +20,7 @@ NEVER = 3600.0
 )
 @pytest.mark.rule("O71")
 def test_for_how_long_changes_are_gathered(told_ago: float, has_gap: bool, seconds: float) -> None:
-    assert gathers_for(told_ago, has_gap) == pytest.approx(seconds)
+    assert gather_seconds(told_ago, has_gap) == pytest.approx(seconds)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def reader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cursor,
     one = Cursor()
     updates = one.updates(None)
     assert (await anext(updates)).seq == 10
-    one._told_at = -2 * NEVER
+    one._updated_at = -2 * NEVER
     yield one, lambda: anext(updates)
     await updates.aclose()
 
@@ -65,7 +65,7 @@ async def test_changes_that_follow_closely_or_out_of_order_are_told_together(
         gathering.set()
         return 0.1
 
-    monkeypatch.setattr(topics, "gathers_for", gathered)
+    monkeypatch.setattr(topics, "gather_seconds", gathered)
     told = asyncio.create_task(update())
     one.receive(12, {"seq": 12})
     await gathering.wait()

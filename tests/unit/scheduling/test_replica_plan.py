@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nodes.scheduling.plan import COOLDOWN, plan
 from nodes.scheduling.snapshot import (
     Action,
-    ClearFlags,
+    ClearUnsatisfiable,
     DesiredState,
     EndPressure,
     Failure,
@@ -67,7 +67,7 @@ def retired(actions: Iterable[Action]) -> list[UUID]:
 
 
 def flags(decision: RuleDecision) -> list[Action]:
-    return [action for action in decision.actions if isinstance(action, Unsatisfiable | ClearFlags)]
+    return [action for action in decision.actions if isinstance(action, Unsatisfiable | ClearUnsatisfiable)]
 
 
 # --- minimum
@@ -188,7 +188,7 @@ def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
 def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() -> None:
     desired_state = rule(1, ticks=3, until=NOW)
     decision = decided(desired_state, hosts=[host(1)])
-    assert [type(action) for action in decision.actions] == [LoadReplica, ClearFlags]
+    assert [type(action) for action in decision.actions] == [LoadReplica, ClearUnsatisfiable]
     assert flags(decided(desired_state)) == [
         Unsatisfiable("m", 4, NOW + COOLDOWN, decided(desired_state).reason),
     ]
@@ -197,7 +197,7 @@ def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() 
 def test_flags_end_also_when_somebody_else_has_brought_what_was_missing() -> None:
     """A rule that is satisfied does not say that it cannot be."""
     on = host(1)
-    assert decided(rule(1, ticks=2), hosts=[on], replicas=[row(on)]).actions == (ClearFlags("m"),)
+    assert decided(rule(1, ticks=2), hosts=[on], replicas=[row(on)]).actions == (ClearUnsatisfiable("m"),)
 
 
 @pytest.mark.rule("R4.21")
@@ -223,7 +223,7 @@ def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
         "m", 3, NOW + COOLDOWN, "the last load failed: refused; nothing is tried until 10:05:00 UTC"
     )
     old = {"m": Failure(ago(minutes=5), "refused")}
-    assert flags(decided(desired_state, hosts=[host(1)], failures=old)) == [ClearFlags("m")]
+    assert flags(decided(desired_state, hosts=[host(1)], failures=old)) == [ClearUnsatisfiable("m")]
 
 
 def test_a_slot_that_is_being_freed_is_waited_for() -> None:
@@ -510,7 +510,7 @@ class Played:
                     self._rows(lambda one, gone=replica_id: self._gone(one, gone))
                 case Unsatisfiable(model, ticks, until):
                     self._flags(model, ticks, until)
-                case ClearFlags(model):
+                case ClearUnsatisfiable(model):
                     self._flags(model, 0, None)
                 case EndPressure(model):
                     self.fleet = replace(self.fleet, pressed={**self.fleet.pressed, model: 0})

@@ -14,12 +14,12 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker import commands
-from localai_cluster.worker.commands import CATCHES_UP, LONGEST, Commands, Pauses
+from localai_cluster.worker.commands import CATCHES_UP, PAUSE_THRESHOLD, Commands, Pauses
 from tests.support.bus import PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.message_faults import faulty
 
-PAUSED = LONGEST + 1
+PAUSED = PAUSE_THRESHOLD + 1
 
 
 def ticked(*, after: float) -> tuple[Pauses, float]:
@@ -35,7 +35,7 @@ def ticked(*, after: float) -> tuple[Pauses, float]:
     [
         (1.0, -0.5, False),
         (1.0, 0.5, False),
-        (LONGEST, -0.5, False),
+        (PAUSE_THRESHOLD, -0.5, False),
         (PAUSED, -0.5, True),
         (PAUSED, 0.5, True),
         (PAUSED, CATCHES_UP, True),
