@@ -164,7 +164,7 @@ Q_CLUSTER = {
     "name": "cluster",
     "orm": "default",
     "broker_class": "localai_cluster.broker.PatientBroker",
-    "workers": 2,
+    "workers": 1,
     "timeout": 60,
     "retry": 90,
     "max_attempts": 2,

@@ -1,7 +1,7 @@
 """`make run`: the whole cluster on this machine, in the foreground, until Ctrl-C.
 
 Checks the machine, starts PostgreSQL, NATS and Valkey (or checks the operator's own), migrates, enrols the
-local worker, starts web, controller, tasks and that worker, waits until all are ready, and prints what to do
+local worker, starts web, controller and that worker, waits until all are ready, and prints what to do
 next. Every failure is one line with a hint, and exit code 1.
 """
 
@@ -46,7 +46,6 @@ NEEDED_BYTES = 512 * 1024 * 1024
 """Enough for a new database and one backend."""
 
 SERVERS_SECONDS = 30.0
-_TASK_PROCESSES = 4
 READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
@@ -202,7 +201,7 @@ class Cluster:
             self.log.say("run", "\n".join(told))
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
-        """Web, controller, tasks and worker in start order; the highest rank stops first."""
+        """Web, controller and worker in start order; the highest rank stops first."""
         layout, health = self.layout, f"{self.layout.probe_url}/healthz"
         trust = layout.probe_trust
         worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
@@ -211,8 +210,7 @@ class Cluster:
             Program(
                 "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health, trust)
             ),
-            Program("controller", manage("controller"), product, rank=11, prepare=wait),
-            Program("tasks", manage("qcluster"), product, rank=10, prepare=wait, ready=self._tasks_run),
+            Program("controller", manage("controller", "--tasks"), product, rank=11, prepare=wait),
             Program("worker", WORKER_COMMAND, worker, rank=13),
         ]
 
@@ -220,11 +218,6 @@ class Cluster:
         # A program that restarts before its database is back would only fail and wait longer.
         servers = self.servers.values()
         wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_SECONDS)
-
-    def _tasks_run(self) -> bool:
-        """Whether django-q2's guard, pusher, monitor and workers are running."""
-        first = self.pids().get("tasks", 0)
-        return sum(one.session == first for one in processes.processes()) > _TASK_PROCESSES
 
     def _last_heartbeat(self) -> str:
         """The last heartbeat of the local worker in the registry; it changes with each registration."""
