@@ -12,6 +12,7 @@ stops, replicas in question and checks, and lock schedules and the scaler's pass
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -81,6 +82,8 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        gc.freeze()
+        gc.enable()
         schema_version.refuse_other(conf.cluster().database_url)
         loop, stop = asyncio.new_event_loop(), asyncio.Event()
         runner = TaskRunner() if options["tasks"] else None

@@ -4,6 +4,7 @@
 # mypy: allow-untyped-calls
 
 import asyncio
+import gc
 import signal
 import threading
 from importlib import import_module
@@ -29,6 +30,8 @@ class Command(BaseCommand):
     requires_system_checks = (Tags.security,)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        gc.freeze()
+        gc.enable()
         schema_version.refuse_other(conf.cluster().database_url)
         runner = TaskRunner()
         for number in (signal.SIGTERM, signal.SIGINT):

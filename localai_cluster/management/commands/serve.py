@@ -119,6 +119,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Serves; raises CommandError when it cannot listen or start."""
+        gc.enable()
         cluster = conf.cluster()
         schema_version.refuse_other(cluster.database_url)
         listening = listen(cluster.host, cluster.port)
