@@ -13,9 +13,10 @@ import signal
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -90,20 +91,26 @@ class Cluster:
             {**product, **self.layout.bootstrap_environment(copied=self._copied), **reaper.env}
         )
         preparation.wait_checked()
-        for rank, member in enumerate(self.servers.values()):
-            self._up(supervisor, Program.of(member, rank))
+        servers = [Program.of(member, rank) for rank, member in enumerate(self.servers.values())]
+        self._launch(supervisor, servers)
+        self._settle(supervisor, servers)
         urls = {name: member.url for name, member in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._offer_package()
-        self._prepare_database(preparation)
-        lock.claim(self.layout.data_dir)
+        self._raise_if_cancelled()
+        self.layout.seed_models()
+        preparation.migrate()
         *programs, worker = self._programs(product)
-        for program in programs:
-            supervisor.launch(program)
-        for program in programs:
-            supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        if not self._copied:  # the nodes of a copy are marked before anything reads them
+            self._launch(supervisor, programs)
+        self._finish_preparation(preparation)
+        lock.claim(self.layout.data_dir)
+        if self._copied:
+            self._launch(supervisor, programs)
+        self._settle(supervisor, programs)
         before = self._last_heartbeat()
-        self._up(supervisor, worker)
+        self._launch(supervisor, [worker])
+        self._settle(supervisor, [worker])
         url, trust = f"{self.layout.probe_url}/readyz", self.layout.probe_trust
         if not wait_for(lambda: self.stopping.is_set() or answers(url, trust), READY_SECONDS):
             raise SetupError(f"{url} does not become ready.", "See the output above.")
@@ -139,9 +146,14 @@ class Cluster:
         if self.stopping.is_set():
             raise StartCancelled
 
-    def _up(self, supervisor: Supervisor, program: Program) -> None:
+    def _launch(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
         self._raise_if_cancelled()
-        supervisor.start(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        for program in programs:
+            supervisor.launch(program)
+
+    def _settle(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
+        for program in programs:
+            supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
         self._raise_if_cancelled()
 
     def _reaper_replaced(self, code: int) -> None:
@@ -191,10 +203,8 @@ class Cluster:
         path = self.layout.environ.get(f"{name}_FILE")
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
-    def _prepare_database(self, preparation: Preparation) -> None:
-        """`migrate` and `bootstrap`; a failure becomes one line."""
-        self._raise_if_cancelled()
-        self.layout.seed_models()
+    def _finish_preparation(self, preparation: Preparation) -> None:
+        """Wait for `bootstrap`; a failure becomes one line."""
         said = preparation.finish().splitlines()
         self.password_changed = PASSWORD_CHANGED in said
         if told := [line for line in said if line != PASSWORD_CHANGED]:
@@ -247,10 +257,16 @@ class Cluster:
         return find_node(self.layout.probe_url, key, LOCAL_WORKER, self.layout.probe_trust)
 
 
+@cache
+def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
+    """Return the client for probes. One for each call would make a TLS context, which takes 20 ms."""
+    return httpx.Client(timeout=2, trust_env=False, verify=trust)
+
+
 def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
     """Return True if a GET gives 200."""
     try:
-        return httpx.get(url, timeout=2, trust_env=False, verify=trust).status_code == 200
+        return _client(trust).get(url).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -259,9 +275,7 @@ def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True
     """The node with this name in the registry; empty if there is none, or no answer."""
     headers = {"Authorization": f"Bearer {key}"}
     try:
-        found = httpx.get(
-            f"{url}/api/nodes", headers=headers, timeout=2, trust_env=False, verify=trust
-        ).json()
+        found = _client(trust).get(f"{url}/api/nodes", headers=headers).json()
     except (httpx.HTTPError, ValueError):
         return {}
     nodes = found.get("nodes", []) if isinstance(found, dict) else found
@@ -361,10 +375,8 @@ def served_models(layout: Layout) -> frozenset[str]:
     """Return the models of the running cluster; empty if it does not answer."""
     headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
     try:
-        listed = httpx.get(
-            f"{layout.probe_url}/v1/models",
-            headers=headers, timeout=10, trust_env=False, verify=layout.probe_trust,
-        ).json()  # fmt: skip
+        client = _client(layout.probe_trust)
+        listed = client.get(f"{layout.probe_url}/v1/models", headers=headers, timeout=10).json()
         return frozenset(model["id"] for model in listed["data"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return frozenset()

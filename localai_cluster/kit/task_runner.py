@@ -11,7 +11,6 @@ systemd) starts it again. Interrupted tasks are handed out again.
 
 import faulthandler
 import logging
-import sys
 import threading
 from queue import Queue
 from typing import Any
@@ -37,7 +36,7 @@ class _Timer:
     def __init__(self) -> None:
         self._lock, self._seconds = threading.RLock(), -1.0
 
-    def get_lock(self) -> threading.RLock:  # type: ignore[valid-type]
+    def get_lock(self) -> Any:
         return self._lock
 
     @property
@@ -48,7 +47,7 @@ class _Timer:
     def value(self, seconds: float) -> None:
         self._seconds = seconds
         if seconds > 0:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         else:
             faulthandler.cancel_dump_traceback_later()
 
@@ -58,8 +57,9 @@ class TaskRunner:
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
-        self._tasks: Queue[Any] = Queue(maxsize=1)
-        self._results: Queue[Any] = Queue()
+        # The library expects queues of processes.
+        self._tasks: Any = Queue(maxsize=1)
+        self._results: Any = Queue()
         self._ended = False
 
     def stop(self) -> None:
@@ -72,7 +72,7 @@ class TaskRunner:
         for thread in (saving, threading.Thread(target=self._push, name="pusher", daemon=True)):
             thread.start()
         log.info("ready to run tasks")
-        timer = _Timer()
+        timer: Any = _Timer()
         while not self._ended:
             try:
                 # It also returns after a task that took too long.
