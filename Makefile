@@ -38,7 +38,7 @@ help:
 	@echo "make clean            remove everything make has built; keep data"
 
 # The first run installs for a minute or two; "ready in" counts from here.
-run: export CLUSTER_MAKE_BEGAN := $(shell date +%s)
+run: export CLUSTER_MAKE_BEGAN := $(shell date +%s.%N)
 run: gallery ui
 	@exec $(BIN)/python -m localai_cluster.embedded.run
 

@@ -2,7 +2,7 @@
 
 Heartbeats, inference and websockets are raw ASGI applications. Their operations are written by hand, and
 `add_raw_routes` merges them and the shapes of responses into the generated document. A test compares the
-complete route table with the result.
+complete route table with the result. The first request for it imports this module and drf-spectacular.
 """
 
 import secrets
@@ -14,11 +14,12 @@ from urllib.parse import urlencode
 from django.conf import settings
 from django.http import HttpResponseBase, HttpResponseRedirect, JsonResponse
 from django.templatetags.static import static
-from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from drf_spectacular import utils
+from drf_spectacular.extensions import OpenApiAuthenticationExtension, OpenApiSerializerExtension
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiResponse
 from drf_spectacular.views import SpectacularSwaggerView
 from rest_framework import exceptions
 from rest_framework.request import Request
@@ -28,10 +29,17 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.authentication import CHALLENGE, IsUser
 from localai_cluster.accounts.passwords import PasswordChangeRequired
 from localai_cluster.web.envelopes import exception_handler
-from localai_cluster.web.openapi import Operation, RawRoute, json_body, refusals
+from localai_cluster.web.openapi import (
+    DESCRIPTIONS,
+    OPERATION_NAMES,
+    Operation,
+    RawRoute,
+    extend_schema,
+    json_body,
+    refusals,
+)
 from localai_cluster.web.policy import CSP, policy
 from localai_cluster.web.shapes import COMPONENTS
-from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.dialects import routes as inference
@@ -78,6 +86,53 @@ class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
 
     target_class = "localai_cluster.accounts.authentication.RememberingAuthentication"
     name = "recentSession"
+
+
+class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """A worker's own secret."""
+
+    target_class = "nodes.api.worker_routes.NodeAuthentication"
+    name = "nodeSecret"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
+
+
+class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """The shared token."""
+
+    target_class = "nodes.api.worker_routes.RegistrationAuthentication"
+    name = "registrationToken"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        return {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Registration or join token.",
+        }
+
+
+class JoinScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """A join token or the registration token."""
+
+    target_class = "nodes.api.join.JoinAuthentication"
+    name = "joinToken"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        return {"type": "http", "scheme": "bearer", "description": "Join token or registration token."}
+
+
+class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
+    """Lets a serializer correct its schema: presence of fields, and limits that a view checks."""
+
+    target_class = "localai_cluster.web.rest.Described"
+    match_subclasses = True
+
+    def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
+        """Return the schema of the fields, corrected by the serializer."""
+        schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        described: Operation = self.target.described(schema)
+        return described
 
 
 class SchemaView(APIView):
@@ -256,6 +311,26 @@ RAW_ROUTES: list[RawRoute] = [
 def raw_routes() -> list[RawRoute]:
     """Return every route that Django's resolver does not know, such as heartbeats and inference."""
     return RAW_ROUTES + live.ROUTES + inference.operations()
+
+
+Endpoint = tuple[str, str, str, Any]
+
+
+def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
+    """Apply the descriptions that the views noted; a preprocessing hook of drf-spectacular.
+
+    Also add the document itself, whose route imports this module only when it is requested.
+    """
+    extend: Any = utils  # untyped
+    while DESCRIPTIONS:
+        view, description = DESCRIPTIONS.pop(0)
+        extend.extend_schema(**description)(view)
+    while OPERATION_NAMES:
+        view, ids = OPERATION_NAMES.pop(0)
+        extend.extend_schema_view(
+            **{name: extend.extend_schema(operation_id=id) for name, id in ids.items()}
+        )(view)
+    return [*endpoints, ("/api/schema", "/api/schema", "GET", SchemaView.as_view())]
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:

@@ -32,7 +32,7 @@ ALLOWED_HOSTS = CLUSTER.allowed_hosts
 CSRF_TRUSTED_ORIGINS = CLUSTER.csrf_trusted_origins
 _COMMAND = (sys.argv[1:2] or [""])[0]
 IS_WEB = _COMMAND == "serve"
-IS_BACKGROUND = _COMMAND in ("controller", "qcluster")
+IS_BACKGROUND = _COMMAND in ("controller", "qcluster", "prepare")
 _PROCESS = {"serve": "web", "controller": "controller", "qcluster": "tasks"}.get(_COMMAND, "command")
 # Each connection costs a PostgreSQL process: every 15 s the pool closes one that it did not need.
 _POOL = {"min_size": 1, "max_size": 8, "timeout": 10, "max_idle": 15}
@@ -164,7 +164,7 @@ Q_CLUSTER = {
     "name": "cluster",
     "orm": "default",
     "broker_class": "localai_cluster.broker.PatientBroker",
-    "workers": 2,
+    "workers": 1,
     "timeout": 60,
     "retry": 90,
     "max_attempts": 2,
@@ -209,7 +209,10 @@ SPECTACULAR_SETTINGS = {
         "defaultModelsExpandDepth": -1,
         "docExpansion": "list",
     },
-    "PREPROCESSING_HOOKS": ["nodes.api.registrations.add_registration"],
+    "PREPROCESSING_HOOKS": [
+        "localai_cluster.api_document.describe_views",
+        "nodes.api.registrations.add_registration",
+    ],
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
         "localai_cluster.api_document.add_raw_routes",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -10,7 +10,7 @@ from rest_framework.views import APIView
 
 import localai_cluster
 from localai_cluster.accounts.authentication import IsUser
-from localai_cluster.web.openapi import refusals, response_example
+from localai_cluster.web.openapi import extend_schema, refusals, response_example
 
 
 class FeaturesSerializer(serializers.Serializer[Any]):

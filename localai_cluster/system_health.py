@@ -15,7 +15,6 @@ from django.db import InterfaceError, OperationalError, connection
 from django.db.models import Count, Max, Min, OuterRef, Q, Subquery
 from django_q.models import Schedule as ScheduleRow
 from django_q.models import Task
-from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -24,7 +23,7 @@ from localai_cluster import __version__, health
 from localai_cluster.accounts.authentication import BearerAuthentication, RememberingAuthentication
 from localai_cluster.kit import clock, conf, disk, periodic
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
 from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess

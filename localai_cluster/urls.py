@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from django.contrib import admin
+from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, URLResolver, include, path
 from django.views.decorators.csrf import csrf_exempt
@@ -10,7 +11,6 @@ from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 
 from localai_cluster import health
-from localai_cluster.api_document import DocsView, SchemaView
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
 from localai_cluster.system_health import SystemHealthView
 from localai_cluster.web.page import page, root
@@ -25,6 +25,15 @@ handler500 = "localai_cluster.web.envelopes.server_error"
 def _moved(target: str) -> Callable[..., HttpResponseBase]:
     """Return a redirect to the page's new address; it changes nothing, so a POST is refused by its method."""
     return csrf_exempt(require_safe(RedirectView.as_view(url=target, permanent=True, query_string=True)))
+
+
+@csrf_exempt
+def _document(request: HttpRequest, view: str) -> HttpResponseBase:
+    """Serve the API document or its pages; the first request imports them."""
+    from localai_cluster import api_document
+
+    views = {"schema": api_document.SchemaView.as_view, "docs": api_document.DocsView.as_view}
+    return views[view]()(request)
 
 
 urlpatterns: list[URLPattern | URLResolver] = [
@@ -67,7 +76,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("models/reload", stock.ReloadView.as_view()),
     path("models/toggle-pinned/<path:model>/<str:action>", stock.PinView.as_view()),
     path("api/system/health", SystemHealthView.as_view()),
-    path("api/schema", SchemaView.as_view(), name="schema"),
-    path("api/docs", DocsView.as_view(url_name="schema")),
+    path("api/schema", _document, {"view": "schema"}, name="schema"),
+    path("api/docs", _document, {"view": "docs"}),
     path("admin/", admin.site.urls),
 ]

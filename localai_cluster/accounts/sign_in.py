@@ -11,7 +11,7 @@ from django.contrib.auth import authenticate, get_user_model, login, logout, upd
 from django.db import transaction
 from django.middleware.csrf import get_token
 from django.urls import path
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -22,7 +22,7 @@ from localai_cluster.accounts.authentication import SignInAuthentication, client
 from localai_cluster.accounts.principals import KeyUser
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import envelopes, rest, throttle
-from localai_cluster.web.openapi import request_example, response_example
+from localai_cluster.web.openapi import extend_schema, request_example, response_example
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
 _PASSWORD_LENGTH = 4096

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -175,7 +176,7 @@ class Layout:
         """The URL for probes of this process; with `probe_trust` the name does not matter."""
         return f"{self._scheme}://{_bracketed(self._dial_host)}:{self.port}"
 
-    @property
+    @cached_property
     def probe_trust(self) -> ssl.SSLContext | bool:
         """What probes of this process trust, for httpx."""
         return trusting(self.certificate) if self.certificate else True

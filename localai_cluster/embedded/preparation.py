@@ -3,17 +3,21 @@
 The operator's own PostgreSQL, NATS or Redis are checked first: one clear line if one is down, which never
 contains a URL, since URLs contain credentials. Then a process checks the settings and prepares the database.
 
-`main` runs `check`, `migrate` and `bootstrap` of `manage.py` in one process, since starting Django takes a
-second. It checks the settings at once; then it prints `CHECKED` and waits for a line on standard input, by
-when the servers run. A failure is one line on standard output and exit code 1.
+`main` runs `check` of the settings, `migrate` and `bootstrap` of `manage.py` in one process, since starting
+Django takes a second. It checks the settings at once; then it prints `CHECKED` and waits for a line on
+standard input, by when the servers run. After the migration it prints `MIGRATED`, and server processes may
+start. A failure is one line on standard output and exit code 1.
 """
 
 import asyncio
+import gc
 import io
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import psycopg
@@ -85,19 +89,19 @@ def _one_line(error: Exception) -> str:
     return text.rstrip(".")[:300]
 
 
-CHECKED = "checked"
-"""The line of the process after valid settings."""
+CHECKED, MIGRATED = "checked", "migrated"
+"""The lines of the process after valid settings, and once the database has the schema of this version."""
 PASSWORD_CHANGED = "user 'admin' has another password than the settings say"
 """The line of `bootstrap` once the initial password is invalid."""
 COMMAND_SECONDS = 300.0
 
 
 class Preparation:
-    """`main` as a child process. It waits in between for a line on its standard input."""
+    """`main` as a child process: `wait_checked`, `migrate` and `finish` follow each other."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._child = processes.spawn(
-            [sys.executable, "-m", "localai_cluster.embedded.preparation"],
+            [sys.executable, "-m", "localai_cluster.embedded.preparation", "prepare"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,27 +110,45 @@ class Preparation:
 
     def wait_checked(self) -> None:
         """Wait until it has checked the settings; `SetupError` if one is wrong."""
-        assert self._child.stdout
-        lines = []
-        for line in self._child.stdout:
-            if line.decode(errors="replace").strip() == CHECKED:
-                return
-            lines.append(line.decode(errors="replace"))
-        self._child.wait()
-        raise _failure("".join(lines))
+        self._read(until=CHECKED)
+
+    def migrate(self) -> None:
+        """Have it migrate the database; `SetupError` if it fails."""
+        assert self._child.stdin
+        with suppress(BrokenPipeError):  # it has ended, and its output says why
+            self._child.stdin.write(b"\n")
+            self._child.stdin.flush()
+        self._read(until=MIGRATED)
 
     def finish(self) -> str:
-        """Have it prepare the database; return what it printed. `SetupError` if it fails."""
+        """Wait for the rest of the preparation; return what it printed. `SetupError` if it fails."""
+        return self._read()
+
+    def _read(self, until: str = "") -> str:
+        """Return its output up to the line `until`, or to its end."""
+        assert self._child.stdout
+        is_late, lines = threading.Event(), []
+        limit = threading.Timer(COMMAND_SECONDS, self._end, [is_late])
+        limit.start()
         try:
-            output = self._child.communicate(b"\n", COMMAND_SECONDS)[0].decode(errors="replace").strip()
-        except subprocess.TimeoutExpired:
-            processes.end_child(self._child, processes.group_of(self._child.pid))
+            for line in self._child.stdout:
+                lines.append(line.decode(errors="replace").strip())
+                if until and lines[-1] == until:
+                    return "\n".join(lines[:-1])
+            self._child.wait()
+        finally:
+            limit.cancel()
+        if is_late.is_set():
             raise SetupError(
                 f"The migration took longer than {COMMAND_SECONDS:.0f} s.", "See what blocks the database."
-            ) from None
-        if self._child.returncode:
-            raise _failure(output)
-        return output
+            )
+        if until or self._child.returncode:
+            raise _failure("\n".join(lines))
+        return "\n".join(lines)
+
+    def _end(self, is_late: threading.Event) -> None:
+        is_late.set()
+        processes.end_child(self._child, processes.group_of(self._child.pid))
 
     def close(self) -> None:
         """End it if it still waits."""
@@ -134,7 +156,8 @@ class Preparation:
             processes.end_child(self._child, processes.group_of(self._child.pid))
         for pipe in (self._child.stdin, self._child.stdout):
             assert pipe
-            pipe.close()
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 def _failure(output: str) -> SetupError:
@@ -157,14 +180,16 @@ def complaint(said: str) -> str:
 
 def main() -> int:
     """Runs the steps in order; returns the exit code."""
+    gc.disable()  # it ends before it has anything to collect
     import django
+    from django.core.checks import Tags
     from django.core.management import CommandError, call_command
     from django.db import Error as DatabaseError
 
     name = "check"
     try:
         django.setup()
-        call_command("check", stdout=io.StringIO())
+        call_command("check", tags=[Tags.security], stdout=io.StringIO())
         call_command("bootstrap", "--check")
         sys.stdout.write(f"{CHECKED}\n")
         sys.stdout.flush()
@@ -172,6 +197,8 @@ def main() -> int:
             return 1  # the start was given up
         name = "migrate"
         call_command("migrate", verbosity=0, interactive=False)
+        sys.stdout.write(f"{MIGRATED}\n")
+        sys.stdout.flush()
         name = "bootstrap"
         call_command("bootstrap")
     except (CommandError, DatabaseError, OSError) as error:

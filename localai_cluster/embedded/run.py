@@ -1,7 +1,7 @@
 """`make run`: the whole cluster on this machine, in the foreground, until Ctrl-C.
 
 Checks the machine, starts PostgreSQL, NATS and Valkey (or checks the operator's own), migrates, enrols the
-local worker, starts web, controller, tasks and that worker, waits until all are ready, and prints what to do
+local worker, starts web, controller and that worker, waits until all are ready, and prints what to do
 next. Every failure is one line with a hint, and exit code 1.
 """
 
@@ -13,9 +13,10 @@ import signal
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +47,6 @@ NEEDED_BYTES = 512 * 1024 * 1024
 """Enough for a new database and one backend."""
 
 SERVERS_SECONDS = 30.0
-_TASK_PROCESSES = 4
 READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
@@ -91,20 +91,26 @@ class Cluster:
             {**product, **self.layout.bootstrap_environment(copied=self._copied), **reaper.env}
         )
         preparation.wait_checked()
-        for rank, member in enumerate(self.servers.values()):
-            self._up(supervisor, Program.of(member, rank))
+        servers = [Program.of(member, rank) for rank, member in enumerate(self.servers.values())]
+        self._launch(supervisor, servers)
+        self._settle(supervisor, servers)
         urls = {name: member.url for name, member in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._offer_package()
-        self._prepare_database(preparation)
-        lock.claim(self.layout.data_dir)
+        self._raise_if_cancelled()
+        self.layout.seed_models()
+        preparation.migrate()
         *programs, worker = self._programs(product)
-        for program in programs:
-            supervisor.launch(program)
-        for program in programs:
-            supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        if not self._copied:  # the nodes of a copy are marked before anything reads them
+            self._launch(supervisor, programs)
+        self._finish_preparation(preparation)
+        lock.claim(self.layout.data_dir)
+        if self._copied:
+            self._launch(supervisor, programs)
+        self._settle(supervisor, programs)
         before = self._last_heartbeat()
-        self._up(supervisor, worker)
+        self._launch(supervisor, [worker])
+        self._settle(supervisor, [worker])
         url, trust = f"{self.layout.probe_url}/readyz", self.layout.probe_trust
         if not wait_for(lambda: self.stopping.is_set() or answers(url, trust), READY_SECONDS):
             raise SetupError(f"{url} does not become ready.", "See the output above.")
@@ -140,9 +146,14 @@ class Cluster:
         if self.stopping.is_set():
             raise StartCancelled
 
-    def _up(self, supervisor: Supervisor, program: Program) -> None:
+    def _launch(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
         self._raise_if_cancelled()
-        supervisor.start(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        for program in programs:
+            supervisor.launch(program)
+
+    def _settle(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
+        for program in programs:
+            supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
         self._raise_if_cancelled()
 
     def _reaper_replaced(self, code: int) -> None:
@@ -192,17 +203,15 @@ class Cluster:
         path = self.layout.environ.get(f"{name}_FILE")
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
-    def _prepare_database(self, preparation: Preparation) -> None:
-        """`migrate` and `bootstrap`; a failure becomes one line."""
-        self._raise_if_cancelled()
-        self.layout.seed_models()
+    def _finish_preparation(self, preparation: Preparation) -> None:
+        """Wait for `bootstrap`; a failure becomes one line."""
         said = preparation.finish().splitlines()
         self.password_changed = PASSWORD_CHANGED in said
         if told := [line for line in said if line != PASSWORD_CHANGED]:
             self.log.say("run", "\n".join(told))
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
-        """Web, controller, tasks and worker in start order; the highest rank stops first."""
+        """Web, controller and worker in start order; the highest rank stops first."""
         layout, health = self.layout, f"{self.layout.probe_url}/healthz"
         trust = layout.probe_trust
         worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
@@ -211,8 +220,7 @@ class Cluster:
             Program(
                 "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health, trust)
             ),
-            Program("controller", manage("controller"), product, rank=11, prepare=wait),
-            Program("tasks", manage("qcluster"), product, rank=10, prepare=wait, ready=self._tasks_run),
+            Program("controller", manage("controller", "--tasks"), product, rank=11, prepare=wait),
             Program("worker", WORKER_COMMAND, worker, rank=13),
         ]
 
@@ -220,11 +228,6 @@ class Cluster:
         # A program that restarts before its database is back would only fail and wait longer.
         servers = self.servers.values()
         wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_SECONDS)
-
-    def _tasks_run(self) -> bool:
-        """Whether django-q2's guard, pusher, monitor and workers are running."""
-        first = self.pids().get("tasks", 0)
-        return sum(one.session == first for one in processes.processes()) > _TASK_PROCESSES
 
     def _last_heartbeat(self) -> str:
         """The last heartbeat of the local worker in the registry; it changes with each registration."""
@@ -254,10 +257,16 @@ class Cluster:
         return find_node(self.layout.probe_url, key, LOCAL_WORKER, self.layout.probe_trust)
 
 
+@cache
+def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
+    """Return the client for probes. One for each call would make a TLS context, which takes 20 ms."""
+    return httpx.Client(timeout=2, trust_env=False, verify=trust)
+
+
 def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
     """Return True if a GET gives 200."""
     try:
-        return httpx.get(url, timeout=2, trust_env=False, verify=trust).status_code == 200
+        return _client(trust).get(url).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -266,9 +275,7 @@ def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True
     """The node with this name in the registry; empty if there is none, or no answer."""
     headers = {"Authorization": f"Bearer {key}"}
     try:
-        found = httpx.get(
-            f"{url}/api/nodes", headers=headers, timeout=2, trust_env=False, verify=trust
-        ).json()
+        found = _client(trust).get(f"{url}/api/nodes", headers=headers).json()
     except (httpx.HTTPError, ValueError):
         return {}
     nodes = found.get("nodes", []) if isinstance(found, dict) else found
@@ -368,10 +375,8 @@ def served_models(layout: Layout) -> frozenset[str]:
     """Return the models of the running cluster; empty if it does not answer."""
     headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
     try:
-        listed = httpx.get(
-            f"{layout.probe_url}/v1/models",
-            headers=headers, timeout=10, trust_env=False, verify=layout.probe_trust,
-        ).json()  # fmt: skip
+        client = _client(layout.probe_trust)
+        listed = client.get(f"{layout.probe_url}/v1/models", headers=headers, timeout=10).json()
         return frozenset(model["id"] for model in listed["data"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return frozenset()

@@ -8,11 +8,11 @@ of one line, and recurring tasks skip a run.
 import errno
 import functools
 import logging
+import sys
 from collections.abc import Callable
 
 import django.db
 import psycopg
-import redis.exceptions
 
 from localai_cluster.kit import clock
 
@@ -24,8 +24,6 @@ _KINDS = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
 )
-_VALKEY_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
-"""Errors of Valkey, which has wake-ups and counts; code runs without it, and its library logs tracebacks."""
 _SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
 """SQLSTATEs: shut down by an administrator, by a crash, or not yet up."""
 
@@ -52,13 +50,20 @@ def is_outage(error: BaseException | None) -> bool:
     return state is None or state.startswith("08") or state in _SERVER_ENDS
 
 
+def _is_valkey_outage(error: BaseException | None) -> bool:
+    """Return True for an error of Valkey, which has wake-ups and counts: code runs without it."""
+    # Not every process imports its library, and only one that does has its errors.
+    library = sys.modules.get("redis.exceptions")
+    return library is not None and isinstance(error, (library.ConnectionError, library.TimeoutError))
+
+
 class OneLineOutages(logging.Filter):
     """Replaces the traceback of an outage by its message and makes the record a warning."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Shorten the record of an outage; return True."""
         error = record.exc_info[1] if record.exc_info else None
-        if is_outage(error) or isinstance(error, _VALKEY_AWAY):
+        if is_outage(error) or _is_valkey_outage(error):
             record.msg, record.args = f"{record.getMessage()}: {error}", ()
             record.exc_info = record.exc_text = None
             record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)

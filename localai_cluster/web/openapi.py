@@ -1,13 +1,13 @@
 """Building blocks of the OpenAPI document: error responses, media types, corrections by serializers.
 
 Every package describes its own routes with them; `localai_cluster/api_document.py` merges the result.
+drf-spectacular takes megabytes and imports Django's test client, so only its plain types are imported here.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
-from drf_spectacular.extensions import OpenApiSerializerExtension
 from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 from rest_framework import serializers
 
@@ -15,6 +15,32 @@ from localai_cluster.web import wire
 
 Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
+View = TypeVar("View")
+DESCRIPTIONS: list[tuple[Any, dict[str, Any]]] = []
+"""Views with the arguments of drf-spectacular's `extend_schema`, which the first document passes to it."""
+OPERATION_NAMES: list[tuple[Any, dict[str, str]]] = []
+"""View classes with the operation ids of methods that they inherit."""
+
+
+def extend_schema(**description: Any) -> Callable[[View], View]:
+    """Describe a view for the API document; the arguments are those of drf-spectacular's decorator."""
+
+    def note(view: View) -> View:
+        DESCRIPTIONS.append((view, description))
+        return view
+
+    return note
+
+
+def name_operations(**ids: str) -> Callable[[View], View]:
+    """Give the methods that a view class inherits operation ids of its own."""
+
+    def note(view: View) -> View:
+        OPERATION_NAMES.append((view, ids))
+        return view
+
+    return note
+
 
 _MEANINGS = {
     400: "The request is not valid; the message names the field.",
@@ -101,19 +127,6 @@ def request_example(value: Any) -> OpenApiExample:
 def response_example(value: Any, status: str = "200") -> OpenApiExample:
     """Return the example of a response's body."""
     return OpenApiExample(f"answer {status}", value, response_only=True, status_codes=[status])
-
-
-class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
-    """Lets a serializer correct its schema: presence of fields, and limits that a view checks."""
-
-    target_class = "localai_cluster.web.rest.Described"
-    match_subclasses = True
-
-    def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
-        """Return the schema of the fields, corrected by the serializer."""
-        schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
-        described: Operation = self.target.described(schema)
-        return described
 
 
 def json_body(schema: Operation, example: Any = None) -> Operation:

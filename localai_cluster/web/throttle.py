@@ -25,10 +25,6 @@ from typing import Any, TypeVar
 
 from django.core.cache.backends.base import BaseCache
 from django.core.cache.backends.locmem import LocMemCache
-from django.core.cache.backends.redis import RedisCache
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from localai_cluster.kit import clock, conf, errors
 
@@ -150,6 +146,9 @@ class Failures:
     def _call(self, operation: Callable[[BaseCache], T]) -> T:
         if self._shared is None or self._local.get("away"):
             return operation(self._local)
+        # Every process imports this module, and only those that count need 6 MB more.
+        from redis.exceptions import RedisError
+
         try:
             return operation(self._shared)
         except (RedisError, OSError) as error:
@@ -208,6 +207,8 @@ def sign_ins() -> Failures:
 
 def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
     """Return the caches of the counts of this name: for all web processes, and for this one."""
+    from django.core.cache.backends.redis import RedisCache
+
     url = conf.cluster().redis_url
     common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _options()}) if url else None
     return common, process_counts(name, MOST_ADDRESSES)
@@ -215,6 +216,9 @@ def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
 
 def _options() -> dict[str, Any]:
     """Return Valkey's options. No retry, because the caller waits."""
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
     return {
         "socket_timeout": _PATIENCE,
         "socket_connect_timeout": _PATIENCE,

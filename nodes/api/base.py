@@ -5,14 +5,14 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiExample, OpenApiParameter, extend_schema
+from drf_spectacular.utils import OpenApiExample, OpenApiParameter
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import listing

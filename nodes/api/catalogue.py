@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -16,7 +15,7 @@ from rest_framework.views import APIView
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, enum_schema, query_parameter, response_example
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -18,7 +18,7 @@ from localai_cluster.accounts.authentication import principal
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import flat
-from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api.models import HOLD, wait_for_end

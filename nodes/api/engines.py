@@ -12,7 +12,7 @@ from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import connection
-from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -23,7 +23,7 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA

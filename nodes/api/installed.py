@@ -7,14 +7,13 @@ the stored result, and the feed reports the end.
 from collections.abc import Iterable
 from typing import Any
 
-from drf_spectacular.utils import extend_schema, extend_schema_view
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock
-from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals, name_operations
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, response_example
 from nodes.api.catalogue import CATALOGUE_OLD
@@ -213,11 +212,11 @@ class UpgradeCheckView(_Flat):
         return Response(upgrades)
 
 
-@extend_schema_view(get=extend_schema(operation_id="backends_upgrades_other_name"))
+@name_operations(get="backends_upgrades_other_name")
 class OtherUpgradesView(UpgradesView):
     """`/backends/upgrades` (§4.5)."""
 
 
-@extend_schema_view(post=extend_schema(operation_id="backends_upgrades_check_other_name"))
+@name_operations(post="backends_upgrades_check_other_name")
 class OtherUpgradeCheckView(UpgradeCheckView):
     """`/backends/upgrades/check` (§4.5)."""

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.http import HttpResponse
-from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import extend_schema
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
@@ -30,7 +28,7 @@ from localai_cluster.accounts.authentication import (
 )
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.web import rest, throttle
-from localai_cluster.web.openapi import Operation, refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
@@ -253,16 +251,6 @@ class JoinAuthentication(BaseAuthentication):
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge that makes DRF respond 401, not 403."""
         return CHALLENGE
-
-
-class JoinScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """A join token or the registration token."""
-
-    target_class = "nodes.api.join.JoinAuthentication"
-    name = "joinToken"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        return {"type": "http", "scheme": "bearer", "description": "Join token or registration token."}
 
 
 class MayJoin(BasePermission):

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import connection
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -20,7 +20,7 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.authentication import IsUser, client_address, principal
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.openapi import flat_refusals, refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
 from localai_cluster.web.rest import (
     Described,
     Flag,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiExample, OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -17,7 +17,7 @@ from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web import rest
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
 from nodes.api.base import (
     FINGERPRINT,

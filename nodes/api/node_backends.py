@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -19,7 +19,7 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import (
     Described,
     NullIsAbsent,

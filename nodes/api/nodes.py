@@ -7,13 +7,12 @@ administrator accepts or refuses it.
 from uuid import UUID
 
 from django.db.models import QuerySet
-from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import rest
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.shapes import BYTES, TIME, Row, Shape, field
 from nodes.api.base import (
     FINGERPRINT,

@@ -4,13 +4,13 @@ from datetime import datetime
 from typing import Any
 
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter, extend_schema
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_example

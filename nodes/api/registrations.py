@@ -20,7 +20,6 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import (
     OpenApiExample,
     OpenApiResponse,
-    extend_schema,
     extend_schema_field,
     extend_schema_serializer,
 )
@@ -34,7 +33,7 @@ from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
 from nodes.api.base import response_example

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from asgiref.sync import async_to_sync
-from drf_spectacular.utils import OpenApiParameter, extend_schema
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import flat_refusals, refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
 from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, Row, Shape, count, field
 from nodes.api.base import response_example
 from nodes.backends import catalogue

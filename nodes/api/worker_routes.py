@@ -9,7 +9,6 @@ from uuid import UUID
 
 import orjson
 from channels.sessions import CookieMiddleware, SessionMiddleware
-from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.utils import OpenApiParameter
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.permissions import BasePermission
@@ -112,30 +111,6 @@ class RegistrationAuthentication(BaseAuthentication):
 
     def authenticate(self, request: Request) -> None:
         """Return None: it authenticates no request."""
-
-
-class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """A worker's own secret."""
-
-    target_class = "nodes.api.worker_routes.NodeAuthentication"
-    name = "nodeSecret"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
-
-
-class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """The shared token."""
-
-    target_class = "nodes.api.worker_routes.RegistrationAuthentication"
-    name = "registrationToken"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        return {
-            "type": "http",
-            "scheme": "bearer",
-            "description": "Registration or join token.",
-        }
 
 
 WORKER_REFUSAL = Shape(

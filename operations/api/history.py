@@ -18,7 +18,6 @@ import orjson
 from django.db.models import Q
 from django.http import StreamingHttpResponse
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -27,7 +26,7 @@ from rest_framework.views import APIView
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import errors
-from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals
 from operations.api import serializers as shapes
 from operations.changes import feed
 from operations.executor.work import in_thread

@@ -10,14 +10,13 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import Q
-from drf_spectacular.utils import extend_schema, extend_schema_view
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import human_bytes
-from localai_cluster.web.openapi import flat_refusals, refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals, name_operations, refusals
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import mapping
 from operations import kinds, targets
@@ -58,7 +57,7 @@ class JobView(APIView):
         return Response(job_of(found(uid)))
 
 
-@extend_schema_view(get=extend_schema(operation_id="models_job"))
+@name_operations(get="models_job")
 class ModelJobView(JobView):
     """`/api/models/job/:uid`."""
 
@@ -103,7 +102,7 @@ class JobStatusView(APIView):
         return Response(status_of(found(uid)))
 
 
-@extend_schema_view(get=extend_schema(operation_id="models_job_status"))
+@name_operations(get="models_job_status")
 class ModelJobStatusView(JobStatusView):
     """`/models/jobs/:uid`."""
 
@@ -127,7 +126,7 @@ class BackendJobsView(APIView):
         return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MOST_JOBS]})
 
 
-@extend_schema_view(get=extend_schema(operation_id="models_jobs"))
+@name_operations(get="models_jobs")
 class ModelJobsView(BackendJobsView):
     """`/models/jobs`."""
 

@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
-from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -14,7 +13,7 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from operations.api.jobs import found
 from operations.api.serializers import STARTED, CommandTexts, DoneSerializer, NodesSerializer, started_body

@@ -20,7 +20,7 @@ from localai_cluster.kit import processes
 from localai_cluster.worker import config
 from tests.conftest import eventually
 from tests.support import wheel
-from tests.support.cluster import ROOT, Cluster, Process, is_ready, is_whole, running_cluster
+from tests.support.cluster import ROOT, Cluster, Process, is_ready, running_cluster, runs_tasks
 from tests.support.ports import free_port
 from tests.support.wheel import Installed
 
@@ -271,7 +271,7 @@ def test_the_parts_start_and_serve_by_these_commands(whole: Installed) -> None:
             LOCALAI_HTTP_ADDR=f"127.0.0.1:{free_port()}",
         )
         eventually(lambda: "is ready" in controller.output(), seconds=60, what="the controller is ready")
-        eventually(lambda: is_whole(tasks), seconds=60, what="the tasks run")
+        eventually(lambda: runs_tasks(tasks), seconds=60, what="the tasks run")
         eventually(lambda: cluster.node(web, "wheel"), seconds=60, what="the worker registers")
         assert cluster.embed(web).status_code == 200
         page = cluster.get(web, "/login")

@@ -32,8 +32,6 @@ TOKEN = "registration-token-of-the-test-cluster"
 ADMIN_KEY = "static-admin-key-of-the-test-cluster"
 SCRAPER = "scraper-token-of-the-test-cluster"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-TASK_PROCESSES = 6
-"""django-q2's first process, its guard, pusher and monitor, and two workers."""
 STORY = 8000
 """Characters printed of each log after a failure."""
 
@@ -181,9 +179,9 @@ class Cluster:
         return process
 
     def tasks(self) -> Process:
-        """A django-q2 cluster with all its processes."""
+        """A process that runs the scheduled tasks."""
         process = self.spawn("tasks", "manage.py", "qcluster", env={})
-        eventually(lambda: is_whole(process), seconds=30, what=f"tasks: {process.log}")
+        eventually(lambda: runs_tasks(process), seconds=30, what=f"tasks: {process.log}")
         return process
 
     def worker(self, name: str, web: Process, *, wait: bool = True, **env: str) -> Process:
@@ -256,10 +254,10 @@ def call(method: str, url: str, **options: Any) -> httpx.Response:
     return httpx.Client(transport=_TRANSPORT, trust_env=False).request(method, url, **options)
 
 
-def is_whole(process: Process) -> bool:
-    """Whether all processes of a django-q2 cluster are there; fails at once if it ended."""
+def runs_tasks(process: Process) -> bool:
+    """Whether the process takes scheduled tasks; fails at once if it ended."""
     assert process.alive, process.story()
-    return sum(one.session == process.child.pid for one in processes.processes()) >= TASK_PROCESSES
+    return "ready to run tasks" in process.output()
 
 
 def is_ready(process: Process) -> bool:

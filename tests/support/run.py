@@ -16,7 +16,7 @@ from tests.conftest import eventually
 ROOT = Path(__file__).resolve().parents[2]
 _PASSED = {name: value for name, value in os.environ.items() if name in ("PATH", "CLUSTER_SERVER")}
 """`make sweep` chooses the web server."""
-CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "tasks", "worker")
+CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "worker")
 
 
 class Run:

@@ -12,10 +12,12 @@ stops, replicas in question and checks, and lock schedules and the scaler's pass
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.core.checks import Tags
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandParser
 from django.db import Error as DatabaseError
 
 from localai_cluster import bus_access, scraping
 from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.kit.periodic_task import PeriodicTask
+from localai_cluster.kit.task_runner import TaskRunner
 from localai_cluster.management import schema_version
+from localai_cluster.management.commands.qcluster import count_tasks
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics
@@ -72,9 +76,48 @@ class Command(BaseCommand):
     # The settings. Django's other checks import every page; `manage.py check` and `serve` run them.
     requires_system_checks = (Tags.security,)
 
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--tasks", action="store_true", help="run the scheduled tasks too, as `manage.py qcluster` does"
+        )
+
     def handle(self, *args: Any, **options: Any) -> None:
+        gc.freeze()
+        gc.enable()
         schema_version.refuse_other(conf.cluster().database_url)
-        asyncio.run(run())
+        loop, stop = asyncio.new_event_loop(), asyncio.Event()
+        runner = TaskRunner() if options["tasks"] else None
+
+        def ask_to_stop(*_: Any) -> None:
+            if runner:
+                runner.stop()
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(stop.set)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, ask_to_stop)
+        if runner is None:
+            _run(loop, stop)
+            return
+        # The time limit of a task is a signal, and Python handles signals on the main thread.
+        controller = threading.Thread(target=_run, args=(loop, stop, runner), name="controller")
+        controller.start()
+        try:
+            count_tasks()
+            runner.run()
+        finally:
+            ask_to_stop()
+            controller.join()
+
+
+def _run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, runner: TaskRunner | None = None) -> None:
+    """Run the controller until `stop` is set or one of its loops ends, then stop the `runner`."""
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as asyncio_runner:
+            asyncio_runner.run(run(stop))
+    finally:
+        if runner:
+            runner.stop()
 
 
 @dataclass(frozen=True)
@@ -139,8 +182,8 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
 
 
-async def run() -> None:
-    """Run until a signal; release all leases before returning."""
+async def run(stop: asyncio.Event) -> None:
+    """Run until `stop` is set; release all leases before returning."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus = NatsBus(bus_access.service("controller"), name="controller")
@@ -152,7 +195,7 @@ async def run() -> None:
     hooks.on_removed.append(parts.news.removed)
     loops = _loops(parts, owner, bus)
     log.info("controller %s is ready", owner)
-    await _until_signal_or_failure(loops)
+    await _until_stop_or_failure(loops, stop)
     await asyncio.gather(*(executor.stop() for executor in parts.executors.values()))
     for loop in loops:
         loop.cancel()
@@ -164,10 +207,7 @@ async def run() -> None:
     log.info("controller %s stopped", owner)
 
 
-async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def _until_stop_or_failure(loops: list[asyncio.Task[None]], stop: asyncio.Event) -> None:
     waiting = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait({waiting, *loops}, return_when=asyncio.FIRST_COMPLETED)
     for task in done - {waiting}:

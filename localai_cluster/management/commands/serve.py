@@ -134,6 +134,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Serves; raises CommandError when it cannot listen or start."""
+        gc.enable()
         cluster = conf.cluster()
         number = cluster.web_processes if options["processes"] is None else options["processes"]
         if not 1 <= number <= conf.MOST_WEB_PROCESSES:

@@ -1,83 +1,123 @@
-"""The task cluster as a process, with one of its own processes killed."""
+"""The scheduled tasks in real processes: alone, and in a controller; killed, hung, and stopped."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from django_q.models import OrmQ, Task
+from django_q.tasks import async_task
 from psycopg.conninfo import conninfo_to_dict
 
-from localai_cluster.kit import processes
+from localai_cluster.kit import clock, processes
 from operations.changes.events import conninfo
 from tests.conftest import eventually
 from tests.support.cluster import ROOT
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-PROCESSES = 4
-"""Two workers, the monitor and the pusher, in the order of their start."""
-WORKER, MONITOR = 0, 2
-
-
-def guarded(first: int) -> list[int]:
-    """The process ids of what the sentinel guards, once all of it runs."""
-    assert processes.stat(first)
-    for sentinel in [one.pid for one in processes.processes() if one.parent == first]:
-        found = sorted(one.pid for one in processes.processes() if one.parent == sentinel)
-        if len(found) == PROCESSES:
-            return found
-    return []
+Start = Callable[..., "subprocess.Popen[str]"]
+ALONE, IN_A_CONTROLLER = ("qcluster",), ("controller", "--tasks")
+EITHER = pytest.mark.parametrize("command", [ALONE, IN_A_CONTROLLER], ids=["alone", "in a controller"])
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a process on the database of the test; its output is the file `log` in its attributes."""
     running: list[subprocess.Popen[str]] = []
     here = conninfo_to_dict(conninfo())
     url = f"postgresql://{here['user']}@/{here['dbname']}?host={here['host']}"
 
-    def start() -> "subprocess.Popen[str]":
-        child = subprocess.Popen(
-            [sys.executable, "manage.py", "qcluster"],
-            cwd=ROOT, env={**os.environ, "DATABASE_URL": url}, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+    def start(*command: str) -> "subprocess.Popen[str]":
+        with (tmp_path / f"{len(running)}.log").open("w") as log:
+            child = subprocess.Popen(
+                [sys.executable, "manage.py", *command],
+                cwd=ROOT, env={**os.environ, "DATABASE_URL": url}, text=True,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         running.append(child)
+        eventually(
+            lambda: "ready to run tasks" in Path(log.name).read_text() or child.poll() is not None,
+            seconds=60, what="it takes tasks",
+        )  # fmt: skip
+        assert child.poll() is None, Path(log.name).read_text()
         return child
 
     yield start
     for child in running:
         processes.end_child(child, processes.group_of(child.pid, seconds=0))  # type: ignore[arg-type]
-        child.communicate()
 
 
-@pytest.mark.parametrize("victim", [WORKER, MONITOR], ids=["a worker", "the monitor"])
-def test_a_killed_process_ends_the_task_cluster_so_that_it_is_started_anew(
-    started: Callable[[], "subprocess.Popen[str]"], victim: int
-) -> None:
-    """Review X10: it held the lock of a queue for ever. No task ran, and a stop took over a minute."""
-    child = started()
-    before = eventually(lambda: guarded(child.pid), seconds=30, what="the task cluster is whole")
-    os.kill(before[victim], signal.SIGKILL)
-    eventually(lambda: child.poll() is not None, seconds=10, what="it ends")
+def enqueue(name: str, code: str, **options: Any) -> None:
+    """Queue a task that executes `code`."""
+    async_task("builtins.exec", code, q_options={"group": name, **options})
+
+
+def waiting(begun: Path, go: Path) -> str:
+    """Return the code of a task that creates one file and waits for another."""
+    wait = f"while not Path({str(go)!r}).exists(): time.sleep(0.01)"
+    return f"import time; from pathlib import Path; Path({str(begun)!r}).touch()\n{wait}"
+
+
+def outcomes() -> dict[str, bool]:
+    """Whether each task that has ended succeeded, without the scheduled ones."""
+    return {group: ok for group, ok in Task.objects.values_list("group", "success") if ":" not in group}
+
+
+@EITHER
+def test_a_hung_task_is_cut_and_those_behind_it_run(start: Start, command: tuple[str, ...]) -> None:
+    """Item 5 of review 22: the limit holds in one process; the database lets go the lock."""
+    child = start(*command)
+    lock = "from django.db import connection; connection.cursor().execute('SELECT pg_advisory_lock(7)')"
+    enqueue("hung", f"{lock}; connection.cursor().execute('SELECT pg_sleep(600)')", timeout=1)
+    enqueue("next", lock)
+    eventually(lambda: outcomes() == {"hung": False, "next": True}, seconds=60, what="both have ended")
+    assert child.poll() is None
+
+
+@EITHER
+def test_a_task_that_ignores_its_limit_ends_the_process(start: Start, command: tuple[str, ...]) -> None:
+    """It would block all others for ever. The supervisor starts the process again."""
+    child = start(*command)
+    enqueue("deaf", "import time\nwhile True:\n try: time.sleep(99)\n except BaseException: pass", timeout=1)
+    enqueue("next", "")
+    eventually(lambda: child.poll() is not None, seconds=60, what="it ends")
     assert child.returncode == 1
-    assert not [one for one in processes.processes() if one.pid in before]
+    OrmQ.objects.order_by("id")[0].delete()
+    OrmQ.objects.update(lock=clock.now())
+    start(*command)
+    eventually(lambda: outcomes() == {"next": True}, seconds=60, what="others go on")
 
 
-def test_a_stop_right_after_a_kill_is_quick(started: Callable[[], "subprocess.Popen[str]"]) -> None:
-    """Review X10: the sentinel looks every half second, and the stop may come before."""
-    child = started()
-    before = eventually(lambda: guarded(child.pid), seconds=30, what="the task cluster is whole")
-    os.kill(before[WORKER], signal.SIGKILL)
+@EITHER
+def test_what_a_killed_process_ran_is_handed_out_again(
+    start: Start, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Item 5 of review 22: after `kill -9`, once the claim of the killed one is over."""
+    child, begun, go = start(*command), tmp_path / "begun", tmp_path / "go"
+    enqueue("interrupted", waiting(begun, go))
+    eventually(begun.exists, seconds=30, what="the task runs")
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    go.touch()
+    assert outcomes() == {}
+    OrmQ.objects.update(lock=clock.now())
+    start(*command)
+    eventually(lambda: outcomes() == {"interrupted": True}, seconds=60, what="it is done")
+
+
+@EITHER
+def test_an_orderly_stop_lets_the_task_end(start: Start, command: tuple[str, ...], tmp_path: Path) -> None:
+    child = start(*command)
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    enqueue("last", waiting(begun, go))
+    eventually(begun.exists, seconds=30, what="the task runs")
     child.terminate()
-    eventually(lambda: child.poll() is not None, seconds=8, what="it ends")
-    assert not [one for one in processes.processes() if one.pid in before]
-
-
-def test_an_orderly_stop_has_status_0(started: Callable[[], "subprocess.Popen[str]"]) -> None:
-    child = started()
-    eventually(lambda: guarded(child.pid), seconds=30, what="the task cluster is whole")
-    child.terminate()
-    eventually(lambda: child.poll() is not None, seconds=15, what="it ends")
+    go.touch()
+    eventually(lambda: child.poll() is not None, seconds=30, what="it ends")
     assert child.returncode == 0
+    assert outcomes() == {"last": True}

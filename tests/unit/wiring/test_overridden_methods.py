@@ -9,14 +9,12 @@ import inspect
 from typing import Any
 
 import pytest
-from django_q.cluster import Sentinel
 from nats.aio.client import Client
 from uvicorn import Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from localai_cluster.kit.connections import BoundedHead, WatchingSocket
-from localai_cluster.management.commands.qcluster import CrashOnlySentinel
 from localai_cluster.management.commands.serve import OrderedServer
 from localai_cluster.messaging import link
 
@@ -25,7 +23,6 @@ OVERRIDES: tuple[tuple[type, type], ...] = (
     (WatchingSocket, WebSocketsSansIOProtocol),
     (OrderedServer, Server),
     (link._Client, Client),
-    (CrashOnlySentinel, Sentinel),
 )
 CALLED: tuple[tuple[type, str], ...] = (
     (Client, "_send_command"),
@@ -53,8 +50,6 @@ FINGERPRINTS: dict[str, str] = {
     "Server.shutdown": "9b33c50562992b1e",
     "Client._send_ping": "d57b2f820443afb4",
     "Client._process_info": "ecca7bb931308fff",
-    "Sentinel.reincarnate": "1c3dc62b7aa35a00",
-    "Sentinel.stop": "d858ef90cdaaebf5",
     "Client._send_command": "ed57e8e86389cf94",
     "Client._flush_pending": "317c8d7ef54b90b7",
     "HttpToolsProtocol.send_400_response": "ae5a4a3782b646fd",

@@ -1,0 +1,103 @@
+"""django-q2's task cluster in one process: its worker on the main thread, its pusher and monitor as threads.
+
+The library runs each of them in a process of its own and a sentinel over them, 20 MB each, because a worker
+may hang or die. Here a hung task is cut by the library's time limit, SIGALRM, which only the main thread
+receives. A task that does not react to it ends the process, as a crash does, and the supervisor (`make run`,
+systemd) starts it again. Interrupted tasks are handed out again.
+"""
+
+# django-q2 carries no types.
+# mypy: allow-untyped-calls
+
+import faulthandler
+import logging
+import threading
+from queue import Queue
+from typing import Any
+
+from django.db import connections
+from django_q.monitor import monitor
+from django_q.pusher import pusher
+from django_q.worker import worker
+
+log = logging.getLogger(__name__)
+
+_STOP = "STOP"
+"""The item of a queue after which django-q2's worker and monitor return."""
+
+
+class _Timer:
+    """The time that the running task has left, as django-q2's worker sets it.
+
+    It ends the process, with the tracebacks of all threads, when that time is up: the worker adds three
+    seconds to its limit. The C library's thread does it, so a task that holds the interpreter is ended too.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._seconds = threading.RLock(), -1.0
+
+    def get_lock(self) -> Any:
+        return self._lock
+
+    @property
+    def value(self) -> float:
+        return self._seconds
+
+    @value.setter
+    def value(self, seconds: float) -> None:
+        self._seconds = seconds
+        if seconds > 0:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class TaskRunner:
+    """Takes tasks off django-q2's queue and runs them one after another until `stop`."""
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+        # The library expects queues of processes.
+        self._tasks: Any = Queue(maxsize=1)
+        self._results: Any = Queue()
+        self._ended = False
+
+    def stop(self) -> None:
+        """Take no more tasks; the running one may end. Safe in a signal handler and from any thread."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Run tasks until `stop`; call it on the main thread."""
+        saving = threading.Thread(target=self._save, name="monitor", daemon=True)
+        for thread in (saving, threading.Thread(target=self._push, name="pusher", daemon=True)):
+            thread.start()
+        log.info("ready to run tasks")
+        timer: Any = _Timer()
+        while not self._ended:
+            try:
+                # It also returns after a task that took too long.
+                worker(self._tasks, self._results, timer)
+            except (Exception, SystemExit):  # the latter is also the library's signal of a time-out
+                log.exception("a task could not be run")
+            timer.value = -1
+            # A task that was cut may have left a statement running and locks taken.
+            connections.close_all()
+        self._results.put(_STOP)
+        saving.join()
+
+    def _push(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                pusher(self._tasks, self._stopping)
+            except Exception:
+                log.exception("a task could not be read")
+        self._ended = True
+        self._tasks.put(_STOP)
+
+    def _save(self) -> None:
+        while True:
+            try:
+                monitor(self._results)
+                return
+            except Exception:
+                log.exception("a result could not be saved; its task will run again")
