@@ -350,3 +350,27 @@ def test_a_removal_that_is_cut_off_is_continued(monkeypatch: pytest.MonkeyPatch)
     run_controller()
     operation.refresh_from_db()
     assert (operation.status, BackendNode.objects.count()) == ("completed", 0)
+
+
+@pytest.mark.rule("O34")
+@pytest.mark.parametrize("count", [10, 1000])
+def test_an_operation_on_many_nodes_costs_the_same_as_on_few(
+    count: int, django_assert_num_queries: Any
+) -> None:
+    """Issue 22, item 6: the answer waits for rows that are written together, and for nothing else."""
+    on = BackendNode.objects.bulk_create(
+        BackendNode(name=f"n{number}", name_key=f"n{number}", address="h:1", approved_at=clock.now())
+        for number in range(count)
+    )
+    with django_assert_num_queries(17):
+        operation = install([str(node.id) for node in on])
+    rows = {target.intent_id: target for target in OperationTarget.objects.filter(operation=operation)}
+    intents_by_id = PendingBackendOp.objects.in_bulk(rows)
+    assert len(intents_by_id) == count
+    assert all(intents_by_id[id].node_id == target.node_id for id, target in rows.items() if id is not None)
+    assert {(row.status, row.reason, row.waits_for_node) for row in rows.values()} == {
+        ("queued", "queued", False)
+    }
+    as_written, default = intents_by_id.popitem()[1], PendingBackendOp(backend="echo")
+    same = ("gallery", "uri", "name", "alias", "force", "attempts", "lease_owner", "lease_until", "fence")
+    assert [getattr(as_written, name) for name in same] == [getattr(default, name) for name in same]
