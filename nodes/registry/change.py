@@ -316,7 +316,7 @@ def _delete(ids: Sequence[UUID]) -> None:
     with connection.cursor() as cursor:
         cursor.execute(
             f"WITH {deletions} SELECT pg_notify(%(channel)s, id::text) FROM d0",
-            {"ids": ids, "channel": events.NODES},
+            {"ids": list(ids), "channel": events.NODES},
         )
 
 

@@ -162,6 +162,22 @@ def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -
         change.apply(Event.MARKED_UNHEALTHY, actor, reason=reason)
 
 
+def mark_in_doubt(
+    node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
+) -> int:
+    """Mark those of the nodes unhealthy that are still silent for `limit` seconds; return their number.
+
+    `detail` is appended to the reason. A constant number of statements for any number of nodes.
+    """
+    if not node_ids:
+        return 0
+    silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit))
+    reason = f"no heartbeat for more than {limit:.0f} s{detail}"
+    with transaction.atomic():
+        nodes = lock_in_order(silent.filter(pk__in=node_ids, unhealthy_at__isnull=True))
+        return len(apply_to_all(nodes, Event.MARKED_UNHEALTHY, actor, lambda node: (reason, {}), now=now))
+
+
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
     """Declare every node silent until its next heartbeat; return how many were not before.
 
