@@ -57,6 +57,9 @@ class Message:
     """Boot-clock time at which the connection received it; it may have waited for its handler since."""
 
 
+UNQUEUED = 0
+"""Limit of a subscription to reports that its handler merges: a queue would have to drop some of a flood."""
+
 Handler = Callable[[Message], Awaitable[bytes | None]]
 """Handles one message; the returned bytes are the reply to a request."""
 
@@ -98,7 +101,9 @@ class Bus(Protocol):
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
         """Call `handler` for each message, at most `limit` calls at a time (1 = sequentially, in order).
 
-        Further messages wait. A handler's exception is logged and no reply is sent.
+        Further messages wait, up to a limit. With `UNQUEUED` none waits or is dropped: the handler, which
+        must not wait for anything, gets each one as it arrives. A handler's exception is logged and no reply
+        is sent.
         """
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from localai_cluster.kit import backoff, clock, failpoints
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.bus import (
+    UNQUEUED,
     BusError,
     Handler,
     Message,
@@ -291,6 +292,7 @@ class _Subscription:
         self._bus = bus
         self._subject = subject
         self._handler = handler
+        self._is_queued = limit != UNQUEUED
         self._slots = asyncio.Semaphore(limit)
         # Not the library's queue: received messages outlive their connection.
         self._received: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(INBOUND_LIMIT)
@@ -338,9 +340,14 @@ class _Subscription:
     async def _receive(self, message: Msg) -> None:
         try:
             received = Message(message.subject, bytes(message.data), bool(message.reply))
-            self._received.put_nowait((received, message.reply))
+            if self._is_queued:
+                self._received.put_nowait((received, message.reply))
+            else:
+                await self._handler(received)
         except asyncio.QueueFull:
             self._bus.complain(f"message bus: too many messages wait on {self._subject}; one was dropped")
+        except Exception:
+            log.exception("the handler of %s failed", self._subject)
 
     async def _dispatch(self) -> None:
         while True:

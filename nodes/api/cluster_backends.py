@@ -35,10 +35,17 @@ from nodes.api.node_backends import (
 )
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit
-from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope, everywhere
+from nodes.backends.backend_requests import (
+    DELETE,
+    INSTALL,
+    UPGRADE,
+    BackendRequest,
+    RequestScope,
+    everywhere,
+    nodes_for_request,
+)
 from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
-from nodes.models import BackendNode
 from operations.api.jobs import found as find_operation
 from operations.api.serializers import MOST_NODES, STARTED, NodesSerializer, started_body
 from operations.api.verbs import describe_verb
@@ -125,7 +132,7 @@ def _chosen(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -
     if not (ids := fields.get("nodes")):
         ready, left_out = everywhere(command)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
-    nodes = BackendNode.objects.in_bulk(set(ids))
+    nodes = nodes_for_request(ids)
     for id in ids:
         if id not in nodes:
             raise errors.NotFound(f"node {id} is not registered", field="nodes")

@@ -31,6 +31,7 @@ from nodes.api.base import (
 )
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request, requester_of
 from nodes.api.node_settings import LABELS
+from nodes.api.worker_routes import parse_node_id
 from nodes.backends import admission, node_stop
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import BackendNode
@@ -233,7 +234,9 @@ def perform_action(
     request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
 ) -> Response:
     """Run the action on a node with the options in the body; return its message."""
-    parsed_id = require_node_id(node_id)
+    parsed_id = require_node_id(node_id) if body else parse_node_id(node_id)
+    if parsed_id is None:
+        raise errors.NotFound("node not found")
     options = validate_body(body, request) if body else {}
     bulk.perform(action.name, parsed_id, actor_of(request), clock.now(), options)
     return Response({"message": action.message})

@@ -19,7 +19,7 @@ from django.db import IntegrityError, connection
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import update_rows
+from localai_cluster.kit.leases import among, insert_rows, update_rows
 from localai_cluster.kit.locks import lock_name
 from nodes.backends import intents, node_commands, wait_reasons, wave_requests, waves
 from nodes.backends.backend_requests import (
@@ -29,6 +29,7 @@ from nodes.backends.backend_requests import (
     ExcludedNode,
     RequestOrder,
     RequestScope,
+    nodes_for_request,
     refuse_unlisted,
     unlisted,
 )
@@ -81,8 +82,8 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
     lock_name(request.backend)
     ids = [node.id for node in scope.nodes]
     _lock_nodes(scope.nodes)
-    matching_rows = PendingBackendOp.objects.filter(node__in=ids, backend=request.backend).order_by("id")
-    rows = list(matching_rows.select_for_update(no_key=True))
+    current = PendingBackendOp.objects.filter(node__in=among(ids), backend=request.backend)
+    rows = list(current.order_by("id").select_for_update(no_key=True, of=("self",)))
     order = RequestOrder.of(request, rows)
     order.refuse(request, {node.id: node.name for node in scope.nodes}, is_load=scope.parent is not None)
     refuse_unlisted(request, [node for node in scope.nodes if node.id not in order.same])
@@ -99,16 +100,15 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
     replaced = _replace(
         _unopened_targets_to_replace(request, ids, active), _changes_to_replaced(active, order, end), end, now
     )
-    locked_ids = [row.id for row in rows]
-    current = PendingBackendOp.objects.filter(node__in=ids, backend=request.backend)
-    if current.exclude(pk__in=locked_ids).exists():
+    if current.exclude(pk__in=among(row.id for row in rows)).exists():
         raise _Raced
     if active is not None:
         _refuse_unless_ended(active)
     operation, superseded = ledger.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
     _make_due(request, order, now)
-    _write_parts(operation, request, scope, order, now)
-    emit([*replaced.operations, *superseded, operation])
+    new_targets = _write_parts(operation, request, scope, order, now)
+    ended = [*replaced.operations, *superseded]
+    emit([*ended, operation], (targets.of(ended) if ended else {}) | {operation.id: new_targets})
     return Admission(operation, created=True)
 
 
@@ -119,8 +119,8 @@ def _open_nodes(operation: Operation) -> set[UUID]:
 
 def _write_parts(
     operation: Operation, request: BackendRequest, scope: RequestScope, order: RequestOrder, now: datetime
-) -> None:
-    """Write the targets of a new operation, and the intents of those whose turn is now."""
+) -> list[OperationTarget]:
+    """Write and return the targets of a new operation, and write the intents of those whose turn is now."""
     turns = wave_requests.plan_for(request.backend, scope.nodes, scope.waves) if scope.waves else {}
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
@@ -133,9 +133,11 @@ def _write_parts(
     ]
     new_targets += [left_out.part(operation, now) for left_out in scope.left_out]
     wave_requests.wait_for_turns(list(filter(targets.held, new_targets)), new_targets, now)
-    OperationTarget.objects.bulk_create(new_targets)
+    new_targets.sort(key=lambda target: target.node_name)
+    insert_rows(new_targets)
     targets.adopt(operation, new_targets, now)
     operation.save()
+    return new_targets
 
 
 def _refuse_unless_ended(active: Operation) -> None:
@@ -184,6 +186,7 @@ def _join_or_create_intents(
     if spares:
         waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in joined.values()])
         waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
+    columns = request.columns()
     new = [
         PendingBackendOp(
             node_id=id,
@@ -192,11 +195,11 @@ def _join_or_create_intents(
             next_retry_at=now,
             requested_at=requested_at,
             created_at=now,
-            **request.columns(),
+            **columns,
         )
         for id in sorted(node_ids - joined.keys())
     ]
-    PendingBackendOp.objects.bulk_create(new)
+    insert_rows(new)
     return joined | {intent.node_id: intent for intent in new}
 
 
@@ -223,7 +226,7 @@ def _new_target(
     wave: int | None,
     now: datetime,
 ) -> OperationTarget:
-    target = OperationTarget(operation=operation, node_id=node.id, node_name=node.name, wave=wave)
+    target = OperationTarget(operation_id=operation.id, node_id=node.id, node_name=node.name, wave=wave)
     if intent is None:
         return target
     target.intent_id = intent.id
@@ -456,7 +459,7 @@ def admit_on_nodes(
 
 def _with_nodes(scope: RequestScope, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> RequestScope:
     """Sort the nodes into those that get the command and those that are left out with a reason."""
-    registered = BackendNode.objects.in_bulk(list(set(node_ids)))
+    registered = nodes_for_request(node_ids)
     nodes: list[BackendNode] = []
     left_out: list[ExcludedNode] = []
     for id in sorted(set(node_ids)):

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import errors
+from localai_cluster.kit.leases import among
 from nodes.backends import node_commands
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
@@ -137,6 +138,14 @@ class RequestScope:
         return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 
 
+_NODE = ("name", "node_type", "status", "drained_at", "drain_is_own", "inventory_at")
+
+
+def nodes_for_request(ids: Iterable[UUID]) -> dict[UUID, BackendNode]:
+    """Return the registered ones of these nodes, with the columns that admission reads."""
+    return {node.id: node for node in BackendNode.objects.filter(pk__in=among(ids)).only(*_NODE)}
+
+
 def everywhere(request: BackendRequest) -> tuple[list[BackendNode], list[ExcludedNode]]:
     """Return the nodes that "all nodes" means now, and those left out.
 
@@ -147,7 +156,7 @@ def everywhere(request: BackendRequest) -> tuple[list[BackendNode], list[Exclude
     if request.kind != INSTALL:
         listed = NodeBackend.objects.named(request.backend)
         nodes = nodes.filter(pk__in=listed.values("node_id"))
-    eligible = list(nodes.order_by("name"))
+    eligible = list(nodes.order_by("name").only(*_NODE))
     ready = [node for node in eligible if node.status != "draining"]
     reason = "left out: {} is draining; try it again there when the drain has ended"
     away = [

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from localai_cluster.kit import cancellation
 from localai_cluster.messaging import messages
-from localai_cluster.messaging.bus import Bus, Message, Subscription
+from localai_cluster.messaging.bus import UNQUEUED, Bus, Message, Subscription
 from localai_cluster.messaging.messages import ProgressEvent
 
 T = TypeVar("T")
@@ -88,8 +88,8 @@ class _Reports:
 
     def __init__(self, bus: Bus, op_id: str) -> None:
         self.receivers: dict[str, list[Receive]] = {}
-        # One at a time, in order.
-        opening = bus.subscribe(messages.install_progress_everywhere(op_id), self._receive, limit=1)
+        subject = messages.install_progress_everywhere(op_id)
+        opening = bus.subscribe(subject, self._receive, limit=UNQUEUED)
         self.opening: asyncio.Task[Subscription] = asyncio.create_task(opening, name=f"reports of {op_id}")
 
     async def _receive(self, message: Message) -> None:

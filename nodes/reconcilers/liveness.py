@@ -7,25 +7,40 @@ A node that sends a heartbeat after it fell silent recovers through that heartbe
 marked unhealthy, because nothing listened for its commands, is healthy again after a heartbeat and a reply on
 the bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
 
+A worker that was killed is detected sooner: a controller probes nodes on the bus whose heartbeat is late or
+whose connection has ended (`BusProbes`). Several probes in a row that find no listener make the node
+unhealthy, and offline once it is silent for `CLUSTER_NODE_GONE_AFTER`.
+
 A web process that stopped refreshing its row is dead; its running requests are subtracted from the replicas.
 Nodes that fall silent in masses are held for some time, while a controller pings each
 of them on the bus.
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from django.db import Error as DatabaseError
 from django.db import connection, transaction
-from django.db.models import Q
+from django.db.models import F, Min, Q
 
-from localai_cluster.accounts.actors import task
+from localai_cluster.accounts.actors import CONTROLLER, task
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.periodic_task import PeriodicTask
+from localai_cluster.messaging.bus import Bus
 from nodes.backends import inventory
-from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
+from nodes.commands.commands import SETTLED_AFTER, Worker
+from nodes.commands.outcomes import BusDown, NoResponders
+from nodes.models import BackendNode, BusCredential, NodeModel, ReplicaUse, WebProcess
 from nodes.registry import change, lifecycle, mass_silence
 from nodes.replicas import statements
+from operations.executor.work import in_thread
+
+log = logging.getLogger(__name__)
 
 SMALLEST_FLEET = 20
 """Number of nodes, the silent ones included, from which on silent nodes may be held."""
@@ -231,6 +246,180 @@ def _drop_dead_processes(ids: Sequence[UUID], locked: Sequence[UUID], now: datet
         cursor.execute(statements.DROP_DEAD_PROCESSES, parameters)
         (dead,) = cursor.fetchone()
     return int(dead)
+
+
+LATE = timedelta(seconds=12)
+"""Silence from which a node is probed: one heartbeat of ten seconds is missing."""
+PROBES = 4
+"""Probes in a row without a listener that make a node unhealthy."""
+MOST_PROBES = 64
+"""Most probes in one pass of a controller."""
+LONGEST_GAP = 10.0
+"""Seconds between two probes after which they are not in a row: this process slept, or had no database."""
+ANSWERED_FOR = 10.0
+"""Seconds after a reply for which a node is not probed again."""
+_PROBE_TIMEOUT, _GATHER = 2.0, 0.5
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Probes in a row that found no listener; monotonic times of the first and the last."""
+
+    since: float
+    last: float
+    probes: int = 1
+
+    def after(self, at: float) -> "Absence":
+        """Return the absence after one more probe without a listener."""
+        if at - self.last > LONGEST_GAP:
+            return Absence(at, at)
+        return Absence(self.since, at, self.probes + 1)
+
+
+@dataclass(frozen=True)
+class LateNode:
+    """A node to probe: its last heartbeat, or its approval if that is later."""
+
+    id: UUID
+    name: str
+    heard_at: datetime
+    is_unhealthy: bool
+
+
+@dataclass(frozen=True)
+class Late:
+    """The nodes to probe, the longest silent first, and the number of all.
+
+    `hearing_since`: the time since which a web process could hear them; None without one.
+    """
+
+    nodes: Sequence[LateNode]
+    hearing_since: datetime | None
+    of: int
+
+    @property
+    def is_massive(self) -> bool:
+        """True if so many are late that the network or the servers are the more likely cause."""
+        return self.of >= SMALLEST_FLEET and len(self.nodes) * 3 > self.of
+
+
+def absent_nodes(
+    late: Late, absences: Mapping[UUID, Absence], now: datetime, *, doubt: float, gone: float
+) -> tuple[list[UUID], list[UUID]]:
+    """Return the nodes to mark unhealthy and offline, after `doubt` and `gone` seconds. Pure.
+
+    An offline node was silent for `gone` seconds in which a web process could hear it, and absent from the
+    bus for half of them.
+    """
+    unhealthy, offline = [], []
+    for node in late.nodes:
+        absence, silence = absences.get(node.id), now - node.heard_at
+        if absence is None or absence.probes < PROBES or silence < timedelta(seconds=doubt):
+            continue
+        lasted = absence.last - absence.since
+        audible = late.hearing_since is not None and now - late.hearing_since > timedelta(seconds=gone)
+        if audible and silence > timedelta(seconds=gone) and lasted >= gone / 2:
+            offline.append(node.id)
+        elif lasted >= doubt and not node.is_unhealthy:
+            unhealthy.append(node.id)
+    return unhealthy, offline
+
+
+def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime) -> Late:
+    """Read the nodes to probe in three queries: late or `watched` ones, and those of these bus users."""
+    disconnected = BusCredential.objects.filter(public_key__in=users).values("node_id")
+    unheard = Q(last_heartbeat__lt=now - LATE) | Q(last_heartbeat__isnull=True)
+    nodes = inventory.askable().filter(unheard | Q(pk__in=watched) | Q(pk__in=disconnected))
+    rows = nodes.order_by(F("last_heartbeat").asc(nulls_first=True))
+    living = WebProcess.objects.filter(seen_at__gte=now - timedelta(seconds=web))
+    return Late(
+        [
+            LateNode(id, name, max(approved, heard or approved), unhealthy is not None)
+            for id, name, heard, approved, unhealthy in rows.values_list(
+                "id", "name", "last_heartbeat", "approved_at", "unhealthy_at"
+            )
+        ],
+        living.aggregate(since=Min("hearing_since"))["since"],
+        inventory.askable().count(),
+    )
+
+
+class BusProbes(PeriodicTask):
+    """The periodic task of a controller that probes late nodes on the bus.
+
+    What it has seen is in its memory alone: another controller starts over, which costs time only. The lack
+    of a listener proves nothing while this process was disconnected, has only just connected, or slept.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        interval = max(conf.cluster().node_doubt_after / (PROBES - 1) - _GATHER, 0.0)
+        super().__init__(
+            "bus probes", self.run_pass, interval=interval, gather=_GATHER, retry_on=(DatabaseError,)
+        )
+        self._bus = bus
+        self._users: set[str] = set()
+        self._absences: dict[UUID, Absence] = {}
+        self._answered: dict[UUID, float] = {}
+
+    def disconnected(self, user: str) -> None:
+        """Probe the node of this user of the bus soon: its connection has ended."""
+        self._users.add(user)
+        self.wake()
+
+    async def run_pass(self) -> None:
+        """Probe late nodes once, and mark those that are absent."""
+        users, self._users = self._users, set()
+        if not (self._bus.connected and clock.monotonic() - self._bus.connected_since >= SETTLED_AFTER):
+            self._absences.clear()
+            return
+        cluster = conf.cluster()
+        late = await in_thread(
+            late_nodes, list(self._absences), users, web=cluster.web_stale_after, now=clock.now()
+        )
+        if late.is_massive:
+            self._absences.clear()
+            return
+        await self._probe_nodes(late.nodes)
+        limits = {"doubt": cluster.node_doubt_after, "gone": cluster.node_gone_after}
+        unhealthy, offline = absent_nodes(late, self._absences, clock.now(), **limits)
+        if unhealthy or offline:
+            await in_thread(_mark_absent, unhealthy, offline, now=clock.now(), **limits)
+
+    async def _probe_nodes(self, nodes: Sequence[LateNode]) -> None:
+        ids, now = {node.id for node in nodes}, clock.monotonic()
+        self._answered = {id: at for id, at in self._answered.items() if now - at < ANSWERED_FOR}
+        due = [node for node in nodes if node.id not in self._answered]
+        due.sort(key=lambda node: absence.last if (absence := self._absences.get(node.id)) else 0.0)
+        chosen = due[:MOST_PROBES]
+        heard = await asyncio.gather(*(self._has_listener(node) for node in chosen))
+        at = clock.monotonic()
+        self._absences = {id: absence for id, absence in self._absences.items() if id in ids}
+        for node, has_listener in zip(chosen, heard, strict=True):
+            if has_listener is None:
+                continue
+            absence = self._absences.pop(node.id, None)
+            if has_listener:
+                self._answered[node.id] = at
+            else:
+                self._absences[node.id] = absence.after(at) if absence else Absence(at, at)
+
+    async def _has_listener(self, node: LateNode) -> bool | None:
+        """Probe the node; None if this process lost the bus meanwhile."""
+        match await Worker(self._bus, str(node.id), node.name).backends(_PROBE_TIMEOUT):
+            case NoResponders():
+                return False
+            case BusDown():
+                return None
+        return True
+
+
+def _mark_absent(
+    unhealthy: Sequence[UUID], offline: Sequence[UUID], *, doubt: float, gone: float, now: datetime
+) -> None:
+    detail = ", and nothing listens for it on the bus"
+    lifecycle.mark_in_doubt(unhealthy, limit=doubt, actor=CONTROLLER, now=now, detail=detail)
+    if count := lifecycle.mark_silent(offline, limit=gone, actor=CONTROLLER, now=now, detail=detail):
+        log.warning("liveness: marked %d nodes offline that nothing listens for on the bus", count)
 
 
 def recount() -> int:

@@ -1,9 +1,9 @@
 """Actions on one node at once, and on many nodes as one operation with a target for each node.
 
 `perform` runs an action of `actions.py` on one node. `request` admits an operation over many; a controller
-runs it with `RunOnNodes`. Each node is one transaction that holds the verb and the outcome of its target. So
-an attempt that is cut off at any statement is continued, and no node gets the verb twice. A refusal of one
-node does not stop the others.
+runs it with `RunOnNodes`. Each node is one transaction that holds the verb and the outcome of its target;
+removals share one. So an attempt that is cut off at any statement is continued, and no node gets the verb
+twice. A refusal of one node does not stop the others. Progress is published for several nodes at a time.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode
-from nodes.registry import actions, claims, labels, lifecycle
+from nodes.registry import actions, change, claims, labels, lifecycle
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
@@ -30,6 +30,8 @@ from operations.models import OperationTarget, TargetStatus
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
 RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
 _REFUSALS_SHOWN = 10
+NODES_AT_ONCE, REMOVED_AT_ONCE = 25, 500
+"""Nodes between two reports of an operation's progress, and in one transaction of removals."""
 
 Options = Mapping[str, Any]
 """Arguments of a verb as the operation's payload stores them."""
@@ -92,8 +94,10 @@ class RunOnNodes:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the verb on each node whose target has not ended. Raises BulkFailed if a node refused it."""
-        for node_id in await in_thread(_unfinished_nodes, work):
-            await in_thread(_run_on_node, work, node_id)
+        at_once = REMOVED_AT_ONCE if work.operation.kind == REMOVE else NODES_AT_ONCE
+        node_ids = await in_thread(_unfinished_nodes, work)
+        for first in range(0, len(node_ids), at_once):
+            await in_thread(_run_on_nodes, work, node_ids[first : first + at_once])
         rows = await in_thread(
             lambda: list(OperationTarget.objects.filter(operation_id=work.id).order_by("node_name"))
         )
@@ -111,22 +115,47 @@ def _unfinished_nodes(work: Work) -> list[UUID]:
     return list(unfinished.order_by("node_id").values_list("node_id", flat=True))
 
 
+def _run_on_nodes(work: Work, node_ids: Sequence[UUID]) -> None:
+    """Run the verb on these nodes, then publish the outcomes. Raises LeaseLost."""
+    if work.operation.kind == REMOVE:
+        _remove(work, node_ids)
+    else:
+        for node_id in node_ids:
+            _run_on_node(work, node_id)
+    attempts.publish_targets(*work.attempt, node_ids, now=clock.now())
+
+
+def _remove(work: Work, node_ids: Sequence[UUID]) -> None:
+    """Remove the nodes and end their targets, in a constant number of statements."""
+    with committed("nodes.bulk"):
+        owned(*work.attempt)
+        removed = change.remove_all(
+            BackendNode.objects.filter(pk__in=node_ids), _actor_of(work), now=clock.now()
+        )
+        absent = (TargetStatus.ERROR, "node not found")
+        success = (TargetStatus.SUCCESS, "")
+        attempts.end_targets(work.id, {id: success if id in removed else absent for id in node_ids})
+
+
+def _actor_of(work: Work) -> Actor:
+    return Actor(ActorKind(work.operation.payload["actor_kind"]), work.operation.actor)
+
+
 def _run_on_node(work: Work, node_id: UUID) -> None:
     """Run the verb and end the target, both or neither. Raises LeaseLost.
 
     The operation's row is locked before the node's: the change counter must be the last lock (decision 0002).
     """
-    payload, now = work.operation.payload, clock.now()
-    actor = Actor(ActorKind(payload["actor_kind"]), work.operation.actor)
     with committed("nodes.bulk"):
         owned(*work.attempt)
         status, error = TargetStatus.SUCCESS, ""
         try:
             with transaction.atomic():
-                VERBS[work.operation.kind](node_id, actor, now, payload["options"])
+                options = work.operation.payload["options"]
+                VERBS[work.operation.kind](node_id, _actor_of(work), clock.now(), options)
         except errors.ClusterError as refusal:
             status, error = TargetStatus.ERROR, refusal.message
-        attempts.target_done(*work.attempt, node_id, status, error, now=now)
+        attempts.end_targets(work.id, {node_id: (status, error)})
 
 
 def perform(action: str, node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:

@@ -9,9 +9,11 @@ two controllers that push at once end with the state of the rows.
 """
 
 import asyncio
+import contextlib
+import json
 import logging
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -24,6 +26,7 @@ from localai_cluster.kit import clock, conf, nkeys
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import KeyPair
 from localai_cluster.kit.periodic_task import PeriodicTask
+from localai_cluster.messaging.bus import UNQUEUED, Message
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Credentials, mint_worker, revocations_of, revoking_token
 from localai_cluster.metrics import passes
@@ -112,9 +115,12 @@ _PUSHES = 5
 
 
 class Revocations(PeriodicTask):
-    """Periodic task of a controller; without the operator's key it logs a warning and does nothing."""
+    """Periodic task of a controller; without the operator's key it logs a warning and does nothing.
 
-    def __init__(self) -> None:
+    `on_disconnect` gets the public key of each user whose connection the server reports as ended.
+    """
+
+    def __init__(self, on_disconnect: Callable[[str], None] = lambda user: None) -> None:
         super().__init__(
             "revoked credentials of the message bus",
             self._run_pass,
@@ -122,7 +128,7 @@ class Revocations(PeriodicTask):
             # It must not end this task: without it nothing is revoked any more.
             retry_on=(ClusterError, DatabaseError, ValueError),
         )
-        self._operator = bus_access.operator()
+        self._operator, self._on_disconnect = bus_access.operator(), on_disconnect
         self._bus: NatsBus | None = None
 
     async def run(self) -> None:
@@ -138,12 +144,18 @@ class Revocations(PeriodicTask):
             return
         self._bus = NatsBus(bus_access.system("revocations"), name="revocations")
         self._bus.start()
+        advisories = f"$SYS.ACCOUNT.{bus_access.account().public_key}.DISCONNECT"
+        await self._bus.subscribe(advisories, self._receive_disconnect, limit=UNQUEUED)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_reconnects(self._bus))
                 await super().run()
         finally:
             await self._bus.close()
+
+    async def _receive_disconnect(self, message: Message) -> None:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            self._on_disconnect(str(json.loads(message.payload)["client"]["user"]))
 
     async def _follow_reconnects(self, bus: NatsBus) -> None:
         generation = await bus.wait_connected()

@@ -15,8 +15,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from django.contrib.auth import get_user_model
 from django.db import IntegrityError, connection, transaction
-from django.db.models import F
+from django.db.models import CASCADE, F
 from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
@@ -147,12 +148,9 @@ class Change:
 
     @property
     def ends_credentials(self) -> bool:
-        """True if credentials for the bus must end: new identity, no approval, or removal."""
-        return (
-            "fingerprint" in self._columns
-            or ("approved_at" in self._columns and self.node.approved_at is None)
-            or any(entry.kind == NodeEvent.Kind.DEREGISTERED for entry in self._entries)
-        )
+        """True if credentials for the bus must end: new identity or no approval."""
+        is_unapproved = "approved_at" in self._columns and self.node.approved_at is None
+        return "fingerprint" in self._columns or is_unapproved
 
     def close(self) -> tuple[frozenset[str], list[Entry]]:
         """Return the columns that were set, the new revision included, and the events; start over."""
@@ -162,9 +160,7 @@ class Change:
         return names_set, entries
 
     def _depart(self, ended_replicas: states.Replicas) -> None:
-        if ended_replicas == "forgotten":
-            engine_ends.forget_nodes(self.node.id)
-        elif ended_replicas == "all" or (
+        if ended_replicas == "all" or (
             ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):
             engine_ends.depart(self.node.id, now=self.now)
@@ -184,6 +180,10 @@ def save_all(changes: Sequence[Change]) -> None:
     timeline.record(*entries, at=changes[0].now)
     for node in nodes:
         node.status = states.status_of(facts_of(node))
+    _log(entries)
+
+
+def _log(entries: Sequence[Entry]) -> None:
     for entry in entries:
         with logs.of_request(entry.request_id):
             cause = f" ({entry.cause})" if entry.cause else ""
@@ -221,13 +221,12 @@ def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
         raise errors.Conflict(_CHANGED_MEANWHILE, field="revision")
 
 
-def lock_node(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:
+def lock_node(node_id: UUID, revision: int | None = None) -> BackendNode:
     """Lock the node's row until the transaction ends, and return it; raise NotFound.
 
     With the `revision` that a decision is based on, raises Conflict (field `revision`) if it has changed.
-    With `removing`, the lock also keeps out new rows that refer to the node.
     """
-    node = BackendNode.objects.select_for_update(no_key=not removing).filter(pk=node_id).first()
+    node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
     if node is None:
         raise errors.NotFound("node not found")
     if revision is not None and node.revision != revision:
@@ -274,6 +273,51 @@ def apply_to_all(
         rows.update(**dict(values), revision=F("revision") + 1, updated_at=now)
     _publish(entries, event, now)
     return [entry.node_id for entry in entries]
+
+
+def remove_all(nodes: BackendNodeQuerySet, actor: Actor, *, now: datetime, reason: str = "") -> set[UUID]:
+    """Remove the nodes and all that belongs to them (R1.21, R1.38, R1.39); return their ids.
+
+    A constant number of statements. The lock also keeps out new rows that refer to a node.
+    """
+    with transaction.atomic():
+        removed = list(nodes.order_by("id").select_for_update(of=("self",)))
+        ids = [node.id for node in removed]
+        if not ids:
+            return set()
+        engine_ends.forget_nodes(*ids)
+        bus_credentials.revoke(ids, now)
+        if users := [node.auth_user_id for node in removed if node.auth_user_id is not None]:
+            get_user_model().objects.filter(pk__in=users).delete()
+        statuses = [states.status_of(facts_of(node)) for node in removed]
+        entries = [
+            Entry(node.id, node.name, NodeEvent.Kind.DEREGISTERED, actor, names.plain(reason), status, status)
+            for node, status in zip(removed, statuses, strict=True)
+        ]
+        timeline.record(*entries, at=now)
+        _delete(ids)
+    _log(entries)
+    return set(ids)
+
+
+def _delete(ids: Sequence[UUID]) -> None:
+    """Delete the nodes and the rows that Django would cascade to, with a NOTIFY for each, in one statement.
+
+    Rows are locked in the order of their ids, as those who change many intents do.
+    """
+    cascading = [rel for rel in BackendNode._meta.related_objects if rel.on_delete is CASCADE]
+    tables = ["backend_nodes", *(rel.related_model._meta.db_table for rel in cascading)]
+    columns = ["id", *(rel.field.column for rel in cascading)]
+    deletions = ", ".join(
+        f'd{number} AS (DELETE FROM "{table}" WHERE id IN (SELECT id FROM "{table}"'
+        f' WHERE "{column}" = ANY(%(ids)s) ORDER BY id FOR UPDATE) RETURNING id)'
+        for number, (table, column) in enumerate(zip(tables, columns, strict=True))
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"WITH {deletions} SELECT pg_notify(%(channel)s, id::text) FROM d0",
+            {"ids": list(ids), "channel": events.NODES},
+        )
 
 
 def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:

@@ -22,7 +22,14 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
 from nodes.decisions.fleet_queries import lock_in_flight_counts
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeType
-from nodes.registry.change import Change, apply_to_all, lock_in_order, lock_node, node_change
+from nodes.registry.change import (
+    Change,
+    apply_to_all,
+    lock_in_order,
+    lock_node,
+    node_change,
+    remove_all,
+)
 from nodes.registry.states import Event
 from nodes.scheduling.passes import clear_cooldowns
 
@@ -144,19 +151,31 @@ def deactivate(
 
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
-    """Remove the record with labels, intents, conflicts and an agent's user (R1.21, R1.38, R1.39)."""
-    with transaction.atomic():
-        change = Change(lock_node(node_id, removing=True), now)
-        change.apply(Event.DEREGISTERED, actor)
-        revoke_agent(change)
-        change.save()
-        change.node.delete()
+    """Remove the record with labels, intents, conflicts and an agent's user; raise NotFound."""
+    if not remove_all(BackendNode.objects.filter(pk=node_id), actor, now=now):
+        raise errors.NotFound("node not found")
 
 
 def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> None:
     """Mark the node unhealthy because it did not answer; its replicas stay (R1.17)."""
     with node_change(node_id, now) as change:
         change.apply(Event.MARKED_UNHEALTHY, actor, reason=reason)
+
+
+def mark_in_doubt(
+    node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
+) -> int:
+    """Mark those of the nodes unhealthy that are still silent for `limit` seconds; return their number.
+
+    `detail` is appended to the reason. A constant number of statements for any number of nodes.
+    """
+    if not node_ids:
+        return 0
+    silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit))
+    reason = f"no heartbeat for more than {limit:.0f} s{detail}"
+    with transaction.atomic():
+        nodes = lock_in_order(silent.filter(pk__in=node_ids, unhealthy_at__isnull=True))
+        return len(apply_to_all(nodes, Event.MARKED_UNHEALTHY, actor, lambda node: (reason, {}), now=now))
 
 
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:

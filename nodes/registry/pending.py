@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Collection
 from datetime import datetime, timedelta
 
-from django.db import transaction
-
 from localai_cluster.accounts import actors
 from localai_cluster.kit import conf, errors
 from localai_cluster.kit.locks import lock_name
 from localai_cluster.web import throttle
 from nodes.models import BackendNode
-from nodes.registry.change import Change
-from nodes.registry.states import Event
+from nodes.registry.change import remove_all
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +70,5 @@ def expire(*, now: datetime) -> int:
     silent = BackendNode.objects.filter(
         approved_at=None, rejected_at=None, revoked_at=None, last_heartbeat__lt=now - SILENT_FOR
     )
-    removed = 0
-    for node_id in list(silent.values_list("pk", flat=True)):
-        with transaction.atomic():
-            node = silent.select_for_update().filter(pk=node_id).first()
-            if node is not None:
-                change = Change(node, now)
-                change.apply(
-                    Event.DEREGISTERED, actors.task("pending nodes"), reason="pending, and silent for a day"
-                )
-                change.save()
-                node.delete()
-                removed += 1
-    return removed
+    reason = "pending, and silent for a day"
+    return len(remove_all(silent, actors.task("pending nodes"), now=now, reason=reason))

@@ -200,7 +200,8 @@ TRANSITIONS: Mapping[Event, Transition] = {
         "contact was not lost",
     ),
     Event.MARKED_UNHEALTHY: Transition(
-        "It did not answer a command. Replicas stay, because the next pass may revert this (R1.17).",
+        "It did not answer a command, or nothing listens for it on the bus while a heartbeat is late."
+        " Replicas stay, because the next pass may revert this (R1.17).",
         _ANY,
         _set(unhealthy=True),
     ),

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import Case, F, Q, When
 
 from localai_cluster.kit.commit_hooks import committed
@@ -172,6 +172,13 @@ def end_rows(rows: Sequence[NodeModel]) -> None:
         transaction.on_commit(lambda: _release(reserving), robust=True)
 
 
+# Django deletes a hundred rows at a time.
+_DELETE = """
+    WITH uses AS (DELETE FROM replica_uses WHERE replica_id = ANY(%(ids)s))
+    DELETE FROM node_models WHERE id = ANY(%(ids)s)
+"""
+
+
 def _release(rows: Sequence[NodeModel]) -> None:
     """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss."""
     for row in rows:
@@ -185,7 +192,8 @@ def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
 def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> None:
     """Delete the rows, tell other processes of the removed replicas, and call the hooks after commit."""
     if rows:
-        NodeModel.engines.filter(pk__in=[row.pk for row in rows]).delete()
+        with connection.cursor() as cursor:
+            cursor.execute(_DELETE, {"ids": [row.pk for row in rows]})
     if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.encode, announced))
         transaction.on_commit(lambda: hooks.call_hooks(announced))

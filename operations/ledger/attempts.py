@@ -44,29 +44,44 @@ def owned(operation_id: UUID, fence: int) -> Operation:
 def target_done(
     operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
 ) -> None:
-    """End the target on one node: success, or error with the reason; its progress stays (O70).
+    """End the target on one node and publish it, see `end_targets` and `publish_targets`.
 
-    Idempotent: a target that has ended does not change. Raises LeaseLost if the attempt no longer owns the
-    operation, NotFound if the operation has no target on that node, ValueError unless the status is final.
+    Raises NotFound if the operation has no target on that node, ValueError unless the status is final.
     """
     if status not in targets.ENDED:
         raise ValueError(f"{status} is no end")
     with committed("ledger.target_done"):
-        operation = owned(operation_id, fence)
-        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
-        target = next((target for target in parts if target.node_id == node_id), None)
-        if target is None:
+        owned(operation_id, fence)
+        if not OperationTarget.objects.filter(operation_id=operation_id, node_id=node_id).exists():
             raise errors.NotFound(f"operation {operation_id} has no part on node {node_id}")
-        if target.status in targets.ENDED:
-            return
-        target.status, target.error, target.phase = status, storable(error), ""
-        target.percentage = targets.share(target)
-        target.save()
+        if end_targets(operation_id, {node_id: (status, error)}):
+            publish_targets(operation_id, fence, [node_id], now=now)
+
+
+def end_targets(operation_id: UUID, outcomes: Mapping[UUID, tuple[TargetStatus, str]]) -> int:
+    """End the targets on these nodes with status and error; return how many had not ended before.
+
+    Their progress stays (O70). The caller owns the operation in its transaction, and publishes them later.
+    """
+    rows = OperationTarget.objects.filter(operation_id=operation_id, node_id__in=outcomes)
+    ending = list(rows.exclude(status__in=targets.ENDED))
+    for target in ending:
+        target.status, error = outcomes[target.node_id]
+        target.error, target.phase, target.percentage = storable(error), "", targets.share(target)
+    update_rows(ending, ["status", "error", "phase", "percentage"])
+    return len(ending)
+
+
+def publish_targets(operation_id: UUID, fence: int, node_ids: Collection[UUID], *, now: datetime) -> None:
+    """Add up the operation's targets and publish those on these nodes. Raises LeaseLost."""
+    with committed("ledger.target_done"):
+        operation, nodes = owned(operation_id, fence), frozenset(node_ids)
+        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
         if len(parts) > 1:
             targets.add_up(operation, parts)
         operation.updated_at = now
         operation.save(update_fields=REPORTED)
-        emit([operation], {operation_id: parts}, [target])
+        emit([operation], {operation_id: parts}, [part for part in parts if part.node_id in nodes])
 
 
 def finish(

@@ -13,7 +13,7 @@ from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout
+from localai_cluster.messaging.bus import UNQUEUED, BusError, Message, NoResponders, RequestTimeout
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import (
     Credentials,
@@ -23,6 +23,7 @@ from localai_cluster.messaging.servers import (
     parse_url,
     revoking_token,
 )
+from nodes.registry.bus_credentials import Revocations
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
 from tests.support.bus import ask
 from tests.support.ports import free_port
@@ -222,6 +223,23 @@ async def test_a_revoked_user_is_out_at_once_and_others_stay(
     assert await complaint(as_node(server, NODE)) == "", "the node's next credentials are good"
     for bus in (bad, good):
         await bus.close()
+
+
+async def test_the_server_reports_whose_connection_has_ended(
+    server: EmbeddedNats, system: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 22, item 7: a killed worker is probed at once, not when its heartbeat is late."""
+    gone: list[str] = []
+    monkeypatch.setattr("localai_cluster.bus_access.operator", lambda: None)
+    revocations = Revocations(gone.append)
+    advisories = f"$SYS.ACCOUNT.{server.keys.account.public_key}.DISCONNECT"
+    await system.subscribe(advisories, revocations._receive_disconnect, limit=UNQUEUED)
+    servers = as_node(server, NODE)
+    worker = await joined(servers)
+    await worker.close()
+    assert servers.credentials
+    await eventually(lambda: servers.credentials.public_key in gone, what="the user is named")
+    await revocations._receive_disconnect(Message(advisories, b'{"client": 1}', False))
 
 
 def more_than(items: list[bytes], count: int) -> bool:

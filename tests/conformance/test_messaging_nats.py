@@ -7,6 +7,7 @@ import pytest
 
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import (
+    UNQUEUED,
     Message,
     NoResponders,
     NotConnected,
@@ -212,3 +213,21 @@ async def test_a_requester_that_gives_up_first_spoils_nothing_for_the_others(nat
     first.cancel()
     assert await other.request("echo", b"2", 30, inbox=INBOX) == b"2"
     await other.close()
+
+
+async def test_a_flood_of_reports_is_merged_and_none_is_dropped(
+    bus: NatsBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 22, item 6: a thousand nodes report at once while this process is busy; a queue dropped some."""
+    last: dict[str, bytes] = {}
+
+    async def keep(message: Message) -> None:
+        last[message.subject] = message.payload
+
+    await bus.subscribe("reports.*", keep, limit=UNQUEUED)
+    for number in range(4):
+        for node in range(1000):
+            await bus._live_link().client.publish(f"reports.{node}", b"%d" % number)
+    await bus._live_link().client.flush()
+    await eventually(lambda: len(last) == 1000 and set(last.values()) == {b"3"}, what="the newest of each")
+    assert "dropped" not in caplog.text

@@ -250,6 +250,8 @@ SETTINGS = {
     "LOCALAI_AUTO_APPROVE_NODES": "false",
     "CLUSTER_FAILED_TOKENS": "1000000",
     "CLUSTER_NODE_STALE_AFTER": "1h",
+    "CLUSTER_NODE_DOUBT_AFTER": "1h",
+    "CLUSTER_NODE_GONE_AFTER": "1h",
 }
 """No one is locked out for wrong guesses, and the nodes without a worker stay as they are."""
 

@@ -1,13 +1,14 @@
 """`manage.py controller`: the process that runs operations.
 
-Fifteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+Sixteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
 backends, the checks of the nodes' file ports, the wakes of what waits for nodes, the scaler that carries out
 scheduling rules, the stopper of engines that nothing accounts for, the state pass over engines that may have
-ended, the revocations of credentials for the bus, the check for upgrades, the LISTEN task whose wake-ups
-trigger those ten, the ticker of django-q2's schedules, the heartbeat that shows on pages that a controller is
-running, the updates about removed replicas for routing by prefix, and the server of its metrics, if it has an
-address. Any number of controllers may run: they claim operations, intents, inventory requests, port checks,
-stops, replicas in question and checks, and lock schedules and the scaler's passes.
+ended, the probes of late nodes, the revocations of credentials for the bus, the check for upgrades, the
+LISTEN task whose wake-ups trigger ten of those, the ticker of django-q2's schedules, the heartbeat that shows
+on pages that a controller is running, the updates about removed replicas for routing by prefix, and the
+server of its metrics, if it has an address. Any number of controllers may run: they claim operations,
+intents, inventory requests, port checks, stops, replicas in question and checks, and lock schedules and the
+scaler's passes.
 """
 
 import asyncio
@@ -44,6 +45,7 @@ from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.gateway.prefix_updates import Outbox
 from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import tasks
+from nodes.reconcilers.liveness import BusProbes
 from nodes.reconcilers.replicas import ReplicaPass
 from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wake_ups import NodeWakeUps
@@ -131,6 +133,7 @@ class Parts:
     scaler: ReplicaPass
     stopper: Stopper
     engines: StatePass
+    probes: BusProbes
     revocations: Revocations
     checker: UpgradeChecker
     news: Outbox
@@ -140,7 +143,7 @@ class Parts:
 def _parts(owner: str, bus: Bus) -> Parts:
     wake_ups, lease, queue = WakeUps(), conf.cluster().operation_lease, IntentQueue(bus, load_on_other_node)
     table = kinds.handlers(HandlerContext(bus, wake_ups))
-    on_nodes = Executor(owner, queue, lease=lease)
+    on_nodes, probes = Executor(owner, queue, lease=lease), BusProbes(bus)
 
     async def nodes_changed() -> None:
         await queue.nodes_changed()
@@ -154,7 +157,8 @@ def _parts(owner: str, bus: Bus) -> Parts:
         scaler=ReplicaPass(),
         stopper=Stopper(bus),
         engines=StatePass(bus),
-        revocations=Revocations(),
+        probes=probes,
+        revocations=Revocations(probes.disconnected),
         checker=UpgradeChecker(owner),
         news=Outbox(bus),
         wake_ups=wake_ups,
@@ -171,6 +175,7 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
         "scaler": parts.scaler.run(),
         "stopper": parts.stopper.run(),
         "state pass": parts.engines.run(),
+        "bus probes": parts.probes.run(),
         "revocations": parts.revocations.run(),
         "upgrade check": parts.checker.run(),
         "wake_ups": listen_for_changes(parts),

@@ -1,5 +1,6 @@
 """The liveness pass against a real PostgreSQL, and its plan as a property."""
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -16,9 +17,19 @@ from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock
 from localai_cluster.kit.locks import Lock
-from nodes.models import BackendNode, NodeEvent, NodeModel, ReplicaUse, WebProcess
+from nodes.models import BackendNode, BusCredential, NodeEvent, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import tasks
-from nodes.reconcilers.liveness import Limits, NodeSigns, Observed, WebSigns, apply, observe, plan_liveness
+from nodes.reconcilers.liveness import (
+    Limits,
+    NodeSigns,
+    Observed,
+    WebSigns,
+    _mark_absent,
+    apply,
+    late_nodes,
+    observe,
+    plan_liveness,
+)
 from nodes.registry import timeline
 from nodes.registry.lifecycle import deactivate
 from nodes.registry.timeline import Entry
@@ -37,6 +48,19 @@ def ago(seconds: float) -> datetime:
 def make_node(name: str, *, heard: float, **facts: Any) -> BackendNode:
     return BackendNode.objects.create(
         **{"name": name, "address": "h:1", "approved_at": ago(999), "last_heartbeat": ago(heard), **facts}
+    )
+
+
+def make_nodes(count: int, *, heard: float) -> list[BackendNode]:
+    return BackendNode.objects.bulk_create(
+        BackendNode(
+            name=f"n{number}",
+            name_key=f"n{number}",
+            address="h:1",
+            approved_at=ago(999),
+            last_heartbeat=ago(heard),
+        )
+        for number in range(count)
     )
 
 
@@ -257,10 +281,12 @@ def closing(work: Callable[[], Any]) -> None:
 
 @pytest.mark.rule("T-HLT-3", "T-HLT-5", "T-HLT-9", "T-HLT-10")
 @pytest.mark.django_db
-def test_a_pass_costs_the_same_for_three_and_for_sixty_nodes(django_assert_num_queries: Any) -> None:
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_pass_costs_the_same_for_ten_and_for_a_thousand_nodes(
+    count: int, django_assert_num_queries: Any
+) -> None:
     """Fast by construction: three reads when nothing is to be done. Fresh nodes are left as they are."""
-    for number in range(60):
-        make_node(f"n{number}", heard=1)
+    make_nodes(count, heard=1)
     with django_assert_num_queries(3):
         run()
 
@@ -278,6 +304,34 @@ def test_a_pass_with_work_costs_the_same_for_few_and_for_many(
     with django_assert_num_queries(28):
         assert run() == (count, 0)
     assert NodeEvent.objects.count() == 2 * count
+
+
+@pytest.mark.rule("R5.4", "R1.17")
+@pytest.mark.django_db
+@pytest.mark.parametrize("count", [10, 1000])
+def test_absent_nodes_are_read_and_marked_at_the_same_cost(
+    count: int, django_assert_num_queries: Any
+) -> None:
+    """Issue 22, item 7: three reads a pass, and a constant number of statements for what has changed.
+
+    A node that was heard meanwhile is left alone.
+    """
+    nodes = make_nodes(count, heard=40)
+    fresh, known = make_node("fresh", heard=1), make_node("known", heard=3)
+    BusCredential.objects.create(public_key="U1", node_id=known.pk, issued_at=NOW, expires_at=NOW)
+    with django_assert_num_queries(3):
+        late = late_nodes([], ["U1"], web=LIMITS.web, now=NOW)
+    assert {node.id for node in late.nodes} == {*(node.pk for node in nodes), known.pk}
+    assert (late.of, late.hearing_since) == (count + 2, ago(999))
+    halves = [node.pk for node in nodes[::2]], [node.pk for node in nodes[1::2]]
+    with django_assert_num_queries(13):
+        _mark_absent([*halves[0], fresh.pk], [*halves[1], fresh.pk], doubt=5, gone=30, now=NOW)
+    assert Counter(BackendNode.objects.values_list("status", flat=True)) == {
+        "unhealthy": count // 2,
+        "offline": count // 2,
+        "healthy": 2,
+    }
+    assert told(nodes[0])[0].cause == "no heartbeat for more than 5 s, and nothing listens for it on the bus"
 
 
 @pytest.mark.rule("R5.1")

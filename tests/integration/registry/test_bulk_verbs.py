@@ -6,14 +6,15 @@ from uuid import uuid4
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.db.models import CASCADE
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from nodes.backends import intents
 from nodes.backends.intents import Ended
-from nodes.models import BackendNode, NodeEvent, PendingBackendOp
-from nodes.registry import bulk, labels
+from nodes.models import BackendNode, NodeEvent, NodeLabel, NodeModel, PendingBackendOp
+from nodes.registry import bulk, change, labels
 from operations.executor.executor import OperationQueue
 from operations.executor.work import in_thread
 from operations.ledger import attempts
@@ -298,3 +299,78 @@ def test_failures_are_dismissed_and_retried_together() -> None:
     assert Operation.objects.get(pk=operations[0].pk).dismissed_comment == "known"
     assert bulk_operations("retry", operations[1]) == {"done": 1, "ended": 0, "refused": 0, "reasons": []}
     assert Operation.objects.active().count() == 1
+
+
+@pytest.mark.rule("R1.21")
+@pytest.mark.parametrize("count", [3, 130])
+def test_removing_many_nodes_costs_the_same_as_removing_few(
+    count: int, django_assert_num_queries: Any
+) -> None:
+    """Issue 22, item 6: it took one transaction and 47 statements a node. What belongs to them goes too."""
+    many, other = nodes(count), hot.node("other")
+    all_nodes = [*many, other]
+    NodeLabel.objects.bulk_create(NodeLabel(node=node, key="tier") for node in all_nodes)
+    PendingBackendOp.objects.bulk_create(
+        PendingBackendOp(node=node, backend="echo", op="install", operation_id=uuid4()) for node in all_nodes
+    )
+    NodeModel.objects.bulk_create(
+        NodeModel(node=node, model_name="echo", address="h:2", phase="serving") for node in all_nodes
+    )
+    with django_assert_num_queries(9):
+        removed = change.remove_all(
+            BackendNode.objects.exclude(pk=other.pk), actors.STATIC_KEY, now=clock.now()
+        )
+    assert removed == {node.id for node in many}
+    for model in (BackendNode, NodeLabel, PendingBackendOp, NodeModel):
+        assert model._default_manager.count() == 1
+    assert NodeEvent.objects.filter(kind="deregistered").count() == count
+    for relation in BackendNode._meta.related_objects:
+        if relation.on_delete is CASCADE:
+            assert not relation.related_model._meta.related_objects, "one statement deletes one level only"
+
+
+def test_a_removal_that_is_cut_off_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes and the outcomes of their targets are one transaction: none is reported as missing afterwards."""
+    three = nodes(3)
+    operation = run("remove", three)
+    monkeypatch.setattr(bulk, "REMOVED_AT_ONCE", 2)
+    original, calls = attempts.end_targets, list[Any]()
+
+    def cut_off(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == 2:
+            raise Killed
+        return original(*args)
+
+    monkeypatch.setattr(attempts, "end_targets", cut_off)
+    with pytest.raises(Killed):
+        run_controller()
+    assert BackendNode.objects.count() == 1
+    attempts.release("one", now=clock.now())
+    run_controller()
+    operation.refresh_from_db()
+    assert (operation.status, BackendNode.objects.count()) == ("completed", 0)
+
+
+@pytest.mark.rule("O34")
+@pytest.mark.parametrize("count", [10, 1000])
+def test_an_operation_on_many_nodes_costs_the_same_as_on_few(
+    count: int, django_assert_num_queries: Any
+) -> None:
+    """Issue 22, item 6: the answer waits for rows that are written together, and for nothing else."""
+    on = BackendNode.objects.bulk_create(
+        BackendNode(name=f"n{number}", name_key=f"n{number}", address="h:1", approved_at=clock.now())
+        for number in range(count)
+    )
+    with django_assert_num_queries(17):
+        operation = install([str(node.id) for node in on])
+    rows = {target.intent_id: target for target in OperationTarget.objects.filter(operation=operation)}
+    intents_by_id = PendingBackendOp.objects.in_bulk(rows)
+    assert len(intents_by_id) == count
+    assert all(intents_by_id[id].node_id == target.node_id for id, target in rows.items() if id is not None)
+    assert {(row.status, row.reason, row.waits_for_node) for row in rows.values()} == {
+        ("queued", "queued", False)
+    }
+    as_written, default = intents_by_id.popitem()[1], PendingBackendOp(backend="echo")
+    same = ("gallery", "uri", "name", "alias", "force", "attempts", "lease_owner", "lease_until", "fence")
+    assert [getattr(as_written, name) for name in same] == [getattr(default, name) for name in same]
