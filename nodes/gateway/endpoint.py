@@ -23,7 +23,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
@@ -57,12 +57,11 @@ class TooLarge(ClusterError):
 class Played(Protocol):
     """An answer that is sent while it is produced or read."""
 
-    async def play(self, send: Send) -> int:
-        """Send the answer without the end of the body; return its status."""
+    async def play(self, send: Send) -> tuple[int, bytes]:
+        """Send the answer; return its status and the last piece of the body, which the caller sends."""
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
-T = TypeVar("T")
 _unanswered: set["asyncio.Task[Any]"] = set()
 _stopped: set["asyncio.Task[Any]"] = set()
 
@@ -112,8 +111,8 @@ class Endpoint:
                     status = answer.status
                 else:
                     # Not earlier: the end of a body looks like a disconnect.
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-                    status = answer
+                    await send({"type": "http.response.body", "body": answer[1], "more_body": False})
+                    status = answer[0]
         finally:
             request.form.close()
             body.release()
@@ -121,8 +120,8 @@ class Endpoint:
 
     async def _answer(
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
-    ) -> Answer | int:
-        """Return the answer, or the status of a streamed one."""
+    ) -> Answer | tuple[int, bytes]:
+        """Return the answer, or the status and the last piece of a streamed one."""
         refused = (self.refused_for_anthropic if request.is_of_anthropic else None) or self.refused
         try:
             await identify(request, scope)
@@ -131,7 +130,8 @@ class Endpoint:
             if handler is None:
                 raise MethodNotAllowed(f"only {self.methods} is accepted here")
             await self._read(request, scope, body)
-            return await until_disconnected(self._handle(request, handler, send), receive)
+            with _DisconnectWatch(receive):
+                return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
             answer = refused(error)
             return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
@@ -162,7 +162,9 @@ class Endpoint:
         finally:
             body.release()
 
-    async def _handle(self, request: InferenceRequest, handler: Handler, send: Send) -> Answer | int:
+    async def _handle(
+        self, request: InferenceRequest, handler: Handler, send: Send
+    ) -> Answer | tuple[int, bytes]:
         try:
             with until_stop():
                 answer = await handler(request)
@@ -293,19 +295,38 @@ async def confirm(request: InferenceRequest) -> None:
         await gateway.current().picker.acquire(request)
 
 
-async def until_disconnected(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel and await `work`."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(wire.wait_until_disconnected(receive))
-    watch.add_done_callback(lambda watcher: watcher.cancelled() or task.cancel())
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if watch.done() and not watch.cancelled():
-            raise wire.Disconnected from None
-        raise
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+WATCH_DELAY = 0.1
+"""Seconds until a request watches for a disconnect: most requests have ended by then and need no task."""
+
+
+class _DisconnectWatch:
+    """A context that is cancelled and raises Disconnected when the client disconnects."""
+
+    __slots__ = ("_has_left", "_receive", "_task", "_timer", "_watch")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+        self._has_left = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY, self._begin)
+
+    def _begin(self) -> None:
+        self._watch = asyncio.ensure_future(wire.wait_until_disconnected(self._receive))
+        self._watch.add_done_callback(self._leave)
+
+    def _leave(self, _: "asyncio.Task[None]") -> None:
+        assert self._task is not None
+        self._has_left = self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.remove_done_callback(self._leave)
+            self._watch.cancel()
+        if self._has_left and self._task is not None:
+            self._task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise wire.Disconnected from None
