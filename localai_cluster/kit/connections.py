@@ -45,6 +45,7 @@ class _JoinedHead:
         self._transport = transport
         self._loop = loop
         self._head = b""
+        self.is_closing = transport.is_closing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

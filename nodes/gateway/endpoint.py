@@ -20,10 +20,10 @@ import asyncio
 import base64
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
@@ -62,8 +62,87 @@ class Played(Protocol):
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
-_unanswered: set["asyncio.Task[Any]"] = set()
-_stopped: set["asyncio.Task[Any]"] = set()
+
+
+class CancelScope:
+    """A block that `cancel` ends with an error: the block's task is cancelled, and the block raises it."""
+
+    _error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        return self
+
+    def cancel(self, error: Exception) -> None:
+        """End the block with this error."""
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._error is not None:
+            # Whoever else has cancelled the task goes first.
+            is_ours = self._task.uncancel() <= self._cancelling
+            if is_ours and kind is asyncio.CancelledError:
+                raise self._error from None
+
+
+class _Unanswered(CancelScope):
+    """The work on one answer, which `end_all` ends."""
+
+    def __enter__(self) -> Self:
+        _unanswered.add(self)
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _unanswered.discard(self)
+        super().__exit__(kind)
+
+
+_unanswered: set[_Unanswered] = set()
+
+
+def until_stop() -> CancelScope:
+    """Return a block that raises Unavailable when `end_all` ends it."""
+    return _Unanswered()
+
+
+def end_all() -> None:
+    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
+    for scope in list(_unanswered):
+        scope.cancel(Unavailable("this web process is stopping", retry_after=1))
+
+
+WATCH_DELAY = 0.1
+"""Seconds until a request watches for a disconnect: most requests have ended by then and need no task."""
+
+
+class _UntilDisconnected(CancelScope):
+    """A block that raises Disconnected when the client disconnects."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY, self._begin)
+        return super().__enter__()
+
+    def _begin(self) -> None:
+        self._watch = asyncio.ensure_future(wire.wait_until_disconnected(self._receive))
+        self._watch.add_done_callback(self._end)
+
+    def _end(self, _: "asyncio.Task[None]") -> None:
+        self.cancel(wire.Disconnected())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.remove_done_callback(self._end)
+            self._watch.cancel()
+        super().__exit__(kind)
 
 
 @dataclass(frozen=True)
@@ -102,7 +181,7 @@ class Endpoint:
             is_of_anthropic=self.refused_for_anthropic is not None and is_of_anthropic(scope),
         )
         limit = self.limit or wire.MAX_BODY
-        body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)
+        body = bodies.Body(scope, receive, limit, _too_large if self.limit else None)
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, body, receive, send)
@@ -130,7 +209,7 @@ class Endpoint:
             if handler is None:
                 raise MethodNotAllowed(f"only {self.methods} is accepted here")
             await self._read(request, scope, body)
-            with _DisconnectWatch(receive):
+            with _UntilDisconnected(receive):
                 return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
             answer = refused(error)
@@ -202,31 +281,6 @@ def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the request body exceeds {limit} bytes")
 
 
-@contextlib.contextmanager
-def until_stop() -> Iterator[None]:
-    """Convert a cancellation by `end_all` inside this context into Unavailable."""
-    task = asyncio.current_task()
-    assert task is not None
-    _unanswered.add(task)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if task not in _stopped:
-            raise
-        task.uncancel()
-        raise Unavailable("this web process is stopping", retry_after=1) from None
-    finally:
-        _unanswered.discard(task)
-        _stopped.discard(task)
-
-
-def end_all() -> None:
-    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
-    for task in list(_unanswered):
-        _stopped.add(task)
-        task.cancel()
-
-
 def is_of_anthropic(scope: Scope) -> bool:
     """Return True if the request comes from a client of Anthropic's API."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
@@ -293,40 +347,3 @@ async def confirm(request: InferenceRequest) -> None:
     if request.key_hash:
         request.model = ""  # nothing is picked
         await gateway.current().picker.acquire(request)
-
-
-WATCH_DELAY = 0.1
-"""Seconds until a request watches for a disconnect: most requests have ended by then and need no task."""
-
-
-class _DisconnectWatch:
-    """A context that is cancelled and raises Disconnected when the client disconnects."""
-
-    __slots__ = ("_has_left", "_receive", "_task", "_timer", "_watch")
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._watch: asyncio.Task[None] | None = None
-        self._has_left = False
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY, self._begin)
-
-    def _begin(self) -> None:
-        self._watch = asyncio.ensure_future(wire.wait_until_disconnected(self._receive))
-        self._watch.add_done_callback(self._leave)
-
-    def _leave(self, _: "asyncio.Task[None]") -> None:
-        assert self._task is not None
-        self._has_left = self._task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._timer.cancel()
-        if self._watch is not None:
-            self._watch.remove_done_callback(self._leave)
-            self._watch.cancel()
-        if self._has_left and self._task is not None:
-            self._task.uncancel()
-            if kind is asyncio.CancelledError:
-                raise wire.Disconnected from None

@@ -12,15 +12,15 @@ cannot be reported: the connection ends without the end of the body.
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import IO, Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import IO, Any, Self
 
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
-from nodes.gateway.endpoint import until_stop
+from nodes.gateway.endpoint import CancelScope, until_stop
 from nodes.gateway.generation import Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
@@ -57,7 +57,7 @@ class EventStream:
         self._tick()
         _playing.add(self)
         try:
-            async with _outgoing(send) as client:
+            with Outgoing(send) as client:
                 return await self._send_all(client, producer)
         finally:
             _playing.discard(self)
@@ -160,12 +160,20 @@ def end_all() -> None:
         stream.stop()
 
 
-class Outgoing:
-    """The connection to the client; each message must be consumed within the silence limit."""
+class Outgoing(CancelScope):
+    """The connection to the client; raises Disconnected when that reads nothing for the silence limit."""
 
-    def __init__(self, send: Send, limit: clock.SilenceTimer) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._limit = limit
+
+    def __enter__(self) -> Self:
+        stall = conf.cluster().stream_stall
+        self._limit = clock.SilenceTimer(stall, math.inf, lambda: self.cancel(wire.Disconnected()))
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._limit.close()
+        super().__exit__(kind)
 
     async def head(self, headers: list[Header]) -> None:
         """Send status and headers."""
@@ -179,20 +187,6 @@ class Outgoing:
         self._limit.begin()
         await self._send(message)
         self._limit.pause()
-
-
-@asynccontextmanager
-async def _outgoing(send: Send) -> AsyncIterator[Outgoing]:
-    """Yield the connection to the client; raise Disconnected when the client stops reading."""
-    try:
-        async with asyncio.timeout(None) as timeout:
-            limit = clock.SilenceTimer(conf.cluster().stream_stall, math.inf, lambda: timeout.reschedule(0))
-            try:
-                yield Outgoing(send, limit)
-            finally:
-                limit.close()
-    except TimeoutError:
-        raise wire.Disconnected from None
 
 
 PIECE = 256 * 1024
@@ -209,11 +203,10 @@ class FileAnswer:
     async def play(self, send: Send) -> tuple[int, bytes]:
         """Send the file; return the status and an empty last piece."""
         self._file.seek(0)
-        with self._file:
-            async with _outgoing(send) as client:
-                await client.head(self._headers)
-                while piece := await asyncio.to_thread(self._file.read, PIECE):
-                    await client.body(piece)
+        with self._file, Outgoing(send) as client:
+            await client.head(self._headers)
+            while piece := await asyncio.to_thread(self._file.read, PIECE):
+                await client.body(piece)
         return 200, b""
 
 
@@ -230,7 +223,7 @@ class ByteStream:
         Before the first byte every error is raised; after it, Disconnected ends the response early.
         """
         has_started = False
-        async with _outgoing(send) as client:
+        with Outgoing(send) as client:
             try:
                 with until_stop():
                     async with aclosing(self._pieces) as pieces:
