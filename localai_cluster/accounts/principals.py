@@ -14,6 +14,7 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 from uuid import UUID
 
@@ -201,9 +202,13 @@ def offered_credential(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-api-key") or headers.get("xi-api-key") or None
 
 
+_hash_static_key = cache(hash_secret)
+
+
 def find_static_key(credential: str) -> int | None:
     """Return the position of this key in `LOCALAI_API_KEY`; the time does not tell which one it is."""
-    matches = [secrets_equal(credential, key) for key in conf.cluster().api_keys]
+    offered = hash_secret(credential)
+    matches = [hmac.compare_digest(offered, _hash_static_key(key)) for key in conf.cluster().api_keys if key]
     return matches.index(True) if any(matches) else None
 
 

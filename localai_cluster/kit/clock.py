@@ -17,9 +17,8 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-def monotonic() -> float:
-    """Return the seconds of a clock that never steps; only differences are meaningful."""
-    return time.monotonic()
+monotonic = time.monotonic
+"""Return the seconds of a clock that never steps; only differences are meaningful."""
 
 
 def since_boot() -> float:

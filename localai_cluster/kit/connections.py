@@ -38,6 +38,40 @@ _REQUEST_TIMEOUT = (
 )
 
 
+class _JoinedHead:
+    """A transport that sends the head of a response in one piece with the first bytes of its body."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+        self.is_closing = transport.is_closing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send the bytes, but hold a head for the body: uvicorn writes both in one turn of the loop."""
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines((head, data))
+        elif data.startswith(b"HTTP/1.1 "):
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Send a head without a body, then close."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head:
+            self._transport.write(head)
+
+
 class BoundedHead(HttpToolsProtocol):
     """A connection whose requests have bounded headers and arrive in time.
 
@@ -57,7 +91,7 @@ class BoundedHead(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for the first byte."""
-        super().connection_made(transport)
+        super().connection_made(_JoinedHead(transport, self.loop))  # type: ignore[arg-type]
         self._await("anything")
         self._set_timer()
 

@@ -6,8 +6,8 @@ every record. A worker's lines carry the operation's id, which leads to the requ
 """
 
 import logging
+import os
 import re
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,7 +33,7 @@ def of_request(identifier: str) -> Iterator[None]:
 
 def new_request_id(offered: str = "") -> str:
     """Return the caller's own id if it is short and harmless, otherwise a new one."""
-    return offered if _ACCEPTABLE.match(offered) else uuid.uuid4().hex
+    return offered if _ACCEPTABLE.match(offered) else os.urandom(16).hex()
 
 
 class NoExpectedRefusals(logging.Filter):

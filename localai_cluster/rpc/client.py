@@ -63,7 +63,7 @@ UNTRACKED = frozenset(
 
 HEALTHY = b"OK"
 HTTP2, GRPC = "http2", "grpc"
-"""Implementations of `predict_stream`: ours (`stream_client.py`), and `grpc.aio`."""
+"""Implementations of the calls for text and vectors: ours (`stream_client.py`), and `grpc.aio`."""
 # Seconds that running calls on a replaced channel may still take.
 DRAIN_SECONDS = 600.0
 
@@ -91,7 +91,8 @@ class BackendClient:
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
     Refused: gRPC would interpret a scheme in it. Only a client that is `counted` has the methods that serve a
-    client's request (`TRACKED`). `stream_client` chooses the implementation of `predict_stream`.
+    client's request (`TRACKED`). `stream_client` chooses the implementation of `predict`, `predict_stream`
+    and `embedding`.
     """
 
     def __init__(
@@ -126,18 +127,27 @@ class BackendClient:
 
     async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
         """Return the embedding of `options.Embeddings`."""
-        return await self._unary(self._stub.Embedding(options, timeout=timeout, metadata=self._metadata))
+        return await self._unary(self._whole("Embedding", EmbeddingResult.FromString, options, timeout))
 
     def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """Return the complete reply to a prompt as one piece."""
-        call = self._stub.Predict(options, timeout=timeout, metadata=self._metadata)
+        call = self._whole("Predict", Reply.FromString, options, timeout)
         return Replies(call, self._channel, self._translate_error)
+
+    def _whole(
+        self, method: str, parse: Callable[[bytes], Response], options: PredictOptions, timeout: float | None
+    ) -> Any:
+        """Return an awaitable call of this method, in the chosen implementation."""
+        if self._streams is not None:
+            return self._streams.whole(method, parse, options.SerializeToString(), timeout)
+        return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """Stream the reply to a prompt; without a timeout the duration is unlimited."""
         call: Any
         if self._streams is not None:
-            call = self._streams.call(options.SerializeToString(), timeout)
+            request = options.SerializeToString()
+            call = self._streams.stream("PredictStream", Reply.FromString, request, timeout)
         else:
             call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)
@@ -247,7 +257,7 @@ class Replies(Generic[Piece]):
         """
         timer = clock.SilenceTimer(stall, first, lambda: self._expire(message))
         try:
-            if isinstance(self._call, grpc.aio.UnaryUnaryCall):
+            if hasattr(self._call, "__await__"):
                 yield await self._call
                 return
             async for reply in self._call:

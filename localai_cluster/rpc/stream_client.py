@@ -1,8 +1,8 @@
-"""`PredictStream` over our own HTTP/2 (`docs/decisions/0026-streams-over-http2.md`).
+"""Calls that serve text over our own HTTP/2 (`docs/decisions/0026-streams-over-http2.md`).
 
 `grpc.aio` wakes its reader once per message; here a reader takes all messages that have arrived in one turn
 of the event loop. A `StreamCall` has the part of `grpc.aio.UnaryStreamCall` that `client.Replies` uses and
-raises its errors.
+raises its errors; a `WholeCall` is awaited, as `grpc.aio.UnaryUnaryCall` is.
 
 A call holds at most `http2.STREAM_WINDOW` bytes that its reader has not taken. Only while the reader waits
 for a longer message does it hold more, at most `MESSAGE_LIMIT`.
@@ -12,9 +12,9 @@ import asyncio
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import grpc.aio
@@ -24,9 +24,8 @@ from grpc import StatusCode
 from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
 from localai_cluster.rpc import http2
-from localai_cluster.rpc.messages import Reply
 
-PATH = "/backend.Backend/PredictStream"
+SERVICE = "/backend.Backend/"
 MESSAGE_LIMIT = 50 * 1024 * 1024
 CONNECT_SECONDS = 20.0
 """Time limit of a connection until the engine's SETTINGS, as in gRPC."""
@@ -46,12 +45,25 @@ _BY_RESET = {
 }
 
 
-class StreamCall(http2.Stream):
-    """One call. It begins when its first message is awaited and ends with a status or by `cancel`."""
+Response = TypeVar("Response")
+Parse = Callable[[bytes], Response]
 
-    def __init__(self, channel: "StreamChannel", request: bytes, timeout: float | None) -> None:
+
+class StreamCall(http2.Stream, Generic[Response]):
+    """One call of `method`. It begins when its first message is awaited; a status or `cancel` ends it."""
+
+    def __init__(
+        self,
+        channel: "StreamChannel",
+        method: str,
+        parse: Parse[Response],
+        request: bytes,
+        timeout: float | None,
+    ) -> None:
         super().__init__()
+        self.method = method
         self._channel = channel
+        self._parse_message = parse
         self._request = _PREFIX.pack(0, len(request)) + request
         self._timeout = timeout
         self._expiry = math.inf
@@ -62,10 +74,10 @@ class StreamCall(http2.Stream):
         self._is_cancelled = self._has_begun = self._has_moved = self._has_headers = False
         self._trailers: Mapping[str, str] = {}
 
-    def __aiter__(self) -> "StreamCall":
+    def __aiter__(self) -> "StreamCall[Response]":
         return self
 
-    async def __anext__(self) -> Reply:
+    async def __anext__(self) -> Response:
         """Return the next message; wait only if none has arrived."""
         while True:
             buffer, begin = self._buffer, self._begin + _PREFIX.size
@@ -79,9 +91,9 @@ class StreamCall(http2.Stream):
                 self._raise_end(*self._status)
             await self._wait()
 
-    def _parse(self, message: bytes) -> Reply:
+    def _parse(self, message: bytes) -> Response:
         try:
-            return Reply.FromString(message)
+            return self._parse_message(message)
         except DecodeError:
             self._abort(StatusCode.INTERNAL, "Exception deserializing response!")
             self._raise_end(StatusCode.INTERNAL, "Exception deserializing response!")
@@ -135,7 +147,7 @@ class StreamCall(http2.Stream):
             limit = max(math.ceil(self._timeout * 1000), 1)
             is_short = limit <= _LONGEST_TIMEOUT
             text = f"{limit}m" if is_short else f"{min(limit // 1000, _LONGEST_TIMEOUT)}S"
-            headers += http2.encode([("grpc-timeout", text)])
+            headers += http2.encode_short("grpc-timeout", text)
         connection.open(self, headers, self._request)
 
     def move(self) -> None:
@@ -210,6 +222,23 @@ class StreamCall(http2.Stream):
             self._waiter.set_result(None)
 
 
+class WholeCall(StreamCall[Response]):
+    """A call whose response is one message; awaiting it returns the message once the status has arrived."""
+
+    def __await__(self) -> Generator[Any, None, Response]:
+        return self._receive().__await__()
+
+    async def _receive(self) -> Response:
+        try:
+            async for message in self:
+                async for _ in self:
+                    self._raise_end(StatusCode.INTERNAL, "a second message in a response of one")
+                return message
+            self._raise_end(StatusCode.INTERNAL, "the response has no message")
+        finally:
+            self.cancel()
+
+
 def _final_status(headers: Mapping[str, str], http_status: str) -> tuple[StatusCode, str]:
     if (number := headers.get("grpc-status")) is not None:
         details = unquote_to_bytes(headers.get("grpc-message", "").encode("latin-1")).decode(errors="replace")
@@ -228,20 +257,30 @@ class StreamChannel:
         self._connection: http2.Connection | None = None
         self._connections: set[http2.Connection] = set()
         self._dial: asyncio.Task[None] | None = None
-        self._calls: set[StreamCall] = set()
-        self._queue: OrderedDict[StreamCall, None] = OrderedDict()
+        self._calls: set[StreamCall[Any]] = set()
+        self._queue: OrderedDict[StreamCall[Any], None] = OrderedDict()
         """Calls without a stream: they wait for a connection, or for the engine's limit of streams."""
         self._idle: asyncio.Event | None = None
         """Set once no call is left; None while the channel is open."""
-        headers = {":method": "POST", ":scheme": "http", ":path": PATH, ":authority": str(address)}
-        headers |= {"te": "trailers", "content-type": "application/grpc", "user-agent": "localai-cluster"}
-        self._headers = http2.encode([*headers.items(), ("grpc-accept-encoding", "identity"), *metadata])
+        headers = {"te": "trailers", "content-type": "application/grpc", "user-agent": "localai-cluster"}
+        headers["grpc-accept-encoding"] = "identity"
+        self._common_headers = http2.encode([*headers.items(), *metadata])
+        self._headers: dict[str, bytes] = {}
+        """The encoded headers of each method."""
 
-    def call(self, request: bytes, timeout: float | None) -> StreamCall:
+    def stream(
+        self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
+    ) -> StreamCall[Response]:
         """Return a call with this message; its `timeout` in seconds begins with the first read."""
-        return StreamCall(self, request, timeout)
+        return StreamCall(self, method, parse, request, timeout)
 
-    def submit(self, call: StreamCall) -> None:
+    def whole(
+        self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
+    ) -> WholeCall[Response]:
+        """Return a call with this message whose response is one message."""
+        return WholeCall(self, method, parse, request, timeout)
+
+    def submit(self, call: StreamCall[Any]) -> None:
         """Open a stream for the call as soon as there is a place."""
         if self._idle is not None and call not in self._calls:
             return call.cancel()
@@ -251,7 +290,7 @@ class StreamChannel:
         self._queue[call] = None
         self.dispatch()
 
-    def remove(self, call: StreamCall) -> None:
+    def remove(self, call: StreamCall[Any]) -> None:
         """Forget a call that has ended."""
         self._queue.pop(call, None)
         self._calls.discard(call)
@@ -262,9 +301,16 @@ class StreamChannel:
         """Open streams for waiting calls, up to the engine's limit; dial if there is no connection."""
         connection = self._connection
         while connection is not None and self._queue and connection.has_capacity:
-            self._queue.popitem(last=False)[0].open(connection, self._headers)
+            call = self._queue.popitem(last=False)[0]
+            call.open(connection, self._headers.get(call.method) or self._encode_headers(call.method))
         if self._queue and self._connection is None and self._dial is None:
             self._dial = asyncio.get_running_loop().create_task(self._connect())
+
+    def _encode_headers(self, method: str) -> bytes:
+        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE + method}
+        pseudo[":authority"] = str(self._address)
+        self._headers[method] = http2.encode(pseudo.items()) + self._common_headers
+        return self._headers[method]
 
     async def _connect(self) -> None:
         connection = http2.Connection(self)

@@ -10,7 +10,7 @@ none remains on the disk when the process ends for any reason.
 
 import asyncio
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
@@ -70,7 +70,7 @@ shared_budget = Budget(MOST_HELD)
 class Body:
     """The body of one request. `release` must be called when its bytes are passed on or dropped.
 
-    Reading raises `too_large` above `limit` bytes, Unavailable when the budget is used up, and
+    Reading raises the error of `too_large` above `limit` bytes, Unavailable when the budget is used up, and
     wire.Disconnected when the client leaves before the end.
     """
 
@@ -81,7 +81,7 @@ class Body:
         scope: wire.Scope,
         receive: wire.Receive,
         limit: int = wire.MAX_BODY,
-        too_large: ClusterError | None = None,
+        too_large: Callable[[int], ClusterError] | None = None,
         budget: Budget = shared_budget,
     ) -> None:
         self._scope = scope
@@ -132,9 +132,9 @@ class Body:
         self._size += len(part)
         self._budget.take(len(part))
         if self._size > self._limit:
-            raise self._too_large or InvalidInput(
-                f"the request body exceeds {self._limit} bytes", field="input"
-            )
+            if self._too_large is not None:
+                raise self._too_large(self._limit)
+            raise InvalidInput(f"the request body exceeds {self._limit} bytes", field="input")
         if self._size > FIRST_PART and self._budget.is_exceeded:
             raise too_many_bodies()
         self._parts.append(part)

@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeVar
 
@@ -251,7 +251,7 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
     identity, keep = request.request_id, None
     if store and generation.echo["store"]:
         record = Record(store, _input_items(fields, loaded.earlier), loaded.used, dict(generation.echo))
-        generation, keep = replace(generation, echo=record.echo), record.keep
+        generation, keep = msgspec.structs.replace(generation, echo=record.echo), record.keep
         # A client may choose the id of its request, but not that of a stored response.
         identity = uuid.uuid4().hex
     del fields, loaded

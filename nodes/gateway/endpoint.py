@@ -20,10 +20,10 @@ import asyncio
 import base64
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, Self
 
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
@@ -57,14 +57,92 @@ class TooLarge(ClusterError):
 class Played(Protocol):
     """An answer that is sent while it is produced or read."""
 
-    async def play(self, send: Send) -> int:
-        """Send the answer without the end of the body; return its status."""
+    async def play(self, send: Send) -> tuple[int, bytes]:
+        """Send the answer; return its status and the last piece of the body, which the caller sends."""
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
-T = TypeVar("T")
-_unanswered: set["asyncio.Task[Any]"] = set()
-_stopped: set["asyncio.Task[Any]"] = set()
+
+
+class CancelScope:
+    """A block that `cancel` ends with an error: the block's task is cancelled, and the block raises it."""
+
+    _error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        return self
+
+    def cancel(self, error: Exception) -> None:
+        """End the block with this error."""
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._error is not None:
+            # Whoever else has cancelled the task goes first.
+            is_ours = self._task.uncancel() <= self._cancelling
+            if is_ours and kind is asyncio.CancelledError:
+                raise self._error from None
+
+
+class _Unanswered(CancelScope):
+    """The work on one answer, which `end_all` ends."""
+
+    def __enter__(self) -> Self:
+        _unanswered.add(self)
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _unanswered.discard(self)
+        super().__exit__(kind)
+
+
+_unanswered: set[_Unanswered] = set()
+
+
+def until_stop() -> CancelScope:
+    """Return a block that raises Unavailable when `end_all` ends it."""
+    return _Unanswered()
+
+
+def end_all() -> None:
+    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
+    for scope in list(_unanswered):
+        scope.cancel(Unavailable("this web process is stopping", retry_after=1))
+
+
+WATCH_DELAY = 0.1
+"""Seconds until a request watches for a disconnect: most requests have ended by then and need no task."""
+
+
+class _UntilDisconnected(CancelScope):
+    """A block that raises Disconnected when the client disconnects."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY, self._begin)
+        return super().__enter__()
+
+    def _begin(self) -> None:
+        self._watch = asyncio.ensure_future(wire.wait_until_disconnected(self._receive))
+        self._watch.add_done_callback(self._end)
+
+    def _end(self, _: "asyncio.Task[None]") -> None:
+        self.cancel(wire.Disconnected())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.remove_done_callback(self._end)
+            self._watch.cancel()
+        super().__exit__(kind)
 
 
 @dataclass(frozen=True)
@@ -103,7 +181,7 @@ class Endpoint:
             is_of_anthropic=self.refused_for_anthropic is not None and is_of_anthropic(scope),
         )
         limit = self.limit or wire.MAX_BODY
-        body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)
+        body = bodies.Body(scope, receive, limit, _too_large if self.limit else None)
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, body, receive, send)
@@ -112,8 +190,8 @@ class Endpoint:
                     status = answer.status
                 else:
                     # Not earlier: the end of a body looks like a disconnect.
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-                    status = answer
+                    await send({"type": "http.response.body", "body": answer[1], "more_body": False})
+                    status = answer[0]
         finally:
             request.form.close()
             body.release()
@@ -121,8 +199,8 @@ class Endpoint:
 
     async def _answer(
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
-    ) -> Answer | int:
-        """Return the answer, or the status of a streamed one."""
+    ) -> Answer | tuple[int, bytes]:
+        """Return the answer, or the status and the last piece of a streamed one."""
         refused = (self.refused_for_anthropic if request.is_of_anthropic else None) or self.refused
         try:
             await identify(request, scope)
@@ -131,7 +209,8 @@ class Endpoint:
             if handler is None:
                 raise MethodNotAllowed(f"only {self.methods} is accepted here")
             await self._read(request, scope, body)
-            return await until_disconnected(self._handle(request, handler, send), receive)
+            with _UntilDisconnected(receive):
+                return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
             answer = refused(error)
             return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
@@ -162,7 +241,9 @@ class Endpoint:
         finally:
             body.release()
 
-    async def _handle(self, request: InferenceRequest, handler: Handler, send: Send) -> Answer | int:
+    async def _handle(
+        self, request: InferenceRequest, handler: Handler, send: Send
+    ) -> Answer | tuple[int, bytes]:
         try:
             with until_stop():
                 answer = await handler(request)
@@ -198,31 +279,6 @@ async def _confirm_early(request: InferenceRequest) -> None:
 
 def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the request body exceeds {limit} bytes")
-
-
-@contextlib.contextmanager
-def until_stop() -> Iterator[None]:
-    """Convert a cancellation by `end_all` inside this context into Unavailable."""
-    task = asyncio.current_task()
-    assert task is not None
-    _unanswered.add(task)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if task not in _stopped:
-            raise
-        task.uncancel()
-        raise Unavailable("this web process is stopping", retry_after=1) from None
-    finally:
-        _unanswered.discard(task)
-        _stopped.discard(task)
-
-
-def end_all() -> None:
-    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
-    for task in list(_unanswered):
-        _stopped.add(task)
-        task.cancel()
 
 
 def is_of_anthropic(scope: Scope) -> bool:
@@ -291,21 +347,3 @@ async def confirm(request: InferenceRequest) -> None:
     if request.key_hash:
         request.model = ""  # nothing is picked
         await gateway.current().picker.acquire(request)
-
-
-async def until_disconnected(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel and await `work`."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(wire.wait_until_disconnected(receive))
-    watch.add_done_callback(lambda watcher: watcher.cancelled() or task.cancel())
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if watch.done() and not watch.cancelled():
-            raise wire.Disconnected from None
-        raise
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

@@ -13,10 +13,10 @@ import itertools
 import random
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import orjson
 
 from localai_cluster.kit import clock, conf
@@ -217,7 +217,7 @@ class ReplyReader:
         cached_count = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
         usage = Usage(self._prompt, self._completion, cached_count)
         finish_reason = finish if finish in _REASONS else self._finish()
-        known = _parse_text(stop_word) if finish_reason == "stop" else ""
+        known = _parse_text(stop_word) if stop_word and finish_reason == "stop" else ""
         return TextDelta(
             self._choice,
             text,
@@ -273,30 +273,25 @@ _TOO_LONG = "the whole answer took longer than CLUSTER_REQUEST_TIMEOUT allows; a
 
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
     """Return the deltas of a complete response, made by one replica."""
-    with rename_fields(generation):
+    try:
         calls = await _prepare(request, generation)
         for attempt in gateway.current().attempts(request):
             async with attempt as engine:
                 return [delta async for delta in await calls.start(engine)]
         raise AssertionError("the last attempt returns or raises")
+    except InvalidInput as refusal:
+        raise rename_field(refusal, generation) from None
 
 
 async def stream(request: InferenceRequest, generation: Generation) -> AsyncGenerator[TextDelta, None]:
     """Yield the deltas of a response. Once the reader sets `request.begun`, no other replica is tried."""
-    with rename_fields(generation):
+    try:
         calls = await _prepare(request, generation)
         for attempt in gateway.current().attempts(request):
             async with attempt as engine, aclosing(await calls.start(engine)) as deltas:
                 async for delta in deltas:
                     yield delta
                 return
-
-
-@contextmanager
-def rename_fields(generation: Generation) -> Iterator[None]:
-    """Rename the fields of refusals to the client's names for them."""
-    try:
-        yield
     except InvalidInput as refusal:
         raise rename_field(refusal, generation) from None
 
@@ -324,7 +319,7 @@ async def render_template(definition: Definition, prompt: Conversation) -> Conve
         raise InvalidInput(
             "tools: the template of this model's definition has no place for them", field="tools"
         )
-    return replace(prompt, rendered=await templates.render(template, prompt))
+    return msgspec.structs.replace(prompt, rendered=await templates.render(template, prompt))
 
 
 async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
@@ -416,7 +411,8 @@ class _Calls:
         now = clock.monotonic()
         first = now if self._first_at is None else self._first_at
         durations = Durations(self._called_at - self._started_at, first - self._called_at, now - first)
-        return replace(last, durations=durations)
+        last.durations = durations
+        return last
 
 
 async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from localai_cluster.kit.errors import ClusterError
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationMessage:
+class ConversationMessage(msgspec.Struct, frozen=True):
     """One message of a conversation; `tool_calls` is JSON in OpenAI's form, "" without any."""
 
     role: str
@@ -25,8 +26,7 @@ class ConversationMessage:
     tool_calls: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """The input of a chat; tools are JSON in OpenAI's form, "" without any."""
 
     messages: tuple[ConversationMessage, ...]
@@ -46,8 +46,7 @@ Prompt = Conversation | str | tuple[int, ...]
 """The input of a generation: a conversation, a text to continue, or its token ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters; None means the default of the model's definition."""
 
     max_tokens: int | None = None
@@ -60,7 +59,7 @@ class Sampling:
     presence_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: Mapping[str, float] = msgspec.field(default_factory=dict)
     ignore_eos: bool = False
     grammar: str = ""
     """GBNF, or a JSON schema, which begins with `{`."""
@@ -68,8 +67,7 @@ class Sampling:
     top_logprobs: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """One request for text, with `n` choices for each prompt."""
 
     model: str
@@ -78,11 +76,11 @@ class Generation:
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
     """This dialect's names for fields of OpenAI's chat that an engine may refuse."""
-    echo: Mapping[str, Any] = field(default_factory=dict)
+    echo: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Fields of the request that the response repeats."""
-    tool_namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    tool_namespaces: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
     """Namespace and name there of the functions that the client has sent in one, by their name here."""
 
     @property
@@ -91,8 +89,7 @@ class Generation:
         return len(self.prompts) * self.n
 
 
-@dataclass(frozen=True, slots=True)
-class ToolPiece:
+class ToolPiece(msgspec.Struct, frozen=True):
     """A piece of a tool call; pieces of one choice with the same index belong together."""
 
     index: int
@@ -105,8 +102,7 @@ NO_ARGUMENTS = "{}"
 """Arguments of a call for which the engine reported none: clients parse JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Token counts of the engine; `cached` is part of `prompt`, None if the engine did not report it."""
 
     prompt: int = 0
@@ -114,8 +110,7 @@ class Usage:
     cached: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Durations:
+class Durations(msgspec.Struct, frozen=True):
     """Durations in seconds: until the engine was called, until its first piece, until its last piece."""
 
     load: float = 0.0
@@ -123,12 +118,10 @@ class Durations:
     answer: float = 0.0
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """The new content of one choice. The last delta of a choice has the finish reason, usage and durations.
 
-    Immutable by convention, but not frozen: one is created per token, and a frozen one takes four times as
-    long.
+    Immutable by convention, once its choice has ended.
     """
 
     choice: int

@@ -80,6 +80,8 @@ _REPEATABLE = (
 _ATTEMPTS = 3
 RELEASE_DELAY = 0.005
 """Seconds that a release waits for further releases to share its statement."""
+CROWD, CROWD_DELAY = 4, 0.003
+"""After a statement for so many picks, those that wait for the next one wait so many seconds for others."""
 
 
 Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
@@ -274,9 +276,11 @@ class Picker:
 
     async def _run(self) -> None:
         try:
-            await self._exchange()
+            count = await self._exchange()
             while self._waiting or self._unsettled:
-                await self._exchange()
+                if count >= CROWD:
+                    await asyncio.sleep(CROWD_DELAY)
+                count = await self._exchange()
         except (*_REPEATABLE, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
             self._refuse(Unavailable(disk.explained("the database is not reachable"), retry_after=2))
@@ -293,13 +297,14 @@ class Picker:
         for request in waiting:
             _fail(request, error)
 
-    async def _exchange(self) -> None:
+    async def _exchange(self) -> int:
+        """Run one statement for all that wait; return the number of its picks."""
         if self._unsettled:
             await self._settle()
         requests, self._waiting = [request for request in self._waiting if not request.picked.cancelled()], []
         released, self._released = self._released, Counter()
         if not requests and not released:
-            return
+            return 0
         exchange = _Exchange(requests, released)
         document = orjson.dumps(exchange.document(self._weights)).decode()
         values = (str(self.process_id), clock.now().isoformat(), document)
@@ -311,6 +316,7 @@ class Picker:
             self._waiting = [*self._retryable(requests, error), *self._waiting]
         else:
             self._distribute(exchange, rows)
+        return len(requests)
 
     def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.

@@ -45,6 +45,9 @@ class PickRequest(NamedTuple):
         return self.model, self.candidates
 
 
+_NO_FORM = Form()
+
+
 @dataclass(slots=True, eq=False)
 class InferenceRequest:
     """One request with the results of the steps so far."""
@@ -58,7 +61,7 @@ class InferenceRequest:
     request_id: str = ""
     path: str = ""
     body: bytes = b""
-    form: Form = field(default_factory=Form)
+    form: Form = _NO_FORM
     """The body of a route that accepts files; such a route leaves `body` empty."""
     model: str = ""
     """Name of the model; empty until the handler has looked up its definition."""

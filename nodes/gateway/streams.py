@@ -12,15 +12,15 @@ cannot be reported: the connection ends without the end of the body.
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import IO, Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import IO, Any, Self
 
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
-from nodes.gateway.endpoint import until_stop
+from nodes.gateway.endpoint import CancelScope, until_stop
 from nodes.gateway.generation import Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
@@ -41,42 +41,40 @@ class EventStream:
         self._rendering = rendering
         self._deltas = deltas
         self._pipe = Pipe()
-        self._is_quiet = True
+        self._is_quiet = False
         self._quiet_replica: Replica | None = None
         self._has_started = self._is_stopped = False
         self._producer: asyncio.Future[None] | None = None
 
-    async def play(self, send: Send) -> int:
-        """Send the events without the end of the body; return the final status.
+    async def play(self, send: Send) -> tuple[int, bytes]:
+        """Send the events; return the final status and the last piece of the body.
 
         Raises errors before the first byte, and Disconnected when the client stops reading.
         """
         producer = self._producer = asyncio.ensure_future(self._produce())
         # Also if it is cancelled before its first step.
-        producer.add_done_callback(lambda _: self._pipe.close())
-        ticker = asyncio.ensure_future(self._tick())
+        producer.add_done_callback(self._end_production)
+        self._tick()
         _playing.add(self)
         try:
-            async with _outgoing(send) as client:
+            with Outgoing(send) as client:
                 return await self._send_all(client, producer)
         finally:
             _playing.discard(self)
-            ticker.cancel()
-            producer.cancel()
-            await asyncio.gather(producer, ticker, return_exceptions=True)
+            self._ticker.cancel()
+            if producer.cancel():
+                await asyncio.gather(producer, return_exceptions=True)
 
-    async def _send_all(self, client: "Outgoing", producer: "asyncio.Future[None]") -> int:
+    async def _send_all(self, client: "Outgoing", producer: "asyncio.Future[None]") -> tuple[int, bytes]:
+        last = await self._send_deltas(client)
         try:
-            await self._send_deltas(client)
             await self._check_end(producer)
         except ClusterError as error:
             if not self._has_started:
                 raise
-            await client.body(self._rendering.events.render_failure(error))
-            return error.status
+            return error.status, last + self._rendering.events.render_failure(error)
         await self._begin(client)
-        await client.body(self._rendering.done)
-        return 200
+        return 200, last + self._rendering.done
 
     async def _check_end(self, producer: "asyncio.Future[None]") -> None:
         """Raise the error with which the production of deltas has ended, if any."""
@@ -104,24 +102,36 @@ class EventStream:
             if self._is_stopped:
                 raise Unavailable(STOPPING, retry_after=1) from None
             raise
+        finally:
+            self._pipe.close()
 
-    async def _tick(self) -> None:
-        """Wake the sender when nothing has been sent for `QUIET` seconds."""
+    def _end_production(self, producer: "asyncio.Future[None]") -> None:
+        """Close the pipe, and read the exception so that asyncio logs none if the client has left."""
+        self._pipe.close()
+        _ = producer.cancelled() or producer.exception()
+
+    def _tick(self) -> None:
+        """Wake the sender when nothing has been sent for `QUIET` seconds; then check again."""
+        if self._is_quiet:
+            self._pipe.nudge()
+        self._is_quiet = True
+        self._ticker = asyncio.get_running_loop().call_later(QUIET, self._tick)
+
+    async def _send_deltas(self, client: "Outgoing") -> bytes:
+        """Send deltas until their production has ended or failed; return the events of the last ones."""
         while True:
-            self._is_quiet = True
-            await asyncio.sleep(QUIET)
-            if self._is_quiet:
-                self._pipe.nudge()
-
-    async def _send_deltas(self, client: "Outgoing") -> None:
-        """Send deltas until the last one, or until their production has failed."""
-        while not self._pipe.ended:
             deltas = await self._pipe.take()
+            is_last = self._pipe.ended
             if deltas:
                 self._is_quiet = False
                 await self._begin(client)
-                await client.body(self._rendering.events.render(deltas))
-            elif not self._pipe.ended:
+                events = self._rendering.events.render(deltas)
+                if is_last:
+                    return events
+                await client.body(events)
+            elif is_last:
+                return b""
+            else:
                 await self._keep_alive(client)
 
     async def _keep_alive(self, client: "Outgoing") -> None:
@@ -150,12 +160,20 @@ def end_all() -> None:
         stream.stop()
 
 
-class Outgoing:
-    """The connection to the client; each message must be consumed within the silence limit."""
+class Outgoing(CancelScope):
+    """The connection to the client; raises Disconnected when that reads nothing for the silence limit."""
 
-    def __init__(self, send: Send, limit: clock.SilenceTimer) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._limit = limit
+
+    def __enter__(self) -> Self:
+        stall = conf.cluster().stream_stall
+        self._limit = clock.SilenceTimer(stall, math.inf, lambda: self.cancel(wire.Disconnected()))
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._limit.close()
+        super().__exit__(kind)
 
     async def head(self, headers: list[Header]) -> None:
         """Send status and headers."""
@@ -171,20 +189,6 @@ class Outgoing:
         self._limit.pause()
 
 
-@asynccontextmanager
-async def _outgoing(send: Send) -> AsyncIterator[Outgoing]:
-    """Yield the connection to the client; raise Disconnected when the client stops reading."""
-    try:
-        async with asyncio.timeout(None) as timeout:
-            limit = clock.SilenceTimer(conf.cluster().stream_stall, math.inf, lambda: timeout.reschedule(0))
-            try:
-                yield Outgoing(send, limit)
-            finally:
-                limit.close()
-    except TimeoutError:
-        raise wire.Disconnected from None
-
-
 PIECE = 256 * 1024
 
 
@@ -196,15 +200,14 @@ class FileAnswer:
         self._size = file.seek(0, 2)
         self._headers = [(b"content-type", kind), (b"content-length", str(self._size).encode()), *headers]
 
-    async def play(self, send: Send) -> int:
-        """Send the file without the end of the body; return the status."""
+    async def play(self, send: Send) -> tuple[int, bytes]:
+        """Send the file; return the status and an empty last piece."""
         self._file.seek(0)
-        with self._file:
-            async with _outgoing(send) as client:
-                await client.head(self._headers)
-                while piece := await asyncio.to_thread(self._file.read, PIECE):
-                    await client.body(piece)
-        return 200
+        with self._file, Outgoing(send) as client:
+            await client.head(self._headers)
+            while piece := await asyncio.to_thread(self._file.read, PIECE):
+                await client.body(piece)
+        return 200, b""
 
 
 class ByteStream:
@@ -214,13 +217,13 @@ class ByteStream:
         self._pieces = pieces
         self._headers = headers
 
-    async def play(self, send: Send) -> int:
-        """Send the bytes without the end of the body; return the status.
+    async def play(self, send: Send) -> tuple[int, bytes]:
+        """Send the bytes; return the status and an empty last piece.
 
         Before the first byte every error is raised; after it, Disconnected ends the response early.
         """
         has_started = False
-        async with _outgoing(send) as client:
+        with Outgoing(send) as client:
             try:
                 with until_stop():
                     async with aclosing(self._pieces) as pieces:
@@ -233,4 +236,4 @@ class ByteStream:
                 if has_started:
                     raise wire.Disconnected from None
                 raise
-        return 200
+        return 200, b""

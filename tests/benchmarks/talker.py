@@ -55,24 +55,24 @@ class Talker(_Servicer):
 
     async def PredictStream(self, request: PredictOptions, context: Any) -> AsyncIterator[Reply]:
         await self._check(context)
-        self._running += 1
-        try:
-            async for reply in self._replies(request, context):
-                yield reply
-                self._sent += 1
-        finally:
-            self._running -= 1
+        async for reply in self._replies(request, context):
+            yield reply
+            self._sent += 1
 
     async def _replies(self, request: PredictOptions, context: Any) -> AsyncIterator[Reply]:
         script = request.Messages[-1].content if request.Messages else request.Prompt
         pause, tokens, size, status, message = (*script.split(" ", 4), "", "", "")[:5]
         word = b" word" if size in ("", "5") else b"w" * int(size)
         due = clock.monotonic()
-        for number in range(1, int(tokens) + 1):
-            if int(pause):
-                due += int(pause) / 1000
-                await asyncio.sleep(due - clock.monotonic())
-            yield Reply(message=word, tokens=number, prompt_tokens=len(request.Prompt))
+        self._running += 1
+        try:
+            for number in range(1, int(tokens) + 1):
+                if int(pause):
+                    due += int(pause) / 1000
+                    await asyncio.sleep(due - clock.monotonic())
+                yield Reply(message=word, tokens=number, prompt_tokens=len(request.Prompt))
+        finally:
+            self._running -= 1
         context.set_trailing_metadata((("localai-cached-tokens", tokens),))
         if status not in ("", "0"):
             await context.abort(STATUSES[int(status)], message)

@@ -1,4 +1,4 @@
-"""Both clients of `PredictStream` against real gRPC servers: grpcio's, and one in Go if it can be built."""
+"""Both clients of text and vectors against real gRPC servers: grpcio's, and one in Go if it can be built."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -57,6 +57,14 @@ class Caller:
         """All replies to a script."""
         async with self.stream(script, timeout, prompt) as replies:
             return [reply async for reply in replies]
+
+    async def whole(self, script: str, first: float = PATIENCE) -> Reply:
+        """The complete reply to a script, which comes within `first` seconds."""
+        options = PredictOptions(Messages=[Message(role="user", content=script)])
+        self.replies = self.client.predict(options)
+        async with aclosing(self.replies.within(first, PATIENCE)) as replies:
+            (reply,) = [reply async for reply in replies]
+            return reply
 
     async def counts(self) -> tuple[int, int]:
         """Streams that run at the engine, and the tokens that it has sent."""
@@ -118,6 +126,35 @@ async def test_every_status_is_the_same_error(caller: Caller, tokens: int) -> No
         assert type(caught.value) is type(errors.translate(status, text)), status
         assert caught.value.message == text
     assert await caller.read("0 1")
+
+
+@pytest.mark.rule("grpc-Predict", "grpc-Embedding", "T-INF-25")
+async def test_a_response_of_one_message(caller: Caller) -> None:
+    """With its trailers, its errors, and cancelled with its reader, in both implementations."""
+    assert (await caller.whole("0 500 100")).message == b"w" * 50_000
+    assert await caller.replies.trailing("localai-cached-tokens") == "500"
+    assert len((await caller.whole("0 3 1000000")).message) == 3_000_000
+    for status in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNIMPLEMENTED,
+    ):
+        with pytest.raises(type(errors.translate(status, "größer"))) as caught:
+            await caller.whole(f"0 3 5 {status.value[0]} größer")
+        assert caught.value.message == "größer"
+    vectors = await asyncio.gather(
+        *(caller.client.embedding(PredictOptions(Embeddings="a cat"), PATIENCE) for _ in range(40))
+    )
+    assert {len(vector.embeddings) for vector in vectors} == {768}
+    with pytest.raises(errors.DeadlineExceeded, match="nothing"):
+        await caller.whole(FOREVER, 0.1)
+    await caller.wait_for(0)
+    reader = asyncio.create_task(caller.whole(FOREVER))
+    await caller.wait_for(1)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await caller.wait_for(0)
 
 
 @pytest.mark.rule("worker-10.4")

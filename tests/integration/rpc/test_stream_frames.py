@@ -66,6 +66,14 @@ TRAILERS = frame(wire.HEADERS, wire.END | wire.END_HEADERS, 1, b"\x00\x0bgrpc-st
 A = frame(wire.DATA, 0, 1, message("a"))
 
 
+@pytest.mark.rule("grpc-Predict")
+@pytest.mark.parametrize("parts", [[TRAILERS], [A, A, TRAILERS], [A, A]], ids=["none", "two", "no end"])
+async def test_a_response_of_one_message_has_one(parts: list[bytes]) -> None:
+    async with calling(HTTP2, answering(*parts)) as client:
+        with pytest.raises(errors.BackendFailed, match="message"):
+            _ = [reply async for reply in client.predict(PROMPT)]
+
+
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [

@@ -53,6 +53,10 @@ class Engine:
         self.failures: list[dict[str, Any]] = []
         self._dialled = asyncio.Event()
 
+    def call(self, request: bytes, timeout: float | None) -> StreamCall[Reply]:
+        """A stream."""
+        return self.channel.stream("PredictStream", Reply.FromString, request, timeout)
+
     async def dial(self, factory: Any, host: str, port: int) -> tuple[Transport, http2.Connection]:
         """Stand in for the loop's `create_connection`."""
         if self.connection is not None:
@@ -92,7 +96,7 @@ async def playing() -> AsyncIterator[Engine]:
     assert engine.failures == []
 
 
-async def read(call: StreamCall, most: int = 10**9) -> list[Reply] | grpc.StatusCode:
+async def read(call: StreamCall[Reply], most: int = 10**9) -> list[Reply] | grpc.StatusCode:
     """The replies of a call, at most so many; the status if it fails."""
     replies: list[Reply] = []
     try:
@@ -108,7 +112,7 @@ async def read(call: StreamCall, most: int = 10**9) -> list[Reply] | grpc.Status
 async def survive(begins: bool, pieces: Sequence[bytes]) -> None:
     """Three calls, of which one reads just once, and an engine that sends these pieces."""
     async with playing() as engine:
-        calls = [engine.channel.call(REQUEST, None) for _ in range(3)]
+        calls = [engine.call(REQUEST, None) for _ in range(3)]
         readers = [
             asyncio.create_task(read(call, most)) for call, most in zip(calls, (10**9, 1, 10**9), strict=True)
         ]
@@ -137,7 +141,7 @@ async def survive(begins: bool, pieces: Sequence[bytes]) -> None:
 async def test_a_header_block_is_limited_before_it_ends(size: int, most: int) -> None:
     """CONTINUATION frames without an end: by their number, also if they are empty, and by their bytes."""
     async with playing() as engine:
-        reader = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+        reader = asyncio.create_task(read(engine.call(REQUEST, None)))
         connection = await engine.dialled()
         await engine.send(wire.settings())
         await engine.send(frame(wire.HEADERS, 0, 1))
@@ -185,7 +189,7 @@ def test_an_answer_is_the_same_however_it_is_cut(
 
     async def scenario() -> None:
         async with playing() as engine:
-            reader = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+            reader = asyncio.create_task(read(engine.call(REQUEST, None)))
             rest = data
             await engine.send(wire.settings())
             for cut in cuts:
@@ -206,7 +210,7 @@ def test_answers_that_are_not_read_end_the_connection(flood: bytes) -> None:
 
     async def scenario() -> None:
         async with playing() as engine:
-            reader = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+            reader = asyncio.create_task(read(engine.call(REQUEST, None)))
             await engine.send(wire.settings())
             await engine.send(flood * (2 * http2.MAX_UNREAD_ANSWERS))
             assert not reader.done()
@@ -224,7 +228,7 @@ def test_a_long_request_waits_for_an_engine_that_does_not_read() -> None:
 
     async def scenario() -> None:
         async with playing() as engine:
-            reader = asyncio.create_task(read(engine.channel.call(bytes(10_000_000), None)))
+            reader = asyncio.create_task(read(engine.call(bytes(10_000_000), None)))
             windows = frame(wire.WINDOW, 0, 0, number(2**30)), wire.settings({4: 2**30})
             await engine.send(b"".join((wire.settings(), *windows)))
             connection = await engine.dialled()
@@ -249,10 +253,10 @@ def test_a_long_request_waits_for_an_engine_that_does_not_read() -> None:
 def test_streams_go_to_a_new_connection_when_their_numbers_end() -> None:
     async def scenario() -> None:
         async with playing() as engine:
-            first = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+            first = asyncio.create_task(read(engine.call(REQUEST, None)))
             (await engine.dialled())._next_id = http2.LARGEST
             await engine.send(wire.settings())
-            assert await read(engine.channel.call(REQUEST, None)) is grpc.StatusCode.UNAVAILABLE
+            assert await read(engine.call(REQUEST, None)) is grpc.StatusCode.UNAVAILABLE
             answer = frame(wire.HEADERS, 5, http2.LARGEST, block(RESPONSE | FINE))
             await engine.send(answer)
             assert await first == []
@@ -266,9 +270,9 @@ def test_an_engine_that_resets_a_stream_at_its_deadline_has_not_cancelled_it() -
 
     async def scenario() -> None:
         async with playing() as engine:
-            first = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+            first = asyncio.create_task(read(engine.call(REQUEST, None)))
             await engine.send(wire.settings())
-            late = asyncio.create_task(read(engine.channel.call(REQUEST, 0.001)))
+            late = asyncio.create_task(read(engine.call(REQUEST, 0.001)))
             await asyncio.sleep(0)
             expiry = clock.monotonic() + 0.001
             while clock.monotonic() < expiry:
@@ -287,12 +291,12 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
     async def scenario() -> None:
         async with playing() as engine:
             for stream in (1, 3):
-                reader = asyncio.create_task(read(engine.channel.call(REQUEST, None)))
+                reader = asyncio.create_task(read(engine.call(REQUEST, None)))
                 await engine.send(wire.settings())
                 await engine.send(frame(wire.HEADERS, 5, stream, block(RESPONSE | FINE)))
                 assert await reader == []
             (await engine.dialled())._idle_since -= http2.IDLE_SECONDS
-            assert await read(engine.channel.call(REQUEST, None)) is grpc.StatusCode.UNAVAILABLE
+            assert await read(engine.call(REQUEST, None)) is grpc.StatusCode.UNAVAILABLE
             assert engine.transport.is_closed
 
     asyncio.run(scenario())
