@@ -1,11 +1,12 @@
 """`make measure`: every figure of the product beside its goal, and beside an older commit in turns.
 
-`ONLY=streams,memory` chooses parts, `BASE=<commit>` compares with that commit (streams, fleet, memory and
-detection), `RUNS=7` is the number of turns of each side. A part writes its tables into
+`ONLY=streams,memory` chooses parts, `BASE=<commit>` compares those of `PARTS` with that commit, `RUNS=7` is
+the number of turns of each side, `NODES=100` makes the fleet smaller. A part writes its tables into
 `docs/performance.md`, between its two markers.
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ PARTS = {
     "detection": Part(lambda: [fleet.detection], fleet.DETECTION_GOALS, waits=True),
     "processes": Part(lambda: [load.processes], load.PROCESSES_GOALS),
 }
-ALONE = ("growth", "first-run")
+ALONE = ("growth", "first-run", "pages")
 """Parts without sides."""
 
 
@@ -96,13 +97,15 @@ def measure_sides(names: Sequence[str], base: str, runs: int, console: Console) 
         for name in names:
             part, those = PARTS[name], sides[:1] if name == "processes" else sides
             if name == "processes" and not load.has_processes(sides[0]):
-                console.print("processes: not measured: this tree has no --processes")
+                console.print("processes:", reason := "not measured: this tree has no --processes")
+                write(name, [reason])
                 continue
             begun, loads = clock.monotonic(), Loads()
             found = take_turns(part, those, runs, loads)
-            seconds, turns = clock.monotonic() - begun, 1 if part.waits else runs
+            seconds = f"{clock.monotonic() - begun:.0f} s"
+            turns = "one turn" if part.waits or runs == 1 else f"medians of {runs} turns"
             beside = f" beside {base} (in brackets)" if len(those) > 1 else ""
-            about = f"{clock.now():%Y-%m-%d}{beside}; medians of {turns} turns; {loads}; {seconds:.0f} s."
+            about = f"{clock.now():%Y-%m-%d}{beside}; {turns}; {loads}; {seconds}."
             reached &= report(name, part.goals, found, about, console)
     return reached
 
@@ -122,12 +125,11 @@ def main() -> int:
     console = Console(highlight=False)
     base = os.environ.get("BASE", "")
     everything = [*PARTS, *ALONE]
-    only = [name for name in os.environ.get("ONLY", "").split(",") if name] or everything
+    only = [name for name in os.environ.get("ONLY", "").split(",") if name]
+    only = only or ([*PARTS] if base else everything)
     runs = int(os.environ.get("RUNS") or (RUNS if base else 1))
-    if unknown := set(only) - {*everything, "pages"}:
-        console.print(
-            f"measure: ONLY: no part {', '.join(sorted(unknown))}; parts: {', '.join(everything)}, pages"
-        )
+    if unknown := set(only) - {*everything}:
+        console.print(f"measure: ONLY: no part {', '.join(sorted(unknown))}; parts: {', '.join(everything)}")
         return 2
     console.print(f"parts: {', '.join(only)}; {Loads()}")
     try:
@@ -138,6 +140,8 @@ def main() -> int:
             reached &= measure_growth(console)
         if "first-run" in only:
             reached &= first_run.run(console)
+        if "pages" in only:
+            reached &= subprocess.run([sys.executable, "-m", "tests.browser.measure"]).returncode == 0
     except SetupError as error:
         console.print(f"measure: {error}", soft_wrap=True)
         return 1

@@ -115,6 +115,8 @@ def _pair(value: float, base: float | None) -> str:
 
 def number(value: float) -> str:
     """Return a figure with as many digits as mean something."""
+    if value == int(value):
+        return f"{value:,.0f}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 

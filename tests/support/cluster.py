@@ -243,7 +243,7 @@ class Cluster:
     def execute(self, statement: str, *values: Any) -> None:
         """Change rows for which there is no interface."""
         with psycopg.connect(self.postgres.url) as link:
-            link.execute(statement, values)
+            link.execute(statement, values or None)
 
     def end(self, process: Process) -> None:
         """Stop one process."""
