@@ -71,7 +71,9 @@ class _Turn:
         """Store the cost of `count` requests since `before`, and other figures by their columns."""
         named = {name.replace("_", " "): value for name, value in more.items()}
         spent = costs(before, self.side.spent(), count)
-        self.rows[row] = named | {name: cost for name, cost in spent.items() if name != "engine ms"}
+        del spent["engine ms"]
+        front = {"web + PostgreSQL ms": spent["web ms"] + spent["PostgreSQL ms"]}
+        self.rows[row] = named | front | spent
 
     async def each(self, work: Callable[[Connection], object], count: int) -> list[Answer]:
         """Run so many requests, 16 at a time on connections of their own."""
@@ -194,7 +196,7 @@ def memory(side: Side) -> Rows:
     rows: Rows = {"ready, servers up and data there": {"s": side.start()}}
     time.sleep(SETTLED_SECONDS)
     rows[f"memory {SETTLED_SECONDS:.0f} s after the start"] = _memory(side)
-    for kind in load.KINDS:
+    for kind in load.KINDS * 2:
         load.send(side.web.url, kind, 32, 0)
     rows["memory after load"] = _memory(side)
     uvloop.run(Fleet(side.web).register(range(NODES)))

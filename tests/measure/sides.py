@@ -144,10 +144,9 @@ class Side:
 def costs(before: Mapping[str, float], after: Mapping[str, float], requests: int) -> dict[str, float]:
     """Return milliseconds of CPU a request, by process and of the whole server side."""
     each = {name: 1000 * (after[name] - before[name]) / max(requests, 1) for name in before}
-    rest = each.get("controller", 0.0) + each.get("tasks", 0.0)
-    named = {"web ms": each["web"], "PostgreSQL ms": each["PostgreSQL"], "controller, tasks ms": rest}
-    front = each["web"] + each["PostgreSQL"]
-    return named | {"web + PostgreSQL ms": front, "server side ms": front + rest, "engine ms": each["engine"]}
+    web, rows, rest = each["web"], each["PostgreSQL"], each.get("controller", 0.0) + each.get("tasks", 0.0)
+    named = {"web ms": web, "PostgreSQL ms": rows, "controller, tasks ms": rest}
+    return named | {"server side ms": web + rows + rest, "engine ms": each["engine"]}
 
 
 @contextmanager
