@@ -11,6 +11,10 @@ BIN := $(VENV)/bin
 NAME ?=
 ARGS ?=
 SECTION ?=
+BASE ?=
+ONLY ?=
+RUNS ?=
+NODES ?=
 # Most of what the tests wait for is a lease, a copy or a page, not the processor: four at a time on two cores.
 TEST_PROCESSES ?= 4
 
@@ -26,7 +30,7 @@ help:
 	@echo "make demo             send the example request and check the answer; ARGS=--fresh uses a temporary cluster"
 	@echo "make worker NAME=two  add a worker to the running cluster"
 	@echo "make manage ARGS='nodes list'   run a management command on the running cluster"
-	@echo "make measure          measure all time limits and show which are exceeded"
+	@echo "make measure          measure every figure beside its goal; BASE=<commit> compares, ONLY=streams,memory selects"
 	@echo "make shots            take the screenshots in docs/pictures"
 	@echo "make story            play docs/operators-story.md on five workers and take its pictures; ARGS=drained plays one scene"
 	@echo "make placement-story  play docs/placement-story.md on five workers and write down every reason"
@@ -51,10 +55,14 @@ worker: install
 manage: install
 	@exec $(BIN)/python -m localai_cluster.embedded.attach manage "$(ARGS)"
 
-# The second part needs a browser; HEAP_MINUTES shortens the ten minutes of its memory figure.
+# `make measure BASE=<commit> RUNS=7 ONLY=streams,fleet`. The pages need a browser; HEAP_MINUTES shortens the ten
+# minutes of their memory figure.
+measure: export BASE := $(BASE)
+measure: export RUNS := $(RUNS)
+measure: export ONLY := $(ONLY)
+measure: export NODES := $(NODES)
 measure: install-test gallery ui
-	@$(BIN)/python -m tests.measure; first=$$?; \
-		$(BIN)/python -m tests.browser.measure && exit $$first
+	@$(BIN)/python -m tests.measure
 
 install:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh requirements/install.sh run

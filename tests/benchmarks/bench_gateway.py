@@ -13,7 +13,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,15 @@ async def _load(running: backends.Backend, wanted: Definition) -> None:
     assert result.success, result.message
 
 
-def insert_rows(cluster: Cluster, model: str, address: str) -> None:
-    """A healthy node with the loaded replica, and a user's API key."""
+def insert_rows(
+    cluster: Cluster, model: str, address: str, rows: Mapping[str, dict[str, str]] | None = None
+) -> None:
+    """Insert a healthy node with the loaded replica, and a user's API key, or just some of these `rows`."""
     now = clock.now()
     node, user = uuid4(), 1
     facts: dict[str, Any] = {"node": node, "now": now, "model": model, "address": address, "user": user}
     with psycopg.connect(cluster.postgres.url) as link:
-        for table, given in _ROWS.items():
+        for table, given in (rows or ROWS).items():
             columns = given | _required(link, table, given)
             names, values = ", ".join(columns), ", ".join(columns.values())
             link.execute(
@@ -88,7 +90,7 @@ def insert_rows(cluster: Cluster, model: str, address: str) -> None:
             )
 
 
-_ROWS: dict[str, dict[str, str]] = {
+ROWS: dict[str, dict[str, str]] = {
     "backend_nodes": {
         "id": "%(node)s", "name": "'bench'", "node_type": "'backend'", "address": "%(address)s",
         "approved_at": "%(now)s", "last_heartbeat": "%(now)s", "max_replicas_per_model": "1",

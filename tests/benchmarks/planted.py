@@ -70,7 +70,8 @@ async def listening(
             workers[messages.node_prefix(id)] = worker
 
         async def receive(message: Message) -> bytes | None:
-            return await workers[".".join(message.subject.split(".")[:2])]._receive(message)
+            worker = workers.get(".".join(message.subject.split(".")[:2]))
+            return await worker._receive(message) if worker else None
 
         bus.start()
         await bus.wait_connected()

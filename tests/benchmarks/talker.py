@@ -48,6 +48,8 @@ class Talker(_Servicer):
         return Reply(message=b"OK")
 
     async def Embedding(self, request: PredictOptions, context: Any) -> EmbeddingResult:
+        if request.Embeddings.isdigit():
+            await asyncio.sleep(int(request.Embeddings) / 1000)
         return VECTOR
 
     async def TokenizeString(self, request: PredictOptions, context: Any) -> TokenizationResponse:

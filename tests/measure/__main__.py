@@ -1,231 +1,153 @@
-"""`make measure`: measures start, stop, loading and recovery, and compares the figures with their limits.
+"""`make measure`: every figure of the product beside its goal, and beside an older commit in turns.
 
-Copies the tree to a new folder and starts it there with `make run`, as a new user does, so the first run
-includes the installation from the package cache. `TESTS=1 make measure` also times `make test`.
+`ONLY=streams,memory` chooses parts, `BASE=<commit>` compares those of `PARTS` with that commit, `RUNS=7` is
+the number of turns of each side, `NODES=100` makes the fleet smaller. A part writes its tables into
+`docs/performance.md`, between its two markers.
 """
 
-import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 
-import httpx
-import psutil
 from rich.console import Console
-from websockets.exceptions import WebSocketException
-from websockets.sync.client import connect
 
-from examples.demo.client import Target, ask
-from localai_cluster.embedded.layout import EXAMPLES, ROOT
 from localai_cluster.embedded.resources import SetupError
-from localai_cluster.embedded.run import answers
-from localai_cluster.embedded.server import last_line, wait_for
-from localai_cluster.kit import clock, processes
-from tests.measure.table import Measured, show
-from tests.support.ports import free_port
+from localai_cluster.kit import clock
+from tests.benchmarks import engine
+from tests.measure import first_run, fleet, growth, load
+from tests.measure.sides import Side, Tree, checkout, started
+from tests.measure.table import Goal, Rows, Turn, compare, goal_lines, markdown, medians, row_lines, write
 
-FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
-IDLE_PERCENT, IDLE_MEMORY = 1.0, 80.0
-_NOT_COPIED = (
-    ".git",
-    ".venv",
-    "build",
-    "data",
-    "dist",
-    "node_modules",
-    "__pycache__",
-    ".*_cache",
-    ".hypothesis",
-)
-_MANY_TEXTS, _CLIENTS = 64, 4
+RUNS = 7
 
 
-class Run:
-    """`make run` in `tree`, timed from the command to "ready" and from the signal to the end."""
+@dataclass(frozen=True)
+class Part:
+    """Turns that all sides take one after the other, and the goals of their figures."""
 
-    def __init__(self, tree: Path, reaper: processes.ProcessReaper, **more: str) -> None:
-        self.tree, self.log = tree, tree.parent / "run.log"
-        self.port = free_port()
-        self._reaper = reaper
-        self._begun = clock.monotonic()
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-        environ |= {"PORT": str(self.port), "CLUSTER_DATA_DIR": str(tree / "data"), **reaper.env, **more}
-        with self.log.open("wb") as file:
-            self._child = processes.spawn(
-                ["make", "run"], env=environ, cwd=tree, stdout=file, stderr=subprocess.STDOUT
-            )
-        reaper.add(self._child.pid, seconds=60)
-
-    @property
-    def target(self) -> Target:
-        """Its address and key."""
-        key = (self.tree / "data" / "secrets" / "admin_api_key").read_text().strip()
-        return Target(f"http://127.0.0.1:{self.port}", key)
-
-    def wait_ready(self, seconds: float) -> float:
-        """Seconds until it is ready. `SetupError` if it ended or took too long."""
-        child = self._child
-        wait_for(lambda: child.poll() is not None or b"ready in" in self.log.read_bytes(), seconds)
-        if b"ready in" not in self.log.read_bytes():
-            raise SetupError(f"`make run` did not become ready: {last_line(self.log)}", f"See {self.log}.")
-        return clock.monotonic() - self._begun
-
-    def stop(self) -> float:
-        """Seconds from the signal until all processes have ended."""
-        begun = clock.monotonic()
-        supervisor = json.loads((self.tree / "data" / "run.lock").read_text())["pid"]
-        os.kill(supervisor, signal.SIGTERM)
-        self._child.wait(120)
-        self._reaper.discard(self._child.pid)
-        return clock.monotonic() - begun
-
-    def pid(self, program: str) -> int:
-        """The process id of one of its programs."""
-        mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
-        return next(one.pid for one in processes.marked(f"{mark}/{program}"))
+    turns: Callable[[], Iterable[Turn]]
+    goals: Sequence[Goal]
+    waits: bool = False
+    """True if it mostly waits: it runs once, on all sides at the same time."""
 
 
-@contextmanager
-def fresh_tree() -> Iterator[Path]:
-    """A copy of the sources in a new folder."""
-    home = Path(tempfile.mkdtemp(prefix="localai-cluster-measure-"))
-    try:
-        shutil.copytree(ROOT, home / "tree", ignore=shutil.ignore_patterns(*_NOT_COPIED))
-        yield home / "tree"
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+PARTS = {
+    "streams": Part(load.turns, load.GOALS),
+    "fleet": Part(lambda: [fleet.run], fleet.GOALS),
+    "memory": Part(lambda: [fleet.memory], fleet.MEMORY_GOALS),
+    "detection": Part(lambda: [fleet.detection], fleet.DETECTION_GOALS, waits=True),
+    "processes": Part(lambda: [load.processes], load.PROCESSES_GOALS),
+}
+ALONE = ("growth", "first-run", "pages")
+"""Parts without sides."""
 
 
-def byte_values(target: Target, seen: set[int], ready: threading.Event) -> None:
-    """Collects the distinct byte counts of running operations that a websocket client receives."""
-    url = target.url.replace("http", "ws", 1) + "/ws/operations"
-    with (
-        suppress(WebSocketException, OSError),
-        connect(url, additional_headers=target.headers, proxy=None) as link,
-    ):
-        ready.set()
-        for text in link:
-            message = json.loads(text)
-            operations = message.get("operations") or [message.get("operation") or {}]
-            seen.update(one["currentBytes"] for one in operations if one.get("currentBytes"))
+class Loads:
+    """The load of the machine while something is measured."""
+
+    def __init__(self) -> None:
+        self.seen = [os.getloadavg()[0]]
+
+    def __str__(self) -> str:
+        self.seen.append(os.getloadavg()[0])
+        return f"load of the machine {min(self.seen):.1f} to {max(self.seen):.1f}"
 
 
-def cold_load(target: Target, request: Mapping[str, Any]) -> list[Measured]:
-    """The first request of a new cluster, with a copy throttled to ten seconds, and a second one."""
-    seen: set[int] = set()
-    ready = threading.Event()
-    threading.Thread(target=byte_values, args=(target, seen, ready), daemon=True).start()
-    ready.wait(10)
-    _, cold = ask(target, request)
-    _, warm = ask(target, request)
-    return [
-        Measured("first request, copy throttled to 10 s", cold),
-        Measured("progress values during the copy", len(seen), VALUES, at_least=True, unit=""),
-        Measured("second request", warm),
-    ]
+def take_turns(part: Part, sides: Sequence[Side], runs: int, loads: Loads) -> list[Rows]:
+    """Return the medians of each side; which side begins changes with each turn."""
+    found: list[list[Rows]] = [[] for _ in sides]
+    order = list(enumerate(sides))
+    for turn in part.turns():
+        if part.waits:
+            with ThreadPoolExecutor(len(sides)) as pool:
+                for rows, seen in zip(found, pool.map(turn, sides), strict=True):
+                    rows.append(seen)
+            continue
+        for _ in range(runs):
+            for index, side in order:
+                found[index].append(turn(side))
+                loads.seen.append(os.getloadavg()[0])
+            order.reverse()
+    return [medians(rows) for rows in found]
 
 
-def in_flight(target: Target) -> int | None:
-    """Running requests according to the registry; None without an answer."""
-    try:
-        reply = httpx.get(f"{target.url}/api/nodes", headers=target.headers, timeout=2, trust_env=False)
-        return sum(int(node["in_flight_count"]) for node in reply.json())
-    except (httpx.HTTPError, ValueError, TypeError, KeyError):
-        return None
+def report(name: str, goals: Sequence[Goal], found: Sequence[Rows], about: str, console: Console) -> bool:
+    """Print the tables of a part and write them into the document; return True if all goals are reached."""
+    ours, base = found[0], found[1] if len(found) > 1 else Rows()
+    measured = compare(goals, ours, base)
+    lines = [about, "", *goal_lines(measured), "", *row_lines(ours, base)]
+    console.print(f"\n--- {name}", *lines, sep="\n", soft_wrap=True, markup=False)
+    write(name, lines)
+    return all(one.within_limit for one in measured)
 
 
-def keep_busy(target: Target, request: Mapping[str, Any], stop: threading.Event) -> None:
-    """Sends long requests until stopped or disconnected."""
-    body = {**request["body"], "input": [f"a text about number {n}" for n in range(_MANY_TEXTS)]}
-    with suppress(SetupError):
-        while not stop.is_set():
-            ask(target, {**request, "body": body})
+def measure_sides(names: Sequence[str], base: str, runs: int, console: Console) -> bool:
+    """Measure these parts on this tree and the base; return True if all goals are reached."""
+    if reason := engine.build():
+        console.print(f"not measured: {', '.join(names)}: {reason}")
+        return True
+    trees = [Tree("this tree"), *([checkout(base)] if base else [])]
+    reached = True
+    with ExitStack() as stack:
+        sides = [stack.enter_context(started(tree)) for tree in trees]
+        for name in names:
+            part, those = PARTS[name], sides[:1] if name == "processes" else sides
+            if name == "processes" and not load.has_processes(sides[0]):
+                console.print("processes:", reason := "not measured: this tree has no --processes")
+                write(name, [reason])
+                continue
+            begun, loads = clock.monotonic(), Loads()
+            found = take_turns(part, those, runs, loads)
+            seconds = f"{clock.monotonic() - begun:.0f} s"
+            turns = "one turn" if part.waits or runs == 1 else f"medians of {runs} turns"
+            beside = f" beside {base} (in brackets)" if len(those) > 1 else ""
+            about = f"{clock.now():%Y-%m-%d}{beside}; {turns}; {loads}; {seconds}."
+            reached &= report(name, part.goals, found, about, console)
+    return reached
 
 
-def idle_worker(pid: int, seconds: float = 60.0) -> list[Measured]:
-    """Processor time and memory of a worker that has nothing to do, with its process reaper."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children()]
-
-    def spent() -> float:
-        return sum(sum(member.cpu_times()[:2]) for member in family)
-
-    begun, before = clock.monotonic(), spent()
-    threading.Event().wait(seconds)
-    percent = 100 * (spent() - before) / (clock.monotonic() - begun)
-    memory = sum(member.memory_full_info().pss for member in family) / 10**6
-    return [
-        Measured("idle worker, processor time", percent, IDLE_PERCENT, unit="% of a core"),
-        Measured("idle worker, memory (PSS)", memory, IDLE_MEMORY, unit="MB"),
-    ]
-
-
-def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
-    """Seconds from `kill -9` of a busy web process until the counts are correct again."""
-    target, stop = run.target, threading.Event()
-    for _ in range(_CLIENTS):
-        threading.Thread(target=keep_busy, args=(target, request, stop), daemon=True).start()
-    if not wait_for(lambda: bool(in_flight(target)), 20):
-        raise SetupError("No running request was counted.", "See the log of the web process.")
-    stop.set()
-    os.kill(run.pid("web"), signal.SIGKILL)
-    begun = clock.monotonic()
-    wait_for(lambda: answers(f"{target.url}/readyz") and in_flight(target) == 0, 2 * IN_FLIGHT)
-    return Measured("in-flight count correct after kill -9 of web", clock.monotonic() - begun, IN_FLIGHT)
-
-
-def tests() -> Measured:
-    """Seconds that `make test` takes. `SetupError` if it fails."""
-    begun = clock.monotonic()
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    done = subprocess.run(
-        ["make", "test"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SetupError("`make test` failed.", "Run it on its own and read its output.")
-    return Measured("make test", clock.monotonic() - begun, TESTS)
-
-
-def measure(console: Console) -> list[Measured]:
-    """All figures, in the order in which a new user meets them."""
-    request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
-    found = []
-    with fresh_tree() as tree, processes.ProcessReaper() as reaper:
-        console.print("first run, including installation …")
-        run = Run(tree, reaper)
-        found.append(Measured("first run until ready", run.wait_ready(2 * FIRST_RUN), FIRST_RUN))
-        found.append(Measured("stop", run.stop()))
-        console.print("second run, cold load, crash of the web process …")
-        size = sum(file.stat().st_size for file in (tree / "build" / "gallery").rglob("*") if file.is_file())
-        run = Run(tree, reaper, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
-        found.append(Measured("later run until ready", run.wait_ready(120), LATER_RUN))
-        found += idle_worker(run.pid("worker"))
-        found += cold_load(run.target, request)
-        found.append(after_a_crash(run, request))
-        found.append(Measured("stop with a loaded model", run.stop()))
-    if os.environ.get("TESTS"):
-        console.print("make test …")
-        found.append(tests())
-    return found
+def measure_growth(console: Console) -> bool:
+    """Write the growth table."""
+    loads = Loads()
+    lines = markdown(*growth.run())
+    lines = [f"{clock.now():%Y-%m-%d}; {loads}.", "", *lines]
+    console.print("\n--- growth", *lines, sep="\n", soft_wrap=True, markup=False)
+    write("growth", lines)
+    return True
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     console = Console(highlight=False)
+    base = os.environ.get("BASE", "")
+    everything = [*PARTS, *ALONE]
+    only = [name for name in os.environ.get("ONLY", "").split(",") if name]
+    only = only or ([*PARTS] if base else everything)
+    runs = int(os.environ.get("RUNS") or (RUNS if base else 1))
+    if unknown := set(only) - {*everything}:
+        console.print(f"measure: ONLY: no part {', '.join(sorted(unknown))}; parts: {', '.join(everything)}")
+        return 2
+    console.print(f"parts: {', '.join(only)}; {Loads()}")
     try:
-        return 0 if show(measure(console), console) else 1
+        reached = True
+        if names := [name for name in PARTS if name in only]:
+            reached &= measure_sides(names, base, runs, console)
+        if "growth" in only:
+            reached &= measure_growth(console)
+        if "first-run" in only:
+            reached &= first_run.run(console)
+        if "pages" in only:
+            reached &= subprocess.run([sys.executable, "-m", "tests.browser.measure"]).returncode == 0
     except SetupError as error:
         console.print(f"measure: {error}", soft_wrap=True)
+        return 1
     except KeyboardInterrupt:
         return 130
-    return 1
+    return 0 if reached else 1
 
 
 if __name__ == "__main__":

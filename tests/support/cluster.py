@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psycopg
 
-from localai_cluster.embedded.bundled_servers import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
@@ -83,17 +83,20 @@ class Cluster:
     home: Path
     extra: Mapping[str, str] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
+    root: Path = ROOT
+    """The tree whose product runs; `make measure` runs an older commit beside this one."""
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
         self.reaper = processes.ProcessReaper()
-        self.postgres = FastPostgres(self.home / "pg")
+        self.postgres: EmbeddedPostgres = FastPostgres(self.home / "pg")
         self.valkey = EmbeddedValkey(self.home / "vk", password="valkey-password-of-the-tests")
         self.nats = EmbeddedNats(
             self.home / "nats",
             port=free_port(),
             keys=BusKeys.generate(),
         )
-        self.gallery = ROOT / "build" / "gallery"
+        self.gallery = self.root / "build" / "gallery"
         self.models = self.home / "models"
 
     @property
@@ -101,7 +104,7 @@ class Cluster:
         """What the server processes get."""
         return {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(self.root),
             "PYTHONUNBUFFERED": "1",
             "CLUSTER_DATA_DIR": str(self.home),
             "DATABASE_URL": self.postgres.url,
@@ -130,17 +133,19 @@ class Cluster:
     def start(self) -> None:
         """Starts the servers and makes the schema."""
         subprocess.run(
-            [sys.executable, str(ROOT / "examples/gallery/build.py")], check=True, stdout=subprocess.DEVNULL
+            [self.python, str(self.root / "examples/gallery/build.py")],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
-        shutil.copytree(ROOT / "examples" / "models", self.models)
+        shutil.copytree(self.root / "examples" / "models", self.models)
         for server in (self.postgres, self.valkey, self.nats):
             server.start(self.reaper)
 
     def manage(self, *arguments: str, **more: str) -> str:
         """Runs a management command to its end; returns its output."""
         done = subprocess.run(
-            [sys.executable, "-W", "error::RuntimeWarning", "manage.py", *arguments],
-            cwd=ROOT,
+            [self.python, "-W", "error::RuntimeWarning", "manage.py", *arguments],
+            cwd=self.root,
             env={**self.environment, **more},
             capture_output=True,
             text=True,
@@ -154,9 +159,9 @@ class Cluster:
         log = self.home / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as file:
             child = processes.spawn(
-                [sys.executable, *argv],
+                [self.python, *argv],
                 env={**self.environment, **env},
-                cwd=ROOT,
+                cwd=self.root,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -233,11 +238,21 @@ class Cluster:
         with psycopg.connect(self.postgres.url) as link:
             return link.execute(query, named or values).fetchall()
 
+    def execute(self, statement: str, *values: Any) -> None:
+        """Change rows for which there is no interface."""
+        with psycopg.connect(self.postgres.url) as link:
+            link.execute(statement, values or None)
+
+    def end(self, process: Process) -> None:
+        """Stop one process."""
+        group = processes.group_of(process.child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
+        processes.end_child(process.child, group)
+        self.processes.remove(process)
+
     def stop(self) -> None:
         """Stops everything, newest first."""
-        for process in reversed(self.processes):
-            group = processes.group_of(process.child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
-            processes.end_child(process.child, group)
+        for process in reversed(self.processes[:]):
+            self.end(process)
         for server in (self.nats, self.valkey, self.postgres):
             server.stop()
         self.reaper.close()

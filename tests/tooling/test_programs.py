@@ -11,7 +11,7 @@ PROGRAMS = (
     "tests.browser.measure",
     "tests.browser.shots",
     "tests.browser.story",
-    "tests.measure.table",
+    "tests.measure.__main__",
     "tests.sweep",
 )
 

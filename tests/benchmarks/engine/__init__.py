@@ -111,7 +111,8 @@ class Load:
 
 
 def generate(url: str, key: str, body: object, *, clients: int, seconds: float, **more: object) -> Load:
-    """Run the load generator with this request; `more` are its other flags."""
-    flags = {"url": url, "key": key, "body": json.dumps(body), "clients": clients, "seconds": seconds, **more}
+    """Run the load generator with this request, or with a script for `direct`; `more` are its other flags."""
+    text = body if isinstance(body, str) else json.dumps(body)
+    flags = {"url": url, "key": key, "body": text, "clients": clients, "seconds": seconds, **more}
     command = [str(LOAD), *(f"-{name}={value}" for name, value in flags.items())]
     return Load(**json.loads(subprocess.run(command, capture_output=True, check=True).stdout))

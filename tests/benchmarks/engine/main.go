@@ -1,9 +1,10 @@
 // A gRPC engine that is not the bottleneck: it answers at once, or at a given pace.
 //
 // The last message of a request, or else its prompt, is a script: "PAUSE TOKENS [SIZE [STATUS MESSAGE]]" with
-// milliseconds between two tokens, their number, bytes of each, and the status after them. Messages of
-// backend.proto are encoded by hand, because only a few fields matter. TokenizeString returns the number of
-// running streams and of tokens sent. tests/benchmarks/talker.py is the same engine in Python.
+// milliseconds between two tokens, their number, bytes of each, and the status after them. A text to embed that is
+// a number delays its vector by so many milliseconds. Messages of backend.proto are encoded by hand, because only a
+// few fields matter. TokenizeString returns the number of running streams and of tokens sent.
+// tests/benchmarks/talker.py is the same engine in Python.
 package main
 
 import (
@@ -169,6 +170,9 @@ func handle(_ any, stream grpc.ServerStream) error {
 	case "Status":
 		return stream.SendMsg([]byte{})
 	case "Embedding":
+		if pause, err := strconv.Atoi(string(field(request, 36))); err == nil {
+			time.Sleep(time.Duration(pause) * time.Millisecond)
+		}
 		return stream.SendMsg(vector)
 	case "TokenizeString":
 		counts := protowire.AppendVarint(nil, uint64(running.Load()))

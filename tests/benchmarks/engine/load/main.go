@@ -1,4 +1,5 @@
 // A load generator: clients that repeat one request on connections of their own, and read each response to its end.
+// With -direct they call PredictStream of an engine instead, all over one connection, as the product does.
 //
 // It prints one line of JSON: requests, errors, seconds, its own processor time, and milliseconds until the first
 // byte of a body, between two pieces of one, and of whole requests.
@@ -6,6 +7,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"flag"
 	"io"
@@ -16,9 +18,14 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/protobuf/encoding/protowire"
 )
 
 var (
+	direct  = flag.String("direct", "", "host:port of an engine; the body is then its script")
 	url     = flag.String("url", "", "where to POST")
 	key     = flag.String("key", "", "API key")
 	body    = flag.String("body", "", "JSON of the request")
@@ -35,6 +42,46 @@ type times struct {
 }
 
 func since(begin time.Time) float64 { return float64(time.Since(begin).Microseconds()) / 1000 }
+
+// piece records that a part of a body has arrived.
+func (seen *times) piece(begin time.Time, previous *time.Time) {
+	if previous.IsZero() {
+		seen.first = append(seen.first, since(begin))
+	} else {
+		seen.gap = append(seen.gap, since(*previous))
+	}
+	*previous = time.Now()
+}
+
+// codec passes encoded messages through.
+type codec struct{}
+
+func (codec) Marshal(message any) ([]byte, error) { return message.([]byte), nil }
+func (codec) Unmarshal([]byte, any) error         { return nil }
+func (codec) Name() string                        { return "proto" }
+
+func (seen *times) call(connection *grpc.ClientConn) {
+	content := protowire.AppendString(protowire.AppendTag(nil, 2, protowire.BytesType), *body)
+	message := protowire.AppendBytes(protowire.AppendTag(nil, 44, protowire.BytesType), content)
+	begin, previous := time.Now(), time.Time{}
+	description, method := &grpc.StreamDesc{ServerStreams: true}, "/backend.Backend/PredictStream"
+	stream, err := connection.NewStream(context.Background(), description, method, grpc.ForceCodec(codec{}))
+	if err == nil {
+		err = stream.SendMsg(message)
+	}
+	if err == nil {
+		err = stream.CloseSend()
+	}
+	for err == nil {
+		if err = stream.RecvMsg(nil); err == nil {
+			seen.piece(begin, &previous)
+		}
+	}
+	if err != io.EOF || previous.IsZero() {
+		seen.errors++
+	}
+	seen.whole = append(seen.whole, since(begin))
+}
 
 func (seen *times) send(client *http.Client, piece []byte) {
 	request, err := http.NewRequest("POST", *url, strings.NewReader(*body))
@@ -57,12 +104,7 @@ func (seen *times) send(client *http.Client, piece []byte) {
 		if size == 0 {
 			continue
 		}
-		if previous.IsZero() {
-			seen.first = append(seen.first, since(begin))
-		} else {
-			seen.gap = append(seen.gap, since(previous))
-		}
-		previous = time.Now()
+		seen.piece(begin, &previous)
 		complete = complete || bytes.Contains(piece[:size], []byte(*end))
 	}
 	if err != io.EOF || response.StatusCode != 200 || !complete {
@@ -83,6 +125,10 @@ func main() {
 	flag.Parse()
 	transport := &http.Transport{MaxIdleConnsPerHost: *clients, DisableCompression: true}
 	client := &http.Client{Transport: transport}
+	connection, err := grpc.NewClient(*direct, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		panic(err)
+	}
 	all := make([]times, *clients)
 	var group sync.WaitGroup
 	begin := time.Now()
@@ -92,7 +138,11 @@ func main() {
 			time.Sleep(time.Duration(*spread * float64(number) / float64(*clients) * float64(time.Second)))
 			piece := make([]byte, 1<<16)
 			for time.Now().Before(until) {
-				all[number].send(client, piece)
+				if *direct != "" {
+					all[number].call(connection)
+				} else {
+					all[number].send(client, piece)
+				}
 			}
 		})
 	}
