@@ -19,7 +19,7 @@ from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.loading import load_explanation, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import scheduling
-from nodes.placement.memory import LARGEST
+from nodes.placement.fit import LARGEST
 from nodes.reconcilers import replicas
 from nodes.scheduling.rules import Rule
 

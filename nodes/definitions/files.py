@@ -7,6 +7,7 @@ is loaded. `folder` keeps the definitions of the models folder.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -251,6 +252,8 @@ class Definition:
     """What the model is for (`USE_CASES`); not part of the revision."""
     takes_token_ids: bool = False
     """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
+    vram: int = 0
+    """`vram_needed`: the bytes of VRAM that a replica needs, 0 = estimated; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Modification time of the file in seconds since 1970; not part of the revision."""
 
@@ -284,7 +287,24 @@ def parse_definition(document: object, source: str) -> Definition:
         replace(generation, warnings=(*generation.warnings, *warnings)),
         cases,
         document.get("token_ids") is True,
+        _stated_bytes(document, "vram_needed"),
     )
+
+
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNORECASE)
+
+
+def _stated_bytes(document: Mapping[Any, Any], key: str) -> int:
+    """Return a size in bytes: a whole number, or a number with kB to TB or KiB to TiB; 0 if it is absent."""
+    value = document.get(key)
+    if value is None:
+        return 0
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        base = 1024 if match[3] else 1000
+        value = int(float(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1))
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**60:
+        raise UnusableDefinition(f"`{key}` is not a size such as `12GiB`")
+    return value
 
 
 def _groups_of(document: Mapping[Any, Any]) -> frozenset[str]:

@@ -4,14 +4,14 @@ R2.42: only local files are read. A model that is absent has an unknown size; no
 network. An unresponsive folder costs a caller ten seconds (C37), and one thread per model, however often
 callers retry.
 
-The header has the figures that determine the model's memory. The reader of the package `gguf` is not used: it
-maps the whole file and builds an array for every value and tensor, so a header costs seconds; it trusts the
-file's contents; and it needs numpy, requests and tqdm. The one here stops at the fourth figure, allocates
-nothing whose size the file chooses, and gives up after a bounded number of steps. The figures that it has
-read by then count.
+The header has the figures and tensors that determine the model's memory (`nodes/placement/fit.py`). The
+reader of the package `gguf` is not used: it maps the whole file and builds an array for every value and
+tensor, so a header costs seconds; it trusts the file's contents; and it needs requests and tqdm. The one here
+allocates nothing whose size the file chooses, and refuses a header after a bounded number of steps. A header
+is read once for each state of its file.
 """
 
-import contextlib
+import json
 import logging
 import os
 import re
@@ -19,11 +19,12 @@ import stat
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from localai_cluster.kit import untrusted
 from nodes.definitions.files import Definition
@@ -44,6 +45,35 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suff
 _MOST_SHARDS = 1000
 
 
+class UnreadableHeader(ValueError):
+    """The file is truncated or has an impossible value; the text is the reason."""
+
+
+Figure = int | tuple[int, ...]
+
+
+class Tensor(NamedTuple):
+    """A tensor of a GGUF file: its name, the number of ggml's type, its dimensions and its bytes."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """The figures of a model's file, by their keys without the architecture, and its tensors.
+
+    Compared by identity, because it is large.
+    """
+
+    architecture: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    """Whole numbers, and lists of them that have one for each layer; a longer list is its length."""
+    tensors: tuple[Tensor, ...] = ()
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """The sizes of a model's files in bytes; 0 if there are none."""
@@ -51,24 +81,26 @@ class ModelFiles:
     weights: int = 0
     payload: int = 0
     """Bytes of all its files."""
-    header: dict[str, int] | None = None
-    """Result of `gguf.header` if the model is one GGUF file."""
+    header: Header | None = None
+    """None if the model is neither in GGUF files nor in safetensors, or if the header cannot be read."""
+    projector: int = 0
+    adapters: int = 0
+    draft: int = 0
+    draft_header: Header | None = None
 
 
 def measure(folder: Path, definition: Definition) -> ModelFiles:
     """Measure the files that the definition names; raise OSError."""
     options = definition.options
-    named = [options.get(option) for option in ("Model", *NAMED)] + list(options.get(ADAPTERS, ()))
-    paths = {path for text in named if (path := path_inside(folder, text)) is not None}
+    named = {name: path_inside(folder, options.get(name)) for name in ("Model", *NAMED)}
+    adapters = [path_inside(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
+    paths = {path for path in (*named.values(), *adapters) if path is not None}
     payload = sum(size for path in paths for _, size in _files(path))
-    model = path_inside(folder, definition.model)
-    if model is None:
-        return ModelFiles(payload=payload)
-    files = list(_files(model))
-    if os.path.isdir(model):
-        return ModelFiles(_weights(files), payload)
-    header = read_header(model) if os.path.isfile(model) else None
-    return ModelFiles(sum(size for _, size in files), payload, header)
+    weights, header = _weights(named["Model"])
+    draft, draft_header = _weights(named["DraftModel"])
+    of_adapters = sum(size for path in adapters if path is not None for _, size in _files(path))
+    projector = sum(size for _, size in _files(named["MMProj"])) if named["MMProj"] is not None else 0
+    return ModelFiles(weights, payload, header, projector, of_adapters, draft, draft_header)
 
 
 def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,18 +166,51 @@ def _size(path: Path) -> Iterator[tuple[str, int]]:
         yield str(path), status.st_size
 
 
-def _weights(files: list[tuple[str, int]]) -> int:
-    """Return the bytes of a folder's weights (R2.41).
+def _weights(model: Path | None) -> tuple[int, Header | None]:
+    """Return the bytes of a model's weights, and its header (R2.41).
 
-    They are all weight files, or, among GGUF variants, the largest one with its shards.
+    In a folder they are all weight files, or, among GGUF variants, the largest one with its shards.
     """
-    weights = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
-    variants: defaultdict[str, int] = defaultdict(int)
-    for name, size in weights:
+    files = list(_files(model)) if model is not None else []
+    if model is None or not os.path.isdir(model):
+        return sum(size for _, size in files), _header(name for name, _ in files)
+    files = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
+    variants: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for name, size in files:
         if name.endswith(".gguf"):
             shard = _SHARD.fullmatch(name)
-            variants[shard["stem"] if shard else name] += size
-    return max(variants.values()) if variants else sum(size for _, size in weights)
+            variants[shard["stem"] if shard else name][name] = size
+    if variants:
+        largest = max(variants.values(), key=lambda sizes: sum(sizes.values()))
+        return sum(largest.values()), _header(sorted(largest))
+    return sum(size for _, size in files), _header([str(model / "config.json")])
+
+
+def _header(files: Iterable[str]) -> Header | None:
+    """Return the header of the first file, with the tensors of all; None if one cannot be read."""
+    headers = []
+    for name in files:
+        try:
+            status = os.stat(name)
+            header = _read_once(name, status.st_size, status.st_mtime_ns)
+        except FileNotFoundError:
+            return None
+        except UnreadableHeader as error:
+            logger.warning("The header of %s is refused: %s", name, error)
+            return None
+        if header is None:
+            return None
+        headers.append(header)
+    if len(headers) < 2:
+        return headers[0] if headers else None
+    return replace(headers[0], tensors=tuple(tensor for header in headers for tensor in header.tensors))
+
+
+@lru_cache(maxsize=64)
+def _read_once(name: str, size: int, changed_ns: int) -> Header | None:
+    """Read the header of a file that has this size and was changed at this time."""
+    path = Path(name)
+    return read_config(path) if path.suffix == ".json" else read_header(path)
 
 
 class Sizes:
@@ -179,12 +244,17 @@ class Sizes:
                 del self._running[definition.name]
 
 
-WANTED = ("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv")
-MOST_STEPS = 1_000_000
-"""Limit on the keys and texts that are read; the largest vocabularies have a quarter of it."""
-LONGEST_KEY = 1024
-LARGEST_FIGURE = 2**24
-_LONGEST_LIST = 4096
+MOST_TEXTS = 2_000_000
+"""Limit on the texts of all lists of a header; the largest vocabularies have a quarter of it, with merges."""
+MOST_KEYS = 10_000
+MOST_TENSORS = 50_000
+LONGEST_KEY = 256
+LARGEST_FIGURE = 2**32
+LONGEST_LIST = 4096
+"""Limit on the figures of a list, one for each layer; a longer list counts as its length."""
+MOST_FIGURES = 100_000
+"""Limit on the figures of all such lists of a header."""
+MOST_CONFIG_BYTES = 1024 * 1024
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)
 """The key of the chat template and the type of its value, a text with a length of eight bytes before it."""
 _TEMPLATE_WITHIN = 64 * 1024 * 1024
@@ -211,96 +281,184 @@ def template_has_tools(path: Path) -> bool:
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
-_WIDTHS = {code: struct.calcsize(text) for code, text in _INTEGERS.items()} | {6: 4, 7: 1, 12: 8}
+_INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "?", 10: "Q", 11: "q"}
+_WIDTHS = {code: struct.calcsize("<" + text) for code, text in _INTEGERS.items()} | {6: 4, 12: 8}
 _TEXT, _LIST = 8, 9
+_PIECE = 1024 * 1024
+_ALIGNMENT = 32
 
 
-class UnreadableHeader(ValueError):
-    """The file is truncated or has an impossible value."""
-
-
-def read_header(path: Path) -> dict[str, int] | None:
-    """Return the figures of `WANTED` by key, without the architecture's prefix; None if it is no GGUF file.
-
-    Raises OSError.
-    """
+def read_header(path: Path) -> Header | None:
+    """Read the header of a GGUF file; None if it is none. Raises OSError and UnreadableHeader."""
     with untrusted.open_file(path) as file:
-        if file.read(4) != _MAGIC:
-            return None
-        figures: dict[str, int] = {}
-        with contextlib.suppress(UnreadableHeader):
-            _Header(file).collect(figures)
-        return figures
+        return _GgufReader(file).header() if file.read(4) == _MAGIC else None
 
 
-class _Header:
-    """A read position in the key-value pairs of a header."""
+class _GgufReader:
+    """A read position in the header of a GGUF file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._steps = file, 0
+        self._file, self._texts, self._figures = file, MOST_TEXTS, MOST_FIGURES
         self._end = os.fstat(file.fileno()).st_size
 
-    def collect(self, figures: dict[str, int]) -> None:
-        """Add to `figures` until none is missing; raise NotReadable if parsing cannot continue."""
+    def header(self) -> Header:
         if self._integer(4) not in _VERSIONS:
-            raise UnreadableHeader("another version")
-        _tensors, pairs = self._integer(10), self._integer(10)
+            raise UnreadableHeader("it has an unknown version")
+        tensors, pairs = self._integer(10), self._integer(10)
+        if tensors > MOST_TENSORS or pairs > MOST_KEYS:
+            raise UnreadableHeader(f"it has {tensors} tensors and {pairs} keys")
+        values: dict[str, Figure | str] = {}
         for _ in range(pairs):
-            if len(figures) == len(WANTED):
-                return
-            key, kind = self._key(), self._integer(4)
-            figure = self._value(kind)
-            if key in WANTED and key not in figures and figure is not None and 0 < figure <= LARGEST_FIGURE:
-                figures[key] = figure
+            key, value = self._name(), self._value(self._integer(4))
+            if value is not None:
+                values.setdefault(key, value)
+        architecture = values.get("general.architecture")
+        prefix = f"{architecture}."
+        figures = {
+            key.removeprefix(prefix): value for key, value in values.items() if not isinstance(value, str)
+        }
+        return Header(
+            architecture if isinstance(architecture, str) else "",
+            figures,
+            self._tensors(tensors, figures.get("general.alignment")),
+        )
 
-    def _key(self) -> str:
-        """Read the next key, without the architecture's prefix."""
+    def _tensors(self, count: int, alignment: Figure | None) -> tuple[Tensor, ...]:
+        """Read the tensors. One ends where the next begins, so types that are not known are no problem."""
+        rows = []
+        for _ in range(count):
+            name, dimensions = self._name(), self._integer(4)
+            if dimensions > 4:
+                raise UnreadableHeader(f"the tensor {name[:64]!r} has {dimensions} dimensions")
+            shape = tuple(self._integer(10) for _ in range(dimensions))
+            rows.append((name, shape, self._integer(4), self._integer(10)))
+        step = alignment if isinstance(alignment, int) and alignment > 0 else _ALIGNMENT
+        position = self._file.tell()
+        data = self._end - min(-(-position // step) * step, self._end)
+        if any(offset > data for *_, offset in rows):
+            raise UnreadableHeader("its tensors do not fit into the file")
+        ends: dict[int, int] = {}
+        end = data
+        for offset in sorted({offset for *_, offset in rows}, reverse=True):
+            ends[offset], end = end, offset
+        return tuple(Tensor(name, kind, shape, ends[offset] - offset) for name, shape, kind, offset in rows)
+
+    def _name(self) -> str:
         length = self._integer(10)
         if length > LONGEST_KEY:
-            raise UnreadableHeader("a key that is too long")
-        return self._read(length).decode("utf-8", "replace").partition(".")[2]
+            raise UnreadableHeader(f"a key or name has {length} bytes")
+        return self._read(length).decode("utf-8", "replace")
 
-    def _value(self, kind: int) -> int | None:
-        """Read the next value. Return an integer, the maximum of a list of integers, or None."""
+    def _value(self, kind: int) -> Figure | str | None:
+        """Read the next value: a whole number, a short text or a list of whole numbers; None for others."""
         if kind in _INTEGERS:
-            return self._integer(kind)
+            return _within(self._integer(kind))
         if kind == _LIST:
             return self._list(self._integer(4), self._integer(10))
         if kind == _TEXT:
-            self._skip(self._integer(10))
+            length = self._integer(10)
+            if length <= LONGEST_KEY:
+                return self._read(length).decode("utf-8", "replace")
+            self._skip(length)
         elif kind in _WIDTHS:
             self._skip(_WIDTHS[kind])
         else:
-            raise UnreadableHeader("a value of an unknown kind")
+            raise UnreadableHeader(f"it has a value of the unknown kind {kind}")
         return None
 
-    def _list(self, kind: int, length: int) -> int | None:
-        if kind in _INTEGERS and 0 < length <= _LONGEST_LIST:
-            return max(self._integer(kind) for _ in range(length))
+    def _list(self, kind: int, length: int) -> Figure | None:
+        if kind in _INTEGERS and length <= min(LONGEST_LIST, self._figures):
+            self._figures -= length
+            content = self._read(_WIDTHS[kind] * length)
+            figures = [_within(int(item)) for item in struct.unpack(f"<{length}{_INTEGERS[kind]}", content)]
+            return tuple(figure or 0 for figure in figures)
         if kind in _WIDTHS:
             self._skip(_WIDTHS[kind] * length)
         elif kind == _TEXT:
-            for _ in range(length):
-                self._skip(self._integer(10))
+            self._skip_texts(length)
         else:
-            raise UnreadableHeader("a list of lists")
-        return None
+            raise UnreadableHeader("it has a list of lists")
+        return _within(length)
+
+    def _skip_texts(self, count: int) -> None:
+        self._texts -= count
+        if self._texts < 0:
+            raise UnreadableHeader(f"its lists have more than {MOST_TEXTS} texts")
+        content, position = b"", 0
+        for _ in range(count):
+            if position + 8 > len(content):
+                self._skip(max(position - len(content), 0))
+                content, position = content[position:] + self._file.read(_PIECE), 0
+                if len(content) < 8:
+                    raise UnreadableHeader("it ends early")
+            position += 8 + int.from_bytes(content[position : position + 8], "little")
+        self._skip(position - len(content))
 
     def _integer(self, kind: int) -> int:
-        self._steps += 1
-        if self._steps > MOST_STEPS:
-            raise UnreadableHeader("too many values")
-        (value,) = struct.unpack(_INTEGERS[kind], self._read(_WIDTHS[kind]))
-        return int(value)
+        return int.from_bytes(self._read(_WIDTHS[kind]), "little", signed=_INTEGERS[kind].islower())
 
     def _read(self, length: int) -> bytes:
         content = self._file.read(length)
         if len(content) < length:
-            raise UnreadableHeader("the end of the file")
+            raise UnreadableHeader("it ends early")
         return content
 
     def _skip(self, length: int) -> None:
         if length > self._end - self._file.tell():
-            raise UnreadableHeader("a value beyond the end of the file")
+            raise UnreadableHeader("a value is longer than the file")
         self._file.seek(length, os.SEEK_CUR)
+
+
+def _within(figure: int) -> int | None:
+    return figure if 0 <= figure <= LARGEST_FIGURE else None
+
+
+_CONFIG_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "num_experts_per_tok": "expert_used_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "full_attention_interval": "full_attention_interval",
+    "vocab_size": "vocab_size",
+}
+"""Keys of a `config.json` and the figures of a GGUF file that say the same."""
+_SLIDING, _LINEAR = "sliding_attention", "linear_attention"
+
+
+def read_config(path: Path) -> Header | None:
+    """Read the `config.json` of a model in safetensors; None without one. Raises UnreadableHeader."""
+    try:
+        content = untrusted.read_file(path, MOST_CONFIG_BYTES)
+    except FileNotFoundError:
+        return None
+    problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
+    if problem:
+        raise UnreadableHeader(f"it is {problem}")
+    try:
+        config = json.loads(content)
+    except ValueError as error:
+        raise UnreadableHeader("it is not JSON") from error
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    if not isinstance(text, dict):
+        raise UnreadableHeader("it is not a mapping")
+    figures: dict[str, Figure] = {
+        figure: value
+        for key, figure in _CONFIG_KEYS.items()
+        if type(value := text.get(key)) is int and 0 <= value <= LARGEST_FIGURE
+    }
+    layers = text.get("layer_types")
+    if isinstance(layers, list) and len(layers) <= LONGEST_LIST:
+        figures["attention.sliding_window_pattern"] = tuple(int(kind == _SLIDING) for kind in layers)
+        heads = figures.get("attention.head_count_kv", 0)
+        if _LINEAR in layers and isinstance(heads, int):
+            figures["attention.head_count_kv"] = tuple(heads * (kind != _LINEAR) for kind in layers)
+    elif text.get("use_sliding_window", True) is False or "gemma" not in str(text.get("model_type")):
+        figures.pop("attention.sliding_window", None)
+    return Header(str(text.get("model_type"))[:LONGEST_KEY], figures)

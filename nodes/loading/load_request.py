@@ -7,7 +7,7 @@ LoadModel runs. The row stores the deadline, so another controller continues wit
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, conf
 from nodes.definitions.files import Definition
 from nodes.definitions.sizes import ModelFiles
 from nodes.models.replica import load_key
-from nodes.placement import deadlines, memory
+from nodes.placement import deadlines, fit, memory
 from nodes.placement.choose import Need
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission
@@ -185,31 +185,42 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
     return Operation.objects.get(pk=operation_id)
 
 
-VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
-"""Payload keys of a waiting load's need: the first three in bytes, the last a boolean."""
+VRAM, DISK, FILES, OWN_GPUS, SHARE = "vram_needed", "disk_needed", "files_size", "own_gpus", "vram_share"
+"""Payload keys of a waiting load's need: the first three in bytes, a boolean, and a share of a card."""
 
 
 def estimate_need(definition: Definition, files: ModelFiles) -> Need:
-    """Return the need of a load (R2.40, R2.37)."""
-    options = definition.options
-    vram = memory.estimate_vram(files.weights, files.header, options)
+    """Return the need of a load (R2.40, R2.37, D-FIT).
+
+    What the definition states comes first, then the share of a card that its backend takes.
+    """
+    options, backend = definition.options, definition.backend
+    share, kind = 0.0 if definition.vram else fit.card_share(backend, options), fit.device_kind(backend)
+    terms: fit.Terms = (("stated", definition.vram),) if definition.vram else ()
+    if not terms and not share:
+        terms = fit.estimate(files, fit.load_options(options), kind) if kind != "cpu" else ()
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
-    return _need_of(vram, memory.required_disk(files.payload), files.payload, own_gpus=own_gpus)
+    need = _need_of(
+        fit.total_bytes(terms), memory.required_disk(files.payload), files.payload, own_gpus=own_gpus
+    )
+    return replace(need, vram_share=share, terms=terms)
 
 
 def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
     """Return the payload with the need of the load."""
-    return {**payload, VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
+    needed = {VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
+    return {**payload, **needed, SHARE: need.vram_share}
 
 
 def need_from_payload(payload: Mapping[str, Any]) -> Need:
     """Parse the need in an operation's payload; no need before the first placement."""
-    return _need_of(
+    need = _need_of(
         payload.get(VRAM, 0),
         payload.get(DISK, 0),
         payload.get(FILES, 0),
         own_gpus=payload.get(OWN_GPUS, False),
     )
+    return replace(need, vram_share=payload.get(SHARE, 0.0))
 
 
 def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:

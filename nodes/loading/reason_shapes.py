@@ -45,6 +45,18 @@ NEED = Shape(
             "files", _BYTES, "The part of `disk` that is the model's files; 0 means not known.", optional=True
         ),
         field("own_gpus", FLAG, "Whether the definition says which GPUs it uses.", optional=True),
+        field(
+            "vram_share",
+            {"type": "number"},
+            "The share of a card that the backend takes, times the cards; 0: it takes `vram`.",
+            optional=True,
+        ),
+        field(
+            "terms",
+            mapping(_BYTES),
+            "The terms of `vram`: weights, context, buffers and so on. Absent in older records.",
+            optional=True,
+        ),
     ],
 )
 NODES = Shape(

@@ -95,6 +95,17 @@ class Need:
     """True if its definition selects the GPUs: then it sees all of them, and only the node's total memory
     counts.
     """
+    vram_share: float = 0.0
+    """The share of a card that its backend takes, times the cards; 0 = it takes `vram`."""
+    terms: tuple[tuple[str, int], ...] = ()
+    """The terms of `vram` (`fit.estimate`): their names and bytes."""
+
+    def vram_on(self, most_vram: int, gpus: int) -> int:
+        """Return the bytes that it needs of a node that can have so much memory on so many GPUs; 0 = unknown.
+
+        A share is that of the node's average card.
+        """
+        return int(most_vram / max(gpus, 1) * self.vram_share) if self.vram_share else self.vram
 
 
 NO_NEED = Need()
@@ -218,7 +229,7 @@ def find_refusal(
     if free_index(node) is None:
         return Reason.FULL
     if need.vram_required and not has_memory(node, need):
-        return Reason.MEMORY if node.free_vram < need.vram else Reason.GPUS
+        return Reason.MEMORY if node.free_vram < vram_needed(node, need) else Reason.GPUS
     return Reason.SILENT if node.id in backed_off else None
 
 
@@ -232,9 +243,15 @@ def has_memory(node: Candidate, need: Need) -> bool:
     return gpu_shares(node, need) is not None
 
 
+def vram_needed(node: Candidate, need: Need) -> int:
+    """Return the bytes that a replica needs of the node; 0 = unknown."""
+    return need.vram_on(node.most_vram, len(node.gpus))
+
+
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
     """Return the bytes that a replica would take of each GPU (`fit_gpus`); None if the memory is lacking."""
-    return fit_gpus(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
+    rooms = frozenset() if need.own_gpus else node.gpus
+    return fit_gpus(node.free_vram, rooms, vram_needed(node, need))
 
 
 def free_index(node: Candidate) -> int | None:
@@ -294,7 +311,7 @@ def rank_node(node: Candidate, need: Need, backoffs: NodeBackoffs) -> Rank:
     Otherwise R1.71 and R1.72, without reservations.
     """
     failures = backoffs[node.id].times if node.id in backoffs else 0
-    shares = gpu_shares(node, need) if need.vram > 0 else None
+    shares = gpu_shares(node, need) if vram_needed(node, need) > 0 else None
     by_need = shares is not None
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0
@@ -332,16 +349,20 @@ def _lacks_by_reason(
     )
     if by_memory:
         free_by_node = [f"{n.name} has {format_gib(n.free_vram)} free" for n in by_memory]
-        descriptions[Reason.MEMORY] = _with_nodes(_gib_rounded_up(need.vram), free_by_node)
+        descriptions[Reason.MEMORY] = _with_nodes(_most_needed(by_memory, need), free_by_node)
     if by_gpus:
         free_by_node = [f"{n.name} has {format_free_gpus(n)} free" for n in by_gpus]
-        descriptions[Reason.GPUS] = _with_nodes(_gib_rounded_up(need.vram), free_by_node)
+        descriptions[Reason.GPUS] = _with_nodes(_most_needed(by_gpus, need), free_by_node)
     if by_disk:
         free_by_node = [
             f"{n.name} has {format_gib(n.available_disk)} of {format_gib(n.total_disk)} free" for n in by_disk
         ]
         descriptions[Reason.DISK] = _with_nodes(describe_disk_need(need.files, need.disk), free_by_node)
     return descriptions
+
+
+def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
+    return _gib_rounded_up(max(vram_needed(node, need) for node in nodes))
 
 
 def _with_nodes(needed: str, nodes: Sequence[str]) -> str:

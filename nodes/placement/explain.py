@@ -33,6 +33,7 @@ from nodes.placement.choose import (
     free_index,
     gpu_shares,
     rank_node,
+    vram_needed,
 )
 from nodes.placement.evict import Resident
 from nodes.placement.node_backoff import NodeBackoffs
@@ -105,7 +106,7 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     sentence = truncate(_sentence(snapshot, decision), LONGEST_SENTENCE)
     best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
     facts: dict[str, Any] = {
-        "need": orjson.loads(orjson.dumps(asdict(snapshot.need), default=sorted)),
+        "need": _need_facts(snapshot.need),
         "selector": truncate(str(snapshot.selector), _LONGEST_SELECTOR)
         if snapshot.selector.labels != ANY_NODE.labels
         else "",
@@ -123,8 +124,12 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
 
 
+def _need_facts(need: Need) -> dict[str, Any]:
+    return {**asdict(need), "terms": dict(need.terms)}
+
+
 NO_FLEET: Mapping[str, Any] = {
-    "need": asdict(NO_NEED),
+    "need": _need_facts(NO_NEED),
     "selector": "",
     "nodes": {"considered": 0, "feasible": 0},
     "refused": [],
@@ -217,7 +222,8 @@ TERMS: Mapping[str, Term] = {
         "it has the VRAM needed",
         "it lacks the VRAM needed",
         lambda _, node, need: (
-            f"{format_free_gpus(node) or format_gib(node.free_vram)} free of {format_gib(need.vram)} needed"
+            f"{format_free_gpus(node) or format_gib(node.free_vram)} free of"
+            f" {format_gib(vram_needed(node, need))} needed"
         ),
     ),
     "gpus": Term("on the fewest GPUs", "on more GPUs", lambda rank, *_: str(rank.gpus)),

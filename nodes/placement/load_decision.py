@@ -10,7 +10,16 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Decision, Need, Reason, find_refusal, free_index, gpu_shares
+from nodes.placement.choose import (
+    Candidate,
+    Decision,
+    Need,
+    Reason,
+    find_refusal,
+    free_index,
+    gpu_shares,
+    vram_needed,
+)
 from nodes.placement.evict import (
     Eviction,
     ProtectionRules,
@@ -164,10 +173,10 @@ def _emptied(node: Candidate, eviction: Eviction) -> Candidate:
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
     """Return the node with the replica loaded; several replicas share the model's files."""
     disk = 0 if node.used_indices else max(need.disk - node.staged_bytes, 0)
-    shares = gpu_shares(node, need)
+    shares, needed = gpu_shares(node, need), vram_needed(node, need)
     if shares is None:
-        shares = fill_gpus(node.gpus, need.vram)
-    used_vram = total_bytes(shares, need.vram)
+        shares = fill_gpus(node.gpus, needed)
+    used_vram = total_bytes(shares, needed)
     return replace(
         node,
         used_indices=node.used_indices | {index},

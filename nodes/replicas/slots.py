@@ -137,7 +137,7 @@ def _memory(
         soon = [*soon, *room.victims]
     memory = (
         reserved_memory.reserve_for_load(node, need, now=now, soon=soon)
-        if need.vram > 0
+        if need.vram > 0 or need.vram_share > 0
         else reserved_memory.MemoryReservation({})
     )
     if memory is None:

@@ -1,7 +1,9 @@
-"""How much memory and disk a model needs: formulas, headers of GGUF files, sizes (D-VRAM-LOCAL)."""
+"""Headers of models' files, their sizes and the disk space that they need (D-VRAM-LOCAL, D-FIT)."""
 
 import asyncio
+import json
 import os
+import resource
 import struct
 import threading
 from collections.abc import Mapping
@@ -14,8 +16,18 @@ from hypothesis import strategies as st
 
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition, parse_definition
-from nodes.definitions.sizes import ModelFiles, Sizes, measure, read_header, with_file_paths
-from nodes.placement import memory
+from nodes.definitions.sizes import (
+    Header,
+    ModelFiles,
+    Sizes,
+    Tensor,
+    UnreadableHeader,
+    measure,
+    read_config,
+    read_header,
+    with_file_paths,
+)
+from nodes.placement import fit, memory
 
 GIB = 2**30
 TEXT, LIST, U8, U32, I32, F32, U64 = 8, 9, 0, 4, 5, 6, 10
@@ -35,8 +47,13 @@ def pair(key: str, kind: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", kind) + value
 
 
-def made_of(*pairs: bytes, version: int = 3) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", version, 0, len(pairs)) + b"".join(pairs)
+def made_of(*pairs: bytes, tensors: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, len(pairs)) + b"".join(pairs)
+
+
+def tensor(name: str, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + dimensions + struct.pack("<IQ", kind, offset)
 
 
 def list_of(kind: int, length: int, items: bytes) -> bytes:
@@ -44,7 +61,8 @@ def list_of(kind: int, length: int, items: bytes) -> bytes:
 
 
 def figures(values: Mapping[str, int]) -> list[bytes]:
-    return [pair(f"llama.{key}", U32, struct.pack("<I", value)) for key, value in values.items()]
+    name = pair("general.architecture", TEXT, text("llama"))
+    return [name, *(pair(f"llama.{key}", U32, struct.pack("<I", value)) for key, value in values.items())]
 
 
 VOCABULARY = pair("tokenizer.ggml.tokens", LIST, list_of(TEXT, 3, text("a") + text("bb") + text("")))
@@ -57,20 +75,51 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
+def header(path: Path) -> Header:
+    found = read_header(path)
+    assert found is not None
+    return found
+
+
 @pytest.mark.rule("R2.41")
 @pytest.mark.parametrize("version", [2, 3])
 def test_the_figures_of_a_gguf_are_found_wherever_they_stand(written: Path, version: int) -> None:
-    """Before or after a vocabulary, which is stepped over."""
+    """Before or after a vocabulary, which is stepped over and counted."""
     first, *rest = figures(FIGURES)
     written.write_bytes(made_of(NAME, first, VOCABULARY, SCORES, *rest, version=version) + bytes(64))
-    assert read_header(written) == FIGURES
+    found = header(written)
+    counts = {"tokenizer.ggml.tokens": 3, "tokenizer.ggml.scores": 5000}
+    assert (found.architecture, found.figures) == ("llama", {**FIGURES, **counts})
 
 
 @pytest.mark.rule("R2.41")
-def test_the_largest_layer_counts_where_they_differ(written: Path) -> None:
-    heads = pair("gemma.attention.head_count_kv", LIST, list_of(I32, 3, struct.pack("<3i", 4, 16, 8)))
-    written.write_bytes(made_of(heads))
-    assert read_header(written) == {"attention.head_count_kv": 16}
+def test_a_vocabulary_may_be_longer_than_one_read(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts on the border of two reads, and texts that are longer than a read."""
+    monkeypatch.setattr(sizes, "_PIECE", 50)
+    words = ["x" * (number * 7 % 130) for number in range(300)]
+    vocabulary = list_of(TEXT, len(words), b"".join(map(text, words)))
+    written.write_bytes(made_of(pair("t.tokens", LIST, vocabulary), *figures(FIGURES)))
+    assert header(written).figures == {"t.tokens": 300, **FIGURES}
+
+
+@pytest.mark.rule("R2.41")
+def test_a_list_has_a_figure_for_each_layer(written: Path) -> None:
+    heads = pair("llama.attention.head_count_kv", LIST, list_of(I32, 3, struct.pack("<3i", 4, 16, -8)))
+    written.write_bytes(made_of(*figures({}), heads))
+    assert header(written).figures == {"attention.head_count_kv": (4, 16, 0)}
+
+
+@pytest.mark.rule("R2.41")
+def test_a_tensor_ends_where_the_next_begins(written: Path) -> None:
+    """In any order, with a type that nobody knows; the last one ends with the file."""
+    rows = tensor("b", 8, 4, offset=32, kind=999) + tensor("a", 7, offset=0) + tensor("c", 1, offset=96)
+    content = made_of(tensors=3) + rows
+    written.write_bytes(content + bytes(-len(content) % 32) + bytes(100))
+    assert header(written).tensors == (
+        Tensor("b", 999, (8, 4), 64),
+        Tensor("a", 0, (7,), 32),
+        Tensor("c", 0, (1,), 4),
+    )
 
 
 def test_a_file_of_another_kind_has_no_header(written: Path) -> None:
@@ -80,81 +129,154 @@ def test_a_file_of_another_kind_has_no_header(written: Path) -> None:
     assert read_header(written) is None
 
 
+MANY = struct.pack("<Q", 0) * 300_000
 HOSTILE = {
-    "another version": made_of(*figures(FIGURES), version=9),
-    "cut": made_of(*figures(FIGURES))[:30],
-    "a key without an end": made_of(struct.pack("<Q", 2**63)),
-    "a text without an end": made_of(pair("a.b", TEXT, struct.pack("<Q", 2**64 - 1))),
-    "a list without an end": made_of(pair("a.b", LIST, list_of(U64, 2**61, b""))),
-    "texts without an end": made_of(pair("a.b", LIST, list_of(TEXT, 2**63, text("")))),
-    "a list of lists": made_of(pair("a.b", LIST, list_of(LIST, 1, list_of(U8, 1, b"1")))),
-    "an unknown kind": made_of(pair("a.b", 99, b"")),
-    "an unknown kind in a list": made_of(pair("a.b", LIST, list_of(99, 1, b""))),
-    "more pairs than there are": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63),
-    "nonsense": made_of(pair("a.block_count", I32, struct.pack("<i", -5))),
-    "too much": made_of(pair("a.block_count", U64, struct.pack("<Q", 2**60))),
+    "another version": (made_of(*figures(FIGURES), version=9), "unknown version"),
+    "cut": (made_of(*figures(FIGURES))[:60], "ends early"),
+    "a key without an end": (
+        made_of(struct.pack("<Q", 2**63)),
+        "a key or name has 9223372036854775808 bytes",
+    ),
+    "a text without an end": (
+        made_of(pair("a.b", TEXT, struct.pack("<Q", 2**64 - 1))),
+        "longer than the file",
+    ),
+    "a list without an end": (made_of(pair("a.b", LIST, list_of(U64, 2**61, b""))), "longer than the file"),
+    "texts without an end": (
+        made_of(pair("a.b", LIST, list_of(TEXT, 2**63, text("")))),
+        "more than 2000000 texts",
+    ),
+    "too few texts": (made_of(pair("a.b", LIST, list_of(TEXT, 9, text("")))), "ends early"),
+    "a long text in a list": (
+        made_of(pair("a.b", LIST, list_of(TEXT, 1, struct.pack("<Q", 2**63)))),
+        "longer than the file",
+    ),
+    "a list of lists": (made_of(pair("a.b", LIST, list_of(LIST, 1, list_of(U8, 1, b"1")))), "list of lists"),
+    "an unknown kind": (made_of(pair("a.b", 99, b"")), "unknown kind 99"),
+    "an unknown kind in a list": (made_of(pair("a.b", LIST, list_of(99, 1, b""))), "list of lists"),
+    "more pairs than there are": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "9223372036854775808 keys"),
+    "a million keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 10**6) + MANY, "1000000 keys"),
+    "tensors without an end": (made_of(tensors=2**63), "9223372036854775808 tensors"),
+    "fewer tensors than said": (made_of(tensors=9) + tensor("a", 1), "ends early"),
+    "a tensor of many dimensions": (made_of(tensors=1) + tensor("a", *range(5)), "5 dimensions"),
+    "a tensor beyond the end": (made_of(tensors=1) + tensor("a", 1, offset=2**62), "do not fit"),
 }
 
 
 @pytest.mark.rule("R2.40")
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_says_nothing(written: Path, content: bytes) -> None:
-    """It neither raises nor makes the reader allocate what it asks for."""
+@pytest.mark.parametrize(("content", "reason"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_refused(written: Path, content: bytes, reason: str) -> None:
+    """With the reason, and without the memory that it asks for."""
     written.write_bytes(content)
-    assert read_header(written) == {}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UnreadableHeader, match=reason):
+        read_header(written)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024, "KiB"
 
 
-def test_a_header_that_goes_on_and_on_is_left(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found until then counts."""
-    monkeypatch.setattr(sizes, "MOST_STEPS", 50)
-    (layers, *rest) = figures(FIGURES)
-    endless = pair("tokenizer.ggml.tokens", LIST, list_of(TEXT, 100, text("") * 100))
-    written.write_bytes(made_of(layers, endless, *rest))
-    assert read_header(written) == {"block_count": 32}
+def test_impossible_figures_are_none(written: Path) -> None:
+    """Also lists with more figures than layers can have."""
+    negative = pair("a.block_count", I32, struct.pack("<i", -5))
+    large = pair("a.embedding_length", U64, struct.pack("<Q", 2**60))
+    wide = pair("a.scores", LIST, list_of(U8, 5000, bytes(5000)))
+    written.write_bytes(made_of(negative, large, wide))
+    assert header(written).figures == {"a.scores": 5000}
+
+
+def test_the_lists_of_a_header_are_kept_up_to_a_limit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "MOST_FIGURES", 5)
+    lists = [pair(f"a.{name}", LIST, list_of(U8, 3, b"123")) for name in "bc"]
+    written.write_bytes(made_of(*lists))
+    assert header(written).figures == {"a.b": (49, 50, 51), "a.c": 3}
+
+
+VALID = (
+    made_of(*figures(FIGURES), VOCABULARY, SCORES, NAME, tensors=2)
+    + tensor("a", 2)
+    + tensor("b", 3, offset=8)
+)
 
 
 @given(st.binary(max_size=300))
 def test_no_bytes_break_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 5) + content)
-    found = read_header(path)
-    assert found is not None
-    assert set(found) <= set(sizes.WANTED)
+    _read_or_refuse(tmp_path_factory, b"GGUF" + struct.pack("<IQQ", 3, 0, 5) + content)
 
 
-KV = 2 * 4096 * 8 * 8192
-OVERHEAD = 150_000_000 + 2 * 8 * GIB * 2 // 100
-SMALL_CACHE = {"CacheTypeKey": "q8_0", "CacheTypeValue": "q8_0"}
-FORMULAS: list[tuple[Any, ...]] = [
-    ("all", FIGURES, {"NGPULayers": 99999999}, 8 * GIB + KV + OVERHEAD),
-    ("no layers said", FIGURES, {"NGPULayers": 0}, 8 * GIB + KV + OVERHEAD),
-    ("a longer context", FIGURES, {"ContextSize": 16384}, 8 * GIB + 2 * KV + OVERHEAD),
-    ("a cache of 8 bits", FIGURES, SMALL_CACHE, 8 * GIB + KV // 2 + OVERHEAD),
-    ("one half of 8 bits", FIGURES, {"CacheTypeKey": "q8_0"}, 8 * GIB + KV + OVERHEAD),
-    ("half the layers", FIGURES, {"NGPULayers": 16}, 4 * GIB + KV + 150_000_000 + 2 * 4 * GIB * 2 // 100),
-    ("heads only", {"attention.head_count": 16}, {}, 8 * GIB + 2 * KV + OVERHEAD),
-    ("one key only", {"block_count": 80}, {}, 8 * GIB + KV + OVERHEAD),
-    ("no metadata", {}, {}, 8 * GIB + 2048 * 8192),
-    ("no GGUF", None, {"ContextSize": 100}, 8 * GIB + 2048 * 100),
-    ("a context that cannot be", None, {"ContextSize": -1}, 8 * GIB + 2048 * 8192),
-]
-
-
-@pytest.mark.rule("R2.41", "C37")
-@pytest.mark.parametrize(
-    ("said", "options", "expected"), [row[1:] for row in FORMULAS], ids=[row[0] for row in FORMULAS]
-)
-def test_the_estimate_of_a_file_of_8_gib(
-    said: dict[str, int] | None, options: dict[str, Any], expected: int
+@given(st.integers(4, len(VALID) - 1), st.binary(min_size=1, max_size=9), st.booleans())
+def test_no_change_of_a_true_header_breaks_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, position: int, change: bytes, cut: bool
 ) -> None:
-    assert memory.estimate_vram(8 * GIB, said, options) == expected
+    content = VALID[:position] + change + (b"" if cut else VALID[position + len(change) :])
+    _read_or_refuse(tmp_path_factory, content)
+
+
+def _read_or_refuse(folder: pytest.TempPathFactory, content: bytes) -> None:
+    path = folder.getbasetemp() / "any.gguf"
+    path.write_bytes(content)
+    try:
+        found = header(path)
+    except UnreadableHeader:
+        return
+    assert sum(tensor.size for tensor in found.tensors) <= len(content)
+    fit.estimate(ModelFiles(len(content), header=found), fit.load_options({}))
 
 
 @pytest.mark.rule("R2.40")
-def test_what_is_not_known_needs_nothing() -> None:
-    assert memory.estimate_vram(0, FIGURES, {}) == 0
-    absurd = dict.fromkeys(FIGURES, sizes.LARGEST_FIGURE)
-    assert memory.estimate_vram(2**62, absurd, {"ContextSize": 2**31 - 1}) == memory.LARGEST
+def test_a_header_that_is_refused_leaves_the_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason is in the log; the need is that of a file without figures."""
+    put(tmp_path, "m.gguf", 0)
+    (tmp_path / "m.gguf").write_bytes(made_of(tensors=2**63))
+    found = measure(tmp_path, defined("m.gguf"))
+    assert (found.weights, found.header) == (24, None)
+    assert "m.gguf is refused: it has 9223372036854775808 tensors" in caplog.text
+
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "sliding_window": 4096,
+    "max_window_layers": "text",
+}
+
+
+@pytest.mark.rule("R2.41")
+def test_a_config_has_the_same_figures(tmp_path: Path) -> None:
+    """A window counts for the layers that slide; in a model with images the text's part counts."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    found = read_config(path)
+    assert found is not None
+    assert (found.architecture, found.figures) == (
+        "qwen3",
+        {**FIGURES_OF_CONFIG, "attention.key_length": 128},
+    )
+    kinds = ["sliding_attention", "full_attention", "linear_attention", "full_attention"]
+    path.write_text(json.dumps({"text_config": {**CONFIG, "layer_types": kinds}}))
+    found = read_config(path)
+    assert found is not None
+    assert found.figures["attention.sliding_window"] == 4096
+    assert found.figures["attention.sliding_window_pattern"] == (1, 0, 0, 0)
+    assert found.figures["attention.head_count_kv"] == (8, 8, 0, 8)
+    assert read_config(tmp_path / "absent.json") is None
+
+
+FIGURES_OF_CONFIG = {
+    "block_count": 4,
+    "embedding_length": 1024,
+    "attention.head_count": 16,
+    "attention.head_count_kv": 8,
+}
+
+
+@pytest.mark.parametrize("content", ["[" * 9000, "{", "[]", '{"text_config": 3}', "[" + " " * 2**20 + "]"])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UnreadableHeader, match="it is"):
+        read_config(tmp_path / "config.json")
 
 
 @pytest.mark.rule("R2.37", "C38", "T-DSK-1", "T-DSK-2", "T-DSK-13")
@@ -183,7 +305,7 @@ def test_local_files_are_measured(tmp_path: Path) -> None:
     put(tmp_path, "adapter/a/weights.bin", 20)
     put(tmp_path, "adapter/b.json", 3)
     one = defined("org/model.bin", mmproj="org/model.bin", lora_adapter="adapter", draft_model="absent.gguf")
-    assert measure(tmp_path, one) == ModelFiles(weights=100, payload=123)
+    assert measure(tmp_path, one) == ModelFiles(weights=100, payload=123, projector=100, adapters=23)
 
 
 @pytest.mark.rule("R2.40", "R2.42")
@@ -224,7 +346,23 @@ def test_a_gguf_of_the_folder_is_read(tmp_path: Path) -> None:
     content = made_of(*figures(FIGURES))
     (tmp_path / "m.gguf").write_bytes(content)
     found = asyncio.run(Sizes(tmp_path).of(defined("m.gguf")))
-    assert found == ModelFiles(len(content), len(content), FIGURES)
+    assert found.header is not None
+    assert found == ModelFiles(len(content), len(content), found.header)
+    assert found.header.figures == FIGURES
+    assert measure(tmp_path, defined("m.gguf")).header is found.header, "it is read once"
+
+
+@pytest.mark.rule("R2.41")
+def test_the_parts_of_a_model_have_the_figures_of_the_first_and_the_tensors_of_all(tmp_path: Path) -> None:
+    first = made_of(*figures(FIGURES), tensors=1) + tensor("blk.0.a", 4)
+    second = made_of(tensors=1) + tensor("blk.1.a", 8)
+    for number, content in enumerate((first, second), 1):
+        padded = content + bytes(-len(content) % 32) + bytes(32)
+        (tmp_path / f"m-0000{number}-of-00002.gguf").write_bytes(padded)
+    found = measure(tmp_path, defined("m-00001-of-00002.gguf")).header
+    assert found is not None
+    assert found.figures == FIGURES
+    assert [(each.name, each.size) for each in found.tensors] == [("blk.0.a", 32), ("blk.1.a", 32)]
 
 
 @pytest.mark.rule("R2.40", "C37")

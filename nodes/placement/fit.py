@@ -1,0 +1,259 @@
+"""The memory that an engine allocates for a model on one kind of device, term by term. Pure.
+
+`LoadOptions` has what a definition sets, `architectures.py` describes the model, and `estimate` returns the
+terms; their sum is the need (D-FIT). Each function names its source. "llama.cpp" means the sources of build
+11549 and the buffers that it reports, which `docs/fit.md` compares with the terms. Without a header the terms
+are the file's size and 2 KiB for each token (R2.41).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from nodes.placement.architectures import MOST_LAYERS, Header, Layer, Model, describe
+
+CONTEXT = 8192
+"""Tokens of context if the definition does not set them (C37)."""
+BATCH = 512
+LARGEST = 2**62
+"""Bytes. Estimates are stored and added up: a header with nonsensical values must not cause an error."""
+_MIB = 2**20
+_BYTES_PER_TOKEN = 2048
+_PAD = 256
+"""llama.cpp rounds the cells of a cache up to this."""
+
+BACKEND_CONTEXT = {"cuda": 457 * _MIB, "rocm": 457 * _MIB, "vulkan": 250 * _MIB, "sycl": 250 * _MIB}
+"""Bytes of each device that a process takes before any model: driver context, kernels, library workspaces.
+
+Sources: `cudaMinimumMemory` and `rocmMinimumMemory` of Ollama (`discover/gpu.go`); the footprint that
+gguf-parser-go assumes for others (`--non-uma-vram-footprint`). 0 for "cpu" and "metal", which share the
+machine's memory.
+"""
+_KINDS = {"cuda": "cuda", "rocm": "rocm", "hip": "rocm", "vulkan": "vulkan", "sycl": "sycl", "intel": "sycl"}
+_KINDS |= {"metal": "metal", "darwin": "metal", "cpu": "cpu"}
+SHARE_BACKENDS = {"vllm": 0.9, "sglang": 0.9}
+"""Parts of a backend's name, and the share of a card that it takes without `gpu_memory_utilization`.
+
+Source: `gpu_memory_utilization` of vLLM; SGLang derives about as much from the card's size.
+"""
+_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_0": 5.5, "q5_1": 6.0}
+_BITS |= {"q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5}
+"""Bits of a number in a cache, with the scale of its block (ggml's type traits)."""
+Terms = tuple[tuple[str, int], ...]
+"""Pairs of a term's name and its bytes: weights, context, buffers and so on."""
+
+
+class Files(Protocol):
+    """What is loaded: the model's weights and header, and the files beside it, in bytes."""
+
+    @property
+    def weights(self) -> int: ...
+    @property
+    def header(self) -> Header | None: ...
+    @property
+    def projector(self) -> int: ...
+    @property
+    def adapters(self) -> int: ...
+    @property
+    def draft(self) -> int: ...
+    @property
+    def draft_header(self) -> Header | None: ...
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The options of a load that its memory depends on."""
+
+    context: int = CONTEXT
+    """Tokens of all slots together, as LocalAI's engines share them."""
+    slots: int = 1
+    unified: bool = True
+    """True if the slots share one cache; otherwise each has an equal part of it."""
+    batch: int = BATCH
+    gpu_layers: int = MOST_LAYERS
+    gpus: int = 1
+    keys: float = _BITS["f16"]
+    values: float = _BITS["f16"]
+    """Bits of a number in the cache."""
+    flash_attention: bool = True
+    mapped: bool = True
+    cache_on_gpu: bool = True
+    full_windows: bool = False
+    """True if layers with a window keep the whole context as well."""
+    outputs_all: bool = False
+    """True if every token of a batch has an output, as for embeddings."""
+
+    @property
+    def cells(self) -> int:
+        """Cells of one stream of the cache."""
+        return _padded(self.context if self.unified else self.context // self.slots)
+
+    @property
+    def streams(self) -> int:
+        return 1 if self.unified else self.slots
+
+    def window_cells(self, window: int) -> int:
+        """Return the cells for a layer with this window (`llama-kv-cache-iswa.cpp` of llama.cpp)."""
+        if not window or self.full_windows:
+            return self.cells
+        return _padded(min(self.cells, window * (self.slots if self.unified else 1) + self.batch))
+
+
+def _padded(cells: int) -> int:
+    return max(-(-cells // _PAD), 1) * _PAD
+
+
+def load_options(options: Mapping[str, Any]) -> LoadOptions:
+    """Return the options of a definition; unusable values have their default."""
+    extra = dict(str(option).partition(":")[::2] for option in options.get("Options") or ())
+    slots = _whole(extra.get("parallel") or extra.get("n_parallel"), 1)
+    context = options.get("ContextSize") or 0
+    context = context if context > 0 else CONTEXT
+    batch = _whole(extra.get("n_ubatch") or extra.get("ubatch"), options.get("NBatch") or BATCH)
+    layers = options.get("NGPULayers")
+    shares = [share for share in str(options.get("TensorSplit") or "").split(",") if share.strip(" 0.")]
+    return LoadOptions(
+        context,
+        min(slots, context),
+        extra.get("kv_unified", extra.get("unified_kv", "")) not in ("false", "0", "no", "off", "disabled"),
+        max(1, min(batch, context)),
+        MOST_LAYERS if layers is None or layers < 0 else layers,
+        max(1, len(shares)),
+        _BITS.get(str(options.get("CacheTypeKey")).lower(), _BITS["f16"]),
+        _BITS.get(str(options.get("CacheTypeValue")).lower(), _BITS["f16"]),
+        str(options.get("FlashAttention")).lower() not in ("off", "false", "disabled", "0"),
+        bool(options.get("MMap", True)),
+        not options.get("NoKVOffload"),
+        extra.get("swa_full") in ("true", "1", "yes", "on", "enabled"),
+        bool(options.get("Embeddings") or options.get("Reranking")),
+    )
+
+
+def _whole(text: object, default: int) -> int:
+    digits = str(text)
+    return (
+        int(digits)
+        if digits.isascii() and digits.isdigit() and 0 < len(digits) < 10 and int(digits)
+        else default
+    )
+
+
+def device_kind(backend: str) -> str:
+    """Return the kind of device that a backend is built for; CUDA if its name does not tell."""
+    parts = "".join(letter if letter.isalpha() else " " for letter in backend.lower()).split()
+    return next((_KINDS[part] for part in parts if part in _KINDS), "cuda")
+
+
+def card_share(backend: str, options: Mapping[str, Any]) -> float:
+    """Return the share of a card that the backend takes, times the cards; 0 if it takes what it needs."""
+    default = next((share for part, share in SHARE_BACKENDS.items() if part in backend.lower()), 0.0)
+    share = float(options.get("GPUMemoryUtilization") or 0)
+    cards = max(1, options.get("TensorParallelSize") or 1)
+    return (share if 0 < share <= 1 else default) * cards if default else 0.0
+
+
+def weights(model: Model, load: LoadOptions, kind: str) -> int:
+    """Return the bytes of weights on the device (`load_tensors` of llama.cpp).
+
+    A GPU gets the output first and then the layers from the last one on. In the main memory mapped pages are
+    no need, but the copies in another layout are; without a map all weights are, in one copy.
+    """
+    if kind == "cpu":
+        if not load.mapped:
+            return model.total
+        return sum(layer.repacked for layer in (*model.layers, model.output))
+    if not load.gpu_layers:
+        return 0
+    return model.output.weights + sum(layer.weights for layer in _on_gpu(model, load))
+
+
+def _on_gpu(model: Model, load: LoadOptions) -> Sequence[Layer]:
+    count = max(load.gpu_layers - 1, 0)
+    return model.layers[max(len(model.layers) - count, 0) :]
+
+
+def context(model: Model, load: LoadOptions, kind: str) -> int:
+    """Return the bytes of the cache of keys and values and of recurrent states (`llama_kv_cache`).
+
+    Without flash attention values are stored across, all layers as wide as the widest.
+    """
+    on_gpu = kind != "cpu"
+    if on_gpu and not load.cache_on_gpu:
+        return 0
+    layers = _on_gpu(model, load) if on_gpu else model.layers
+    widest = 0 if load.flash_attention else max((layer.values for layer in model.layers), default=0)
+    total = 0
+    for layer in layers:
+        values = max(layer.values, widest) if layer.values else 0
+        row = int(layer.keys * load.keys + values * load.values) // 8
+        total += row * load.window_cells(layer.window) * load.streams + layer.state * load.slots
+    return total
+
+
+def buffers(model: Model, load: LoadOptions, kind: str) -> int:
+    """Return the bytes of the compute buffer (`graph_reserve` of llama.cpp; source as of `_inner`).
+
+    It holds a batch at the widest point of a layer, or its outputs, and the masks of attention; without
+    flash attention also the scores of all heads, and masks of twice the width. A GPU that has only a part of
+    the layers copies the weights of others into it, one tensor at a time.
+    """
+    on_gpu = kind != "cpu"
+    if on_gpu and not load.gpu_layers:
+        return 0
+    batch = min(load.batch, load.context)
+    cells = {layer.window > 0: load.window_cells(layer.window) for layer in model.layers if layer.keys}
+    if not _has_memory(model):
+        cells = {False: batch}
+    masks = sum(cells.values()) * batch * (2 if load.flash_attention else 4)
+    kept = 2 * model.width + max(model.width, model.projection) if on_gpu else 5 * model.width
+    outputs = batch if load.outputs_all and model.output.weights else load.slots
+    scores = (
+        0 if load.flash_attention else model.heads * max(cells.values(), default=0) + 3 * model.projection
+    )
+    peak = 4 * batch * (max(scores, model.inner) + kept)
+    logits = 4 * (model.vocabulary * outputs + batch * kept) if _has_memory(model) else 0
+    is_partial = on_gpu and load.gpu_layers <= len(model.layers)
+    return max(peak, logits) + masks + (model.largest if is_partial else 0)
+
+
+def _has_memory(model: Model) -> bool:
+    return any(layer.keys or layer.state for layer in model.layers)
+
+
+def output_buffer(model: Model, load: LoadOptions, kind: str) -> int:
+    """Return the bytes of the results in the main memory (`output_reserve` of llama.cpp); 0 on a GPU."""
+    if kind != "cpu":
+        return 0
+    return 4 * load.slots * (model.vocabulary + (model.width if load.outputs_all else 0))
+
+
+def estimate(files: Files, load: LoadOptions, kind: str = "cuda") -> Terms:
+    """Return the terms of what an engine allocates on a device of this kind; none if nothing is known."""
+    if files.weights <= 0:
+        return ()
+    terms = _model_terms(files.header, files.weights, load, kind)
+    if kind == "cpu" or load.gpu_layers:
+        terms["projector"], terms["adapters"] = files.projector, files.adapters
+    if files.draft > 0:
+        draft_load = replace(load, gpu_layers=MOST_LAYERS if load.gpu_layers else 0)
+        terms["draft"] = sum(_model_terms(files.draft_header, files.draft, draft_load, kind).values())
+    if files.header is not None and load.gpu_layers:
+        terms["backend"] = BACKEND_CONTEXT.get(kind, 0) * load.gpus
+    return tuple((name, min(size, LARGEST)) for name, size in terms.items() if size > 0)
+
+
+def _model_terms(header: Header | None, size: int, load: LoadOptions, kind: str) -> dict[str, int]:
+    model = describe(header, size) if header is not None else None
+    if model is None:
+        return {"weights": size, "context": _BYTES_PER_TOKEN * load.context}
+    return {
+        "weights": weights(model, load, kind),
+        "context": context(model, load, kind),
+        "buffers": buffers(model, load, kind) * (1 if kind == "cpu" else load.gpus),
+        "output": output_buffer(model, load, kind),
+    }
+
+
+def total_bytes(terms: Terms) -> int:
+    """Return the sum of the terms."""
+    return min(sum(size for _, size in terms), LARGEST)
