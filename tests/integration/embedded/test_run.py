@@ -205,6 +205,19 @@ def test_https_is_served_under_a_name_of_the_certificate(tmp_path: Path) -> None
         Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "CLUSTER_SERVER": "daphne", **tls})
 
 
+def test_a_web_process_for_each_core_at_most_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 22; the operator's own number stays, and daphne serves with one."""
+    for cores, env, expected in (
+        (2, {}, "2"),
+        (64, {}, "4"),
+        (64, {"CLUSTER_WEB_PROCESSES": "16"}, "16"),
+        (64, {"CLUSTER_SERVER": "daphne"}, "1"),
+    ):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path), **env})
+        assert layout.product_environment({})["CLUSTER_WEB_PROCESSES"] == expected
+
+
 def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
     (line,) = attempt(tmp_path, HOST="0.0.0.0", LOCALAI_API_KEY="changeme")
     assert "HOST=0.0.0.0 exposes the cluster" in line

@@ -47,7 +47,8 @@ def migrated_by() -> Iterator[Callable[[str, set[tuple[str, str]]], str]]:
 
 def complaint_of(command: str, url: str) -> str:
     """The one line with which a command of `manage.py` ends on that database."""
-    environment = {**os.environ, "DATABASE_URL": url, "PORT": str(free_port())}
+    several = {"CLUSTER_WEB_PROCESSES": "2"}  # the parent ends with the first, and its line
+    environment = {**os.environ, **several, "DATABASE_URL": url, "PORT": str(free_port())}
     done = subprocess.run(
         [sys.executable, "manage.py", command],
         cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300, check=False,

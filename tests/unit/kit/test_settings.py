@@ -27,6 +27,7 @@ WRONG = {
     "CLUSTER_CONTROLLER_METRICS_ADDRESS": ":9101",
     "CLUSTER_TASKS_METRICS_ADDRESS": "127.0.0.1",
     "CLUSTER_PUBLIC_URL": "cluster.example:8080",
+    "CLUSTER_WEB_PROCESSES": "65",
     "SECRET_KEY_FILE": "/nowhere/at/all",
 }
 
@@ -144,6 +145,12 @@ def test_a_base_url_has_no_slash_at_its_end(text: str) -> None:
 
 
 @pytest.mark.rule("R3.2", "C41", "C42", "C43", "C44", "T-PFX-1")
+def test_daphne_serves_with_one_process() -> None:
+    (problem,) = conf.load({"CLUSTER_WEB_PROCESSES": "2", "CLUSTER_SERVER": "daphne"})[1].problems
+    assert (problem.setting, problem.message) == ("CLUSTER_WEB_PROCESSES", "daphne serves with one process")
+    assert conf.load({})[0].web_processes == 1
+
+
 def test_routing_by_prefix_is_on_and_has_the_references_bounds() -> None:
     """All but the threshold of pressure, which is 20 instead of 1 (review R18)."""
     cluster, environment = conf.load({})
