@@ -119,7 +119,7 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
         waits = max(moment for moment in (waits, facts.readable_since) if moment is not None)
         if now - waits > timedelta(seconds=periodic.SILENT_AFTER):
             text = "No process runs scheduled tasks; nodes that fall silent and expired leases go unnoticed."
-            hint = "Start `manage.py controller --tasks` or `manage.py qcluster`. The page System health shows the schedules."
+            hint = "Start `manage.py qcluster`. The page System health shows the schedules."
             notices.append(_notice("no-tasks", "error", text, hint))
     if facts.redis_away:
         text = "Redis or Valkey is unreachable; pages hear of operations later."
