@@ -1,7 +1,7 @@
 """Broker for django-q2's queue in the database that survives outages of the database.
 
-The library's broker connects at its creation, so a task cluster that starts during an outage ends at once;
-its pusher sleeps 10 s and ends at the first failed poll, and its monitor ends at the first failed
+The library's broker connects at its creation, so a process that starts during an outage ends at once; its
+pusher sleeps 10 s and ends at the first failed poll, and its monitor ends at the first failed
 acknowledgement. This broker logs one line and retries.
 """
 

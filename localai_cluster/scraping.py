@@ -1,7 +1,7 @@
 """`/metrics` of the server processes: authorization, response, and the metrics that come from the rows.
 
 It requires a scraper's token (`LOCALAI_METRICS_TOKEN`) or an admin's API key. The token authorizes nothing
-else. Web processes serve it beside their other routes. Controllers and the task cluster, which serve nothing
+else. Web processes serve it beside their other routes. Controllers and task processes, which serve nothing
 else, listen on an address of their own if one is configured.
 """
 
@@ -82,7 +82,7 @@ OLDEST_INTENT = RowFigure("intent_oldest_age_seconds", "Age of the oldest of it.
 PROCESSES = RowFigure(
     "processes", "Server processes that were heard lately (`web`, `controller`).", ("process",)
 )
-TASKS = RowFigure("tasks_waiting", "Scheduled tasks on the queue of the task cluster, running ones included.")
+TASKS = RowFigure("tasks_waiting", "Scheduled tasks on the queue, running ones included.")
 FIGURES = (
     READABLE,
     NODES,

@@ -1,7 +1,7 @@
 """Django's settings. Everything that an operator may change is in the table of `kit/conf.py`.
 
-The web process keeps a pool of database connections, every other process persistent ones: a pool that is open
-when django-q2 forks breaks it (`docs/decisions/0003-processes.md`).
+The web process keeps a pool of database connections, every other process persistent ones
+(`docs/decisions/0003-processes.md`).
 """
 
 import os

@@ -162,7 +162,7 @@ class ClusterSettings(env.SharedSettings):
     controller_metrics: Listener | None = setting("CLUSTER_CONTROLLER_METRICS_ADDRESS")
     """`host:port` on which the controller serves `/metrics`; each controller of a machine needs its own."""
     tasks_metrics: Listener | None = setting("CLUSTER_TASKS_METRICS_ADDRESS")
-    """The same for the task cluster; it listens a few seconds after its start."""
+    """The same for `manage.py qcluster`; `controller --tasks` counts tasks with its own."""
     log_level: Annotated[str, choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")] = setting(
         "LOG_LEVEL", "INFO"
     )

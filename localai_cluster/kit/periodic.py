@@ -16,7 +16,7 @@ from django_q.scheduler import scheduler
 from localai_cluster.kit.locks import Lock, try_lock
 
 SILENT_AFTER = 30.0
-"""Seconds that a task may wait before the task cluster counts as dead."""
+"""Seconds that a task may wait before the processes that run tasks count as dead."""
 BACKLOG = 20
 """Waiting tasks at which the ticker enqueues no more."""
 

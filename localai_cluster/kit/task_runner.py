@@ -56,15 +56,18 @@ class TaskRunner:
     """Takes tasks off django-q2's queue and runs them one after another until `stop`."""
 
     def __init__(self) -> None:
-        self._stopping = threading.Event()
+        self._is_stopping = self._has_ended = False
         # The library expects queues of processes.
         self._tasks: Any = Queue(maxsize=1)
         self._results: Any = Queue()
-        self._ended = False
 
     def stop(self) -> None:
         """Take no more tasks; the running one may end. Safe in a signal handler and from any thread."""
-        self._stopping.set()
+        self._is_stopping = True
+
+    def is_set(self) -> bool:
+        """Return True after `stop`: to the pusher this is an event. One of `threading` has a lock."""
+        return self._is_stopping
 
     def run(self) -> None:
         """Run tasks until `stop`; call it on the main thread."""
@@ -73,7 +76,7 @@ class TaskRunner:
             thread.start()
         log.info("ready to run tasks")
         timer: Any = _Timer()
-        while not self._ended:
+        while not self._has_ended:
             try:
                 # It also returns after a task that took too long.
                 worker(self._tasks, self._results, timer)
@@ -86,12 +89,12 @@ class TaskRunner:
         saving.join()
 
     def _push(self) -> None:
-        while not self._stopping.is_set():
+        while not self._is_stopping:
             try:
-                pusher(self._tasks, self._stopping)
+                pusher(self._tasks, self)
             except Exception:
                 log.exception("a task could not be read")
-        self._ended = True
+        self._has_ended = True
         self._tasks.put(_STOP)
 
     def _save(self) -> None:

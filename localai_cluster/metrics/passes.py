@@ -1,4 +1,4 @@
-"""Metrics of recurring passes: those of controllers, and the schedules that the task cluster runs."""
+"""Metrics of recurring passes: those of controllers, and the scheduled tasks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

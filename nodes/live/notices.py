@@ -118,8 +118,8 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
     if waits is not None:
         waits = max(moment for moment in (waits, facts.readable_since) if moment is not None)
         if now - waits > timedelta(seconds=periodic.SILENT_AFTER):
-            text = "No task process is running; nodes that fall silent and expired leases go unnoticed."
-            hint = "Start one with `manage.py qcluster`. The page System health shows the schedules."
+            text = "No process runs scheduled tasks; nodes that fall silent and expired leases go unnoticed."
+            hint = "Start `manage.py qcluster`. The page System health shows the schedules."
             notices.append(_notice("no-tasks", "error", text, hint))
     if facts.redis_away:
         text = "Redis or Valkey is unreachable; pages hear of operations later."

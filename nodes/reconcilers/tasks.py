@@ -34,6 +34,8 @@ SCHEDULES = [
 
 
 PRUNED_AT_ONCE = 5000
+PRUNE_SECONDS = 5.0
+"""Time limit of one run of `prune_timeline`: the tasks of a process wait for each other."""
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +102,9 @@ def prune_timeline() -> None:
     """Delete events, join tokens, audit entries, decision records and their snapshots past their retention.
 
     The last two are bounded by their size too: a fleet may make a decision every second. One transaction for
-    each chunk; return at once if another process holds the lock. Also delete stored responses that have not
-    been used for their retention, expired bus credentials, and pending nodes that have been silent for a day.
+    each chunk; the next run goes on after `PRUNE_SECONDS`; return at once if another process holds the lock.
+    Also delete stored responses that have not been used for their retention, expired bus credentials, and
+    pending nodes that have been silent for a day.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
@@ -113,8 +116,9 @@ def prune_timeline() -> None:
     prunes.append((StoredResponse.objects.prune, responses_before))
     for table, oldest in ((decision_log.TABLE, before), (snapshot_log.TABLE, snapshots_before)):
         prunes.append((table.prune, _latest(oldest, table.oldest_that_fits(cluster.decision_space))))
+    deadline = clock.monotonic() + PRUNE_SECONDS
     for prune, since in prunes:
-        while _prune_chunk(prune, since) == PRUNED_AT_ONCE:
+        while _prune_chunk(prune, since) == PRUNED_AT_ONCE and clock.monotonic() < deadline:
             pass
     bus_credentials.prune(now)
     if expired := pending.expire(now=now):

@@ -14,7 +14,7 @@ def scraped(url: str, token: str = SCRAPER) -> httpx.Response:
 
 
 def counts(url: str, what: str) -> bool:
-    """Whether a process answers and has counted this; the task cluster listens from its first result on."""
+    """Whether a process answers and has counted this."""
     try:
         lines = scraped(url).text.splitlines()
     except httpx.TransportError:
@@ -23,7 +23,7 @@ def counts(url: str, what: str) -> bool:
 
 
 def test_every_process_tells_what_it_has_done(shared: Shared) -> None:
-    """A heartbeat, a pass of the task cluster, a command at its worker; nothing without the token."""
+    """A heartbeat, a scheduled pass, a command at its worker; nothing without the token."""
     node = shared.cluster.node(shared.webs[0], "one")
     assert node
     targets = {**shared.metrics, "worker": f"http://{node['http_address']}"}

@@ -28,10 +28,11 @@ from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.run import answers
 from localai_cluster.embedded.server import last_line, wait_for
 from localai_cluster.kit import clock, processes
+from tests.measure.footprint import footprint
 from tests.measure.table import Measured, show
 from tests.support.ports import free_port
 
-FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
+FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 3.0, 900.0, 30.0, 10.0, 5
 IDLE_PERCENT, IDLE_MEMORY = 1.0, 80.0
 _NOT_COPIED = (
     ".git",
@@ -86,10 +87,14 @@ class Run:
         self._reaper.discard(self._child.pid)
         return clock.monotonic() - begun
 
+    @property
+    def mark(self) -> str:
+        """What its processes carry in their environment."""
+        return str(json.loads((self.tree / "data" / "run.lock").read_text())["mark"])
+
     def pid(self, program: str) -> int:
         """The process id of one of its programs."""
-        mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
-        return next(one.pid for one in processes.marked(f"{mark}/{program}"))
+        return next(one.pid for one in processes.marked(f"{self.mark}/{program}"))
 
 
 @contextmanager
@@ -209,6 +214,11 @@ def measure(console: Console) -> list[Measured]:
         found += cold_load(run.target, request)
         found.append(after_a_crash(run, request))
         found.append(Measured("stop with a loaded model", run.stop()))
+        console.print("third run, one web process: memory …")
+        run = Run(tree, reaper, CLUSTER_WEB_PROCESSES="1")
+        found.append(Measured("third run until ready", run.wait_ready(120), LATER_RUN))
+        found += footprint(run.mark, run.target, request)
+        run.stop()
     if os.environ.get("TESTS"):
         console.print("make test …")
         found.append(tests())

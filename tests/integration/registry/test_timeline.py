@@ -219,6 +219,20 @@ def test_the_pruning_task_goes_by_the_retention(monkeypatch: pytest.MonkeyPatch)
     assert keep == timedelta(days=30)
 
 
+def test_a_long_pruning_leaves_the_rest_to_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Item 5 of review 22: the tasks of a process run one after another, and liveness is due every 5 s."""
+    monkeypatch.setattr(tasks, "PRUNED_AT_ONCE", 2)
+    monkeypatch.setattr(tasks, "PRUNE_SECONDS", 0)
+    node = approved()
+    NodeEvent.objects.all().delete()
+    timeline.record(*(entry(node, str(number)) for number in range(5)), at=NOW - timedelta(days=999))
+    left = []
+    for _ in range(3):
+        tasks.prune_timeline()
+        left.append(len(told(node)))
+    assert left == [3, 1, 0]
+
+
 def test_long_causes_are_cut_and_long_actors_too() -> None:
     node = approved()
     long = actors.Actor(actors.ActorKind.USER, "u" * 200)
