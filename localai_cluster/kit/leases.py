@@ -87,7 +87,7 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
     varying = [field for field in fields if field not in shared]
     prepared = {field: [field.get_db_prep_save(v, database) for v in values[field]] for field in varying}
     constants = {field: field.get_db_prep_save(values[field][0], database) for field in shared}
-    columns = {field: quote(field.column) for field in fields}
+    columns = {field: quote(field.column or field.name) for field in fields}
     chosen = [f"%s::{f.db_type(database)}" if f in shared else f"v.{columns[f]}" for f in fields]
     arrays = ["%s::int[]", *(f"%s::{field.db_type(database)}[]" for field in varying)]
     names = ", ".join(["number", *(columns[field] for field in varying)])

@@ -10,6 +10,7 @@ reason.
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence, Set
+from copy import copy
 from dataclasses import asdict, replace
 from datetime import datetime
 from uuid import UUID, uuid4
@@ -127,10 +128,18 @@ def _write_parts(
     beginning = {node.id for node in scope.nodes if turns.get(node.id) == operation.open_wave}
     spares = bool(operation.waves) or scope.drains
     intents_by_node = _join_or_create_intents(operation, request, order, beginning, spares, now)
-    new_targets = [
-        _new_target(operation, node, intents_by_node.get(node.id), order, turns.get(node.id), now)
-        for node in scope.nodes
-    ]
+    ready: OperationTarget | None = None
+    new_targets = []
+    for node in scope.nodes:
+        intent = intents_by_node.get(node.id)
+        is_ready = intent and node.status == "healthy" and node.id not in order.nodes and not turns
+        if intent and is_ready and ready:
+            target = copy(ready)
+            target.node_id, target.node_name, target.intent_id = node.id, node.name, intent.id
+        else:
+            target = _new_target(operation, node, intent, order, turns.get(node.id), now)
+            ready = target if is_ready else ready
+        new_targets.append(target)
     new_targets += [left_out.part(operation, now) for left_out in scope.left_out]
     wave_requests.wait_for_turns(list(filter(targets.held, new_targets)), new_targets, now)
     new_targets.sort(key=lambda target: target.node_name)
@@ -186,19 +195,18 @@ def _join_or_create_intents(
     if spares:
         waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in joined.values()])
         waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
-    columns = request.columns()
-    new = [
-        PendingBackendOp(
-            node_id=id,
-            operation_id=operation.id,
-            spares_requests=spares,
-            next_retry_at=now,
-            requested_at=requested_at,
-            created_at=now,
-            **columns,
-        )
-        for id in sorted(node_ids - joined.keys())
-    ]
+    pattern = PendingBackendOp(
+        operation_id=operation.id,
+        spares_requests=spares,
+        next_retry_at=now,
+        requested_at=requested_at,
+        created_at=now,
+        **request.columns(),
+    )
+    # A copy takes a quarter of the constructor's time.
+    new = [copy(pattern) for _ in node_ids - joined.keys()]
+    for intent, node_id in zip(new, sorted(node_ids - joined.keys()), strict=True):
+        intent.id, intent.node_id = uuid4(), node_id
     insert_rows(new)
     return joined | {intent.node_id: intent for intent in new}
 

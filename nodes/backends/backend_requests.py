@@ -6,7 +6,7 @@ different request follows that row, joining it would let the older request win: 
 or the request is refused if the row has begun.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -198,6 +198,11 @@ class RequestOrder:
 
     same: Mapping[UUID, PendingBackendOp]
     others: Mapping[UUID, list[PendingBackendOp]]
+
+    @property
+    def nodes(self) -> Set[UUID]:
+        """The nodes with rows of the backend."""
+        return self.same.keys() | self.others.keys()
 
     @classmethod
     def of(cls, request: BackendRequest, rows: Iterable[PendingBackendOp]) -> "RequestOrder":

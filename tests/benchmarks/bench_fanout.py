@@ -3,8 +3,8 @@
 `python -m tests.benchmarks.bench_fanout [--nodes 100 1000] [--seconds 5] [--ticks 20]` starts servers, a web
 process, a controller and simulated workers, with one page open. For each number of nodes it installs a
 backend there and prints when the first and the last command arrived after the answer, when all had ended,
-how many statements and processor seconds that took, and how much the page was told. Simulator and servers
-share this machine: compare figures of one run only.
+how many statements and processor seconds that took, and how much the page was told. At last it removes all
+nodes in one operation. Simulator and servers share this machine: compare figures of one run only.
 """
 
 import argparse
@@ -103,6 +103,23 @@ async def install(
     )
 
 
+async def remove(cluster: Cluster, web: Counted, controller: Counted, ids: list[str]) -> None:
+    """Removes the nodes in one operation and prints how it went."""
+    before, began = (web.now(), controller.now()), clock.monotonic()
+    body = {"verb": "remove", "ids": ids}
+    answer = await asyncio.to_thread(cluster.post, web.process, "/api/nodes/bulk", body)
+    answered, job = clock.monotonic(), answer.json()["jobID"]
+    await until(lambda: state(cluster, job) in _ENDED)
+    ended, after = clock.monotonic(), (web.now(), controller.now())
+    print(
+        f"{len(ids)} nodes removed: answer after {answered - began:.2f} s, all ended {ended - began:.2f} s"
+        f" ({state(cluster, job)}); statements: web {after[0][0] - before[0][0]}, controller"
+        f" {after[1][0] - before[1][0]}; processor: web {after[0][1] - before[0][1]:.2f} s, controller"
+        f" {after[1][1] - before[1][1]:.2f} s",
+        flush=True,
+    )
+
+
 def state(cluster: Cluster, job: str) -> str:
     """The operation's status."""
     return str(cluster.rows("SELECT status FROM operations WHERE id = %s", job)[0][0])
@@ -119,6 +136,7 @@ async def run(cluster: Cluster, chosen: argparse.Namespace, ids: list[str], inst
         for count in chosen.nodes:
             print(f"load {os.getloadavg()[0]:.1f}", flush=True)
             await install(cluster, web, controller, simulated, count, told)
+        await remove(cluster, web, controller, ids)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
 

@@ -178,7 +178,7 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=1)
     options.add_argument("--runs", type=int, default=1)
     chosen = options.parse_args()
-    with running_cluster(CLUSTER_NODE_STALE_AFTER="24h") as cluster:
+    with running_cluster(CLUSTER_NODE_STALE_AFTER="24h", CLUSTER_NODE_GONE_AFTER="24h") as cluster:
         planted.set_up(cluster)
         asyncio.run(run(cluster, chosen.rounds, chosen.clients, chosen.runs))
 
