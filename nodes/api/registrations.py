@@ -246,6 +246,8 @@ T = TypeVar("T")
 MOST_TOGETHER = 32
 PATIENCE = 1.0
 """Seconds for which a shared transaction waits for a row that another one holds."""
+CROWD, CROWD_DELAY = 4, 0.01
+"""After a transaction of so many registrations, those that wait for the next one wait so many seconds."""
 _PRIVATE = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
 REGISTERED = Shape(
@@ -300,7 +302,11 @@ class Registrar:
         return outcome
 
     async def _register_all(self) -> None:
+        batch: Sequence[_Waiting] = ()
         while self._asked:
+            if len(batch) >= CROWD:
+                # The callers of the last batch are about to send their next registrations.
+                await asyncio.sleep(CROWD_DELAY)
             batch, self._asked = _split_batch(self._asked)
             outcomes = await self._together([claim for claim, _ in batch])
             for (_, answer), outcome in zip(batch, outcomes, strict=True):

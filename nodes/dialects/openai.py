@@ -226,9 +226,9 @@ class ChatChunks(CompletionEvents):
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return openai_common.render_events([chunk for delta in deltas for chunk in self._chunks(delta)])
+        return b"".join([chunk for delta in deltas for chunk in self._chunks(delta)])
 
-    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def _chunks(self, delta: TextDelta) -> list[bytes]:
         chunks = []
         if delta.choice not in self._started_choices:
             self._started_choices.add(delta.choice)
@@ -273,7 +273,7 @@ class ChatChunks(CompletionEvents):
 
     def _choice_chunk(
         self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()
-    ) -> dict[str, Any]:
+    ) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish or None}
         if self._head.generation.sampling.logprobs:
             choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
@@ -429,9 +429,9 @@ class CompletionChunks(CompletionEvents):
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return openai_common.render_events([chunk for delta in deltas for chunk in self._chunks(delta)])
+        return b"".join([chunk for delta in deltas for chunk in self._chunks(delta)])
 
-    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def _chunks(self, delta: TextDelta) -> list[bytes]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text

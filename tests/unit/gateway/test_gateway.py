@@ -10,6 +10,7 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.errors import Unavailable
 from localai_cluster.rpc.client import ClientPool
 from localai_cluster.rpc.errors import (
     BackendError,
@@ -22,7 +23,7 @@ from localai_cluster.rpc.errors import (
     Refused,
     Rejected,
 )
-from nodes.gateway import gateway
+from nodes.gateway import endpoint, gateway
 from nodes.gateway.gateway import MAX_REPLICAS, Gateway
 from nodes.gateway.picks import Picker
 from nodes.gateway.prefix_routing import PrefixRouter
@@ -145,3 +146,32 @@ async def test_a_notification_that_is_not_understood_is_passed_over(
         await gateway._listen(hints, PrefixRouter(300.0, lambda news: None))
         assert await watch.changed(timeout=0)
     assert ["'no node'" in caplog.text, "'no replica'" in caplog.text] == [True, True]
+
+
+async def test_a_block_is_ended_with_an_error_but_a_foreign_cancellation_goes_first() -> None:
+    """Of nested blocks the one whose `cancel` was called raises; afterwards the task goes on."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def nested() -> None:
+        with endpoint.CancelScope() as outer, endpoint.CancelScope():
+            outer.cancel(Unavailable("outer"))
+            await asyncio.sleep(0)
+
+    with pytest.raises(Unavailable, match="outer"):
+        await nested()
+    assert task.cancelling() == 0
+
+    async def work() -> None:
+        with endpoint.CancelScope() as scope:
+            asyncio.get_running_loop().call_soon(scope.cancel, Unavailable("ours"))
+            await asyncio.Event().wait()
+
+    started = asyncio.create_task(work())
+    with pytest.raises(Unavailable, match="ours"):
+        await started
+    started = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    started.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await started

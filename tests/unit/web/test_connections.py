@@ -27,6 +27,7 @@ class _Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent = b""
+        self.writes = 0
         self.closed = False
         self.aborts = 0
 
@@ -41,6 +42,7 @@ class _Wire(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self.sent += bytes(data)
+        self.writes += 1
 
     def pause_reading(self) -> None:
         pass
@@ -217,6 +219,24 @@ async def test_a_slow_and_steady_body_is_not_cut(monkeypatch: pytest.MonkeyPatch
     assert client.wire.sent.startswith(b"HTTP/1.1 200")
     assert not client.wire.closed
     client.leaves()
+
+
+async def test_a_response_leaves_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and body are one write; a head without a body leaves all the same, also before a close."""
+    whole = _Client(monkeypatch, _brief_after_body)
+    whole.connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
+    await _answered(whole)
+    assert (whole.wire.writes, whole.wire.sent[:12]) == (1, b"HTTP/1.1 200")
+    for end in (asyncio.sleep(0), None):
+        client = _Client(monkeypatch)
+        client.connection.transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        if end is None:
+            client.connection.transport.close()
+        else:
+            await end
+        assert client.wire.sent == b"HTTP/1.1 200 OK\r\n\r\n"
+        client.leaves()
+    whole.leaves()
 
 
 async def test_a_body_that_we_do_not_read_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
