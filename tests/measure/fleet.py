@@ -9,8 +9,8 @@ import uvloop
 
 from localai_cluster.kit import clock
 from tests.benchmarks import planted
-from tests.benchmarks.bench_registry import AT_ONCE, Fleet, secret
 from tests.benchmarks.raw import Answer, Connection, percentile
+from tests.benchmarks.registering import AT_ONCE, Fleet, secret
 from tests.conftest import eventually
 from tests.measure import load
 from tests.measure.sides import PROGRAMS, Side, costs
