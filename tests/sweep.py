@@ -99,6 +99,7 @@ def parts() -> tuple[Part, ...]:
         ),
         Part("faults", tests("tests/acceptance/test_faults.py"), 10),
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
+        Part("memory fit", tests("tests/integration/examples/test_memory_fit.py")),
         Part("wire", tests("tests/wire")),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
         Part("real registry", tests("tests/wire/test_registry.py", "-s")),

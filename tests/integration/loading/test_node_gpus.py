@@ -366,6 +366,27 @@ def test_two_racers_for_the_last_room_on_one_gpu() -> None:
     assert rooms(node) == [2, 4]
 
 
+@pytest.mark.rule("R1.51", "R2.41", "R2.43")
+def test_a_share_of_a_card_is_reserved_on_one_of_them() -> None:
+    """Half of a card of 24 GiB; a second load that takes most of a card gets the other one, a third none."""
+    node = told_by("one", 24, 24, total_vram=48 * GIB)
+    (view,) = fleet_cache.read_fleet("m", allowed_nodes=[node.pk])
+
+    def taking(name: str, share: float) -> Slot | NoSlot:
+        need = Need(vram_required=True, vram_share=share)
+        return slots.reserve(
+            view, name, attempt=attempt(f"{name}:1"), backend="b", now=clock.now(), need=need
+        )
+
+    assert [len(ids(taking("a", 0.5))), len(ids(taking("b", 0.9)))] == [1, 1]
+    assert sorted(rooms(node)) == [2, 12]
+    assert list(NodeModel.objects.order_by("model_name").values_list("vram_needed", flat=True)) == [
+        12 * GIB,
+        int(24 * GIB * 0.9),
+    ]
+    assert taking("c", 0.9) == NoSlot(Reason.MEMORY)
+
+
 def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[dict[str, Any]]:
     """The first node has two GPUs, the second is full; answers what engines are told to load."""
     BackendNode.objects.filter(pk=stage.one.pk).update(

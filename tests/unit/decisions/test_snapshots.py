@@ -144,7 +144,8 @@ def test_every_field_of_a_node_comes_back() -> None:
         file_port_failed=True,
         has_backend=True,
     )
-    question = LoadQuestion(FleetView([node], Need(1, True, 2, True)))
+    need = Need(1, True, 2, True, 3, True, 0.5, (("weights", 1), ("context", 2)))
+    question = LoadQuestion(FleetView([node], need))
     known = load_snapshots.decode_load(read_back(load_snapshots.encode_load("1", "m", question)), "1", "m")
     assert known is not None
     assert known.question == question

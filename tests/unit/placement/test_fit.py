@@ -311,9 +311,9 @@ def test_the_need_has_its_terms_and_a_definition_may_state_it(folder: Path) -> N
         assert need_of(files, vram_needed=stated).terms == (("stated", 12 * GIB),)
     assert need_of(files, vram_needed="1.5GB").vram == 1_500_000_000
     assert need_of(files, backend="cpu-llama-cpp") == Need(disk=2 * GIB, terms=(), **_switches())
-    for stated in ("much", "12", -1, True, 2**60, ["1GB"]):
+    for unusable in ("much", "12", -1, True, 2**60, ["1GB"]):
         with pytest.raises(UnusableDefinition, match="`vram_needed` is not a size"):
-            parse_definition({**DOCUMENT, "vram_needed": stated}, "m.yaml")
+            parse_definition({**DOCUMENT, "vram_needed": unusable}, "m.yaml")
 
 
 def _switches() -> dict[str, bool]:
