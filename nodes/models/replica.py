@@ -79,8 +79,6 @@ class ReplicaState(models.TextChoices):
 
 BEING_LOADED = (ReplicaState.STAGING, ReplicaState.LOADING)
 """The states of rows that a load owns."""
-LOADING_PHASES = (Phase.RESERVED, Phase.STAGING, Phase.STARTING)
-"""The phases of those rows."""
 STATE_OF: Mapping[str, str | None] = {
     Phase.RESERVED: ReplicaState.LOADING,
     Phase.STAGING: ReplicaState.STAGING,
@@ -92,6 +90,8 @@ STATE_OF: Mapping[str, str | None] = {
     Phase.DEPARTED: None,
 }
 """The seed's state of each phase. A departed replica has none and counts nowhere as a replica."""
+LOADING_PHASES = tuple(phase for phase in Phase if STATE_OF[phase] in BEING_LOADED)
+"""The phases of rows that a load owns, in their order."""
 _STATE = Case(
     *(When(phase=phase, then=Value(state)) for phase, state in STATE_OF.items() if state is not None),
     output_field=models.CharField(max_length=16),

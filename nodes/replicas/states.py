@@ -137,9 +137,9 @@ def _to(target: Phase | None, *sources: Phase | None) -> dict[Phase | None, Phas
     return dict.fromkeys(sources, target)
 
 
-_ENGINES = (Phase.STARTING, Phase.SERVING, Phase.DRAINING, Phase.TERMINATING, Phase.STOPPING)
 WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
 """Phases in which no process has been started."""
+_ENGINES = tuple(phase for phase in Phase if phase not in (*WITHOUT_ENGINE, Phase.DEPARTED))
 
 TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ReplicaEvent.RESERVED: ReplicaTransition(

@@ -6,7 +6,7 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from nodes.decisions import reserved_memory
-from nodes.models import BackendNode, NodeModel, Phase
+from nodes.models import LOADING_PHASES, BackendNode, NodeModel, Phase
 from nodes.replicas.states import PHASES
 from operations.models import ACTIVE, Operation, OperationTarget
 from operations.targets import ENDED
@@ -75,7 +75,7 @@ class Invariants:
             assert phases in ALLOWED, f"{after or before}: {phases[0]} was followed by {phases[1]}"
             if before is None or after is None:
                 continue
-            if phases == (Phase.STARTING, Phase.SERVING) and not was_blocked:
+            if before.phase in LOADING_PHASES and after.phase == Phase.SERVING and not was_blocked:
                 self._is_published_by_its_attempt(before, rows)
             if phases == (Phase.DRAINING, Phase.SERVING) and before.reason == "unload" and before.owner:
                 mine = OperationTarget.objects.filter(operation_id=before.owner[0], node_id=before.node_id)

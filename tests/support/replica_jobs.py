@@ -34,7 +34,7 @@ from nodes.loading.load_attempts import Attempt as PlacedAttempt
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_placement import PendingEviction
 from nodes.loading.load_request import ProgressDeadline
-from nodes.models import BackendNode, NodeModel, PendingBackendOp, PhaseReason, ReplicaUse
+from nodes.models import LOADING_PHASES, BackendNode, NodeModel, PendingBackendOp, PhaseReason, ReplicaUse
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
@@ -447,7 +447,7 @@ class Cluster:
 
 def abandoned_loads(model: str | None = None) -> set[str]:
     """Return the rows of loads whose attempt does not run, whatever the product takes for running."""
-    rows = NodeModel.engines.filter(phase__in=("reserved", "staging", "starting"))
+    rows = NodeModel.engines.filter(phase__in=LOADING_PHASES)
     rows = rows if model is None else rows.filter(model_name=model)
     running = set(Operation.objects.filter(status="processing").values_list("pk", "fence"))
     return {f"{row} {row.pk}" for row in rows if (row.owner_id, row.owner_fence) not in running}

@@ -65,7 +65,7 @@ def columns(
         }
     if phase in (Phase.STOPPING, Phase.DEPARTED):
         life |= {"next_stop_at": now + SOON}
-    if phase == Phase.STARTING:
+    if phase in LOADING_PHASES and phase not in WITHOUT_ENGINE:
         life |= {"started_at": now}
     if phase in WITHOUT_ENGINE:
         fields.pop("address", None)

@@ -18,7 +18,7 @@ from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load, load_request
-from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
+from nodes.models import LOADING_PHASES, BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
@@ -217,7 +217,7 @@ def test_a_new_one_that_is_published_twice_takes_one_former_one_out() -> None:
     """The place was lost: nothing changes."""
     one = node()
     former = old(one)
-    new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
+    new = hot.replica(one, "echo", 1, phase=LOADING_PHASES[-1], owner=attempt("1:1"))
     run(attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
@@ -272,7 +272,7 @@ def test_a_replacement_is_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -
     """Successor, former one and load info change together; a stop was not sent yet."""
     one = node()
     former = old(one)
-    new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
+    new = hot.replica(one, "echo", 1, phase=LOADING_PHASES[-1], owner=attempt("1:1"))
     info = ModelLoadInfo.objects.create(model_name="echo", backend_type="former", updated_at=clock.now())
     run(attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)

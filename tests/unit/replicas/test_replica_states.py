@@ -43,7 +43,7 @@ def test_only_a_load_leads_to_serving_or_what_has_not_been_stopped_returns_to_it
         for source, target in row.follows.items()
         if target == Phase.SERVING
     }
-    assert sources == {Phase.STARTING, Phase.DRAINING}
+    assert sources == {LOADING_PHASES[-1], Phase.DRAINING}
 
 
 def test_the_document_is_up_to_date() -> None:
