@@ -28,7 +28,6 @@ from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.run import answers
 from localai_cluster.embedded.server import last_line, wait_for
 from localai_cluster.kit import clock, processes
-from tests.measure.footprint import footprint
 from tests.measure.table import Measured, show
 from tests.support.ports import free_port
 
@@ -87,14 +86,10 @@ class Run:
         self._reaper.discard(self._child.pid)
         return clock.monotonic() - begun
 
-    @property
-    def mark(self) -> str:
-        """What its processes carry in their environment."""
-        return str(json.loads((self.tree / "data" / "run.lock").read_text())["mark"])
-
     def pid(self, program: str) -> int:
         """The process id of one of its programs."""
-        return next(one.pid for one in processes.marked(f"{self.mark}/{program}"))
+        mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
+        return next(one.pid for one in processes.marked(f"{mark}/{program}"))
 
 
 @contextmanager
@@ -214,11 +209,6 @@ def measure(console: Console) -> list[Measured]:
         found += cold_load(run.target, request)
         found.append(after_a_crash(run, request))
         found.append(Measured("stop with a loaded model", run.stop()))
-        console.print("third run, one web process: memory …")
-        run = Run(tree, reaper, CLUSTER_WEB_PROCESSES="1")
-        found.append(Measured("third run until ready", run.wait_ready(120), LATER_RUN))
-        found += footprint(run.mark, run.target, request)
-        run.stop()
     if os.environ.get("TESTS"):
         console.print("make test …")
         found.append(tests())
