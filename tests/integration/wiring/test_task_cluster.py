@@ -1,5 +1,8 @@
 """The scheduled tasks in real processes: alone, and in a controller; killed, hung, and stopped."""
 
+# django-q2 carries no types.
+# mypy: allow-untyped-calls
+
 import os
 import signal
 import subprocess
@@ -65,7 +68,8 @@ def waiting(begun: Path, go: Path) -> str:
 
 def outcomes() -> dict[str, bool]:
     """Whether each task that has ended succeeded, without the scheduled ones."""
-    return {group: ok for group, ok in Task.objects.values_list("group", "success") if ":" not in group}
+    ended = Task.objects.values_list("group", "success")
+    return {str(group): ok for group, ok in ended if ":" not in str(group)}
 
 
 @EITHER
