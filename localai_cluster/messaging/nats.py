@@ -298,7 +298,9 @@ class _Subscription:
         self._received: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(INBOUND_LIMIT)
         self._running: set[asyncio.Task[None]] = set()
         self._carrier: NatsSubscription | None = None
-        self._dispatcher = asyncio.create_task(self._dispatch(), name=f"dispatch {subject}")
+        self._dispatchers: list[asyncio.Task[None]] = []
+        if self._is_queued:
+            self._dispatchers.append(asyncio.create_task(self._dispatch(), name=f"dispatch {subject}"))
         self._end_task: asyncio.Task[None] | None = None
 
     async def attach(self, client: Client, group: str) -> NatsSubscription | None:
@@ -325,17 +327,18 @@ class _Subscription:
 
     async def _end(self) -> None:
         await self._received.join()
-        self._dispatcher.cancel()
+        for task in self._dispatchers:
+            task.cancel()
 
     async def finish(self) -> None:
         """Wait up to `CLOSE_TIMEOUT` until received messages are handled, then cancel the handlers."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._received.join()
-        self._dispatcher.cancel()
-        for task in list(self._running):
+        tasks = [*self._dispatchers, *self._running]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(self._dispatcher, *self._running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive(self, message: Msg) -> None:
         try:

@@ -26,7 +26,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import connection, transaction
-from django.db.models import F, Min, Q
+from django.db.models import Count, F, Min, Q
 
 from localai_cluster.accounts.actors import CONTROLLER, task
 from localai_cluster.kit import clock, conf
@@ -288,19 +288,13 @@ class LateNode:
 
 @dataclass(frozen=True)
 class Late:
-    """The nodes to probe, the longest silent first, and the number of all.
+    """The nodes to probe, the longest silent first.
 
     `hearing_since`: the time since which a web process could hear them; None without one.
     """
 
     nodes: Sequence[LateNode]
     hearing_since: datetime | None
-    of: int
-
-    @property
-    def is_massive(self) -> bool:
-        """True if so many are late that the network or the servers are the more likely cause."""
-        return self.of >= SMALLEST_FLEET and len(self.nodes) * 3 > self.of
 
 
 def absent_nodes(
@@ -326,11 +320,17 @@ def absent_nodes(
 
 
 def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime) -> Late:
-    """Read the nodes to probe in three queries: late or `watched` ones, and those of these bus users."""
+    """Read the nodes to probe: late or `watched` ones, and those of these bus users.
+
+    None if they are massive. One query without any, else three.
+    """
     disconnected = BusCredential.objects.filter(public_key__in=users).values("node_id")
     unheard = Q(last_heartbeat__lt=now - LATE) | Q(last_heartbeat__isnull=True)
-    nodes = inventory.askable().filter(unheard | Q(pk__in=watched) | Q(pk__in=disconnected))
-    rows = nodes.order_by(F("last_heartbeat").asc(nulls_first=True))
+    chosen = unheard | Q(pk__in=watched) | Q(pk__in=disconnected)
+    counts = inventory.askable().aggregate(of=Count("pk"), late=Count("pk", filter=chosen))
+    if not counts["late"] or _is_massive(counts["late"], counts["of"]):
+        return Late([], None)
+    rows = inventory.askable().filter(chosen).order_by(F("last_heartbeat").asc(nulls_first=True))
     living = WebProcess.objects.filter(seen_at__gte=now - timedelta(seconds=web))
     return Late(
         [
@@ -340,8 +340,12 @@ def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float,
             )
         ],
         living.aggregate(since=Min("hearing_since"))["since"],
-        inventory.askable().count(),
     )
+
+
+def _is_massive(late: int, of: int) -> bool:
+    """Return True if so many are late that the network or the servers are the more likely cause."""
+    return of >= SMALLEST_FLEET and late * 3 > of
 
 
 class BusProbes(PeriodicTask):
@@ -376,9 +380,6 @@ class BusProbes(PeriodicTask):
         late = await in_thread(
             late_nodes, list(self._absences), users, web=cluster.web_stale_after, now=clock.now()
         )
-        if late.is_massive:
-            self._absences.clear()
-            return
         await self._probe_nodes(late.nodes)
         limits = {"doubt": cluster.node_doubt_after, "gone": cluster.node_gone_after}
         unhealthy, offline = absent_nodes(late, self._absences, clock.now(), **limits)

@@ -238,7 +238,8 @@ async def test_the_server_reports_whose_connection_has_ended(
     worker = await joined(servers)
     await worker.close()
     assert servers.credentials
-    await eventually(lambda: servers.credentials.public_key in gone, what="the user is named")
+    user = servers.credentials.public_key
+    await eventually(lambda: user in gone, what="the user is named")
     await revocations._receive_disconnect(Message(advisories, b'{"client": 1}', False))
 
 

@@ -17,7 +17,7 @@ from nodes.backends import intents as intent_rows
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
-from nodes.registry import change, lifecycle
+from nodes.registry import lifecycle
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.fleet import ROOT, at_once
@@ -278,7 +278,7 @@ def test_a_request_for_a_node_that_is_just_being_removed_waits_and_is_refused() 
     ask(INSTALL, node)
     answers: list[str] = []
     with transaction.atomic():
-        change.lock_node(node.pk, removing=True)
+        BackendNode.objects.select_for_update().get(pk=node.pk)
         thread = threading.Thread(target=lambda: answers.extend(at_once(partial(_answer, [node]))))
         thread.start()
         waiting()

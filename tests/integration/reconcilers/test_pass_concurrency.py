@@ -23,7 +23,7 @@ from nodes.models import (
     WebProcess,
 )
 from nodes.reconcilers.liveness import Limits, Plan, apply
-from nodes.registry import change, lifecycle
+from nodes.registry import lifecycle
 from nodes.registry.registration import Running
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.slots import Slot, reserve
@@ -81,7 +81,7 @@ def test_nothing_new_refers_to_a_node_between_its_last_look_and_its_end() -> Non
             failed.append(True)
 
     with transaction.atomic():
-        change.lock_node(node.pk, removing=True)
+        BackendNode.objects.select_for_update().get(pk=node.pk)
         thread = threading.Thread(target=lambda: at_once(insert))
         thread.start()
         waiting()

@@ -97,7 +97,9 @@ class World:
             or worker.id in watched
             or str(worker.id) in users
         ]
-        return Late(chosen, _moment(self.hearing_since), len(rows))
+        if liveness._is_massive(len(chosen), len(rows)):
+            return Late([], None)
+        return Late(chosen, _moment(self.hearing_since))
 
     def mark(self, unhealthy: Any, offline: Any, **_: Any) -> None:
         self.marks += [("unhealthy", id, self.now) for id in unhealthy]
@@ -249,9 +251,8 @@ def test_what_silence_and_absence_prove(
     silent: float, absent: float, probes: int, hearing: float | None, expected: str
 ) -> None:
     now, node = _moment(0), UUID(int=1)
-    late = Late(
-        [LateNode(node, "w", _moment(-silent), False)], None if hearing is None else _moment(-hearing), 1
-    )
+    since = None if hearing is None else _moment(-hearing)
+    late = Late([LateNode(node, "w", _moment(-silent), False)], since)
     absences = {node: liveness.Absence(-absent, 0.0, probes)}
     unhealthy, offline = liveness.absent_nodes(late, absences, now, doubt=5, gone=30)
     assert (unhealthy, offline) == (
