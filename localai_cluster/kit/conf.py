@@ -234,7 +234,7 @@ class ClusterSettings(env.SharedSettings):
     stream_stall: Seconds = setting("CLUSTER_STREAM_STALL", "2m")
     """Longest gap between two pieces of text, and longest stall of a client that does not read."""
     stream_client: Annotated[str, choice("http2", "grpc")] = setting("CLUSTER_STREAM_CLIENT", "http2")
-    """Reader of the engines' streams of text: `http2`, or `grpc`, which takes several times the CPU."""
+    """Client of the engines' text and vectors: `http2`, or `grpc`, which takes several times the CPU."""
     expose_node_header: bool = setting("LOCALAI_EXPOSE_NODE_HEADER", "false")
     """Return the node's id in the header `X-LocalAI-Node`; an administrator's session always gets it."""
     prefix_cache: bool = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE", "true")

@@ -246,7 +246,7 @@ T = TypeVar("T")
 MOST_TOGETHER = 32
 PATIENCE = 1.0
 """Seconds for which a shared transaction waits for a row that another one holds."""
-CROWD, CROWD_DELAY = 4, 0.01
+CROWD, CROWD_DELAY = 4, 0.005
 """After a transaction of so many registrations, those that wait for the next one wait so many seconds."""
 _PRIVATE = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
