@@ -35,7 +35,7 @@ _PARALLEL = {"falcon", "cohere2", "cohere2moe", "command-r", "gptneox", "phi2", 
 Figures = Mapping[str, int | tuple[int, ...]]
 
 
-class Tensor(Protocol):
+class WeightTensor(Protocol):
     """A tensor: its name, the number of ggml's type, its dimensions and its bytes."""
 
     @property
@@ -48,7 +48,7 @@ class Tensor(Protocol):
     def size(self) -> int: ...
 
 
-class Header(Protocol):
+class ModelHeader(Protocol):
     """The figures of a model's file, by their keys without the architecture, and its tensors."""
 
     @property
@@ -56,7 +56,7 @@ class Header(Protocol):
     @property
     def figures(self) -> Figures: ...
     @property
-    def tensors(self) -> Sequence[Tensor]: ...
+    def tensors(self) -> Sequence[WeightTensor]: ...
     def __hash__(self) -> int: ...
 
 
@@ -123,7 +123,7 @@ class _Figures:
 
 
 @lru_cache(maxsize=64)
-def describe(header: Header, size: int) -> Model | None:
+def describe(header: ModelHeader, size: int) -> Model | None:
     """Describe a model whose weights have `size` bytes; None if the header does not have enough figures.
 
     A header is compared by its identity: it is read once for each state of its file.
@@ -158,13 +158,13 @@ def describe(header: Header, size: int) -> Model | None:
     )
 
 
-def _add_weights(tensors: Iterable[Tensor], layers: Sequence[Layer], output: Layer) -> int:
+def _add_weights(tensors: Iterable[WeightTensor], layers: Sequence[Layer], output: Layer) -> int:
     """Add each tensor to its layer or to the output; return the bytes of the token embedding.
 
     The embedding stays in the main memory. Without an output of its own a model uses it for that too, so the
     device gets a second one (`load_tensors` in llama.cpp).
     """
-    tied: Tensor | None = None
+    tied: WeightTensor | None = None
     embedding, has_output = 0, False
     for tensor in tensors:
         block, _, _ = tensor.name.removeprefix("blk.").partition(".")
@@ -183,7 +183,7 @@ def _add_weights(tensors: Iterable[Tensor], layers: Sequence[Layer], output: Lay
     return embedding
 
 
-def _add(layer: Layer, tensor: Tensor) -> None:
+def _add(layer: Layer, tensor: WeightTensor) -> None:
     layer.weights += tensor.size
     rows = tensor.shape[1] if len(tensor.shape) > 1 else 0
     if tensor.type in _REPACKED and rows and rows % 8 == 0 and "norm" not in tensor.name:
@@ -270,7 +270,7 @@ def _state_bytes(figures: _Figures) -> int:
     return 4 * (max(kernel - 1, 0) * (inner + 2 * figures.of("ssm.group_count") * state) + inner * state)
 
 
-def _inner(figures: _Figures, tensors: Iterable[Tensor], width: int) -> int:
+def _inner(figures: _Figures, tensors: Iterable[WeightTensor], width: int) -> int:
     """Return the numbers of a token that a layer's network or recurrence holds at once.
 
     A gated network holds gate, product and sum, one without a gate only the product. Experts whose outputs

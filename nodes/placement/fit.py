@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nodes.placement.architectures import MOST_LAYERS, Header, Layer, Model, describe
+from nodes.placement.architectures import MOST_LAYERS, Layer, Model, ModelHeader, describe
 
 CONTEXT = 8192
 """Tokens of context if the definition does not set them (C37)."""
@@ -49,7 +49,7 @@ class Files(Protocol):
     @property
     def weights(self) -> int: ...
     @property
-    def header(self) -> Header | None: ...
+    def header(self) -> ModelHeader | None: ...
     @property
     def projector(self) -> int: ...
     @property
@@ -57,7 +57,7 @@ class Files(Protocol):
     @property
     def draft(self) -> int: ...
     @property
-    def draft_header(self) -> Header | None: ...
+    def draft_header(self) -> ModelHeader | None: ...
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def estimate(files: Files, load: LoadOptions, kind: str = "cuda") -> Terms:
     return tuple((name, min(size, LARGEST)) for name, size in terms.items() if size > 0)
 
 
-def _model_terms(header: Header | None, size: int, load: LoadOptions, kind: str) -> dict[str, int]:
+def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind: str) -> dict[str, int]:
     model = describe(header, size) if header is not None else None
     if model is None:
         return {"weights": size, "context": _BYTES_PER_TOKEN * load.context}

@@ -384,7 +384,7 @@ def test_a_share_of_a_card_is_reserved_on_one_of_them() -> None:
         12 * GIB,
         int(24 * GIB * 0.9),
     ]
-    assert taking("c", 0.9) == NoSlot(Reason.MEMORY)
+    assert taking("c", 0.9) == NoSlot(Reason.GPUS)
 
 
 def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[dict[str, Any]]:
