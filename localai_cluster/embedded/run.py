@@ -260,7 +260,8 @@ class Cluster:
 @cache
 def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
     """Return the client for probes. One for each call would make a TLS context, which takes 20 ms."""
-    return httpx.Client(timeout=2, trust_env=False, verify=trust)
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(timeout=2, trust_env=False, verify=trust, limits=limits)
 
 
 def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
