@@ -287,7 +287,7 @@ class LateNode:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateNodes:
     """The nodes to probe, the longest silent first.
 
     `hearing_since`: the time since which a web process could hear them; None without one.
@@ -298,7 +298,7 @@ class Late:
 
 
 def absent_nodes(
-    late: Late, absences: Mapping[UUID, Absence], now: datetime, *, doubt: float, gone: float
+    late: LateNodes, absences: Mapping[UUID, Absence], now: datetime, *, doubt: float, gone: float
 ) -> tuple[list[UUID], list[UUID]]:
     """Return the nodes to mark unhealthy and offline, after `doubt` and `gone` seconds. Pure.
 
@@ -319,7 +319,7 @@ def absent_nodes(
     return unhealthy, offline
 
 
-def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime) -> Late:
+def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime) -> LateNodes:
     """Read the nodes to probe: late or `watched` ones, and those of these bus users.
 
     None if they are massive. One query without any, else three.
@@ -329,10 +329,10 @@ def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float,
     chosen = unheard | Q(pk__in=watched) | Q(pk__in=disconnected)
     counts = inventory.askable().aggregate(of=Count("pk"), late=Count("pk", filter=chosen))
     if not counts["late"] or _is_massive(counts["late"], counts["of"]):
-        return Late([], None)
+        return LateNodes([], None)
     rows = inventory.askable().filter(chosen).order_by(F("last_heartbeat").asc(nulls_first=True))
     living = WebProcess.objects.filter(seen_at__gte=now - timedelta(seconds=web))
-    return Late(
+    return LateNodes(
         [
             LateNode(id, name, max(approved, heard or approved), unhealthy is not None)
             for id, name, heard, approved, unhealthy in rows.values_list(

@@ -20,7 +20,7 @@ from localai_cluster.kit.locks import Lock
 from nodes.models import BackendNode, BusCredential, NodeEvent, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import tasks
 from nodes.reconcilers.liveness import (
-    Late,
+    LateNodes,
     Limits,
     NodeSigns,
     Observed,
@@ -319,7 +319,7 @@ def test_absent_nodes_are_read_and_marked_at_the_same_cost(
     """
     fleet = make_nodes(4 * count, heard=1)
     with django_assert_num_queries(1):
-        assert late_nodes([], ["U1"], web=LIMITS.web, now=NOW) == Late([], None)
+        assert late_nodes([], ["U1"], web=LIMITS.web, now=NOW) == LateNodes([], None)
     nodes = fleet[:count]
     BackendNode.objects.filter(pk__in=[node.pk for node in nodes]).update(last_heartbeat=ago(40))
     fresh, known = make_node("fresh", heard=1), make_node("known", heard=3)
@@ -328,7 +328,7 @@ def test_absent_nodes_are_read_and_marked_at_the_same_cost(
         late = late_nodes([], ["U1"], web=LIMITS.web, now=NOW)
     assert {node.id for node in late.nodes} == {*(node.pk for node in nodes), known.pk}
     assert late.hearing_since == ago(999)
-    assert late_nodes([node.pk for node in fleet], [], web=LIMITS.web, now=NOW) == Late([], None)
+    assert late_nodes([node.pk for node in fleet], [], web=LIMITS.web, now=NOW) == LateNodes([], None)
     halves = [node.pk for node in nodes[::2]], [node.pk for node in nodes[1::2]]
     with django_assert_num_queries(13):
         _mark_absent([*halves[0], fresh.pk], [*halves[1], fresh.pk], doubt=5, gone=30, now=NOW)

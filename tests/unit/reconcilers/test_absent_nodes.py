@@ -17,7 +17,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.messages import ListReply, encode
 from nodes.reconcilers import liveness
-from nodes.reconcilers.liveness import BusProbes, Late, LateNode
+from nodes.reconcilers.liveness import BusProbes, LateNode, LateNodes
 
 START = datetime(2026, 11, 27, tzinfo=UTC)
 PASS = 5.0 / 3
@@ -86,7 +86,7 @@ class World:
             worker.under_way = [at for at in worker.under_way if at > now]
             worker.heard = max([worker.heard, *arrived])
 
-    def late(self, watched: Any, users: Any, **_: Any) -> Late:
+    def late(self, watched: Any, users: Any, **_: Any) -> LateNodes:
         gone = {id for what, id, _ in self.marks if what == "offline"}
         doubted = {id for what, id, _ in self.marks if what == "unhealthy"}
         rows = [worker for worker in self.workers if worker.id not in gone]
@@ -98,8 +98,8 @@ class World:
             or str(worker.id) in users
         ]
         if liveness._is_massive(len(chosen), len(rows)):
-            return Late([], None)
-        return Late(chosen, _moment(self.hearing_since))
+            return LateNodes([], None)
+        return LateNodes(chosen, _moment(self.hearing_since))
 
     def mark(self, unhealthy: Any, offline: Any, **_: Any) -> None:
         self.marks += [("unhealthy", id, self.now) for id in unhealthy]
@@ -252,7 +252,7 @@ def test_what_silence_and_absence_prove(
 ) -> None:
     now, node = _moment(0), UUID(int=1)
     since = None if hearing is None else _moment(-hearing)
-    late = Late([LateNode(node, "w", _moment(-silent), False)], since)
+    late = LateNodes([LateNode(node, "w", _moment(-silent), False)], since)
     absences = {node: liveness.Absence(-absent, 0.0, probes)}
     unhealthy, offline = liveness.absent_nodes(late, absences, now, doubt=5, gone=30)
     assert (unhealthy, offline) == (
