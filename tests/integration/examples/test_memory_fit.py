@@ -141,8 +141,8 @@ possible, which makes the other terms the larger part. Figures are MiB: estimate
 *Held out* models, most of them of architectures that are above too, were measured after the constants had
 been chosen. The error is that of all terms together, weights included, and of buffers alone.
 
-Where it is bad, on 2026-11-27: without flash attention buffers are 11 % too high for DeepSeek-V2-Lite, 4 % for
-LFM2-1.2B, and 3 % too low for gemma-3-1b; as an embedding model LFM2 takes half of what is estimated. Not
+Where it is bad, on 2026-11-27: without flash attention buffers are 11 % too high for DeepSeek-V2-Lite, 4 %
+for LFM2-1.2B, and 3 % too low for gemma-3-1b; as an embedding model LFM2 takes half of what is estimated. Not
 measured: the copies of weights in another layout (`CPU_REPACK`), the memory of a whole process, projectors,
 draft models, several devices.
 
