@@ -324,7 +324,10 @@ class _GgufReader:
         )
 
     def _tensors(self, count: int, alignment: Figure | None) -> tuple[Tensor, ...]:
-        """Read the tensors. One ends where the next begins, so types that are not known are no problem."""
+        """Read the tensors. One ends where the next begins, so types that are not known are no problem.
+
+        Of several at one place the first has its bytes, so all together are never more than the file.
+        """
         rows = []
         for _ in range(count):
             name, dimensions = self._name(), self._integer(4)
@@ -341,7 +344,9 @@ class _GgufReader:
         end = data
         for offset in sorted({offset for *_, offset in rows}, reverse=True):
             ends[offset], end = end, offset
-        return tuple(Tensor(name, kind, shape, ends[offset] - offset) for name, shape, kind, offset in rows)
+        return tuple(
+            Tensor(name, kind, shape, ends.pop(offset, offset) - offset) for name, shape, kind, offset in rows
+        )
 
     def _name(self) -> str:
         length = self._integer(10)

@@ -122,6 +122,12 @@ def test_a_tensor_ends_where_the_next_begins(written: Path) -> None:
     )
 
 
+def test_tensors_at_one_place_count_once(written: Path) -> None:
+    content = made_of(tensors=3) + tensor("a", 8) + tensor("b", 8) + tensor("c", 8, offset=32)
+    written.write_bytes(content + bytes(-len(content) % 32) + bytes(64))
+    assert [each.size for each in header(written).tensors] == [32, 0, 32]
+
+
 def test_a_file_of_another_kind_has_no_header(written: Path) -> None:
     written.write_bytes(b"GGML" + bytes(100))
     assert read_header(written) is None
