@@ -150,7 +150,11 @@ def _disconnect() -> None:
 
 POLL_EVERY = 1.0
 """Seconds between two polls of the rows without a wake-up."""
-CLAIMED_AT_ONCE = 1024
+CLAIMED_AT_ONCE, FEWEST_AT_ONCE = 1024, 16
+"""Items of one claim: half as many after one that took an eighth of a lease, else up to twice as many.
+
+A lease counts from the beginning of the claim, so on a busy machine a large one would outlast it.
+"""
 _RENEWALS_PER_LEASE = 8
 """A renewal skips rows that are locked at that moment, so each lease gets several renewals."""
 
@@ -170,6 +174,7 @@ class Executor(Generic[C]):
         self._keeper = LeaseKeeper(owner, lease, queue.renew)
         self._good_until = clock.monotonic() + lease
         self._claiming = asyncio.Lock()
+        self._at_once = CLAIMED_AT_ONCE
         self._terminating: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
         self._stopping = False
@@ -223,15 +228,20 @@ class Executor(Generic[C]):
         async with self._claiming:
             if self._stopping:
                 return 0
-            free = min(self._queue.slots - len(self._tasks), CLAIMED_AT_ONCE)
-            if free <= 0:
+            limit = min(self._queue.slots - len(self._tasks), self._at_once)
+            if limit <= 0:
                 return 0
+            begun = clock.monotonic()
             claimed = await in_thread(
-                self._queue.claim, self._owner, now=clock.now(), lease=self._lease, limit=free
+                self._queue.claim, self._owner, now=clock.now(), lease=self._lease, limit=limit
+            )
+            is_slow = clock.monotonic() - begun > self._lease / 8
+            self._at_once = (
+                max(limit // 2, FEWEST_AT_ONCE) if is_slow else min(2 * self._at_once, CLAIMED_AT_ONCE)
             )
             for claim in claimed:
                 self._begin(claim)
-            if len(claimed) == CLAIMED_AT_ONCE:
+            if len(claimed) == limit:
                 self._claims.wake()  # more may be due; the claimed items start meanwhile
             return len(claimed)
 

@@ -1,0 +1,72 @@
+"""The executor claims fewer items at once while a claim takes long: a lease counts from its beginning."""
+
+from datetime import datetime
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from localai_cluster.kit import clock
+from operations.executor import executor
+from operations.executor.executor import CLAIMED_AT_ONCE, FEWEST_AT_ONCE, Executor
+
+
+class Backlog:
+    """A queue with more due items than slots; a claim takes `seconds` an item."""
+
+    name, slots = "backlog", 10**6
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.limits, self._now = 0.0, list[int](), 0.0
+        monkeypatch.setattr(clock, "monotonic", lambda: self._now)
+
+    def on_lost(self, lost: Any) -> None:
+        """Nothing is lost here."""
+
+    def forget(self, attempt: Any) -> None:
+        """Nothing is kept here."""
+
+    def renew(self, *args: Any, **options: Any) -> dict[Any, int]:
+        return {}
+
+    def release(self, owner: str, *, now: datetime) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing is open here."""
+
+    def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> list[Any]:
+        self.limits.append(limit)
+        self._now += self.seconds * limit
+        return [SimpleNamespace(id=uuid4(), fence=1) for _ in range(limit)]
+
+    async def execute(self, claimed: Any) -> None:
+        """An item ends at once."""
+
+
+@pytest.mark.rule("O7")
+async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Leases of 10 s. Given up on a busy machine: "10 controllers fell silent", after ten claims of 1,000."""
+
+    async def directly(work: Any, *args: Any, **options: Any) -> Any:
+        return work(*args, **options)
+
+    monkeypatch.setattr(executor, "in_thread", directly)
+    queue: Any = Backlog(monkeypatch)
+    running: Executor[Any] = Executor("owner", queue, lease=10.0)
+    queue.seconds = 0.02
+    for _ in range(6):
+        await running.claim_once()
+    assert queue.limits == [CLAIMED_AT_ONCE, 512, 256, 128, 64, 32]
+    queue.seconds = 1.0
+    for _ in range(3):
+        await running.claim_once()
+    assert queue.limits[-1] == FEWEST_AT_ONCE, "a claim always goes on"
+    queue.seconds = 0.0
+    for _ in range(8):
+        await running.claim_once()
+    assert queue.limits[-1] == CLAIMED_AT_ONCE
+    await running.stop()
