@@ -16,7 +16,7 @@ from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.rpc.messages import PredictOptions, Reply
-from nodes.gateway import streams
+from nodes.gateway import endpoint, streams
 from nodes.gateway.generation import StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest
 from tests.support import hot
@@ -158,8 +158,9 @@ def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
 
 @pytest.mark.rule("R2.73")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_client_may_leave_at_any_moment(stream: bool) -> None:
+def test_a_client_may_leave_at_any_moment(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many steps of the loop: in the pick, in the call, between two pieces, at the end."""
+    monkeypatch.setattr(endpoint, "WATCH_DELAY", 0.0)
 
     async def scenario(*_: Any) -> list[bool]:
         ended = []

@@ -282,7 +282,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         hear(node_id)
 
     monkeypatch.setattr(heard, "changed", told)
-    quiet = ("file_ports", "scaler", "stopper", "engines", "revocations", "checker", "news")
+    quiet = ("file_ports", "scaler", "stopper", "engines", "probes", "revocations", "checker", "news")
     parts: dict[str, Any] = {name: Listener() for name in quiet}
     parts |= {
         "executors": {"operations": executor},

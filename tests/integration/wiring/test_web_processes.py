@@ -90,10 +90,10 @@ class Served:
 
     async def begin_at(self, pid: int, text: str) -> "asyncio.Task[int]":
         """Begin a chat at this process; return when it runs on a replica."""
-        before = (await hot.in_thread(uses)).get(pid, 0)
+        await until(lambda: not uses().get(pid), "requests that have ended are counted out")
         async with self.only(pid):
             asked = asyncio.create_task(self.chat(text))
-            await until(lambda: uses().get(pid, 0) == before + 1, "the request is counted in")
+            await until(lambda: uses().get(pid) == 1, "the request is counted in")
         return asked
 
     async def figures_at(self, pid: int) -> dict[str, float]:
