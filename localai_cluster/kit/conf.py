@@ -254,7 +254,7 @@ class ClusterSettings(env.SharedSettings):
     node_stale_after: Seconds = setting("CLUSTER_NODE_STALE_AFTER", "60s", group="Time limits")
     """Silence after which a node is offline (C15)."""
     node_doubt_after: Seconds = setting("CLUSTER_NODE_DOUBT_AFTER", "5s")
-    """Absence from the bus after which a silent node is [unhealthy](nodes.md#killed-workers)."""
+    """Absence from the bus after which a silent node is [unhealthy](killed-workers.md)."""
     node_gone_after: Seconds = setting("CLUSTER_NODE_GONE_AFTER", "30s")
     """Silence after which a node is offline if nothing listens for it on the bus either."""
     mass_silence_hold: Duration = setting("LOCALAI_MASS_SILENCE_HOLD", "5m")

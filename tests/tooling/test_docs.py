@@ -20,6 +20,7 @@ MECHANISMS = (
     "cold-requests",
     "decision-records",
     "inference",
+    "killed-workers",
     "nodes",
     "pages",
     "prefix-routing",
