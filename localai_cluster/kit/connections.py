@@ -57,7 +57,7 @@ class _JoinedHead:
             self._transport.writelines((head, data))
         elif data.startswith(b"HTTP/1.1 "):
             self._head = data
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush_if_open)
         else:
             self._transport.write(data)
 
@@ -65,6 +65,10 @@ class _JoinedHead:
         """Send a head without a body, then close."""
         self._flush()
         self._transport.close()
+
+    def _flush_if_open(self) -> None:
+        if not self.is_closing():  # the client may have left meanwhile
+            self._flush()
 
     def _flush(self) -> None:
         head, self._head = self._head, b""

@@ -88,8 +88,10 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
     prepared = {field: [field.get_db_prep_save(v, database) for v in values[field]] for field in varying}
     constants = {field: field.get_db_prep_save(values[field][0], database) for field in shared}
     columns = {field: quote(field.column or field.name) for field in fields}
-    chosen = [f"%s::{f.db_type(database)}" if f in shared else f"v.{columns[f]}" for f in fields]
-    arrays = ["%s::int[]", *(f"%s::{field.db_type(database)}[]" for field in varying)]
+    # Without its length: a cast to varchar(n) would cut a text that is too long, instead of refusing it.
+    types = {field: str(field.db_type(database)).partition("(")[0] for field in fields}
+    chosen = [f"%s::{types[f]}" if f in shared else f"v.{columns[f]}" for f in fields]
+    arrays = ["%s::int[]", *(f"%s::{types[field]}[]" for field in varying)]
     names = ", ".join(["number", *(columns[field] for field in varying)])
     with database.cursor() as cursor:
         cursor.execute(

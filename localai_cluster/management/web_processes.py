@@ -102,8 +102,9 @@ class Parent:
                 thread.start()
             while self._events.get() != _STOP:
                 pass
-        self._stopping.set()
-        self._listening.close()
+        with self._lock:
+            self._stopping.set()
+            self._listening.close()
         self._signal(signal.SIGTERM)
         limit = threading.Timer(_STOP_SECONDS, self._signal, (signal.SIGKILL,))
         limit.start()
@@ -127,7 +128,7 @@ class Parent:
         while not self._stopping.is_set():
             try:
                 is_serving, status, ended = self._run_child(index)
-            except OSError as error:  # out of memory or process ids
+            except Exception as error:  # out of memory or process ids; without this thread none is started
                 is_serving, status, ended = False, 1, f"cannot be started: {error}"
             if self._stopping.is_set():
                 self._status = self._status or int(status not in (0, -signal.SIGTERM, -signal.SIGINT))
@@ -148,6 +149,7 @@ class Parent:
             with other, self._lock:
                 if self._stopping.is_set():
                     return False, 0, ""
+                self._metrics.mkdir(mode=0o700, exist_ok=True)  # a cleaner of old files may have removed it
                 inherited = (self._listening.fileno(), other.fileno())
                 self._children[index] = child = subprocess.Popen(
                     [*self._command, "--inherited", *map(str, inherited)],
@@ -167,7 +169,12 @@ class Parent:
 
 
 def _describe(status: int) -> str:
-    return f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
 
 
 def main(listening: int, number: int, command: Sequence[str]) -> int:

@@ -186,7 +186,7 @@ def _os_name() -> str:
         return f"macOS {platform.mac_ver()[0]}"
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"][:LONGEST_FACT]
-    except (OSError, KeyError):
+    except (OSError, KeyError, ValueError):
         return platform.system()
 
 

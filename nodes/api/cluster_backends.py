@@ -303,6 +303,8 @@ class BackendChangesSerializer(NullIsAbsent):
             raise serializers.ValidationError({"waves": ["only upgrades have waves"]})
         if attrs.get("waves") is None and any(one.get("last_replicas") for one in attrs["backends"]):
             raise serializers.ValidationError({"last_replicas": ["needs waves"]})
+        if attrs["verb"] == "reinstall" and not all(one.get("nodes") for one in attrs["backends"]):
+            raise serializers.ValidationError({"nodes": ["are required to install again"]})
         if len({one["backend"] for one in attrs["backends"]}) < len(attrs["backends"]):
             raise serializers.ValidationError({"backends": ["names a backend twice"]})
         return attrs
@@ -331,8 +333,6 @@ class ChangesView(APIView):
                 admission = admit_command(by, command, one | {"waves": fields.get("waves")})
                 outcome |= accepted_body(admission, kind)
             except errors.ClusterError as error:
-                if error.status >= 500:  # The next ones would fail too, and a repeated request joins.
-                    raise
                 outcome |= flat(error.message, error.field)
                 outcome["last_replicas"] = error.data.get("last_replicas", [])
             results.append(CHANGE_OUTCOME.of(**outcome))

@@ -143,6 +143,7 @@ class _Rows:
             labels=frozenset((key, value) for key, value in self._labels.by_node.get(id, ())),
             available_vram=row["available_vram"],
             most_vram=min(row["total_vram"], row["vram_budget_bytes"] or row["total_vram"]),
+            card_vram=row["total_vram"] // max(len(row["gpus"]), 1),
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
             file_port_failed=bool(row["file_port_error"]),

@@ -87,12 +87,13 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
 
 def fits_after_stops(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
     """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
-    return fit_gpus(*_after_stops(*_free(node, need), soon), _needed(node, need)) is not None
+    fits = fit_gpus(*_after_stops(*_free(node, need), soon), _needed(node, need), need.cards) is not None
+    return fits and not need.lacks_card(node.total_vram)
 
 
 def _needed(node: BackendNode, need: Need) -> int:
-    most_vram = min(node.total_vram, node.vram_budget_bytes or node.total_vram)
-    return need.vram_on(most_vram, len(node.gpus))
+    # An engine takes its share of the card, whatever the node's budget.
+    return need.vram_on(node.total_vram // max(len(node.gpus), 1))
 
 
 def _free(node: BackendNode, need: Need) -> tuple[int, FreeByGpu]:
@@ -118,15 +119,17 @@ def reserve_for_load(
     free, rooms = _free(node, need)
     free_later, later = _after_stops(free, rooms, soon)
     needed = _needed(node, need)
-    shares = fit_gpus(free_later, later, needed)
-    if shares is None and need.vram_required:
+    shares = fit_gpus(free_later, later, needed, need.cards)
+    if need.lacks_card(node.total_vram) or (shares is None and need.vram_required):
         return None
     if shares is None and node.total_vram:
         # Without a GPU all models use the main memory, and there is nothing to report.
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, needed)
     expected = fill_gpus(later, needed) if shares is None else shares
     amount = total_bytes(shares or {}, needed)
-    fits_after_stops = fit_gpus(free, rooms, needed) is not None and reserve(node.pk, amount, now=now)
+    fits_after_stops = fit_gpus(free, rooms, needed, need.cards) is not None and reserve(
+        node.pk, amount, now=now
+    )
     by_index = {gpu["index"]: gpu for gpu in node.gpus}
     columns = {
         "vram_needed": amount,

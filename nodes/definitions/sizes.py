@@ -201,6 +201,9 @@ def _header(files: Iterable[str]) -> Header | None:
         if header is None:
             return None
         headers.append(header)
+        if sum(len(header.tensors) for header in headers) > MOST_TENSORS:
+            logger.warning("The headers of %s and its other parts are refused: too many tensors", name)
+            return None
     if len(headers) < 2:
         return headers[0] if headers else None
     return replace(headers[0], tensors=tuple(tensor for header in headers for tensor in header.tensors))
@@ -247,7 +250,7 @@ class Sizes:
 MOST_TEXTS = 2_000_000
 """Limit on the texts of all lists of a header; the largest vocabularies have a quarter of it, with merges."""
 MOST_KEYS = 10_000
-MOST_TENSORS = 50_000
+MOST_TENSORS = 10_000
 LONGEST_KEY = 256
 LARGEST_FIGURE = 2**32
 LONGEST_LIST = 4096

@@ -11,16 +11,14 @@ cannot be reported: the connection ends without the end of the body.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import IO, Any, Self
+from typing import IO
 
-from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
-from nodes.gateway.endpoint import CancelScope, until_stop
+from nodes.gateway.endpoint import Outgoing, until_stop
 from nodes.gateway.generation import Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
@@ -158,35 +156,6 @@ def end_all() -> None:
     """End the streams of this process with an error event, because it is about to stop."""
     for stream in list(_playing):
         stream.stop()
-
-
-class Outgoing(CancelScope):
-    """The connection to the client; raises Disconnected when that reads nothing for the silence limit."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    def __enter__(self) -> Self:
-        stall = conf.cluster().stream_stall
-        self._limit = clock.SilenceTimer(stall, math.inf, lambda: self.cancel(wire.Disconnected()))
-        return super().__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._limit.close()
-        super().__exit__(kind)
-
-    async def head(self, headers: list[Header]) -> None:
-        """Send status and headers."""
-        await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def body(self, events: bytes) -> None:
-        """Send a piece of the body."""
-        await self._send_message({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def _send_message(self, message: dict[str, Any]) -> None:
-        self._limit.begin()
-        await self._send(message)
-        self._limit.pause()
 
 
 PIECE = 256 * 1024

@@ -185,8 +185,9 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
     return Operation.objects.get(pk=operation_id)
 
 
-VRAM, DISK, FILES, OWN_GPUS, SHARE = "vram_needed", "disk_needed", "files_size", "own_gpus", "vram_share"
-"""Payload keys of a waiting load's need: the first three in bytes, a boolean, and a share of a card."""
+VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
+SHARE, CARDS = "vram_share", "cards"
+"""Payload keys of a waiting load's need: three in bytes, a boolean, a share of a card and of how many."""
 
 
 def estimate_need(definition: Definition, files: ModelFiles) -> Need:
@@ -195,7 +196,8 @@ def estimate_need(definition: Definition, files: ModelFiles) -> Need:
     What the definition states comes first, then the share of a card that its backend takes.
     """
     options, backend = definition.options, definition.backend
-    share, kind = 0.0 if definition.vram else fit.card_share(backend, options), fit.device_kind(backend)
+    share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
+    kind = fit.device_kind(backend)
     terms: fit.Terms = (("stated", definition.vram),) if definition.vram else ()
     if not terms and not share:
         terms = fit.estimate(files, fit.load_options(options), kind) if kind != "cpu" else ()
@@ -203,13 +205,13 @@ def estimate_need(definition: Definition, files: ModelFiles) -> Need:
     need = _need_of(
         fit.total_bytes(terms), memory.required_disk(files.payload), files.payload, own_gpus=own_gpus
     )
-    return replace(need, vram_share=share, terms=terms)
+    return replace(need, vram_share=share, cards=cards, terms=terms)
 
 
 def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
     """Return the payload with the need of the load."""
     needed = {VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
-    return {**payload, **needed, SHARE: need.vram_share}
+    return {**payload, **needed, SHARE: need.vram_share, CARDS: need.cards}
 
 
 def need_from_payload(payload: Mapping[str, Any]) -> Need:
@@ -220,7 +222,7 @@ def need_from_payload(payload: Mapping[str, Any]) -> Need:
         payload.get(FILES, 0),
         own_gpus=payload.get(OWN_GPUS, False),
     )
-    return replace(need, vram_share=payload.get(SHARE, 0.0))
+    return replace(need, vram_share=payload.get(SHARE, 0.0), cards=payload.get(CARDS, 0))
 
 
 def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:

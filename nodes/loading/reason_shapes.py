@@ -48,9 +48,10 @@ NEED = Shape(
         field(
             "vram_share",
             {"type": "number"},
-            "The share of a card that the backend takes, times the cards; 0: it takes `vram`.",
+            "The share of a card that the backend takes; 0: it takes `vram`.",
             optional=True,
         ),
+        field("cards", count(), "Of how many cards it takes the share.", optional=True),
         field(
             "terms",
             mapping(_BYTES),

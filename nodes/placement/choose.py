@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
+from nodes.placement.fit import LARGEST
 from nodes.placement.memory import UNKNOWN_PAYLOAD, BytesByGpu, FreeByGpu, fit_gpus
 from nodes.placement.node_backoff import NodeBackoffs
 
@@ -96,16 +97,21 @@ class Need:
     counts.
     """
     vram_share: float = 0.0
-    """The share of a card that its backend takes, times the cards; 0 = it takes `vram`."""
+    """The share of a card that its backend takes; 0 = it takes `vram`."""
+    cards: int = 0
+    """The number of cards of which it takes the share; 0 without a share."""
     terms: tuple[tuple[str, int], ...] = ()
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
 
-    def vram_on(self, most_vram: int, gpus: int) -> int:
-        """Return the bytes that it needs of a node that can have so much memory on so many GPUs; 0 = unknown.
+    def vram_on(self, card_vram: int) -> int:
+        """Return the bytes that it needs of a node whose average card has `card_vram` bytes; 0 = unknown."""
+        if not self.vram_share:
+            return self.vram
+        return min(int(card_vram * self.vram_share) * self.cards, LARGEST)
 
-        A share is that of the node's average card.
-        """
-        return int(most_vram / max(gpus, 1) * self.vram_share) if self.vram_share else self.vram
+    def lacks_card(self, card_vram: int) -> bool:
+        """Return True if it must have a share of a card and the node reports none."""
+        return self.vram_required and self.vram_share > 0 and not card_vram
 
 
 NO_NEED = Need()
@@ -133,6 +139,8 @@ class Candidate:
     available_vram: int = 0
     most_vram: int = 0
     """Most memory that the node can have free, with nothing loaded; 0 = not reported."""
+    card_vram: int = 0
+    """Memory of the node's average card, without regard to its budget; 0 = not reported."""
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
@@ -228,6 +236,8 @@ def find_refusal(
         return Reason.DISK
     if free_index(node) is None:
         return Reason.FULL
+    if need.lacks_card(node.card_vram):
+        return Reason.MEMORY
     if need.vram_required and not has_memory(node, need):
         return Reason.MEMORY if node.free_vram < vram_needed(node, need) else Reason.GPUS
     return Reason.SILENT if node.id in backed_off else None
@@ -245,13 +255,13 @@ def has_memory(node: Candidate, need: Need) -> bool:
 
 def vram_needed(node: Candidate, need: Need) -> int:
     """Return the bytes that a replica needs of the node; 0 = unknown."""
-    return need.vram_on(node.most_vram, len(node.gpus))
+    return need.vram_on(node.card_vram)
 
 
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
     """Return the bytes that a replica would take of each GPU (`fit_gpus`); None if the memory is lacking."""
     rooms = frozenset() if need.own_gpus else node.gpus
-    return fit_gpus(node.free_vram, rooms, vram_needed(node, need))
+    return fit_gpus(node.free_vram, rooms, vram_needed(node, need), need.cards)
 
 
 def free_index(node: Candidate) -> int | None:

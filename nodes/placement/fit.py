@@ -140,16 +140,21 @@ def _whole(text: object, default: int) -> int:
 
 def device_kind(backend: str) -> str:
     """Return the kind of device that a backend is built for; CUDA if its name does not tell."""
-    parts = "".join(letter if letter.isalpha() else " " for letter in backend.lower()).split()
-    return next((_KINDS[part] for part in parts if part in _KINDS), "cuda")
+    return next((_KINDS[part] for part in _name_parts(backend) if part in _KINDS), "cuda")
 
 
-def card_share(backend: str, options: Mapping[str, Any]) -> float:
-    """Return the share of a card that the backend takes, times the cards; 0 if it takes what it needs."""
-    default = next((share for part, share in SHARE_BACKENDS.items() if part in backend.lower()), 0.0)
+def _name_parts(backend: str) -> list[str]:
+    return "".join(letter if letter.isalpha() else " " for letter in backend.lower()).split()
+
+
+def card_share(backend: str, options: Mapping[str, Any]) -> tuple[float, int]:
+    """Return the share of a card that the backend takes, and of how many cards; 0, 0 if it takes its need."""
+    parts = _name_parts(backend)
+    default = next((share for part, share in SHARE_BACKENDS.items() if part in parts), 0.0)
+    if not default or device_kind(backend) in ("cpu", "metal"):
+        return 0.0, 0
     share = float(options.get("GPUMemoryUtilization") or 0)
-    cards = max(1, options.get("TensorParallelSize") or 1)
-    return (share if 0 < share <= 1 else default) * cards if default else 0.0
+    return share if 0 < share <= 1 else default, max(1, options.get("TensorParallelSize") or 1)
 
 
 def weights(model: Model, load: LoadOptions, kind: str) -> int:

@@ -33,11 +33,12 @@ BytesByGpu = Mapping[int, int]
 """Bytes by the GPU's index."""
 
 
-def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int) -> BytesByGpu | None:
+def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> BytesByGpu | None:
     """Return the bytes of each GPU for a load of `need` bytes; None if the memory is lacking.
 
     The result is empty if the need is unknown or the node does not report its GPUs. `free` is the node's
-    effectively free memory, which a budget may keep below that of its GPUs.
+    effectively free memory, which a budget may keep below that of its GPUs. With `cards` the load takes
+    equal parts of so many GPUs.
     """
     if need <= 0:
         return {}
@@ -45,6 +46,10 @@ def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int) -> BytesByGpu | None:
         return None
     if not free_by_gpu:
         return {}
+    if cards:
+        part = need // cards
+        roomy = sorted((free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes >= part)
+        return {index: part for _, index in roomy[:cards]} if len(roomy) >= cards else None
     large_enough = [(free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes >= need]
     shares = {min(large_enough)[1]: need} if large_enough else _split(free_by_gpu, need)
     return shares if shares and total_bytes(shares, need) <= free else None

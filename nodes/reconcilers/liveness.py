@@ -356,7 +356,9 @@ class BusProbes(PeriodicTask):
     """
 
     def __init__(self, bus: Bus) -> None:
-        interval = max(conf.cluster().node_doubt_after / (PROBES - 1) - _GATHER, 0.0)
+        # Well within `LONGEST_GAP`, whatever the setting: else no two probes would be in a row.
+        period = min(conf.cluster().node_doubt_after / (PROBES - 1), LONGEST_GAP / 2)
+        interval = max(period - _GATHER, 0.0)
         super().__init__(
             "bus probes", self.run_pass, interval=interval, gather=_GATHER, retry_on=(DatabaseError,)
         )

@@ -26,7 +26,7 @@ SCHEDULES = [
     # C1; between two ticks the controllers run the pass after each change (`replicas.py`).
     Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
     Recurring("nodes: memory samples", "nodes.reconcilers.tasks.keep_samples", "* * * * * 0"),
-    Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),
+    Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "*/10 * * * * 0"),
     Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
     # Every six hours (C47); the first one is a controller's, ten seconds after it starts.
     Recurring("backends: upgrade check", "nodes.reconcilers.tasks.check_upgrades", "23 */6 * * * 0"),

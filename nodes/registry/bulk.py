@@ -30,7 +30,7 @@ from operations.models import OperationTarget, TargetStatus
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
 RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
 _REFUSALS_SHOWN = 10
-NODES_AT_ONCE, REMOVED_AT_ONCE = 25, 500
+NODES_AT_ONCE, REMOVED_AT_ONCE = 25, 100
 """Nodes between two reports of an operation's progress, and in one transaction of removals."""
 
 Options = Mapping[str, Any]

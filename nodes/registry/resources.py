@@ -6,6 +6,7 @@ one memory sample per minute for an hour: a second process or a repeated run cha
 heartbeats has no sample, which the chart shows as a gap.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -44,8 +45,16 @@ def _gpu(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
     gpu = {name: check(f"{field}.{name}", value.get(name)) for name, check in _CHECKS.items()}
-    facts = {name: check(f"{field}.{name}", value.get(name)) for name, check in _FACT_CHECKS.items()}
-    return gpu | {name: fact for name, fact in facts.items() if fact not in (None, "")}
+    return gpu | _valid(value, _FACT_CHECKS)
+
+
+def _valid(facts: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
+    """Return the facts that are present and valid: a wrong sensor must not refuse what liveness needs."""
+    valid = {}
+    for name, check in checks.items():
+        with contextlib.suppress(errors.InvalidInput):
+            valid[name] = check(name, facts.get(name))
+    return {name: fact for name, fact in valid.items() if fact not in (None, "")}
 
 
 def _check_unique(parsed: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -109,7 +118,7 @@ _FACT_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "ecc_errors": _optional(_whole_number(_LARGEST)),
     "driver": _text(GPU_LENGTHS["driver"]),
 }
-"""What a worker may add of a GPU; stored only if it does."""
+"""What a worker may add of a GPU; a wrong value is left out."""
 
 
 def _described_fact(meaning: str, most: int) -> dict[str, Any]:
@@ -162,16 +171,15 @@ SYSTEM_SCHEMA: dict[str, Any] = {
 
 
 def parse_system(value: Any) -> dict[str, Any]:
-    """Parse the facts of the machine in a registration; raise InvalidInput naming the field.
+    """Parse the facts of the machine in a registration; raise InvalidInput unless it is an object.
 
-    Unknown facts are ignored.
+    Unknown and wrong facts are ignored.
     """
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise errors.InvalidInput("system must be an object", field="system")
-    facts = {name: check(f"system.{name}", value.get(name)) for name, check in _SYSTEM_CHECKS.items()}
-    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
+    return _valid(value, _SYSTEM_CHECKS)
 
 
 _UNITS = {"b": 1}

@@ -151,7 +151,8 @@ def _disconnect() -> None:
 POLL_EVERY = 1.0
 """Seconds between two polls of the rows without a wake-up."""
 CLAIMED_AT_ONCE, FEWEST_AT_ONCE = 1024, 16
-"""Items of one claim: half as many after one that took an eighth of a lease, else up to twice as many.
+"""Items of one claim: half as many after one that took an eighth of a lease, up to twice as many after a
+full one that did not.
 
 A lease counts from the beginning of the claim, so on a busy machine a large one would outlast it.
 """
@@ -235,10 +236,10 @@ class Executor(Generic[C]):
             claimed = await in_thread(
                 self._queue.claim, self._owner, now=clock.now(), lease=self._lease, limit=limit
             )
-            is_slow = clock.monotonic() - begun > self._lease / 8
-            self._at_once = (
-                max(limit // 2, FEWEST_AT_ONCE) if is_slow else min(2 * self._at_once, CLAIMED_AT_ONCE)
-            )
+            if clock.monotonic() - begun > self._lease / 8:
+                self._at_once = max(limit // 2, FEWEST_AT_ONCE)
+            elif len(claimed) == self._at_once:
+                self._at_once = min(2 * self._at_once, CLAIMED_AT_ONCE)
             for claim in claimed:
                 self._begin(claim)
             if len(claimed) == limit:

@@ -154,6 +154,7 @@ def test_a_reinstall_of_several_is_forced_and_a_deletion_deletes() -> None:
         ({"backends": [{"backend": "a"}, {"backend": "local@a"}]}, "backends"),
         ({"backends": [{"backend": "a", "last_replicas": ["m"]}]}, "last_replicas"),
         ({"verb": "delete", "waves": {}}, "waves"),
+        ({"verb": "reinstall"}, "nodes"),
     ],
 )
 def test_a_wrong_change_of_several_changes_nothing(wrong: dict[str, Any], field: str) -> None:

@@ -115,6 +115,9 @@ async def test_a_heartbeat_tells_them_and_a_worker_that_does_not_takes_them_back
     hot_gpu = gpus(20)[0] | facts
     await beat(application, node.id, {"gpus": [hot_gpu | {"fan": 30}]})
     assert (await now_of(node)).gpus == [hot_gpu]
+    wrong = {"temperature": "hot", "power": 4_294_967, "ecc_errors": -1, "driver": "a\tb"}
+    assert (await beat(application, node.id, {"gpus": [gpus(20)[0] | wrong]}))[0] == 200
+    assert (await now_of(node)).gpus == gpus(20), "a driver's nonsense takes no node offline"
     await beat(application, node.id, {"available_vram": 9})
     stored = await now_of(node)
     assert (stored.gpus, stored.available_vram) == ([], 9)
@@ -130,9 +133,6 @@ async def test_wrong_gpus_are_named_and_a_pending_node_keeps_its_own(
     status, answer = await beat(application, node.id, {"gpus": [{"index": -1}]})
     assert status == 400
     assert answer["error"]["message"].startswith("gpus.0.index must be")
-    status, answer = await beat(application, node.id, {"gpus": [gpus(1)[0] | {"temperature": "hot"}]})
-    assert status == 400
-    assert answer["error"]["message"].startswith("gpus.0.temperature must be")
     assert (await now_of(node)).gpus == []
     secret = api.secret_of("w2")
     assert (await beat(application, pending.id, {"gpus": gpus(1)}, secret=secret))[0] == 200
@@ -175,16 +175,15 @@ def test_a_registration_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpus": {}}, "gpus"),
         ({"gpus": [{**gpus(1)[0], "name": 1}]}, "gpus.0.name"),
         ({"system": []}, "system"),
-        ({"system": {"os": "x" * 129}}, "system.os"),
-        ({"system": {"kernel": "\x00"}}, "system.kernel"),
-        ({"system": {"cpu_count": True}}, "system.cpu_count"),
-        ({"system": {"booted_at": "yesterday"}}, "system.booted_at"),
-        ({"system": {"booted_at": "0001-01-01T00:00:00+14:00"}}, "system.booted_at"),
     ):
         refused = api.register(body | wrong, **process)
         assert (refused.status_code, refused.json()["error"]["field"]) == (400, field)
     plain = {name: value for name, value in body.items() if name != "gpus"}
     booted = {"os": "Debian 12", "cpu_count": 64, "booted_at": "2026-11-27T08:00:00+01:00"}
+    nonsense = {"os": "x" * 129, "kernel": "\x00", "cpu": "a\tb", "cpu_count": True, "booted_at": "yesterday"}
+    told = plain | {"system": nonsense | {"booted_at": "0001-01-01T00:00:00+14:00"}}
+    assert api.register(told, **{"X-LocalAI-Node-Instance": "d" * 32}).status_code == 201
+    assert api.node(node.id).system == {}
     told = plain | {"system": booted | {"uptime": 1}}
     assert api.register(told, **{"X-LocalAI-Node-Instance": "b" * 32}).status_code == 201
     assert api.node(node.id).gpus == []
@@ -369,11 +368,12 @@ def test_two_racers_for_the_last_room_on_one_gpu() -> None:
 @pytest.mark.rule("R1.51", "R2.41", "R2.43")
 def test_a_share_of_a_card_is_reserved_on_one_of_them() -> None:
     """Half of a card of 24 GiB; a second load that takes most of a card gets the other one, a third none."""
-    node = told_by("one", 24, 24, total_vram=48 * GIB)
+    budget = {"vram_budget": "40GiB", "vram_budget_bytes": 40 * GIB}  # an engine does not know it
+    node = told_by("one", 24, 24, total_vram=48 * GIB, **budget)
     (view,) = fleet_cache.read_fleet("m", allowed_nodes=[node.pk])
 
     def taking(name: str, share: float) -> Slot | NoSlot:
-        need = Need(vram_required=True, vram_share=share)
+        need = Need(vram_required=True, vram_share=share, cards=1)
         return slots.reserve(
             view, name, attempt=attempt(f"{name}:1"), backend="b", now=clock.now(), need=need
         )

@@ -18,7 +18,7 @@ class Backlog:
     name, slots = "backlog", 10**6
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds, self.limits, self._now = 0.0, list[int](), 0.0
+        self.seconds, self.due, self.limits, self._now = 0.0, 10**6, list[int](), 0.0
         monkeypatch.setattr(clock, "monotonic", lambda: self._now)
 
     def on_lost(self, lost: Any) -> None:
@@ -38,8 +38,8 @@ class Backlog:
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> list[Any]:
         self.limits.append(limit)
-        self._now += self.seconds * limit
-        return [SimpleNamespace(id=uuid4(), fence=1) for _ in range(limit)]
+        self._now += self.seconds * min(limit, self.due)
+        return [SimpleNamespace(id=uuid4(), fence=1) for _ in range(min(limit, self.due))]
 
     async def execute(self, claimed: Any) -> None:
         """An item ends at once."""
@@ -65,7 +65,11 @@ async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger
     for _ in range(3):
         await running.claim_once()
     assert queue.limits[-1] == FEWEST_AT_ONCE, "a claim always goes on"
-    queue.seconds = 0.0
+    queue.due = 1
+    await running.claim_once()
+    await running.claim_once()
+    assert queue.limits[-1] == FEWEST_AT_ONCE, "a claim of a few rows does not show that a large one is fast"
+    queue.seconds, queue.due = 0.0, 10**6
     for _ in range(8):
         await running.claim_once()
     assert queue.limits[-1] == CLAIMED_AT_ONCE

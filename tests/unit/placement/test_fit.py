@@ -1,5 +1,6 @@
 """What a model needs on a device, term by term (D-FIT); `tests/integration/examples` asks llama.cpp."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from nodes.definitions.files import UnusableDefinition, parse_definition
 from nodes.definitions.sizes import LARGEST_FIGURE, Header, ModelFiles, Tensor, read_header
 from nodes.loading import load_request
 from nodes.placement import architectures, fit
-from nodes.placement.choose import Need, has_memory, vram_needed
+from nodes.placement.choose import Need, Reason, find_refusal, gpu_shares, has_memory, vram_needed
 from nodes.placement.explain import FleetView, explain
 from tests.support import gguf_files
 from tests.support.gguf_models import MODELS
@@ -331,17 +332,24 @@ def test_a_stated_need_does_not_change_the_revision() -> None:
 @pytest.mark.rule("R2.41")
 def test_a_backend_that_takes_a_share_of_a_card_needs_that_share() -> None:
     """By its own default, by the option, on as many cards as it uses; other backends ignore the option."""
-    card = view(most_vram=24 * GIB, free_vram=20 * GIB, gpus=frozenset({(0, 20 * GIB)}))
+    card = view(card_vram=24 * GIB, free_vram=20 * GIB, gpus=frozenset({(0, 20 * GIB)}))
     default, less = need_of(ModelFiles(GIB), backend="vllm"), {"gpu_memory_utilization": 0.5}
     assert (vram_needed(card, default), has_memory(card, default)) == (int(24 * GIB * 0.9), False)
     half = need_of(ModelFiles(GIB), backend="cuda12-vllm", **less)
     assert (vram_needed(card, half), has_memory(card, half)) == (12 * GIB, True)
     assert need_of(ModelFiles(GIB), **less).vram_share == 0
     two = need_of(ModelFiles(GIB), backend="vllm", tensor_parallel_size=2, **less)
-    pair = view(most_vram=48 * GIB, free_vram=40 * GIB, gpus=frozenset({(0, 20 * GIB), (1, 20 * GIB)}))
-    assert vram_needed(pair, two) == 24 * GIB
+    pair = view(card_vram=24 * GIB, free_vram=48 * GIB, gpus=frozenset({(0, 24 * GIB), (1, 24 * GIB)}))
+    assert gpu_shares(pair, two) == {0: 12 * GIB, 1: 12 * GIB}, "not both on one card"
+    halves = view(card_vram=24 * GIB, free_vram=24 * GIB, gpus=frozenset({(0, 12 * GIB), (1, 12 * GIB)}))
+    assert gpu_shares(halves, default) is None, "its engine takes the share of one card"
+    for backend in ("cpu-vllm", "metal-vllm", "myvllmlike"):
+        assert need_of(ModelFiles(GIB), backend=backend).vram_share == 0
+    many = need_of(ModelFiles(GIB), backend="vllm", tensor_parallel_size=2**31 - 1)
+    assert vram_needed(card, many) == 2**62
     assert load_request.need_from_payload(load_request.need_into_payload({}, half)) == half
     assert vram_needed(view(), half) == 0, "no memory is reported"
+    assert find_refusal(view(), need=replace(half, vram_required=True)) is Reason.MEMORY
 
 
 @pytest.mark.rule("I14")
