@@ -98,10 +98,10 @@ class Need:
     """
     vram_share: float = 0.0
     """The share of a card that its backend takes; 0 = it takes `vram`."""
-    cards: int = 0
-    """The number of cards of which it takes the share; 0 without a share."""
     terms: tuple[tuple[str, int], ...] = ()
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
+    cards: int = 0
+    """The number of cards of which it takes the share; 0 without a share."""
 
     def vram_on(self, card_vram: int) -> int:
         """Return the bytes that it needs of a node whose average card has `card_vram` bytes; 0 = unknown."""
