@@ -138,13 +138,14 @@ def test_every_field_of_a_node_comes_back() -> None:
         labels=frozenset({("tier", "fast")}),
         conflicts=frozenset({"other"}),
         available_vram=5,
+        card_vram=9,
         total_disk=6,
         available_disk=7,
         staged_bytes=8,
         file_port_failed=True,
         has_backend=True,
     )
-    need = Need(1, True, 2, True, 3, True, 0.5, (("weights", 1), ("context", 2)))
+    need = Need(1, True, 2, True, 3, True, 0.5, (("weights", 1), ("context", 2)), 2)
     question = LoadQuestion(FleetView([node], need))
     known = load_snapshots.decode_load(read_back(load_snapshots.encode_load("1", "m", question)), "1", "m")
     assert known is not None
