@@ -54,10 +54,11 @@ class BearerScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
 
     target_class = "localai_cluster.accounts.authentication.BearerAuthentication"
     name = "apiKey"
+    description = "LOCALAI_API_KEY or a user's key (lac-…)."
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
         """Return the scheme of `Authorization: Bearer …`."""
-        return {"type": "http", "scheme": "bearer", "description": "LOCALAI_API_KEY or a user's key (lac-…)."}
+        return {"type": "http", "scheme": "bearer", "description": self.description}
 
 
 class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
@@ -88,38 +89,28 @@ class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
     name = "recentSession"
 
 
-class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+class NodeScheme(BearerScheme):  # type: ignore[no-untyped-call]
     """A worker's own secret."""
 
     target_class = "nodes.api.worker_routes.NodeAuthentication"
     name = "nodeSecret"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
+    description = "The secret of the node in the URL."
 
 
-class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+class RegistrationScheme(BearerScheme):  # type: ignore[no-untyped-call]
     """The shared token."""
 
     target_class = "nodes.api.worker_routes.RegistrationAuthentication"
     name = "registrationToken"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        return {
-            "type": "http",
-            "scheme": "bearer",
-            "description": "Registration or join token.",
-        }
+    description = "Registration or join token."
 
 
-class JoinScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+class JoinScheme(BearerScheme):  # type: ignore[no-untyped-call]
     """A join token or the registration token."""
 
     target_class = "nodes.api.join.JoinAuthentication"
     name = "joinToken"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        return {"type": "http", "scheme": "bearer", "description": "Join token or registration token."}
+    description = "Join token or registration token."
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]

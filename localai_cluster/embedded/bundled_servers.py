@@ -126,7 +126,7 @@ class EmbeddedPostgres(EmbeddedServer):
             "unix_socket_permissions": "0700",
             "port": "5432",
             "max_connections": "200",
-            # The statement of a client that is gone, as of a task that was cut, ends and lets go its locks.
+            # Ends the statement of a client that is gone, such as a cut task, and releases its locks.
             "client_connection_check_interval": "1s",
             "timezone": "UTC",
             "log_timezone": "UTC",

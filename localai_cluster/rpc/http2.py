@@ -104,7 +104,7 @@ def encode(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 def encode_short(name: str, value: str) -> bytes:
-    """Encode one header as such a literal, of fewer than 127 bytes each, in a tenth of the time."""
+    """Encode one header as `encode` does, ten times as fast; name and value have less than 127 bytes."""
     return b"\x10%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
 
 

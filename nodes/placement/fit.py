@@ -113,19 +113,20 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
     layers = options.get("NGPULayers")
     shares = [share for share in str(options.get("TensorSplit") or "").split(",") if share.strip(" 0.")]
     return LoadOptions(
-        context,
-        min(slots, context),
-        extra.get("kv_unified", extra.get("unified_kv", "")) not in ("false", "0", "no", "off", "disabled"),
-        max(1, min(batch, context)),
-        MOST_LAYERS if layers is None or layers < 0 else layers,
-        max(1, len(shares)),
-        _BITS.get(str(options.get("CacheTypeKey")).lower(), _BITS["f16"]),
-        _BITS.get(str(options.get("CacheTypeValue")).lower(), _BITS["f16"]),
-        str(options.get("FlashAttention")).lower() not in ("off", "false", "disabled", "0"),
-        bool(options.get("MMap", True)),
-        not options.get("NoKVOffload"),
-        extra.get("swa_full") in ("true", "1", "yes", "on", "enabled"),
-        bool(options.get("Embeddings") or options.get("Reranking")),
+        context=context,
+        slots=min(slots, context),
+        unified=extra.get("kv_unified", extra.get("unified_kv", ""))
+        not in ("false", "0", "no", "off", "disabled"),
+        batch=max(1, min(batch, context)),
+        gpu_layers=MOST_LAYERS if layers is None or layers < 0 else layers,
+        gpus=max(1, len(shares)),
+        keys=_BITS.get(str(options.get("CacheTypeKey")).lower(), _BITS["f16"]),
+        values=_BITS.get(str(options.get("CacheTypeValue")).lower(), _BITS["f16"]),
+        flash_attention=str(options.get("FlashAttention")).lower() not in ("off", "false", "disabled", "0"),
+        mapped=bool(options.get("MMap", True)),
+        cache_on_gpu=not options.get("NoKVOffload"),
+        full_windows=extra.get("swa_full") in ("true", "1", "yes", "on", "enabled"),
+        outputs_all=bool(options.get("Embeddings") or options.get("Reranking")),
     )
 
 

@@ -75,7 +75,7 @@ def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: 
     """
     if not counts.silent or not seconds:
         return None
-    massive = counts.of >= SMALLEST_FLEET and (counts.silent + counts.nearly) * 3 > counts.of
+    massive = _is_massive(counts.silent + counts.nearly, counts.of)
     if hold is None:
         return MassHold(now, now + timedelta(seconds=seconds)) if massive else None
     if not massive:
@@ -322,7 +322,8 @@ def absent_nodes(
 def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime) -> LateNodes:
     """Read the nodes to probe: late or `watched` ones, and those of these bus users.
 
-    None if they are massive. One query without any, else three.
+    Return none of them if so many are late that their network is the likely cause. One query without any
+    late node, else three.
     """
     disconnected = BusCredential.objects.filter(public_key__in=users).values("node_id")
     unheard = Q(last_heartbeat__lt=now - LATE) | Q(last_heartbeat__isnull=True)
