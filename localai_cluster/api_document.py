@@ -28,6 +28,8 @@ from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import CHALLENGE, IsUser
 from localai_cluster.accounts.passwords import PasswordChangeRequired
+from localai_cluster.web import wire
+from localai_cluster.web.bodies import FORM_TYPE
 from localai_cluster.web.envelopes import exception_handler
 from localai_cluster.web.openapi import (
     DESCRIPTIONS,
@@ -37,11 +39,14 @@ from localai_cluster.web.openapi import (
     extend_schema,
     json_body,
     refusals,
+    response_schema_of,
+    schema_of,
 )
 from localai_cluster.web.policy import CSP, policy
 from localai_cluster.web.shapes import COMPONENTS
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
+from nodes.dialects import audio
 from nodes.dialects import routes as inference
 from nodes.live import shapes as live
 
@@ -236,6 +241,78 @@ OPERATIONS_SOCKET: Operation = {
 }
 
 
+_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
+_MEANINGS = {
+    400: "The request is not valid; `param` names the field.",
+    401: "A valid API key is required, or the session of a signed-in browser.",
+    403: "Of a session: no CSRF token, another site asks, or the password has to be changed first.",
+    404: "There is no such model, or no such stored response.",
+    413: "The request body is too large.",
+    429: "Too many wrong API keys from this address; Retry-After says when to come back.",
+    500: "An error inside the cluster; its log has the cause under the request id.",
+    503: "Not possible right now; Retry-After says when to come back.",
+}
+_PARAMETERS = {
+    "model": "The name, which may have a `/` in it, escaped or not.",
+    "response_id": "The id of a response, such as `resp_…`.",
+    "digest": "`sha256:` and the hash of a file.",
+}
+"""By name: the description of a parameter of the path."""
+_BYTES: Operation = {"type": "string", "format": "binary"}
+
+
+def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody) -> dict[str, Operation]:
+    """Return the error responses for these statuses, in the envelope of a dialect."""
+    content = json_body(response_schema_of(body))
+    return {str(status): {"description": _MEANINGS[status], "content": content} for status in statuses}
+
+
+def inference_operations() -> list[tuple[str, str, Operation]]:
+    """Return method, path and operation of every inference route."""
+    return [
+        (route.method, path, _operation(path, route))
+        for path, main in inference.ROUTES.items()
+        for route in (main, *main.others)
+    ]
+
+
+def _operation(path: str, route: inference.Route) -> Operation:
+    has_other_path = f"/v1{path}" in inference.ROUTES
+    content: Operation = {}
+    if route.response is not None:
+        content |= json_body(response_schema_of(route.response))
+    for kind in route.other_kinds:
+        content[kind] = {"schema": {"type": "string"} if route.response is not None else _BYTES}
+    operation: Operation = {
+        "operationId": route.name + ("_without_prefix" if has_other_path else ""),
+        "tags": ["inference"],
+        "summary": route.summary,
+        "security": _SECURITY,
+        "responses": {
+            "200": {"description": route.meaning, "content": content},
+            **error_answers(*route.errors, body=route.envelope.body),
+        },
+    }
+    if route.description:
+        operation["description"] = route.description
+    for name, meaning in _PARAMETERS.items():
+        if f"{{{name}}}" in path:
+            required = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [required | {"description": meaning}]
+    if route.body is not None:
+        schema = schema_of(route.body)
+        body = {FORM_TYPE: {"schema": _form(schema)}} if route.form else json_body(schema)
+        operation["requestBody"] = {"required": True, "content": body}
+    return operation
+
+
+def _form(schema: Operation) -> Operation:
+    """Return the schema of a form with a file; clients append `[]` to the name of a repeated field."""
+    properties = dict(schema["properties"])
+    properties[audio.MANY + "[]"] = properties.pop(audio.MANY)
+    return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES, **properties}}
+
+
 _CHECKS = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
@@ -284,7 +361,7 @@ METRICS: Operation = {
             "description": "The figures, in the text format of Prometheus 0.0.4.",
             "content": {"text/plain": {"schema": {"type": "string"}}},
         },
-        **inference.error_answers(401, 403, 429, 503),
+        **error_answers(401, 403, 429, 503),
     },
 }
 
@@ -301,7 +378,7 @@ RAW_ROUTES: list[RawRoute] = [
 
 def raw_routes() -> list[RawRoute]:
     """Return every route that Django's resolver does not know, such as heartbeats and inference."""
-    return RAW_ROUTES + live.ROUTES + inference.operations()
+    return RAW_ROUTES + live.ROUTES + inference_operations()
 
 
 Endpoint = tuple[str, str, str, Any]

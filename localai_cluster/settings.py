@@ -1,4 +1,4 @@
-"""Django's settings. Everything that an operator may change is in the table of `kit/conf.py`.
+"""Django's settings. Everything that an operator may change is in the table of `kit/settings_table.py`.
 
 The web process keeps a pool of database connections, every other process persistent ones
 (`docs/decisions/0003-processes.md`).

@@ -1,37 +1,40 @@
 """Settings from the environment: the annotated fields of a table declare them, and one reader reads them.
 
-A table is a frozen dataclass: `conf.py` has those of the server, `worker/config.py` that of the worker, whose
-fields are flags too. The annotation of a field is its format (`Seconds`, `Annotated[int, number(…)]`), its
-docstring the text in `--help` and in `docs/configuration.md`. A wrong value never raises. It becomes a
-`Problem`, the default takes its place, and all problems are reported together. A secret may be given as
-`NAME` or as `NAME_FILE`, the path of a file that holds it; no problem and no `repr` shows it.
+`settings_table.py` has the tables, frozen dataclasses. The annotation of a field is its type for msgspec and
+its format (`Seconds`, `Annotated[int, Meta(ge=1, le=9)]`, `Literal["a", "b"]`), its docstring the text in
+`--help` and in `docs/configuration.md`. A wrong value never raises. It becomes a `Problem`, the default takes
+its place, and all problems are reported together. A secret may be given as `NAME` or as `NAME_FILE`, the path
+of a file that holds it; no problem and no `repr` shows it.
 """
 
 import ast
-import functools
 import inspect
 import itertools
+import os
 import re
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Required, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from localai_cluster.kit import addresses, clock, nkeys
+from localai_cluster.kit import addresses, nkeys
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.tls import TlsFiles, WrongFile, trust_besides
+from localai_cluster.kit.tls import trust_besides
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
 """The settings of a table that have been read, by field."""
 Default = str | Callable[[Values], str]
-"""The text of a default, or a function of the fields before this one that returns it; "" for none."""
+"""The text of a default, with fields before it in braces, or a function of them; "" for none."""
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
 SHORTEST_SECRET = 16
 WELL_KNOWN_SECRETS = frozenset(
     {"changeme", "change-me", "default", "insecure", "localai", "localai-cluster", "password", "secret"}
@@ -66,15 +69,9 @@ def parse_duration(text: str) -> float:
     return float(sum(float(number) * _GO_UNITS[unit] for number, unit in parts))
 
 
-def _parse_bool(text: str) -> bool:
-    if (lowered := text.strip().lower()) not in _TRUE | _FALSE:
-        raise ValueError("neither true nor false")
-    return lowered in _TRUE
-
-
 @dataclass(frozen=True)
 class Format:
-    """What the text of a setting is, and how it becomes a value: the annotation of its field."""
+    """What the text of a setting is, and how it becomes a value of the field's type."""
 
     fix: str
     """The fix for a wrong value, after "Use"."""
@@ -83,53 +80,22 @@ class Format:
     secret: bool = False
 
 
-def split_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a list that commas separate, without empty ones."""
-    return tuple(item for part in text.split(",") if (item := part.strip()))
+class GallerySetting(TypedDict, total=False):
+    """A gallery of LOCALAI_BACKEND_GALLERIES (`contract/nats.md` §4.1)."""
 
-
-def number(kind: type[int] | type[float], least: float, most: float, fix: str = "") -> Format:
-    """Return the format of the numbers from `least` to `most`; by default `fix` is what it accepts."""
-    words = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"
-    bounded: Any = Annotated[kind, msgspec.Meta(ge=least, le=most)]
-    return Format(fix or words, lambda text: msgspec.convert(text, bounded, strict=False))
-
-
-def duration(least: float) -> Format:
-    """Return the format of Go durations, in seconds, not shorter than `least`."""
-    bounded: Any = Annotated[float, msgspec.Meta(ge=least)]
-    words = (
-        f"a duration of at least {least:g} s, such as 60s or 2h" if least else "a duration such as 60s or 5m"
-    )
-    return Format(words, lambda text: msgspec.convert(parse_duration(text), bounded))
-
-
-def choice(*choices: str) -> Format:
-    """Return the format of these texts, in any case."""
-    by_name = {item.lower(): item for item in choices}
-    literal = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(choices)})$")]
-    return Format(
-        " or ".join(choices), lambda text: msgspec.convert(by_name.get(text.lower(), text), literal)
-    )
-
-
-def json_of(type: Any, fix: str, *, secret: bool = False) -> Format:
-    """Return the format of JSON of this type."""
-    return Format(fix, lambda text: msgspec.convert(msgspec.json.decode(text.encode()), type), secret)
-
-
-def seed(role: nkeys.Role) -> Format:
-    """Return the format of a setting that holds the NKey seed of this NATS role."""
-    return Format(f"the NKEY seed of the {role}", lambda text: nkeys.from_seed(text, role).seed, secret=True)
+    url: Required[Annotated[str, Meta(min_length=1)]]
+    name: str
+    mirrors: list[str]
+    verification: dict[str, str]
 
 
 class RegistrySetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One registry of LOCALAI_REGISTRIES: a host without a path, as registry.example:5000."""
 
-    host: Annotated[str, msgspec.Meta(pattern="^[^/]+$")]
+    host: Annotated[str, Meta(pattern="^[^/]+$")]
     username: str = ""
     password: str = ""
-    realm: Annotated[str, msgspec.Meta(pattern="^(https?://.*)?$")] = ""
+    realm: Annotated[str, Meta(pattern="^(https?://.*)?$")] = ""
     """URL of the token service that may get the credential, if it is not on the registry's host."""
     plain_http: bool | None = None
 
@@ -137,18 +103,141 @@ class RegistrySetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"RegistrySetting({self.host!r})"
 
 
-SWITCH, TEXT = Format("true or false", _parse_bool), Format("a text")
-REGISTRIES = json_of(
-    tuple[RegistrySetting, ...],
-    'a JSON list such as [{"host": "registry.example:5000", "username": "reader", "password": "…"}]',
-    secret=True,
-)
+def _parse_bool(text: str) -> bool:
+    if (lowered := text.strip().lower()) not in _TRUE | _FALSE:
+        raise ValueError("neither true nor false")
+    return lowered in _TRUE
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a list that commas separate, without empty ones."""
+    return tuple(item for part in text.split(",") if (item := part.strip()))
+
+
+def _json(text: str) -> Any:
+    return msgspec.json.decode(text.encode())
+
+
+def _node_hosts(text: str) -> dict[str, frozenset[str]]:
+    """Parse a JSON object of lists: further hosts by a node's name."""
+    hosts = msgspec.convert(_json(text), dict[str, list[Any]])
+    return {name: frozenset(_host(host, name) for host in names) for name, names in hosts.items()}
+
+
+def _host(value: Any, node: str) -> str:
+    try:
+        return addresses.host(value if isinstance(value, str) else "")
+    except ValueError:
+        raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
+
+
+def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    return tuple(map(ip_network, split_list(text)))
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """Parse origins as browsers send them."""
+    origins = split_list(text.lower())
+    if wrong := next((origin for origin in origins if not _ORIGIN.fullmatch(origin)), None):
+        raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
+    return origins
+
+
+def _address(text: str) -> str:
+    addresses.split_host_port(text)
+    return text
+
+
+def _name(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("not printable")
+    return text
+
+
+def _labels(text: str) -> dict[str, str]:
+    """Parse `k=v,k=v`; parts without `=` are skipped, like in a stock worker."""
+    pairs = (part.partition("=") for part in text.split(",") if "=" in part)
+    return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
+
+
+def _folder(text: str) -> Path:
+    return Path(text.strip()).expanduser().absolute()
+
+
+def _folders(text: str) -> tuple[Path, ...]:
+    return tuple(_folder(part) for part in text.split(os.pathsep) if part.strip())
+
+
+def _slots(text: str) -> int:
+    return max(1, msgspec.convert(text, int, strict=False))
+
+
+def _mirror(text: str) -> str:
+    return (text if "://" in text else f"https://{text}").rstrip("/")
+
+
+def duration(least: float) -> Format:
+    """Return the format of Go durations, in seconds, not shorter than `least`."""
+    bounded: Any = Annotated[float, Meta(ge=least)]
+    fix = f"a duration of at least {least:g} s, such as 60s or 2h"
+    return Format(fix, lambda text: msgspec.convert(parse_duration(text), bounded))
+
+
+def _size(unit: int, least: float, most: float) -> Format:
+    """Return the format of a number of such units, in bytes."""
+    bounded: Any = Annotated[float, Meta(ge=least, le=most)]
+    fix = f"a number from {least:,} to {most:,}"
+    return Format(fix, lambda text: int(msgspec.convert(text, bounded, strict=False) * unit))
+
+
+def seed(role: nkeys.Role) -> Format:
+    """Return the format of a setting that holds the NKey seed of this NATS role."""
+    return Format(f"the NKEY seed of the {role}", lambda text: nkeys.from_seed(text, role).seed, secret=True)
+
+
+SWITCH, TEXT, _PEM = Format("true or false", _parse_bool), Format("a text"), "the name of a readable PEM file"
+_REGISTRIES = 'a JSON list such as [{"host": "registry.example:5000", "username": "reader", "password": "…"}]'
+_NODE_HOSTS = 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}'
+_GALLERIES = 'a JSON list of {"name": …, "url": …}'
+_ORIGINS = "origins separated by commas, such as https://app.example, or *"
+SERVER_URL = "the URL of the control plane, such as http://cluster.example:8080"
+_HIGHEST = 2**63 - 1
 Secret = Annotated[str, Format("a text", secret=True)]
-Pem = Annotated[str, Format("the name of a readable PEM file")]
-Folder = Annotated[Path, Format("a path", lambda text: Path(text).expanduser().absolute())]
+Pem = Annotated[str, Format(_PEM)]
+MoreCAs = Annotated[ssl.SSLContext, Format(_PEM, trust_besides)]
+Folder = Annotated[Path, Format("a path", _folder)]
+Folders = Annotated[tuple[Path, ...], Format("paths", _folders)]
 BaseUrl = Annotated[str, Format("a URL such as http://192.0.2.10:8080", addresses.parse_base_url)]
+ServerUrl = Annotated[str, Format(SERVER_URL, addresses.parse_base_url)]
+Mirror = Annotated[str, Format("the URL of a mirror", _mirror)]
 Seconds = Annotated[float, duration(1)]
-_MoreCAs = Annotated[ssl.SSLContext, Format("the name of a readable PEM file", trust_besides)]
+Duration = Annotated[float, duration(0)]
+"""Seconds of which 0 has a meaning of its own."""
+Retention = Annotated[float, duration(3600)]
+Interval = Annotated[float, Format("a duration such as 10s", lambda text: parse_duration(text) or 10.0)]
+Port = Annotated[int, Meta(ge=1, le=65535, description="a port between 1 and 65535")]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Ratio = Annotated[float, Meta(ge=1, le=1_000_000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Whole = Annotated[int, Meta(ge=-_HIGHEST, le=_HIGHEST, description="a whole number")]
+Slots = Annotated[int, Meta(le=_HIGHEST), Format("a whole number", _slots)]
+Rate = Annotated[int, Meta(ge=0, le=_HIGHEST, description="bytes per second. 0 = unlimited")]
+Mebibytes = Annotated[int, _size(2**20, 0.1, 100_000)]
+Gibibytes = Annotated[int, _size(2**30, 0.01, 10_000)]
+Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+Listener = Annotated[addresses.Address, Format("host:port, such as 127.0.0.1:9101", addresses.parse)]
+_Address = Annotated[str, Meta(max_length=512)]
+HostPort = Annotated[_Address, Format("host:port, such as gpu-1.example:50051", _address)]
+FreePort = Annotated[_Address, Format("a free host:port, such as 0.0.0.0:50050", _address)]
+NodeName = Annotated[str, Meta(max_length=255), Format("1 to 255 printable characters", _name)]
+Labels = Annotated[dict[str, str], Format("k=v,k=v", _labels)]
+Names = Annotated[tuple[str, ...], Format("names separated by commas", split_list)]
+Keys = Annotated[tuple[str, ...], Format("keys", split_list, secret=True)]
+Networks = Annotated[tuple[Any, ...], Format("networks separated by commas, such as 10.0.0.0/24", _networks)]
+Origins = Annotated[tuple[str, ...], Format(_ORIGINS, _origins)]
+NodeHosts = Annotated[dict[str, frozenset[str]], Format(_NODE_HOSTS, _node_hosts)]
+Galleries = Annotated[list[GallerySetting], Format(_GALLERIES, _json)]
+Registries = Annotated[tuple[RegistrySetting, ...], Format(_REGISTRIES, _json, secret=True)]
 
 
 @dataclass(frozen=True)
@@ -164,8 +253,13 @@ class Setting:
     """The default for people; "" for none."""
     group: str
     format: Format
+    type: Any
     empty: Any
     """The value without a text and a default."""
+
+    def parse(self, text: str) -> Any:
+        """Return the value; raises what `Format.parse` raises."""
+        return msgspec.convert(self.format.parse(text), self.type, strict=self.format.parse is not str)
 
 
 def setting(
@@ -194,61 +288,34 @@ class Table:
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedSettings(Table):
-    """The settings that server and worker have in common."""
-
-    registries: Annotated[tuple[RegistrySetting, ...], REGISTRIES] = setting(
-        "LOCALAI_REGISTRIES", group="Sources"
-    )
-    """JSON list of registries: `host`, `username`, `password`, `realm`, `plain_http`."""
-    registry_config: Folder | None = setting("LOCALAI_REGISTRY_CONFIG")
-    """A `config.json` with credentials of registries, as `docker login` writes it; no helpers are run."""
-    registry_ca: _MoreCAs | None = setting("LOCALAI_REGISTRY_CA")
-    """PEM file with CA certificates that registries and galleries may have besides the usual ones."""
-    github_url: BaseUrl = setting("LOCALAI_GITHUB_URL", "https://raw.githubusercontent.com")
-    """Base URL of the files that `github:` addresses name; it may be a mirror."""
-    nats_tls_ca: Pem = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
-    """CA certificates that verify the message bus. Any of the three files forces encryption."""
-    nats_tls_cert: Pem = setting("LOCALAI_NATS_TLS_CERT")
-    """Certificate for mutual TLS with the message bus."""
-    nats_tls_key: Pem = setting("LOCALAI_NATS_TLS_KEY")
-    """Private key of that certificate."""
-
-    @functools.cached_property
-    def nats_tls(self) -> ssl.SSLContext | None:
-        """The TLS context of the connections to the bus; with it, an unencrypted connection is refused."""
-        files = TlsFiles(self.nats_tls_ca, self.nats_tls_cert, self.nats_tls_key)
-        return files.client(clock.now()) if files else None
-
-    def problems(self) -> Iterator[Problem]:
-        """Return what is wrong with the files."""
-        return tls_problems("LOCALAI_NATS_TLS", lambda: self.nats_tls)
-
-
-def tls_problems(prefix: str, check: Callable[[], Any]) -> Iterator[Problem]:
-    """Return what is wrong with the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
-    try:
-        check()
-    except WrongFile as error:
-        yield Problem(f"{prefix}_{error.part}", str(error), "Name readable PEM files that belong together.")
-
-
 def declared(table: type[Table]) -> tuple[Setting, ...]:
     """Return the settings of a table, in the order of its fields."""
     settings: list[Setting] = []
-    hints = get_type_hints(table, include_extras=True)
-    group = ""
+    hints, group = get_type_hints(table, include_extras=True), ""
     for entry in fields(table):  # type: ignore[arg-type]
         hint, group = hints[entry.name], entry.metadata["group"] or group
         if is_optional := NoneType in get_args(hint):
             hint = get_args(hint)[0]
-        base, *formats = (*get_args(hint), None) if get_origin(hint) is Annotated else (hint, None)
-        format = formats[0] or (SWITCH if base is bool else TEXT)
-        empty = None if is_optional else (get_origin(base) or base)()
+        base, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        format = next((extra for extra in extras if isinstance(extra, Format)), None)
+        kind = get_origin(base) or base
+        empty = None if is_optional else "" if kind is Literal else kind()
         metadata = {**entry.metadata, "group": group}
-        settings.append(Setting(key=entry.name, format=format, empty=empty, **metadata))
+        own_format = format or _format_of(base, extras)
+        settings.append(Setting(key=entry.name, format=own_format, type=hint, empty=empty, **metadata))
     return tuple(settings)
+
+
+def _format_of(base: Any, extras: Iterable[Any]) -> Format:
+    """Return the format of a type that msgspec reads itself."""
+    if base is bool:
+        return SWITCH
+    if get_origin(base) is Literal:
+        choices = {choice.lower(): choice for choice in get_args(base)}
+        return Format(" or ".join(choices.values()), lambda text: choices.get(text.lower(), text))
+    kind = "a whole number" if base is int else "a number"
+    texts = (bounds.description or f"{kind} from {bounds.ge:,} to {bounds.le:,}" for bounds in extras)
+    return next((Format(text) for text in texts), TEXT)
 
 
 def texts(table: type[Table]) -> dict[str, str]:
@@ -305,7 +372,7 @@ class Environment:
         reason = ""
         try:
             if text:
-                return entry.format.parse(text)
+                return entry.parse(text)
         except (msgspec.ValidationError, ClusterError):
             reason = f"not {entry.format.fix}"
         except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -314,5 +381,5 @@ class Environment:
             reason = str(error).removeprefix("is ")
         if reason:
             self.refuse(entry.names[0], f"{quote}is {reason}", f"Use {entry.format.fix}.")
-        default = entry.default(values) if callable(entry.default) else entry.default
-        return entry.format.parse(default) if default else entry.empty
+        default = entry.default(values) if callable(entry.default) else entry.default.format_map(values)
+        return entry.parse(default) if default else entry.empty

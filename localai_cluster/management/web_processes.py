@@ -51,7 +51,7 @@ def become_parent(arguments: Sequence[str]) -> None:
 
     Help, wrong settings and daphne, which serves with one process, are left to the command.
     """
-    from localai_cluster.kit import conf
+    from localai_cluster.kit import conf, settings_table
 
     cluster, environment = conf.load()
     parser = argparse.ArgumentParser("manage.py serve", add_help=False)
@@ -59,7 +59,7 @@ def become_parent(arguments: Sequence[str]) -> None:
     options, others = parser.parse_known_args(arguments)
     number = cluster.web_processes if options.processes is None else options.processes
     is_left = options.inherited or environment.problems or {"-h", "--help"} & set(others)
-    if is_left or not 1 < number <= conf.MOST_WEB_PROCESSES or cluster.server == "daphne":
+    if is_left or not 1 < number <= settings_table.MOST_WEB_PROCESSES or cluster.server == "daphne":
         return
     listening = listen(cluster.host, cluster.port)
     os.set_inheritable(listening.fileno(), True)

@@ -469,7 +469,9 @@ def _value(value: Any, expected: Any, path: str) -> Any:
     if expected is int:
         return _integer(value, path)
     if expected is float:
-        return float(_number(value, path))
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+            raise _wrong(path, "a number", value)
+        return float(value)
     if typing.get_origin(expected) is tuple:
         return tuple(_list(value, typing.get_args(expected)[0], path))
     return _build(value, expected, path)
@@ -481,28 +483,17 @@ def _integer(value: Any, path: str) -> int:
     return value
 
 
-def _number(value: Any, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-        raise _wrong(path, "a number", value)
-    return value
-
-
 def _list(value: Any, item_type: Any, path: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
         raise _wrong(path, "a list", value)
-    zero = item_type()
-    return [
-        zero if item is None else _value(item, item_type, f"{path}[{index}]")
-        for index, item in enumerate(value)
-    ]
+    zero, items = item_type(), enumerate(value)
+    return [zero if item is None else _value(item, item_type, f"{path}[{index}]") for index, item in items]
 
 
 def _wrong(path: str, expected: str, value: Any) -> DecodeError:
-    return DecodeError(f"{path}: expected {expected}, got {_kind(value)}", field=path)
-
-
-def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return names.get(type(value), "this number")
+    return DecodeError(
+        f"{path}: expected {expected}, got {names.get(type(value), 'this number')}", field=path
+    )

@@ -29,15 +29,8 @@ from typing import IO, Any, cast
 
 import zstandard
 
-from localai_cluster.worker.source_files import (
-    CHUNK,
-    ENDED,
-    OnBytes,
-    SourceError,
-    Stopped,
-    Throttle,
-    check_free_space,
-)
+from localai_cluster.worker import source_files
+from localai_cluster.worker.source_files import CHUNK, ENDED, OnBytes, SourceError, Stopped, Throttle
 
 MOST_BYTES = 64 * 1024**3
 MOST_ENTRIES = 100_000
@@ -100,7 +93,7 @@ def unpack(
     for number, layer in enumerate(layers):
         survey.add(number, layer, stopped)
     files = _Files.of(survey)
-    check_free_space(target.parent, files.total, "unpacked bytes")
+    source_files.check_free_space(target.parent, files.total, "unpacked bytes")
     target.mkdir()
     for folder, _ in files.folders:
         (target / folder).mkdir(mode=0o700)
@@ -117,9 +110,7 @@ class _ForwardReader:
     """
 
     def __init__(self, file: IO[bytes], size: int | None, stopped: threading.Event) -> None:
-        self._file = file
-        self._size = size
-        self._stopped = stopped
+        self._file, self._size, self._stopped = file, size, stopped
         self._position = 0
         # `TarFile` reads the first entry when it is opened.
         self._header_bytes: int | None = 0
@@ -363,9 +354,7 @@ def _validate(entry: tarfile.TarInfo, is_image: bool) -> None:
     is_odd = any("\0" in text or len(text) > _LONGEST_PATH for text in (name, entry.linkname))
     if _escapes(name) or is_odd or entry.size < 0:
         raise SourceError(f"{name[:200]!r} in the archive is not a path inside it")
-    if entry.islnk() and _escapes(entry.linkname):
-        raise SourceError(f"{name!r} in the archive is a link that leaves it")
-    if is_absolute_link and not is_image:
+    if (entry.islnk() and _escapes(entry.linkname)) or (is_absolute_link and not is_image):
         raise SourceError(f"{name!r} in the archive is a link that leaves it")
     if _DATA_FILTER is not None and not is_absolute_link:
         try:
@@ -421,12 +410,8 @@ class _Writer:
     def __init__(
         self, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, files: _Files
     ) -> None:
-        self._target = target
-        self._throttle = throttle
-        self._stopped = stopped
-        self._on_bytes = on_bytes
-        self._files = files
-        self._done = 0
+        self._target, self._files, self._done = target, files, 0
+        self._throttle, self._stopped, self._on_bytes = throttle, stopped, on_bytes
 
     def write_layer(self, layer: int, path: Path) -> None:
         """Write the files of one layer that the tree still has."""

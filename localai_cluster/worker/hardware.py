@@ -110,7 +110,6 @@ def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
 GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 GPU_TIMEOUT = 5.0
 MIB = 1024 * 1024
-CAPABILITY_FILE = Path("/run/localai/capability")
 PREFERENCES: Mapping[str, Sequence[str]] = {
     "nvidia": ("cuda", "vulkan", "cpu"),
     "amd": ("rocm", "hip", "vulkan", "cpu"),
@@ -258,7 +257,7 @@ def parse_gpus(text: str) -> Gpus:
     return Gpus(total, free, "nvidia", capability) if total else Gpus()
 
 
-def detect_capability(forced: str, gpus: Gpus, run_file: Path = CAPABILITY_FILE) -> str:
+def detect_capability(forced: str, gpus: Gpus, run_file: Path) -> str:
     """Return the capability of this machine (worker.md §18.4): forced, from the run file, or detected."""
     if forced:
         return forced

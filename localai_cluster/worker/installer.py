@@ -44,13 +44,13 @@ from localai_cluster.worker.cancellation import Halt, clear_cancellation, in_thr
 from localai_cluster.worker.download import (
     Archive,
     Downloads,
+    Images,
     OpenServed,
     hash_problem,
     partial_path,
     sha256_of,
 )
 from localai_cluster.worker.galleries import Galleries
-from localai_cluster.worker.images import Images
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.source_files import (
     ENDED,

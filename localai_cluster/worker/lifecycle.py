@@ -103,24 +103,15 @@ class Worker:
         reaper: processes.ProcessReaper,
         listener: socket.socket,
     ) -> None:
-        self._config = config
-        self._downloads = downloads
-        self._listener = listener
-        self._capability = capability
-        self._node_id = ""
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._status = ""
-        self._registering = asyncio.Lock()
+        self._config, self._downloads, self._listener = config, downloads, listener
+        self._capability, self._node_id, self._status = capability, "", ""
+        self._stop, self._hurry, self._registering = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._bus = NatsBus(
             None, name=f"worker {config.node_name}", on_refused=lambda: self._bus_credentials.refused()
         )
+        is_required = config.nats_require_auth or config.distributed_require_auth
         self._bus_credentials = BusCredentials(
-            self._bus,
-            config.nats,
-            config.nats_tls,
-            self._register_once,
-            require_auth=config.nats_require_auth or config.distributed_require_auth,
+            self._bus, config.nats, config.nats_tls, self._register_once, require_auth=is_required
         )
         instance = secrets.token_hex(16)
         self._control_plane = ControlPlane(
@@ -135,14 +126,9 @@ class Worker:
         ports = PortAllocator(config.base_port, config.max_port)
         self._engine_token = secrets.token_hex(32)
         self._rings = LogRings(config.log_lines, config.log_bytes)
-        exits = Exits(config.advertise_host)
+        exits, bind_host = Exits(config.advertise_host), bind_host_for(config.advertise_host)
         self._supervisor = EngineSupervisor(
-            ports,
-            self._engine_token,
-            reaper,
-            self._rings,
-            exits,
-            bind_host=bind_host_for(config.advertise_host),
+            ports, self._engine_token, reaper, self._rings, exits, bind_host=bind_host
         )
         self._gpus = hardware.reader(
             config.test_gpus, lambda: (engine.gpus for engine in self._supervisor.engines())

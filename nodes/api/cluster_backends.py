@@ -171,10 +171,13 @@ def refuse_hardware_build(command: BackendRequest) -> None:
         )
 
 
-class _Everywhere(APIView):
+class _Flat(APIView):
+    envelope = "flat"
+
+
+class _Everywhere(_Flat):
     """A command on a backend that is named in the path."""
 
-    envelope = "flat"
     kind: str
     body: type[NodesSerializer] = NodesSerializer
 
@@ -210,10 +213,8 @@ class InstallEverywhereView(_Everywhere):
         return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
 
-class InstallExternalView(APIView):
+class InstallExternalView(_Flat):
     """`/api/backends/install-external`."""
-
-    envelope = "flat"
 
     @describe_command("install_external", "Install a backend from an address", ExternalSerializer)
     def post(self, request: Request) -> Response:
@@ -310,10 +311,8 @@ class BackendChangesSerializer(NullIsAbsent):
         return attrs
 
 
-class ChangesView(APIView):
+class ChangesView(_Flat):
     """`/api/backends/changes`."""
-
-    envelope = "flat"
 
     @describe_command(
         "change_many", "Change several backends", BackendChangesSerializer, answer=CHANGE_OUTCOMES
@@ -393,11 +392,7 @@ def _scheduled(request: Request, command: BackendRequest) -> Response:
     )
 
 
-class _Plain(APIView):
-    envelope = "flat"
-
-
-class ApplyView(_Plain):
+class ApplyView(_Flat):
     """`/backends/apply`."""
 
     @describe_command(
@@ -415,7 +410,7 @@ class ApplyView(_Plain):
         )
 
 
-class PlainUpgradeView(_Plain):
+class PlainUpgradeView(_Flat):
     """`/backends/upgrade/:name`."""
 
     @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
@@ -424,7 +419,7 @@ class PlainUpgradeView(_Plain):
         return _scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
 
 
-class PlainDeleteView(_Plain):
+class PlainDeleteView(_Flat):
     """`/backends/delete/:name`."""
 
     @describe_command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
@@ -433,7 +428,7 @@ class PlainDeleteView(_Plain):
         return _scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
 
 
-class DeleteAndWaitView(_Plain):
+class DeleteAndWaitView(_Flat):
     """`/api/backends/system/delete/:name`."""
 
     @extend_schema(
@@ -482,10 +477,8 @@ class ChoiceSerializer(NullIsAbsent):
     last_replicas = last_replicas_field()
 
 
-class WavesView(APIView):
+class WavesView(_Flat):
     """`/api/operations/:jobID/waves`."""
-
-    envelope = "flat"
 
     @describe_verb("waves", "Continue or stop an upgrade in waves", ChoiceSerializer)
     def post(self, request: Request, job_id: str) -> Response:

@@ -49,7 +49,6 @@ from nodes.api.models import (
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import fleet_queries
 from nodes.definitions import folder
 from nodes.loading import load_request, wait
 from nodes.loading.load_attempts import LoadFailed
@@ -57,7 +56,7 @@ from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import dial_targets
 from nodes.registry.listing import Parameters
-from nodes.replicas import unload_requests
+from nodes.replicas import fleet_queries, unload_requests
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Status
 

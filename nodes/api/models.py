@@ -185,8 +185,6 @@ UNLOADED = "model unloaded", "the model is being unloaded"
 DELETED = "model deleted", "the model is being deleted"
 """Messages for an operation that has ended, and for one that is running."""
 
-AdmitUnload = Callable[..., Admission]
-
 
 def _done(text: str, goes_on: str) -> list[Any]:
     job = {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}

@@ -126,23 +126,18 @@ REGISTRATION = {
     "max_replicas_per_model": 1,
     "labels": {"node.replica-slots": "1", "tier": "t1"},
 }
+_RUNNING = {
+    "version": "0.1.0",
+    "running_processes": [{"process_key": "qwen3#0", "address": "127.0.0.1:51101"}],
+}
+_AGENT = {"name": "agent-1", "node_type": "agent", "token": "tok"}
 
 
 @extend_schema_serializer(
     examples=[
         OpenApiExample("A worker without a GPU", REGISTRATION, request_only=True),
-        OpenApiExample(
-            "Our worker, with what it runs",
-            REGISTRATION
-            | {
-                "version": "0.1.0",
-                "running_processes": [{"process_key": "qwen3#0", "address": "127.0.0.1:51101"}],
-            },
-            request_only=True,
-        ),
-        OpenApiExample(
-            "An agent", {"name": "agent-1", "node_type": "agent", "token": "tok"}, request_only=True
-        ),
+        OpenApiExample("Our worker, with what it runs", REGISTRATION | _RUNNING, request_only=True),
+        OpenApiExample("An agent", _AGENT, request_only=True),
     ]
 )
 class RegistrationSerializer(Described, NullIsAbsent):
@@ -200,7 +195,8 @@ def parse_registration(fields: Mapping[str, Any]) -> Registration:
     body = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
     _check_presence(body)
     for name, longest in LENGTHS.items():
-        _check_text(body.get(name, ""), name, longest)
+        _check_length(body.get(name, ""), name, longest)
+        names.check_text(body.get(name, ""), name)
     if not _ENGINE_TOKEN.match(body.get("engine_token", "")):
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
     reported_gpus = body.get("gpus")
@@ -218,11 +214,6 @@ def _check_presence(body: Mapping[str, Any]) -> None:
         raise errors.InvalidInput("name is required", field="name")
     if body["node_type"] == NodeType.BACKEND and not body.get("address", "").strip():
         raise errors.InvalidInput("address is required for a backend node", field="address")
-
-
-def _check_text(text: str, field: str, longest: int) -> None:
-    _check_length(text, field, longest)
-    names.check_text(text, field)
 
 
 def _check_length(text: str, field: str, longest: int) -> None:

@@ -31,12 +31,12 @@ from localai_cluster.metrics import passes
 from nodes.backends import intents, upgrade_state
 from nodes.commands.commands import LIST_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
-from nodes.decisions.reserved_memory import CLOCKS_DIFFER
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
 from nodes.replicas.engine_ends import end_unlisted
 from nodes.replicas.evidence import Running
+from nodes.replicas.reserved_memory import CLOCKS_DIFFER
 from operations.changes import events
 from operations.executor.work import in_thread
 

@@ -33,7 +33,7 @@ ANSWER_LIMIT = 15.0
 """Seconds for a complete reply (operations-and-ui.md 1.19)."""
 HANDSHAKE_LIMIT = 10.0
 LARGEST = 16 * 1024 * 1024
-"""Maximum bytes of a reply or a message; our workers store less (`worker/config.py`)."""
+"""Maximum bytes of a reply or a message; our workers store less (`kit/settings_table.py`)."""
 QUEUE = 4
 """Number of messages that are read ahead of a slow reader."""
 PING_EVERY, PONG_WITHIN = 30.0, 90.0

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from nodes.decisions.snapshot_log import BoundedTable, SnapshotRef
+from nodes.decisions.snapshot_log import SnapshotRef
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Resident
 from nodes.placement.explain import NO_FLEET, DecisionOutcome, Explanation
@@ -135,6 +135,3 @@ def _repeats_last_record(decided: DecisionRecord, now: datetime) -> bool:
 
 def _kinds(refused: list[dict[str, Any]]) -> set[str]:
     return {refusal["code"] for refusal in refused}
-
-
-TABLE = BoundedTable(PlacementRecord.objects, "last_at", ("facts", "reason"))

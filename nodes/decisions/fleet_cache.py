@@ -21,10 +21,17 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Count, Model
 
-from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, BroughtModel, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import ANY_NODE, Candidate, Decision, Selector
 from nodes.placement.explain import FleetView
+from nodes.placement.memory import (
+    NEVER,
+    FreeByGpu,
+    MemoryReading,
+    Reservation,
+    unallocated_bytes,
+    unallocated_on_gpu,
+)
 from nodes.placement.ranking import ModelFacts, RankedFleet
 
 R = TypeVar("R")
@@ -63,6 +70,51 @@ class _Replica(NamedTuple):
         """Return True if it counts toward the limit of its node (`NodeModelQuerySet.occupying`)."""
         ended = (self.phase, self.reason) == (Phase.STOPPING, PhaseReason.LOAD_FAILED)
         return self.phase != Phase.DEPARTED and not ended
+
+
+RESERVING = _Replica._fields[5:]
+"""Columns of a replica's row that `reservation` takes, in this order."""
+
+
+def reservation(
+    needed: int,
+    seen: int,
+    seen_at: datetime | None,
+    loaded_at: datetime | None,
+    gpus: Sequence[Mapping[str, Any]],
+) -> Reservation:
+    """Return the reservation of a replica's row, from its columns `RESERVING`."""
+    shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
+    return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
+
+
+def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
+    """Return the bytes of the node, given by its columns, that are neither used nor reserved (R1.51)."""
+    ceiling: int = node["vram_budget_bytes"]
+    available: int = node["available_vram"]
+    if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
+        available += node["returned_vram"]
+        available = min(available, ceiling) if ceiling else available
+    reading = MemoryReading(available, node["vram_read_at"] or NEVER, ceiling)
+    reserved: int = max(node["reserved_vram"], unallocated_bytes(reservations, reading))
+    return available - reserved
+
+
+def free_by_gpu(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> FreeByGpu:
+    """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
+    reserved = reserved_on_gpus(node, reservations)
+    return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
+
+
+def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
+    """Return the reserved bytes of each GPU that the node's last reading does not show."""
+    read_at = node["vram_read_at"] or NEVER
+    return {
+        gpu["index"]: unallocated_on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
+        if reservations
+        else 0
+        for gpu in node["gpus"]
+    }
 
 
 class _TableCopy(Generic[R]):
@@ -129,13 +181,13 @@ class _Rows:
         reserving = [replica for replica in replicas if replica.vram_needed > 0]
         if all(replica.is_in_reading(row["vram_read_at"]) for replica in reserving):
             reserving = []  # saves the computation
-        reservations = [reserved_memory.reservation(*replica[5:]) for replica in reserving]
+        reservations = [reservation(*replica[5:]) for replica in reserving]
         return Candidate(
             id=id,
             name=row["name"],
             node_type=row["node_type"],
             status=row["status"],
-            free_vram=reserved_memory.effectively_free(row, reservations),
+            free_vram=effectively_free(row, reservations),
             loaded=sum(replica.is_serving for replica in replicas),
             in_flight=sum(replica.in_flight for replica in replicas),
             used_indices=frozenset(),
@@ -147,7 +199,7 @@ class _Rows:
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
             file_port_failed=bool(row["file_port_error"]),
-            gpus=reserved_memory.free_by_gpu(row, reservations),
+            gpus=free_by_gpu(row, reservations),
         )
 
     def model_facts(

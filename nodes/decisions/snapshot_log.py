@@ -12,17 +12,14 @@ and lists for sets and tuples.
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import reduce
-from operator import add
 from typing import Any
 from uuid import UUID, uuid4
 
 import orjson
 from django.db import IntegrityError, connection
-from django.db.models import BigIntegerField, F, Func, Manager, Sum, Value, Window
 
 from nodes.models import PlacementLog
 
@@ -181,37 +178,3 @@ def read_snapshot(seen: SnapshotRef) -> State | None:
     rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
     entries = [bytes(body) for body in rows.values_list("body", flat=True)]
     return restore(entries) if len(entries) == seen.position + 1 else None
-
-
-_ROW = 300
-"""Bytes of a row besides its large columns, with its entries in the indexes."""
-_TICK = timedelta(microseconds=1)
-
-
-@dataclass(frozen=True)
-class BoundedTable:
-    """A table of decisions that keeps as many of its newest rows as fit into some bytes."""
-
-    rows: Manager[Any]
-    at: str
-    large: Sequence[str]
-    """Columns whose stored size counts, which is compressed. PostgreSQL knows it without reading them."""
-
-    def oldest_that_fits(self, space: int) -> datetime | None:
-        """Return the time from which on rows fit into `space` bytes; None if all do. One query."""
-        sizes = (
-            Func(F(name), function="pg_column_size", output_field=BigIntegerField()) for name in self.large
-        )
-        size = reduce(add, sizes, Value(_ROW, output_field=BigIntegerField()))
-        newest_first = (F(self.at).desc(), F("id").desc())
-        totals = self.rows.annotate(total=Window(Sum(size), order_by=newest_first)).order_by(*newest_first)
-        last: datetime | None = totals.filter(total__gt=space).values_list(self.at, flat=True).first()
-        return last + _TICK if last is not None else None
-
-    def prune(self, *, before: datetime, limit: int) -> int:
-        """Delete up to `limit` rows from before `before`, oldest first; return the number."""
-        old = self.rows.filter(**{f"{self.at}__lt": before}).order_by(self.at, "pk")
-        return self.rows.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()[0]
-
-
-TABLE = BoundedTable(PlacementLog.objects, "at", ("body",))

@@ -1,7 +1,7 @@
 """The table of inference routes: path, handler, limits, error envelope, and texts of the API document.
 
-The raw route table and the API document are made of it. Bodies and responses are described by the structs
-that parse and render them.
+The raw route table and the API document (`api_document.py`) are made of it. Bodies and responses are
+described by the structs that parse and render them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,8 +13,6 @@ import msgspec
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.web import wire
-from localai_cluster.web.bodies import FORM_TYPE
-from localai_cluster.web.openapi import Operation, json_body, response_schema_of, schema_of
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
     answers,
@@ -29,7 +27,6 @@ from nodes.dialects import (
     stored_responses,
     tokens,
 )
-from nodes.dialects.audio import MANY
 from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
@@ -108,6 +105,27 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
     return answer
 
 
+def _read(
+    name: str, summary: str, handler: Handler, response: type[wire.ResponseBody], **others: Any
+) -> Route:
+    """Return a route that shows something."""
+    return Route(
+        name=name, summary=summary, handler=handler, response=response, method="GET", limit=None, **others
+    )
+
+
+def _speech(name: str, summary: str, *, has_node_header: bool) -> Route:
+    return Route(
+        name=name,
+        summary=summary,
+        handler=audio.speech(has_node_header=has_node_header),
+        limit=wire.MAX_BODY,
+        body=audio.SpeechBody,
+        other_kinds=_SOUNDS,
+        description=_SPEAK,
+    )
+
+
 _EVENTS, _LINES = ("text/event-stream",), ("application/x-ndjson",)
 _OPENAI_STREAM = (
     "With `stream`, server-sent events: chunks, then `data: [DONE]`. What fails before the first of them is a"
@@ -163,13 +181,11 @@ _WITH_PREFIX: Mapping[str, Route] = {
         other_kinds=_EVENTS,
         description=_RESPONSES_STREAM,
     ),
-    "/responses/{response_id}": Route(
-        name="get_response",
-        summary="Show a stored response",
-        handler=stored_responses.show,
-        method="GET",
-        limit=None,
-        response=responses.ResponseObject,
+    "/responses/{response_id}": _read(
+        "get_response",
+        "Show a stored response",
+        stored_responses.show,
+        responses.ResponseObject,
         meaning="The response.",
         errors=(401, 403, 404, 429, 500, 503),
         others=(
@@ -239,14 +255,12 @@ _WITH_PREFIX: Mapping[str, Route] = {
         meaning="The vectors.",
         errors=(400, 401, 403, 404, 429, 500, 503),
     ),
-    "/models": Route(
-        name="list_models",
+    "/models": _read(
+        "list_models",
+        "List models",
+        models.list_models,
+        models.ModelsResponse,
         is_shared=True,
-        summary="List models",
-        handler=models.list_models,
-        method="GET",
-        limit=None,
-        response=models.ModelsResponse,
         meaning="The models.",
         errors=(401, 403, 429, 500, 503),
     ),
@@ -262,15 +276,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
         description="The file is read by the model's engine. With `stream`, server-sent events: pieces, then"
         " all of the text, then `data: [DONE]`. " + UNPROVED,
     ),
-    "/audio/speech": Route(
-        name="create_speech",
-        summary="Say a text as OpenAI's clients ask",
-        handler=audio.speech(has_node_header=True),
-        limit=wire.MAX_BODY,
-        body=audio.SpeechBody,
-        other_kinds=_SOUNDS,
-        description=_SPEAK,
-    ),
+    "/audio/speech": _speech("create_speech", "Say a text as OpenAI's clients ask", has_node_header=True),
     "/images/generations": Route(
         name="create_images",
         summary="Make images",
@@ -292,26 +298,16 @@ _OTHERS: dict[str, Route] = {
         response=retrieval.CohereRerankResponse,
         description="The most relevant one first, without its text.",
     ),
-    models.MODEL_PREFIX + "{model}": Route(
-        name="get_model",
+    models.MODEL_PREFIX + "{model}": _read(
+        "get_model",
+        "Show one model",
+        models.show_model,
+        models.ModelBody,
         is_shared=True,
-        summary="Show one model",
-        handler=models.show_model,
-        method="GET",
-        limit=None,
-        response=models.ModelBody,
         meaning="The model.",
         errors=(401, 403, 404, 429, 500, 503),
     ),
-    "/tts": Route(
-        name="speak",
-        summary="Say a text",
-        handler=audio.speech(has_node_header=False),
-        limit=wire.MAX_BODY,
-        body=audio.SpeechBody,
-        other_kinds=_SOUNDS,
-        description=_SPEAK,
-    ),
+    "/tts": _speech("speak", "Say a text", has_node_header=False),
     "/api/chat": Route(
         name="ollama_chat",
         summary="Answer a conversation (Ollama)",
@@ -359,34 +355,28 @@ _OTHERS: dict[str, Route] = {
         body=models.ShowBody,
         response=models.ShowResponse,
     ),
-    "/api/tags": Route(
-        name="ollama_tags",
-        summary="List models (Ollama)",
-        handler=models.tags,
-        method="GET",
-        limit=None,
+    "/api/tags": _read(
+        "ollama_tags",
+        "List models (Ollama)",
+        models.tags,
+        models.TagsResponse,
         envelope=OLLAMA,
-        response=models.TagsResponse,
         description="What is defined, loaded or not. Files are not measured: `size` is 0.",
     ),
-    "/api/ps": Route(
-        name="ollama_ps",
-        summary="List loaded models (Ollama)",
-        handler=models.running,
-        method="GET",
-        limit=None,
+    "/api/ps": _read(
+        "ollama_ps",
+        "List loaded models (Ollama)",
+        models.running,
+        models.RunningResponse,
         envelope=OLLAMA,
-        response=models.RunningResponse,
         description="`size` is what all replicas of a model were given.",
     ),
-    "/api/version": Route(
-        name="ollama_version",
-        summary="Show the version of Ollama's API",
-        handler=models.version,
-        method="GET",
-        limit=None,
+    "/api/version": _read(
+        "ollama_version",
+        "Show the version of Ollama's API",
+        models.version,
+        models.VersionResponse,
         envelope=OLLAMA,
-        response=models.VersionResponse,
     ),
 }
 
@@ -444,92 +434,3 @@ async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
     error.code = "unknown_url"
     render = anthropic.render_error if is_of_anthropic(scope) else wire.error_answer
     await wire.send_answer(send, render(error))
-
-
-_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
-_MEANINGS = {
-    400: "The request is not valid; `param` names the field.",
-    401: "A valid API key is required, or the session of a signed-in browser.",
-    403: "Of a session: no CSRF token, another site asks, or the password has to be changed first.",
-    404: "There is no such model, or no such stored response.",
-    413: "The request body is too large.",
-    429: "Too many wrong API keys from this address; Retry-After says when to come back.",
-    500: "An error inside the cluster; its log has the cause under the request id.",
-    503: "Not possible right now; Retry-After says when to come back.",
-}
-_MODEL_PARAMETER: Operation = {
-    "name": "model",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string"},
-    "description": "The name, which may have a `/` in it, escaped or not.",
-}
-_RESPONSE_PARAMETER: Operation = {
-    "name": "response_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string"},
-    "description": "The id of a response, such as `resp_…`.",
-}
-_DIGEST_PARAMETER: Operation = {
-    "name": "digest",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string"},
-    "description": "`sha256:` and the hash of a file.",
-}
-_BYTES: Operation = {"type": "string", "format": "binary"}
-
-
-def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody) -> dict[str, Operation]:
-    """Return the error responses for these statuses, in the envelope of a dialect."""
-    content = json_body(response_schema_of(body))
-    return {str(status): {"description": _MEANINGS[status], "content": content} for status in statuses}
-
-
-def operations() -> list[tuple[str, str, Operation]]:
-    """Return method, path and operation of every inference route."""
-    return [
-        (route.method, path, _operation(path, route))
-        for path, main in ROUTES.items()
-        for route in (main, *main.others)
-    ]
-
-
-def _operation(path: str, route: Route) -> Operation:
-    has_other_path = f"/v1{path}" in ROUTES
-    content: Operation = {}
-    if route.response is not None:
-        content |= json_body(response_schema_of(route.response))
-    for kind in route.other_kinds:
-        content[kind] = {"schema": {"type": "string"} if route.response is not None else _BYTES}
-    operation: Operation = {
-        "operationId": route.name + ("_without_prefix" if has_other_path else ""),
-        "tags": ["inference"],
-        "summary": route.summary,
-        "security": _SECURITY,
-        "responses": {
-            "200": {"description": route.meaning, "content": content},
-            **error_answers(*route.errors, body=route.envelope.body),
-        },
-    }
-    if route.description:
-        operation["description"] = route.description
-    if "{model}" in path:
-        operation["parameters"] = [_MODEL_PARAMETER]
-    elif "{response_id}" in path:
-        operation["parameters"] = [_RESPONSE_PARAMETER]
-    elif "{digest}" in path:
-        operation["parameters"] = [_DIGEST_PARAMETER]
-    if route.body is not None:
-        schema = schema_of(route.body)
-        body = {FORM_TYPE: {"schema": _form(schema)}} if route.form else json_body(schema)
-        operation["requestBody"] = {"required": True, "content": body}
-    return operation
-
-
-def _form(schema: Operation) -> Operation:
-    """Return the schema of a form with a file; clients append `[]` to the name of a repeated field."""
-    properties = dict(schema["properties"])
-    properties[MANY + "[]"] = properties.pop(MANY)
-    return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES, **properties}}

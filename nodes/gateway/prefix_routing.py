@@ -18,8 +18,8 @@ from psycopg.types.json import Jsonb
 
 from localai_cluster import bus_access
 from localai_cluster.kit import clock
-from localai_cluster.kit.conf import MOST_PRESSURE
 from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
+from localai_cluster.kit.settings_table import MOST_PRESSURE
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics

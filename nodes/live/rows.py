@@ -15,13 +15,13 @@ from django.db.models import Aggregate, Count, F, TextField
 from django.db.models.expressions import Combinable
 
 from localai_cluster.web.shapes import Row, text
-from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel, Phase
 from nodes.models.node import COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
 from nodes.registry.node_rows import LabelsOf, version_skew_of
 from nodes.registry.shape import LIVE_NODE, fact_column
+from nodes.replicas import reserved_memory
 from nodes.replicas.shape import LIVE_MODEL
 
 LiveNode = dict[str, Any]

@@ -36,7 +36,6 @@ from nodes.backends import admission, backend_requests, node_commands
 from nodes.commands.commands import Worker, first
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
-from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import load_attempts, load_placement, load_request, staging
@@ -48,7 +47,7 @@ from nodes.models import BackendNode
 from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.registry import dial_targets
-from nodes.replicas import engine_ends, slots
+from nodes.replicas import engine_ends, fleet_queries, slots
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, WakeUps, Work, in_thread
 from operations.models import TERMINAL, Operation, Status

@@ -17,17 +17,10 @@ from django.db.models import Q
 
 from localai_cluster.kit import conf, errors, names
 from localai_cluster.web.shapes import Row
-from nodes.decisions import (
-    decision_log,
-    fleet_cache,
-    fleet_queries,
-    load_snapshots,
-    scale_records,
-    snapshot_log,
-)
+from nodes.decisions import decision_log, fleet_cache, scale_records, snapshot_log
 from nodes.decisions.snapshot_log import SnapshotRef, State
 from nodes.definitions.folder import folder
-from nodes.loading import load_attempts, load_request
+from nodes.loading import load_attempts, load_request, load_snapshots
 from nodes.loading.load_attempts import refusals
 from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
 from nodes.loading.load_request import ANYWHERE, KIND, request_of
@@ -50,7 +43,7 @@ from nodes.placement.explain import DecisionOutcome, Explanation, FleetView, exp
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load, simulate_placements
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
-from nodes.replicas import eviction, unload_requests
+from nodes.replicas import eviction, fleet_queries, unload_requests
 from nodes.scheduling.plan import plan as plan_replicas
 from operations.models import Operation, Status
 

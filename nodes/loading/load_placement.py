@@ -22,14 +22,14 @@ from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import INSTALL
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
-from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
+from nodes.decisions import decision_log, fleet_cache, snapshot_log
 from nodes.decisions.decision_log import DecisionRecord
-from nodes.decisions.load_snapshots import encode_load
 from nodes.decisions.snapshot_log import SnapshotSections
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts, load_request
 from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
 from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
+from nodes.loading.load_snapshots import encode_load
 from nodes.models import NodeBackend, ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
 from nodes.placement.evict import Eviction, choose_victims, join_names
@@ -44,7 +44,7 @@ from nodes.placement.node_backoff import (
     into_payload,
     seconds_until_retry,
 )
-from nodes.replicas import eviction, slots
+from nodes.replicas import eviction, fleet_queries, slots
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Work, in_thread
 from operations.ledger.progress import Tick

@@ -5,11 +5,14 @@ is unreadable matches no node.
 """
 
 import uuid
-from typing import Any
+from datetime import datetime, timedelta
+from functools import reduce
+from operator import add
+from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 from django.db import models
-from django.db.models import F, Q
+from django.db.models import BigIntegerField, F, Func, Q, Sum, Value, Window
 
 from localai_cluster.kit import clock, errors, names
 
@@ -137,6 +140,46 @@ class DecisionKind(models.TextChoices):
     UNLOAD = "unload"
 
 
+_Decision = TypeVar("_Decision", bound=models.Model)
+_ROW = 300
+"""Bytes of a row besides its large columns, with its entries in the indexes."""
+
+
+class BoundedQuerySet(models.QuerySet[_Decision]):
+    """Rows of decisions, of which the newest are kept that fit into some bytes."""
+
+    at: ClassVar[str]
+    large: ClassVar[tuple[str, ...]]
+    """Columns whose stored size counts, which is compressed. PostgreSQL knows it without reading them."""
+
+    def oldest_that_fits(self, space: int) -> datetime | None:
+        """Return the time from which on rows fit into `space` bytes; None if all do. One query."""
+        bytes_field = BigIntegerField()
+        sizes = (Func(F(name), function="pg_column_size", output_field=bytes_field) for name in self.large)
+        size = reduce(add, sizes, Value(_ROW, output_field=bytes_field))
+        newest_first = (F(self.at).desc(), F("id").desc())
+        totals = self.annotate(total=Window(Sum(size), order_by=newest_first)).order_by(*newest_first)
+        last: datetime | None = totals.filter(total__gt=space).values_list(self.at, flat=True).first()
+        return last + timedelta(microseconds=1) if last is not None else None
+
+    def prune(self, *, before: datetime, limit: int) -> int:
+        """Delete up to `limit` rows from before `before`, oldest first; return the number."""
+        old = self.filter(**{f"{self.at}__lt": before}).order_by(self.at, "pk")
+        return self.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()[0]
+
+
+class PlacementRecordQuerySet(BoundedQuerySet["PlacementRecord"]):
+    """Records of decisions."""
+
+    at, large = "last_at", ("facts", "reason")
+
+
+class PlacementLogQuerySet(BoundedQuerySet["PlacementLog"]):
+    """Entries of the placement log."""
+
+    at, large = "at", ("body",)
+
+
 class PlacementRecord(models.Model):
     """One decision, or a wait as long as its reasons stay the same (`nodes/placement/explain.py`).
 
@@ -158,6 +201,8 @@ class PlacementRecord(models.Model):
     facts = models.JSONField(default=dict)
     base = models.UUIDField(null=True, blank=True)
     position = models.IntegerField(null=True, blank=True)
+
+    objects = PlacementRecordQuerySet.as_manager()
 
     class Meta:
         db_table = "placement_records"
@@ -187,6 +232,8 @@ class PlacementLog(models.Model):
     position = models.IntegerField()
     at = models.DateTimeField()
     body = models.BinaryField()
+
+    objects = PlacementLogQuerySet.as_manager()
 
     class Meta:
         db_table = "placement_log"

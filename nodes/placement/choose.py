@@ -154,7 +154,7 @@ class Candidate:
     """Loaded models that share a concurrency group with this one (R2.81)."""
     has_backend: bool | None = None
     """True if the model's backend is installed; None = not read, because nodes are told apart by other facts
-    (`decisions/fleet_queries.py`).
+    (`replicas/fleet_queries.py`).
     """
 
     def describe_conflicts(self) -> str:

@@ -10,8 +10,7 @@ from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
-from nodes.decisions import decision_log, snapshot_log
-from nodes.models import StoredResponse
+from nodes.models import PlacementLog, PlacementRecord, StoredResponse
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
 from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
@@ -114,8 +113,8 @@ def prune_timeline() -> None:
     ]
     responses_before = now - timedelta(seconds=cluster.response_retention)
     prunes.append((StoredResponse.objects.prune, responses_before))
-    for table, oldest in ((decision_log.TABLE, before), (snapshot_log.TABLE, snapshots_before)):
-        prunes.append((table.prune, _latest(oldest, table.oldest_that_fits(cluster.decision_space))))
+    for rows, oldest in ((PlacementRecord.objects, before), (PlacementLog.objects, snapshots_before)):
+        prunes.append((rows.prune, _latest(oldest, rows.oldest_that_fits(cluster.decision_space))))
     deadline = clock.monotonic() + PRUNE_SECONDS
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNED_AT_ONCE and clock.monotonic() < deadline:

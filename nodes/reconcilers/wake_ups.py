@@ -15,12 +15,13 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.metrics import passes
-from nodes.decisions import fleet_cache, fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.reconcilers import intents
+from nodes.replicas import fleet_queries
 from operations.executor.work import in_thread
 from operations.ledger import attempts
 from operations.models import Operation, Status

@@ -22,13 +22,12 @@ from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, logs, names
-from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts, facts_of
 from nodes.registry.timeline import Entry
-from nodes.replicas import engine_ends
+from nodes.replicas import engine_ends, fleet_queries
 from operations.changes import events
 
 log = logging.getLogger(__name__)

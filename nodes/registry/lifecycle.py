@@ -20,7 +20,6 @@ from django.db.models import F, Max, Q, Sum
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
-from nodes.decisions.fleet_queries import lock_in_flight_counts
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeType
 from nodes.registry.change import (
     Change,
@@ -31,6 +30,7 @@ from nodes.registry.change import (
     remove_all,
 )
 from nodes.registry.states import Event
+from nodes.replicas.fleet_queries import lock_in_flight_counts
 from nodes.scheduling.passes import clear_cooldowns
 
 _GROUP = "collections"

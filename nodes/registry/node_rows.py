@@ -13,12 +13,12 @@ from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextFi
 from localai_cluster import __version__
 from localai_cluster.web.shapes import TEXT, Row, Shape, Time, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 from nodes.registry import shape
 from nodes.registry.lifecycle import Approval, ApprovalResult
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
+from nodes.replicas import reserved_memory
 
 
 class LabelsOf(Aggregate):

@@ -16,10 +16,9 @@ from django.db.models import Case, F, Q, When
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.messaging.messages import split_process_key
-from nodes.decisions import reserved_memory
 from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import hooks, lifecycle, states
+from nodes.replicas import hooks, lifecycle, reserved_memory, states
 from nodes.replicas.evidence import Running, is_listed
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.states import ReplicaEvent

@@ -16,9 +16,8 @@ from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
-from nodes.decisions import decision_log, reserved_memory
+from nodes.decisions import decision_log
 from nodes.decisions.decision_log import DecisionRecord
-from nodes.decisions.reserved_memory import GpuShare
 from nodes.models import (
     BEING_LOADED,
     LOADING_PHASES,
@@ -33,8 +32,9 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import NO_NEED, Candidate, Need, lowest_free_index
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
-from nodes.replicas import engine_ends, eviction, lifecycle, states, terminations
+from nodes.replicas import engine_ends, eviction, lifecycle, reserved_memory, states, terminations
 from nodes.replicas.lifecycle import Engine
+from nodes.replicas.reserved_memory import GpuShare
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 from operations.ledger import attempts
@@ -106,9 +106,8 @@ def reserve(
             **memory.columns,
         )
         if why is not None:
-            decision_log.record(
-                why.at_index(index), now=now, victims=room.victims if room is not None else ()
-            )
+            victims = room.victims if room is not None else ()
+            decision_log.record(why.at_index(index), now=now, victims=victims)
     return Slot(row.id, view.id, view.name, index, memory.gpus)
 
 

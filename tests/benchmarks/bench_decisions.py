@@ -142,7 +142,7 @@ class Decisions:
     def recorded(self) -> None:
         """On the rows; the record is stored in a transaction of its own."""
         from nodes.decisions import decision_log, snapshot_log
-        from nodes.decisions.load_snapshots import encode_load
+        from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
 
         (name, asked), load = self.turn(), uuid4()
@@ -155,7 +155,7 @@ class Decisions:
     def taken(self) -> None:
         """As a load does it: the slot, the memory and the record in one transaction."""
         from nodes.decisions import decision_log, snapshot_log
-        from nodes.decisions.load_snapshots import encode_load
+        from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
         from nodes.replicas import slots
 

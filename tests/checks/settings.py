@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from localai_cluster.kit import conf, env
+from localai_cluster.kit import env, settings_table
 from localai_cluster.worker import config
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 TABLES: dict[str, type[env.Table]] = {
-    "server": conf.ClusterSettings,
-    "bootstrap": conf.Bootstrap,
+    "server": settings_table.ClusterSettings,
+    "bootstrap": settings_table.Bootstrap,
     "worker": config.Config,
 }
 

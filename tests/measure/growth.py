@@ -126,7 +126,7 @@ class Works:
     def decide(self) -> None:
         """Choose a node for a model that is loaded nowhere, and store the reasons."""
         from nodes.decisions import decision_log, snapshot_log
-        from nodes.decisions.load_snapshots import encode_load
+        from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
 
         load, now = uuid4(), clock.now()

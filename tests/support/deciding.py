@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 from localai_cluster.kit import clock
 from nodes.decisions import fleet_cache, snapshot_log
 from nodes.decisions.decision_log import DecisionRecord
-from nodes.decisions.load_snapshots import encode_load
+from nodes.loading.load_snapshots import encode_load
 from nodes.placement.choose import NO_NEED, Candidate
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion, decide_load

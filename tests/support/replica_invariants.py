@@ -5,8 +5,9 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from localai_cluster.kit import conf
-from nodes.decisions import reserved_memory
+from nodes.decisions import fleet_cache
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, Phase
+from nodes.replicas import reserved_memory
 from nodes.replicas.states import PHASES
 from operations.models import ACTIVE, Operation, OperationTarget
 from operations.targets import ENDED
@@ -176,7 +177,7 @@ class Invariants:
         """What counts as free on a node follows from its reading and from the rows of its engines."""
         reservations = reserved_memory.by_node(NodeModel.engines.all())
         for node in BackendNode.objects.all():
-            free = reserved_memory.effectively_free(vars(node), reservations.get(node.pk, ()))
+            free = fleet_cache.effectively_free(vars(node), reservations.get(node.pk, ()))
             expected = _free_bytes(node, [row for row in rows.values() if row.node_id == node.pk])
             assert free == expected, f"{node.name} counts {free} bytes as free, by its rows {expected}"
 

@@ -11,7 +11,6 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, Q
 
 from nodes.backends import inventory
-from nodes.decisions import reserved_memory
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, Phase
 from nodes.placement.choose import lowest_free_index
@@ -21,6 +20,7 @@ from nodes.replicas import (
     engine_ends,
     eviction,
     lifecycle,
+    reserved_memory,
     slots,
     statements,
     stops,

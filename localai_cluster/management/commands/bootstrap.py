@@ -23,7 +23,7 @@ from localai_cluster.accounts import actors
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.resources import write_private
-from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit import clock, conf, errors, settings_table
 from localai_cluster.kit.env import Environment
 from nodes.registry import claims, identity, joining, lifecycle
 from nodes.scheduling import rules, store
@@ -34,10 +34,10 @@ JOINING = 10
 """How many machines may join with the line that `make run` prints."""
 
 
-def settings() -> tuple[conf.Bootstrap, list[Rule]]:
+def settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
     """Read the settings and rules; CommandError names a wrong one."""
     environment = Environment(os.environ)
-    bootstrap, scheduling = environment.read(conf.Bootstrap), rules.rules_from_settings(environment)
+    bootstrap, scheduling = environment.read(settings_table.Bootstrap), rules.rules_from_settings(environment)
     for problem in environment.problems:
         raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
     return bootstrap, scheduling

@@ -30,11 +30,11 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import Error as DatabaseError
 
 from localai_cluster import bus_access, scraping
+from localai_cluster.broker import count_tasks
 from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.kit.task_runner import TaskRunner
 from localai_cluster.management import schema_version
-from localai_cluster.management.commands.qcluster import count_tasks
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics

@@ -1,25 +1,19 @@
 """`manage.py qcluster`: a process for the scheduled tasks; `manage.py controller --tasks` runs them too."""
 
-# django-q2 carries no types.
-# mypy: allow-untyped-calls
-
 import asyncio
 import gc
 import signal
 import threading
-from importlib import import_module
 from typing import Any
 
 from django.core.checks import Tags
 from django.core.management.base import BaseCommand
-from django_q.signals import post_execute
-from django_q.utils import get_func_repr
 
 from localai_cluster import scraping
+from localai_cluster.broker import count_tasks
 from localai_cluster.kit import conf
 from localai_cluster.kit.task_runner import TaskRunner
 from localai_cluster.management import schema_version
-from localai_cluster.metrics import passes
 
 
 class Command(BaseCommand):
@@ -40,15 +34,3 @@ class Command(BaseCommand):
         serving = scraping.serve("tasks", conf.cluster().tasks_metrics)
         threading.Thread(target=asyncio.run, args=(serving,), name="metrics", daemon=True).start()
         runner.run()
-
-
-def count_tasks() -> None:
-    """Count the tasks that end in this process as passes."""
-    for module in ("nodes.reconcilers.tasks", "operations.reconcilers.tasks"):
-        import_module(module)
-    post_execute.connect(_count)
-
-
-def _count(sender: Any, task: dict[str, Any], **more: Any) -> None:
-    name = str(get_func_repr(task["func"])).rpartition(".")[2]
-    passes.ended(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))

@@ -21,7 +21,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from localai_cluster.kit import conf
+from localai_cluster.kit import conf, settings_table
 
 # Before NumPy is imported: OpenBLAS would start a thread per processor, and we compute no matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -141,8 +141,8 @@ class Command(BaseCommand):
         gc.enable()
         cluster = conf.cluster()
         number = cluster.web_processes if options["processes"] is None else options["processes"]
-        if not 1 <= number <= conf.MOST_WEB_PROCESSES:
-            raise CommandError(f"--processes must be from 1 to {conf.MOST_WEB_PROCESSES}")
+        if not 1 <= number <= settings_table.MOST_WEB_PROCESSES:
+            raise CommandError(f"--processes must be from 1 to {settings_table.MOST_WEB_PROCESSES}")
         schema_version.refuse_other(cluster.database_url)
         if options["inherited"]:
             listening, parent = (socket.socket(fileno=number) for number in options["inherited"])

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
-from nodes.decisions import fleet_cache, fleet_queries, reserved_memory
+from nodes.decisions import fleet_cache
 from nodes.loading import load_explanation
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import NO_NEED, Need, Reason, choose_node
 from nodes.registry import heartbeats
-from nodes.replicas import drains, slots, unload_requests
+from nodes.replicas import drains, fleet_queries, reserved_memory, slots, unload_requests
 from nodes.replicas.slots import Slot
 from tests.support import api, hot
 from tests.support.effort import EFFORT

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_cache, reserved_memory
+from nodes.decisions import fleet_cache
 from nodes.decisions.fleet_cache import FleetCache
 from nodes.models import BackendNode, NodeLabel, NodeModel
 from nodes.placement.choose import NO_NEED, Candidate, Need, Selector, choose_node
 from nodes.placement.explain import FleetView
+from nodes.replicas import reserved_memory
 from nodes.replicas.lifecycle import SERVES
 from tests.support import hot
 from tests.support.effort import EFFORT
@@ -53,7 +54,7 @@ def assert_node_equals_rows(node: Candidate, model: str, conflicts: frozenset[st
     reservations = reserved_memory.by_node(engines).get(node.id, [])
     serving = NodeModel.objects.loaded().filter(node=node.id)
     occupying = NodeModel.objects.of(model).occupying().filter(node=node.id)
-    assert node.free_vram == reserved_memory.effectively_free(vars(row), reservations)
+    assert node.free_vram == fleet_cache.effectively_free(vars(row), reservations)
     assert node.loaded == serving.count()
     assert node.in_flight == sum(engines.values_list("in_flight", flat=True))
     assert node.used_indices == set(occupying.values_list("replica_index", flat=True))

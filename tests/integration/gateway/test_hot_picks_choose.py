@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
-from nodes.replicas import statements
+from nodes.replicas import fleet_queries, statements
 from tests.support import hot
 from tests.support.effort import EFFORT
 from tests.support.picks import acquire, raw

@@ -15,7 +15,7 @@ from django.db import transaction
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from nodes.decisions import fleet_cache, fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_placement, load_request
 from nodes.loading.load_request import (
@@ -29,7 +29,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.models.replica import load_key
 from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
-from nodes.replicas import slots, unload_requests
+from nodes.replicas import fleet_queries, slots, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts

@@ -18,12 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 from pytest_django.fixtures import DjangoAssertNumQueries
 
-from localai_cluster import scraping
+from localai_cluster import broker, scraping
 from localai_cluster.accounts import principals
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock, conf, connections
 from localai_cluster.kit.addresses import Address
-from localai_cluster.management.commands import qcluster
 from localai_cluster.metrics import registries
 from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
@@ -328,8 +327,8 @@ def test_each_result_of_a_task_is_counted() -> None:
     at = clock.now()
     result = {"started": at, "stopped": at + timedelta(seconds=2), "success": True}
     text = registries.text("tasks").decode()
-    qcluster._count("django_q", {**result, "func": "nodes.reconcilers.tasks.liveness"})
-    qcluster._count("django_q", {**result, "func": conf.cluster, "success": False})
+    broker._count("django_q", {**result, "func": "nodes.reconcilers.tasks.liveness"})
+    broker._count("django_q", {**result, "func": conf.cluster, "success": False})
     found = samples(list(text_string_to_metric_families(registries.text("tasks").decode())))
     before = samples(list(text_string_to_metric_families(text)))
     assert found["passes_total", "liveness", "ok"] == before.get(("passes_total", "liveness", "ok"), 0) + 1

@@ -13,7 +13,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.messages import decode
-from nodes.decisions import fleet_cache, fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
@@ -23,7 +23,7 @@ from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas
-from nodes.replicas import eviction, slots, terminations, unload_requests
+from nodes.replicas import eviction, fleet_queries, slots, terminations, unload_requests
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule

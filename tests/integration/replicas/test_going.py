@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.messages import decode
-from nodes.decisions import fleet_cache, reserved_memory
+from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request
 from nodes.loading.load_placement import find_eviction
@@ -31,7 +31,15 @@ from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas, tasks
 from nodes.registry import lifecycle
-from nodes.replicas import drains, engine_ends, eviction, slots, terminations, unload_requests
+from nodes.replicas import (
+    drains,
+    engine_ends,
+    eviction,
+    reserved_memory,
+    slots,
+    terminations,
+    unload_requests,
+)
 from nodes.replicas import stops as stops_of_engines
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.decisions import load_snapshots, snapshot_log
 from nodes.decisions import scale_records as scheduling
+from nodes.decisions import snapshot_log
 from nodes.decisions.snapshot_log import Section
+from nodes.loading import load_snapshots
 from nodes.placement.choose import Candidate, Need
 from nodes.placement.evict import ProtectionRules, Resident
 from nodes.placement.explain import FleetView

@@ -2,7 +2,7 @@
 
 import pytest
 
-from localai_cluster.kit import conf, env
+from localai_cluster.kit import env, settings_table
 from localai_cluster.worker import config
 from tests.checks import settings
 
@@ -28,11 +28,11 @@ def test_each_setting_has_a_text(table: type[env.Table], entry: env.Setting) -> 
 def test_each_default_is_a_valid_value(entry: env.Setting) -> None:
     """The text that the document shows as the default has the effect of leaving the variable out."""
     if isinstance(entry.default, str) and entry.default:
-        entry.format.parse(entry.default)
+        entry.parse(entry.default)
 
 
 def test_no_two_settings_of_a_program_share_a_variable() -> None:
-    server = [*env.declared(conf.ClusterSettings), *env.declared(conf.Bootstrap)]
+    server = [*env.declared(settings_table.ClusterSettings), *env.declared(settings_table.Bootstrap)]
     for entries in (server, config.SETTINGS):
         names = [name for entry in entries for name in entry.names]
         assert len(set(names)) == len(names)

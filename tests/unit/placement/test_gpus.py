@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
-from nodes.decisions.load_snapshots import decode_load, encode_load
-from nodes.decisions.reserved_memory import GpuShare
 from nodes.decisions.snapshot_log import encode, find_changes, restore
 from nodes.definitions.files import parse_definition
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load, load_request
 from nodes.loading.load_attempts import NodeRefused
+from nodes.loading.load_snapshots import decode_load, encode_load
 from nodes.placement.choose import Candidate, Need, Reason, choose_node, find_refusal, gpu_shares
 from nodes.placement.evict import (
     ProtectionRules,
@@ -42,6 +41,7 @@ from nodes.placement.memory import (
     unallocated_on_gpu,
 )
 from nodes.registry import heartbeats, resources
+from nodes.replicas.reserved_memory import GpuShare
 from nodes.replicas.slots import Slot
 from tests.unit.placement.test_choose import view
 

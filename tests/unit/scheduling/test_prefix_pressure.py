@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from localai_cluster.kit.conf import MOST_PRESSURE
+from localai_cluster.kit.settings_table import MOST_PRESSURE
 from nodes.gateway.prefix_routing import Pressure
 from nodes.scheduling.pressure import MOST_AHEAD, WINDOW, count_pressure
 

@@ -10,8 +10,7 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.worker.files import keys
 from localai_cluster.worker.files.keys import KEPT, Folders, clean
-from localai_cluster.worker.files.routes import FileServer
-from localai_cluster.worker.files.uploads import PathLocks
+from localai_cluster.worker.files.routes import FileServer, PathLocks
 
 
 def left(staging: Path) -> set[str]:

@@ -426,4 +426,5 @@ async def test_the_memory_of_an_apple_chip_is_that_of_the_machine(
     found = await hardware.gpus(GpuReader(Nvml(library)))
     assert found is not None
     assert found.total > (found.free or 0) > 0
-    assert (found.vendor, found.each, hardware.detect_capability("", found)) == ("apple", None, "metal")
+    capability = hardware.detect_capability("", found, Path("/none"))
+    assert (found.vendor, found.each, capability) == ("apple", None, "metal")

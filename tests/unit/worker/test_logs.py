@@ -26,7 +26,7 @@ from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
-from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings, shown
+from localai_cluster.worker.log_rings import BYTES, ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings, shown
 from localai_cluster.worker.ports import PortAllocator
 
 TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
@@ -162,6 +162,8 @@ def test_wrong_bounds_are_named(given: dict[str, str], name: str) -> None:
         build({"register_to": "http://c:1", **given}, {})
     config = build({"register_to": "http://c:1", "log_lines": "10000", "log_bytes": "65536"}, {})
     assert (config.log_lines, config.log_bytes) == (10_000, 65_536)
+    config = build({"register_to": "http://c:1"}, {})
+    assert (config.log_lines, config.log_bytes) == (LINES, BYTES)
 
 
 class Served:

@@ -19,22 +19,12 @@ from django.db.models import BigIntegerField, Case, ExpressionWrapper, F, Q, Val
 from django.db.models.expressions import CombinedExpression
 from django.db.models.functions import Greatest, Least
 
+from nodes.decisions import fleet_cache
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
-from nodes.placement.memory import (
-    NEVER,
-    FreeByGpu,
-    MemoryReading,
-    Reservation,
-    add_free_bytes,
-    fill_gpus,
-    fit_gpus,
-    total_bytes,
-    unallocated_bytes,
-    unallocated_on_gpu,
-)
+from nodes.placement.memory import FreeByGpu, Reservation, add_free_bytes, fill_gpus, fit_gpus, total_bytes
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -44,8 +34,6 @@ _ZERO = Value(0, BigIntegerField())
 _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
-RESERVING = ("vram_needed", "vram_seen", "vram_seen_at", "loaded_at", "gpus")
-"""Columns of a replica's row that `reservation` takes, in this order."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +86,8 @@ def _needed(node: BackendNode, need: Need) -> int:
 
 def _free(node: BackendNode, need: Need) -> tuple[int, FreeByGpu]:
     reservations = by_node(NodeModel.engines.filter(node=node)).get(node.pk, ())
-    rooms = frozenset() if need.own_gpus else free_by_gpu(vars(node), reservations)
-    return effectively_free(vars(node), reservations), rooms
+    rooms = frozenset() if need.own_gpus else fleet_cache.free_by_gpu(vars(node), reservations)
+    return fleet_cache.effectively_free(vars(node), reservations), rooms
 
 
 def _after_stops(free: int, rooms: FreeByGpu, soon: Collection[Resident]) -> tuple[int, FreeByGpu]:
@@ -176,54 +164,13 @@ def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
     """Return the reservations of `rows` by node, for nodes where a reading lacks at least one; one query."""
     unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
     reservations: defaultdict[UUID, list[Reservation]] = defaultdict(list)
-    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *RESERVING)
+    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *fleet_cache.RESERVING)
     for node_id, *columns in reserving:
-        reservations[node_id].append(reservation(*columns))
+        reservations[node_id].append(fleet_cache.reservation(*columns))
     return reservations
-
-
-def reservation(
-    needed: int,
-    seen: int,
-    seen_at: datetime | None,
-    loaded_at: datetime | None,
-    gpus: Sequence[Mapping[str, Any]],
-) -> Reservation:
-    """Return the reservation of a replica's row, from its columns `RESERVING`."""
-    shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
-    return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
-
-
-def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
-    """Return the bytes of the node, given by its columns, that are neither used nor reserved (R1.51)."""
-    ceiling: int = node["vram_budget_bytes"]
-    available: int = node["available_vram"]
-    if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
-        available += node["returned_vram"]
-        available = min(available, ceiling) if ceiling else available
-    reading = MemoryReading(available, node["vram_read_at"] or NEVER, ceiling)
-    reserved: int = max(node["reserved_vram"], unallocated_bytes(reservations, reading))
-    return available - reserved
-
-
-def free_by_gpu(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> FreeByGpu:
-    """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
-    reserved = reserved_on_gpus(node, reservations)
-    return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
-
-
-def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
-    """Return the reserved bytes of each GPU that the node's last reading does not show."""
-    read_at = node["vram_read_at"] or NEVER
-    return {
-        gpu["index"]: unallocated_on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
-        if reservations
-        else 0
-        for gpu in node["gpus"]
-    }
 
 
 def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
     """Return the GPUs of the node, given by its columns, each with the bytes that loads have reserved."""
-    reserved = reserved_on_gpus(node, reservations)
+    reserved = fleet_cache.reserved_on_gpus(node, reservations)
     return [gpu | {"reserved_vram": max(reserved[gpu["index"]], 0)} for gpu in node["gpus"]]
