@@ -276,7 +276,12 @@ def test_a_config_describes_a_model_in_safetensors() -> None:
         ({"Options": ["parallel:-3", "parallel"], "NBatch": 0}, fit.LoadOptions()),
         ({"Options": ["n_parallel:2", "n_ubatch:64"]}, fit.LoadOptions(slots=2, batch=64)),
         ({"ContextSize": 100, "NBatch": 512}, fit.LoadOptions(context=100, batch=100)),
-        ({"TensorSplit": "0.5, 0.0,1"}, fit.LoadOptions(gpus=2)),
+        ({"TensorSplit": "0.5, 0.0,1"}, fit.LoadOptions(gpus=2, split=(0.5, 0.0, 1.0))),
+        ({"TensorSplit": "1,x"}, fit.LoadOptions()),
+        (
+            {"TensorSplit": "1/1", "MainGPU": "1", "Options": ["sm:None"]},
+            fit.LoadOptions(split=(1.0, 1.0), main_gpu=1, split_mode="none"),
+        ),
     ],
 )
 def test_the_options_of_a_definition(options: dict[str, Any], expected: fit.LoadOptions) -> None:
