@@ -37,7 +37,7 @@ _LAST = "reserve took"
 
 
 PROMPT = 600
-"""Tokens that are read before a process is measured: more than a batch, so that all its buffers are touched."""
+"""Tokens that are read before a process is measured: more than a batch, so all buffers are touched."""
 
 
 class NotLoaded(Exception):
@@ -62,7 +62,7 @@ def measure(path: Path, parameters: str = "{}") -> Counter[str]:
 
 
 def measure_process(path: Path, parameters: str = "{}") -> dict[str, float]:
-    """Return the MiB of a process after a prompt: of its own memory (PSS), and of files that it has mapped."""
+    """Return the MiB of a process after a prompt: its own memory (PSS) and the files that it has mapped."""
     with _start(path, parameters, str(PROMPT), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         try:
@@ -72,7 +72,7 @@ def measure_process(path: Path, parameters: str = "{}") -> dict[str, float]:
     return found
 
 
-def _start(path: Path, *arguments: str, **streams: int) -> "subprocess.Popen[str]":
+def _start(path: Path, *arguments: str, stdout: int, stderr: int) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(gallery() / "llama-cpp" / "lib")}
     argv = [sys.executable, "-c", _LOAD, str(path), *arguments]
-    return subprocess.Popen(argv, env=environment, text=True, errors="replace", **streams)
+    return subprocess.Popen(argv, env=environment, text=True, errors="replace", stdout=stdout, stderr=stderr)

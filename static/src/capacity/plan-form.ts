@@ -88,7 +88,7 @@ const HEADER_BYTES = 16 * 1024 * 1024;
 async function fileBody(file: File, context: string): Promise<NonNullable<Body["file"]>> {
   const reader = new FileReader();
   const content = await new Promise<string>((resolve, reject) => {
-    reader.onload = () => resolve(String(reader.result));
+    reader.onload = () => resolve(typeof reader.result === "string" ? reader.result : "");
     reader.onerror = () => reject(reader.error ?? new Error("the file cannot be read"));
     reader.readAsDataURL(file.slice(0, HEADER_BYTES));
   });

@@ -400,7 +400,7 @@ class TestPlan:
             ({"need": {}, "nodes": [{"vram_gib": 1}]}, "nodes"),
             ({"need": {}, "nodes": [{"count": 1, "vram_gib": 1e300}]}, "nodes"),
             ({"need": {}, "nodes": [{"count": 1, "labels": {"a": "b\u0000"}}]}, "nodes"),
-            ({"file": {}, "need": {}}, "model"),
+            ({"file": {"size": 1}, "need": {}}, "model"),
             ({"file": {"size": 0}}, "file"),
             ({"file": {"size": 1, "config": []}}, "file"),
         ],
@@ -426,10 +426,10 @@ class TestPlan:
         assert (node["verdict"], node["missing"]) == ("fits", 0)
         assert node["needed"] == sum(memory["terms"].values()) == by_header["decisions"][0]["need"]["vram"]
         assert memory["says"].startswith("fits on gpu-1 (needs ")
-        config = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9}
+        config: dict[str, Any] = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9}
         config |= {"num_key_value_heads": 3, "model_type": "llama"}
-        by_config = planned(file={"size": 10 * GIB, "config": config})["memory"]["terms"]
-        assert (by_config["weights"], by_config["context"]) == (10 * GIB, 8192 * 22.5 * 1024)
+        by_config = planned(file={"size": 9000 * 2**20, "config": config})["memory"]["terms"]
+        assert (by_config["weights"], by_config["context"]) == (9000 * 2**20, 8192 * 22.5 * 1024)
         by_size = planned(file={"size": 30 * GIB})["memory"]
         assert by_size["terms"]["context"] == 8192 * 2048
         assert by_size["nodes"][0]["says"] == "not on gpu-1: 10.1 GiB missing"
@@ -476,7 +476,7 @@ class TestPlan:
         texts = struct.pack("<Q", 2**20) + bytes(2**20)
         pair = struct.pack("<Q", 1) + b"t" + struct.pack("<IIQ", 9, 8, 15) + texts * 15
         header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pair
-        body = {"file": {"size": 2**40, "header": b64encode(header).decode()}}
+        body: dict[str, Any] = {"file": {"size": 2**40, "header": b64encode(header).decode()}}
         assert planned(**body)["memory"]["terms"]["weights"] == 2**40
         body["file"]["header"] = b64encode(bytes(2**24 + 3)).decode()
         assert api.admin().post(PLAN, body).status_code == 400
@@ -488,11 +488,11 @@ class TestPlan:
     def test_the_memory_is_read_in_as_many_queries_for_any_fleet(self) -> None:
         """What could be unloaded is named; the replicas of all shown nodes are read at once."""
         counts, facts = [], {"available_vram": 2 * GIB, "total_vram": 24 * GIB}
-        read_at = clock.now() + timedelta(hours=1)
+        loaded_at = clock.now() - timedelta(hours=1)
         for size in (2, 30):
             for number in range(size):
-                node = hot.node(f"{size}-{number}", vram_read_at=read_at, **facts)
-                hot.replica(node, f"other{number}", vram_needed=20 * GIB)
+                node = hot.node(f"{size}-{number}", vram_read_at=clock.now(), **facts)
+                hot.replica(node, f"other{number}", vram_needed=20 * GIB, loaded_at=loaded_at)
             planned(need={"vram": 8 * GIB})
             with CaptureQueriesContext(connection) as queries:
                 memory = planned(need={"vram": 8 * GIB})["memory"]

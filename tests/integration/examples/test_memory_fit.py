@@ -131,7 +131,7 @@ PROCESSES: Sequence[tuple[int, dict[str, Any]]] = (
 
 
 def compare_process(context: int, **options: Any) -> tuple[str, float, dict[str, float]]:
-    """Return a real file's load in words, its estimate, and the memory of the process that runs it, in MiB."""
+    """Return the load of a real file in words, and in MiB its estimate and the memory of its process."""
     files = ModelFiles(REAL.stat().st_size, header=read_header(REAL))
     load = fit.load_options({"ContextSize": context, **options})
     estimated = fit.total_bytes(fit.estimate(files, load, "cpu")) / MIB

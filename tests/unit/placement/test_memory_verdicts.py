@@ -141,8 +141,8 @@ def test_the_refusal_of_a_request_says_what_would_fit() -> None:
     snapshot = FleetView([on("gpu-1", 9.2), on("gpu-2", 8)], need)
     sentence = choose_node(snapshot.nodes, need=need).describe_refusals()
     assert sentence == (
-        "no node can take it: 2 without the VRAM it needs (10.0 GiB for weights 7.0, context 2.0, buffers 1.0:"
-        " gpu-1 has 9.1 GiB free, gpu-2 has 8.0 GiB free); with 16k context it fits on gpu-1"
+        "no node can take it: 2 without the VRAM it needs (10.0 GiB for weights 7.0, context 2.0,"
+        " buffers 1.0: gpu-1 has 9.1 GiB free, gpu-2 has 8.0 GiB free); with 16k context it fits on gpu-1"
     )
     assert read_back(snapshot).decide().describe_refusals() == sentence
 
@@ -201,7 +201,7 @@ def test_a_definition_that_splits_has_a_need_for_each_gpu(files: ModelFiles) -> 
 
 @pytest.mark.rule("R2.32", "R2.43")
 def test_the_gpus_that_a_definition_names_are_checked_one_by_one() -> None:
-    """A node with enough memory altogether is refused; one without the second GPU must hold all on the first."""
+    """Enough memory altogether is not enough; without the second GPU the first must hold all."""
     need = Need(vram=20 * GIB, vram_required=True, own_gpus=True, by_gpu=((0, 15 * GIB), (1, 5 * GIB)))
     wide, even, single = machine("a", 16, 8), machine("b", 12, 12), machine("c", 24)
     assert gpu_shares(wide, need) == {0: 15 * GIB, 1: 5 * GIB}
