@@ -28,8 +28,12 @@ class StrictJSONParser(BaseParser):
     def parse(
         self, stream: IO[Any], media_type: str | None = None, parser_context: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the body's value; raise RequestDataTooBig above the limit, which a stream does not check."""
-        limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+        """Return the body's value; raise RequestDataTooBig above the limit, which a stream does not check.
+
+        The limit is the view's `most_body_bytes`, or that of the settings.
+        """
+        view = (parser_context or {}).get("view")
+        limit = getattr(view, "most_body_bytes", settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
         raw = stream.read(limit + 1)
         if len(raw) > limit:
             raise RequestDataTooBig

@@ -1,5 +1,6 @@
 """Reasons of placement: where a model runs and why, what would go where, which nodes fit. Read-only."""
 
+from base64 import b64decode
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +17,9 @@ from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_example
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
-from nodes.loading import load_explanation, reason_shapes
+from nodes.definitions.files import UnusableDefinition, parse_definition
+from nodes.definitions.sizes import ModelFiles, UnreadableHeader, parse_config, parse_header
+from nodes.loading import load_explanation, load_request, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import scheduling
 from nodes.placement.fit import LARGEST
@@ -26,6 +29,8 @@ from nodes.scheduling.rules import Rule
 MOST_PLANNED = 64
 MOST_ADDED = 256
 LARGEST_GIB = 1_000_000
+MOST_HEADER_BYTES = 16 * 1024 * 1024
+_MOST_BASE64 = -(-MOST_HEADER_BYTES // 3) * 4
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
@@ -76,6 +81,27 @@ _DECISION = {
         }
     ],
     "evicts": [],
+}
+_MEMORY = {
+    "says": "fits on a (needs 8.0 of 20.0 GiB: weights 7.2, context 0.4, backend 0.4);"
+    " on b with 4k context: 0.2 GiB missing for all of it",
+    "terms": {"weights": 7730941132, "context": 429496729, "backend": 429496729},
+    "context": 8192,
+    "considered": 2,
+    "nodes": [
+        {
+            "node_id": NODE_ID,
+            "node": "a",
+            "verdict": "fits",
+            "needed": 8589934592,
+            "usable": 21474836480,
+            "missing": 0,
+            "context": 0,
+            "unload": [],
+            "reason": "",
+            "says": "fits on a (needs 8.0 of 20.0 GiB)",
+        }
+    ],
 }
 _RULE_PLAN = {
     "rule": {
@@ -128,6 +154,7 @@ _EXPLAINED = {
         "replica_id": _REPLICA,
         "operation_id": None,
         "placement": _DECISION,
+        "memory": _MEMORY,
     },
 }
 
@@ -185,10 +212,48 @@ class PlanNodesSerializer(NullIsAbsent):
     labels = _SelectorLabels(**_OPTIONAL)
 
 
+class PlanFileSerializer(NullIsAbsent):
+    """A model that is not defined: the size of its weights, and their header if there is one."""
+
+    size = Whole(min_value=1, max_value=LARGEST, help_text="Bytes of all its weight files.")
+    header = Text(
+        max_length=_MOST_BASE64,
+        help_text="The first bytes of a GGUF file in Base64, at most 16 MiB; the whole header must be there.",
+        **_OPTIONAL,
+    )
+    config = serializers.DictField(help_text="The content of its `config.json`.", **_OPTIONAL)
+    definition = serializers.DictField(
+        help_text="Settings as in a definition, such as `backend` or `context_size`.", **_OPTIONAL
+    )
+
+    def validate_header(self, text: str) -> bytes:
+        try:
+            return b64decode(text, validate=True)
+        except ValueError:
+            raise serializers.ValidationError("is not Base64") from None
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Return the definition and the sizes of the files."""
+        if {"header", "config"} <= attrs.keys():
+            raise serializers.ValidationError({"config": "give a header or a config"})
+        settings = {"name": "file", "backend": "llama-cpp", "parameters": {"model": "file"}}
+        name, size, header = "definition", attrs["size"], None
+        try:
+            definition = parse_definition({**settings, **attrs.get(name, {})}, "file")
+            if (name := "header") in attrs:
+                header = parse_header(attrs[name], size)
+            elif (name := "config") in attrs:
+                header = parse_config(attrs[name])
+        except (UnusableDefinition, UnreadableHeader) as error:
+            raise serializers.ValidationError({name: str(error)}) from None
+        return {"definition": definition, "files": ModelFiles(size, size, header)}
+
+
 class PlacementPlanRequestSerializer(NullIsAbsent):
-    """One of `model`, a defined one, `need` and `rule`. A rule is answered by a `RulePlan`."""
+    """One of `model`, a defined one, `file`, `need` and `rule`. A rule is answered by a `RulePlan`."""
 
     model = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
+    file = PlanFileSerializer(**_OPTIONAL)
     need = PlanNeedSerializer(**_OPTIONAL)
     selector = _SelectorLabels(help_text="Instead of that of the model's rule.", **_OPTIONAL)
     replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", **_OPTIONAL)
@@ -211,8 +276,8 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         return groups
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        if len({"model", "need", "rule"} & attrs.keys()) != 1:
-            raise serializers.ValidationError({"model": ["give a model, a need or a rule"]})
+        if len({"model", "file", "need", "rule"} & attrs.keys()) != 1:
+            raise serializers.ValidationError({"model": ["give a model, a file, a need or a rule"]})
         for name in ("selector", "replicas"):
             if "rule" in attrs and name in attrs:
                 raise serializers.ValidationError({name: ["is the rule's to say"]})
@@ -221,6 +286,8 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
 
 class PlanView(NodeView):
     """`/api/placement/plan`."""
+
+    most_body_bytes = _MOST_BASE64 + 1024 * 1024
 
     @extend_schema(
         operation_id="placement_plan",
@@ -236,6 +303,7 @@ class PlanView(NodeView):
                     "wanted": 2,
                     "placed": 1,
                     "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
+                    "memory": _MEMORY,
                 }
             ),
             request_example({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
@@ -261,6 +329,10 @@ def make_plan(body: dict[str, Any], now: datetime) -> Row:
         if needs is None:
             raise errors.InvalidInput(f"model: {model} is not defined", field="model")
         need, conflicts, backend = needs.need, needs.conflicts, needs.definition.backend
+    elif "file" in body:
+        definition = body["file"]["definition"]
+        need = load_request.estimate_need(definition, body["file"]["files"])
+        conflicts, backend = frozenset(), definition.backend
     else:
         sizes = body["need"]
         need = load_explanation.need_for(sizes.get("vram", 0), sizes.get("disk", 0))
@@ -289,6 +361,7 @@ _FIT = {
         "misses": [],
         "evicts": [],
     },
+    "memory": _MEMORY,
 }
 
 

@@ -11,6 +11,7 @@ allocates nothing whose size the file chooses, and refuses a header after a boun
 is read once for each state of its file.
 """
 
+import io
 import json
 import logging
 import os
@@ -294,15 +295,27 @@ _ALIGNMENT = 32
 def read_header(path: Path) -> Header | None:
     """Read the header of a GGUF file; None if it is none. Raises OSError and UnreadableHeader."""
     with untrusted.open_file(path) as file:
-        return _GgufReader(file).header() if file.read(4) == _MAGIC else None
+        return _read_gguf(file, os.fstat(file.fileno()).st_size)
+
+
+def parse_header(content: bytes, size: int) -> Header:
+    """Parse the first bytes of a GGUF file of `size` bytes; raise UnreadableHeader."""
+    header = _read_gguf(io.BytesIO(content), size)
+    if header is None:
+        raise UnreadableHeader("it is not a GGUF file")
+    return header
+
+
+def _read_gguf(file: BinaryIO, size: int) -> Header | None:
+    return _GgufReader(file, size).header() if file.read(4) == _MAGIC else None
 
 
 class _GgufReader:
     """A read position in the header of a GGUF file."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._texts, self._figures = file, MOST_TEXTS, MOST_FIGURES
-        self._end = os.fstat(file.fileno()).st_size
+        self._end = size
 
     def header(self) -> Header:
         if self._integer(4) not in _VERSIONS:
@@ -453,6 +466,11 @@ def read_config(path: Path) -> Header | None:
         config = json.loads(content)
     except ValueError as error:
         raise UnreadableHeader("it is not JSON") from error
+    return parse_config(config)
+
+
+def parse_config(config: object) -> Header:
+    """Return the header that the content of a `config.json` describes; raise UnreadableHeader."""
     text = config.get("text_config", config) if isinstance(config, dict) else None
     if not isinstance(text, dict):
         raise UnreadableHeader("it is not a mapping")

@@ -15,7 +15,7 @@ from uuid import UUID
 from asgiref.sync import async_to_sync
 from django.db.models import Q
 
-from localai_cluster.kit import conf, errors, names
+from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.web.shapes import Row
 from nodes.decisions import decision_log, fleet_cache, scale_records, snapshot_log
 from nodes.decisions.snapshot_log import SnapshotRef, State
@@ -34,12 +34,20 @@ from nodes.loading.reason_shapes import (
     RECORD,
     REPLICA,
     decision,
+    memory,
 )
 from nodes.loading.wait import has_other_node_since
 from nodes.models import BackendNode, DecisionKind, NodeModel, PlacementRecord
 from nodes.models.replica import ALL_SUFFIX, load_key
 from nodes.placement.choose import ANY_NODE, Candidate, Need, Selector, has_memory
-from nodes.placement.explain import DecisionOutcome, Explanation, FleetView, explain
+from nodes.placement.explain import (
+    DecisionOutcome,
+    Explanation,
+    FleetView,
+    explain,
+    explain_memory,
+    nearest_by_memory,
+)
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load, simulate_placements
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
@@ -87,7 +95,8 @@ def need_for(vram: int, disk: int) -> Need:
 def plan(question: PlanRequest, now: datetime) -> Row:
     """Return the decision for each replica, one after another."""
     snapshot = read_plan_snapshot(question, now)
-    explanations = simulate_placements(snapshot.question, [None] * question.replicas, snapshot.occupants)
+    occupants = snapshot.occupants
+    explanations = simulate_placements(snapshot.question, [None] * question.replicas, occupants)
     decisions = [decision(explanation) for explanation in explanations]
     return PLAN.of(
         model=question.model or None,
@@ -97,7 +106,15 @@ def plan(question: PlanRequest, now: datetime) -> Row:
             PLANNED.of(replica=number, hypothetical=row["node_id"] in snapshot.new, **row)
             for number, row in enumerate(decisions, 1)
         ],
+        memory=memory(explain_memory(snapshot.question.view, occupants.residents, occupants.guard)),
     )
+
+
+def _read_memory(model_name: str, view: FleetView, now: datetime) -> Row:
+    """Return which nodes have the memory; at most three queries."""
+    lacking = [node.id for node, _ in nearest_by_memory(view) if not has_memory(node, view.need)]
+    residents = eviction.residents(lacking, now=now)
+    return memory(explain_memory(view, residents, eviction.guard(model_name, residents, now=now)))
 
 
 @dataclass(frozen=True)
@@ -191,10 +208,11 @@ async def needs_of(model_name: str) -> LoadNeeds | None:
 def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[Row], now: datetime) -> Row:
     if wanted is None:
         sentence = f"model {model_name} is not defined"
-        return NEXT.of(action="refuse", says=sentence, replica_id=None, operation_id=None, placement=None)
+        nothing = dict.fromkeys(("replica_id", "operation_id", "placement", "memory"))
+        return NEXT.of(action="refuse", says=sentence, **nothing)
     active, failed = _operations(model_name, now)
     load = active if active is not None and active.kind == KIND else None
-    explanation = _placement(wanted, load, now)
+    explanation, memory_row = _placement(wanted, load, now)
     chosen_id = _picked(model_name)
     chosen = next((replica for replica in replicas if replica["id"] == chosen_id), None)
     action, sentence = _action(chosen, active, failed, explanation)
@@ -205,6 +223,7 @@ def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[
         replica_id=chosen and chosen["id"],
         operation_id=operation and str(operation.id),
         placement=decision(explanation),
+        memory=memory_row,
     )
 
 
@@ -247,15 +266,20 @@ def _picked(model_name: str) -> str | None:
     return None if replica_id is None else str(replica_id)
 
 
-def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> Explanation:
-    """Return the decision of a load now, with the request and the back-offs of the active load if any."""
+def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tuple[Explanation, Row]:
+    """Return the decision of a load now, with the request and the back-offs of the active load if any.
+
+    Also return which nodes have the memory.
+    """
+    name = wanted.definition.name
     request = request_of(load) if load is not None else ANYWHERE
     payload = load.payload if load is not None else {}
     backoffs = from_payload(payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))
     excluded_nodes = backed_off_nodes(backoffs, now) | refusing_nodes
     question, decision = decide(wanted, request, backoffs, excluded_nodes, refusing_nodes)
-    return decide_load(question, decision, find_eviction(wanted.definition.name, question, decision))
+    explanation = decide_load(question, decision, find_eviction(name, question, decision))
+    return explanation, _read_memory(name, question.view, now)
 
 
 def node_fit(model_name: str) -> Row:
@@ -279,6 +303,7 @@ def node_fit(model_name: str) -> Row:
             for node in fleet
         ],
         placement=decision(explain(view, found)),
+        memory=_read_memory(model_name, view, clock.now()),
     )
 
 

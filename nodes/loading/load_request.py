@@ -199,13 +199,18 @@ def estimate_need(definition: Definition, files: ModelFiles) -> Need:
     share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
     kind = fit.device_kind(backend)
     terms: fit.Terms = (("stated", definition.vram),) if definition.vram else ()
-    if not terms and not share:
-        terms = fit.estimate(files, fit.load_options(options), kind) if kind != "cpu" else ()
+    by_gpu: fit.Pairs = ()
+    contexts: fit.Pairs = ()
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
+    if not terms and not share and kind != "cpu" and files.weights > 0:
+        load_options = fit.load_options(options)
+        terms = fit.estimate(files, load_options, kind)
+        contexts = fit.smaller_contexts(files, load_options, kind)
+        by_gpu = fit.by_gpu(files, load_options, kind) if own_gpus else ()
     need = _need_of(
         fit.total_bytes(terms), memory.required_disk(files.payload), files.payload, own_gpus=own_gpus
     )
-    return replace(need, vram_share=share, cards=cards, terms=terms)
+    return replace(need, vram_share=share, cards=cards, terms=terms, by_gpu=by_gpu, contexts=contexts)
 
 
 def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from django.db.models.functions import Coalesce, NullIf
 from localai_cluster.web.shapes import (
     FLAG,
     TEXT,
+    TEXTS,
     TIME,
     UUID,
     Row,
@@ -23,7 +24,7 @@ from localai_cluster.web.shapes import (
     text,
 )
 from nodes.models import DecisionKind, PlacementOutcome
-from nodes.placement.explain import Explanation
+from nodes.placement.explain import MOST_VERDICTS, Explanation, MemoryExplanation, MemoryVerdict
 from nodes.registry.shape import NODE_STATUS
 from nodes.replicas.shape import REPLICA_STATE
 
@@ -58,6 +59,7 @@ NEED = Shape(
             "The terms of `vram`: weights, context, buffers and so on. Absent in older records.",
             optional=True,
         ),
+        field("by_gpu", mapping(_BYTES), "The part of each GPU that the definition names.", optional=True),
     ],
 )
 NODES = Shape(
@@ -152,6 +154,33 @@ _COLUMNS: dict[str, Combinable] = {
     "node": NullIf(F("node_name"), Value("")),
     **{name: F(f"facts__{name}") for name in _FACTS},
 }
+NODE_MEMORY = Shape(
+    "NodeMemory",
+    "Whether a node has the memory for one more replica, and what would help; memory in bytes.",
+    [
+        field("node_id", UUID),
+        field("node", TEXT),
+        field("verdict", {"type": "string", "enum": [verdict.value for verdict in MemoryVerdict]}),
+        field("needed", _BYTES, "0 means not known."),
+        field("usable", _BYTES, "What such a replica could have there."),
+        field("missing", _BYTES),
+        field("context", count(), "The largest smaller context that fits, in tokens; 0: none."),
+        field("unload", TEXTS, "The replicas whose end would make it fit."),
+        field("reason", TEXT, "Why the node is `refused`; empty for the other verdicts."),
+        field("says", TEXT),
+    ],
+)
+MEMORY = Shape(
+    "MemoryExplained",
+    "Which nodes have the memory for one more replica.",
+    [
+        field("says", TEXT, "All of it in one sentence, of the first nodes."),
+        field("terms", mapping(_BYTES), "The terms of the need: weights, context, buffers and so on."),
+        field("context", count(), "Tokens of context in the definition; 0: not known."),
+        field("considered", count(), "The number of nodes."),
+        field("nodes", NODE_MEMORY.many, f"At most {MOST_VERDICTS}; those that fit come first."),
+    ],
+)
 DECISION = Shape("PlacementDecision", "One decision of placement, and why.", _DECISION)
 PLANNED = Shape(
     "PlannedReplica",
@@ -170,6 +199,7 @@ PLAN = Shape(
         field("wanted", count(1)),
         field("placed", count()),
         field("decisions", PLANNED.many),
+        field("memory", MEMORY.ref, "For the first replica."),
     ],
 )
 RECORD = Shape(
@@ -210,6 +240,7 @@ NEXT = Shape(
         field(
             "placement", DECISION.ref, "Where one more replica would go; null if undefined.", nullable=True
         ),
+        field("memory", MEMORY.ref, "Null if undefined.", nullable=True),
     ],
 )
 EXPLAINED = Shape(
@@ -276,6 +307,7 @@ FIT = Shape(
         field("model", TEXT),
         field("nodes", NODE_FIT.many, "Every node."),
         field("placement", DECISION.ref, "What placement would make of it."),
+        field("memory", MEMORY.ref),
     ],
 )
 
@@ -290,4 +322,30 @@ def decision(explanation: Explanation) -> Row:
         node=explanation.node.name if explanation.node else None,
         replica_index=explanation.replica_index if placed else None,
         **{name: explanation.facts[name] for name in _FACTS},
+    )
+
+
+def memory(explained: MemoryExplanation) -> Row:
+    """Return the verdicts on nodes."""
+    need = explained.need
+    return MEMORY.of(
+        says=explained.describe(),
+        terms=dict(need.terms),
+        context=need.contexts[0][0] if need.contexts else 0,
+        considered=explained.considered,
+        nodes=[
+            NODE_MEMORY.of(
+                node_id=str(entry.node.id),
+                node=entry.node.name,
+                verdict=entry.verdict,
+                needed=entry.needed,
+                usable=entry.usable,
+                missing=entry.missing,
+                context=entry.context,
+                unload=list(entry.unload),
+                reason=entry.reason,
+                says=entry.describe(),
+            )
+            for entry in explained.nodes
+        ],
     )

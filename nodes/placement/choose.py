@@ -8,6 +8,7 @@ the refused nodes, so that the caller can report what is missing.
 """
 
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
-from nodes.placement.fit import LARGEST
-from nodes.placement.memory import UNKNOWN_PAYLOAD, BytesByGpu, FreeByGpu, fit_gpus
+from nodes.placement.fit import LARGEST, Pairs
+from nodes.placement.memory import UNKNOWN_PAYLOAD, BytesByGpu, FreeByGpu, fit_gpus, fit_stated_gpus
 from nodes.placement.node_backoff import NodeBackoffs
 
 Labels = frozenset[tuple[str, str]]
@@ -93,15 +94,25 @@ class Need:
     files: int = 0
     """The part of `disk` for the model's files, which are sent to the node; 0 = none, or unknown."""
     own_gpus: bool = False
-    """True if its definition selects the GPUs: then it sees all of them, and only the node's total memory
-    counts.
-    """
+    """True if its definition selects the GPUs: then it sees all of them."""
     vram_share: float = 0.0
     """The share of a card that its backend takes; 0 = it takes `vram`."""
     terms: tuple[tuple[str, int], ...] = ()
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
     cards: int = 0
     """The number of cards of which it takes the share; 0 without a share."""
+    by_gpu: Pairs = ()
+    """The bytes on each GPU that its definition names, by index; with `own_gpus` but without these only the
+    node's total memory counts.
+    """
+    contexts: Pairs = ()
+    """The definition's context and smaller ones in tokens, each with the bytes that it saves."""
+
+    def shares(self, free: int, free_by_gpu: FreeByGpu, needed: int) -> BytesByGpu | None:
+        """Return the bytes of each GPU for `needed` bytes (`fit_gpus`); None if the memory is lacking."""
+        if self.own_gpus:
+            return fit_stated_gpus(free, free_by_gpu, needed, self.by_gpu)
+        return fit_gpus(free, free_by_gpu, needed, self.cards)
 
     def vram_on(self, card_vram: int) -> int:
         """Return the bytes that it needs of a node whose average card has `card_vram` bytes; 0 = unknown."""
@@ -259,9 +270,37 @@ def vram_needed(node: Candidate, need: Need) -> int:
 
 
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
-    """Return the bytes that a replica would take of each GPU (`fit_gpus`); None if the memory is lacking."""
-    rooms = frozenset() if need.own_gpus else node.gpus
-    return fit_gpus(node.free_vram, rooms, vram_needed(node, need), need.cards)
+    """Return the bytes that a replica would take of each GPU; None if the memory is lacking."""
+    return need.shares(node.free_vram, node.gpus, vram_needed(node, need))
+
+
+def usable_bytes(node: Candidate, need: Need) -> int:
+    """Return the bytes that the node has for such a replica: those free on the GPUs that it would take.
+
+    If the memory is lacking, the largest need that would fit.
+    """
+    needed, rooms = vram_needed(node, need), dict(node.gpus)
+    shares = need.shares(node.free_vram, node.gpus, needed)
+    if shares is not None:
+        return min(node.free_vram, sum(rooms[index] for index in shares) if shares else node.free_vram)
+    sizes = range(1, needed + 1)
+    return bisect_left(sizes, True, key=lambda size: need.shares(node.free_vram, node.gpus, size) is None)
+
+
+def smaller_context(node: Candidate, need: Need) -> int:
+    """Return the largest context in tokens, smaller than the definition's, that the node has memory for."""
+    needed = vram_needed(node, need)
+    fitting = (
+        context
+        for context, saved in need.contexts[1:]
+        if saved < needed and need.shares(node.free_vram, node.gpus, needed - saved) is not None
+    )
+    return next(fitting, 0)
+
+
+def format_context(tokens: int) -> str:
+    """Format a number of tokens, in thousands (1,024) if it is a multiple of them."""
+    return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
 def free_index(node: Candidate) -> int | None:
@@ -360,9 +399,11 @@ def _lacks_by_reason(
     if by_memory:
         free_by_node = [f"{n.name} has {format_gib(n.free_vram)} free" for n in by_memory]
         descriptions[Reason.MEMORY] = _with_nodes(_most_needed(by_memory, need), free_by_node)
+        descriptions[Reason.MEMORY] += _context_hint(by_memory, need)
     if by_gpus:
         free_by_node = [f"{n.name} has {format_free_gpus(n)} free" for n in by_gpus]
         descriptions[Reason.GPUS] = _with_nodes(_most_needed(by_gpus, need), free_by_node)
+        descriptions[Reason.GPUS] += _context_hint(by_gpus, need)
     if by_disk:
         free_by_node = [
             f"{n.name} has {format_gib(n.available_disk)} of {format_gib(n.total_disk)} free" for n in by_disk
@@ -372,7 +413,21 @@ def _lacks_by_reason(
 
 
 def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
-    return _gib_rounded_up(max(vram_needed(node, need) for node in nodes))
+    amount = gib_rounded_up(max(vram_needed(node, need) for node in nodes))
+    return f"{amount} for {terms}" if (terms := format_terms(need.terms)) else amount
+
+
+def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:
+    """Return the largest context that fits on one of the first nodes; empty if none does."""
+    contexts = [(smaller_context(node, need), -place) for place, node in enumerate(nodes[:_NAMED])]
+    context, place = max(contexts)
+    return f"; with {format_context(context)} context it fits on {nodes[-place].name}" if context else ""
+
+
+def format_terms(terms: Iterable[tuple[str, int]]) -> str:
+    """List the terms of a need in GiB, without those that are too small for it."""
+    sizes = ((name, f"{size / 2**30:.1f}") for name, size in terms)
+    return ", ".join(f"{name} {size}" for name, size in sizes if size != "0.0")
 
 
 def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
@@ -383,21 +438,21 @@ def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
 def describe_disk_need(files: int, needed: int) -> str:
     """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
     if files <= 0:
-        return _gib_rounded_up(needed) + (
+        return gib_rounded_up(needed) + (
             " assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else ""
         )
     size = (
-        _gib_rounded_up(files)
+        gib_rounded_up(files)
         if files >= 2**30
         else next(f"{-(-files // 2**n)} {u}" for n, u in _UNITS if files >= 2**n)
     )
-    return f"{size} of files and {_gib_rounded_up(needed - files)} to spare" if needed > files else size
+    return f"{size} of files and {gib_rounded_up(needed - files)} to spare" if needed > files else size
 
 
 _UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
 
 
-def _gib_rounded_up(amount: int) -> str:
+def gib_rounded_up(amount: int) -> str:
     """Format bytes as GiB, rounded up: a need never looks as small as what is free."""
     return f"{-(-amount * 10 // 2**30) / 10:.1f} GiB"
 

@@ -6,12 +6,14 @@ sentence are the number of nodes that each reason excluded, the best nodes with 
 misses.
 
 The input of the decision is stored elsewhere (`nodes/decisions`), because it may be large.
+
+`explain_memory` states which nodes have the memory for a model, before any load.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from uuid import UUID
@@ -28,20 +30,29 @@ from nodes.placement.choose import (
     Reason,
     Selector,
     choose_node,
+    find_refusal,
+    format_context,
     format_free_gpus,
     format_gib,
+    format_terms,
     free_index,
+    gib_rounded_up,
     gpu_shares,
+    has_memory,
     rank_node,
+    smaller_context,
+    usable_bytes,
     vram_needed,
 )
-from nodes.placement.evict import Resident
+from nodes.placement.evict import ProtectionRules, Resident, choose_victims, join_names
 from nodes.placement.node_backoff import NodeBackoffs
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""
 SHOWN = 5
 """Number of best nodes, and of nearest misses, that an explanation names."""
+MOST_VERDICTS = 20
+"""Number of nodes whose memory is compared with a need in an answer."""
 LONGEST_SENTENCE = 1000
 _LONGEST_SELECTOR, _LONGEST_NAME = 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
@@ -125,7 +136,9 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
 
 
 def _need_facts(need: Need) -> dict[str, Any]:
-    return {**asdict(need), "terms": dict(need.terms)}
+    facts = {**asdict(need), "terms": dict(need.terms), "by_gpu": {str(i): size for i, size in need.by_gpu}}
+    del facts["contexts"]
+    return facts
 
 
 NO_FLEET: Mapping[str, Any] = {
@@ -297,3 +310,121 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
 def truncate(text: str, longest: int) -> str:
     """Cut the text to at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+class MemoryVerdict(StrEnum):
+    """Whether a node has the memory for a model."""
+
+    FITS = "fits"
+    SMALLER_CONTEXT = "smaller_context"
+    LACKS_MEMORY = "lacks_memory"
+    UNKNOWN = "unknown"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The verdict on one node, and what would help; memory in bytes."""
+
+    node: Candidate
+    verdict: MemoryVerdict
+    needed: int
+    """0 = unknown."""
+    usable: int
+    """The bytes that such a replica could have there."""
+    context: int = 0
+    """The largest smaller context that fits, in tokens; 0 = none."""
+    unload: tuple[str, ...] = ()
+    """The replicas whose end would make it fit."""
+    reason: str = ""
+    """The reason other than memory why the node is refused."""
+
+    @property
+    def missing(self) -> int:
+        is_lacking = self.verdict in (MemoryVerdict.SMALLER_CONTEXT, MemoryVerdict.LACKS_MEMORY)
+        return self.needed - self.usable if is_lacking else 0
+
+    def describe(self, terms: str = "") -> str:
+        """Return the verdict as a sentence, with the terms of the need if they are given."""
+        name = truncate(self.node.name, _LONGEST_NAME)
+        match self.verdict:
+            case MemoryVerdict.REFUSED:
+                return f"not on {name}: {self.reason}"
+            case MemoryVerdict.UNKNOWN:
+                unknown = "it reports no VRAM" if self.needed else "the need is not known"
+                return f"may fit on {name}: {unknown}"
+            case MemoryVerdict.FITS:
+                figures = f"{gib_rounded_up(self.needed)[:-4]} of {format_gib(self.usable)}"
+                return f"fits on {name} (needs {figures}{': ' if terms else ''}{terms})"
+        missing, context = gib_rounded_up(self.missing), format_context(self.context)
+        if self.verdict == MemoryVerdict.SMALLER_CONTEXT:
+            return f"on {name} with {context} context: {missing} missing for all of it"
+        help_words = [f"unload {join_names(self.unload)}"] if self.unload else []
+        help_words += [f"lower the context to {context}"] if self.context else []
+        return f"not on {name}: {missing} missing{', ' if help_words else ''}{' or '.join(help_words)}"
+
+
+@dataclass(frozen=True)
+class MemoryExplanation:
+    """The verdicts on the first nodes, those that fit first, and the need."""
+
+    need: Need
+    considered: int
+    """The number of all nodes."""
+    nodes: Sequence[NodeMemory]
+
+    def describe(self) -> str:
+        """Return one sentence on the first `SHOWN` nodes, with the terms of the need once."""
+        terms, parts = format_terms(self.need.terms), []
+        for entry in self.nodes[:SHOWN]:
+            parts.append(entry.describe(terms))
+            terms = "" if entry.verdict == MemoryVerdict.FITS else terms
+        rest = self.considered - len(parts)
+        return truncate("; ".join([*parts, *([f"and {rest} more"] if rest else [])]), LONGEST_SENTENCE)
+
+
+def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | None]]:
+    """Return the first nodes with their refusals: those that fit, those that only lack memory, the others.
+
+    A lack of memory is no refusal here.
+    """
+    need, selector = replace(snapshot.need, vram_required=False), snapshot.selector
+    pairs = [(node, find_refusal(node, need=need, selector=selector)) for node in snapshot.nodes]
+
+    def distance(pair: tuple[Candidate, Reason | None]) -> tuple[bool, bool, int, str]:
+        node, refusal = pair
+        return refusal is not None, not has_memory(node, need), -node.free_vram, node.name
+
+    return heapq.nsmallest(MOST_VERDICTS, pairs, key=distance)
+
+
+def explain_memory(
+    snapshot: FleetView, residents: Sequence[Resident], guard: ProtectionRules
+) -> MemoryExplanation:
+    """Explain which nodes have the memory; `residents` are the replicas on those that lack it."""
+    nodes = [
+        _node_memory(node, refusal, snapshot.need, residents, guard)
+        for node, refusal in nearest_by_memory(snapshot)
+    ]
+    return MemoryExplanation(snapshot.need, len(snapshot.nodes), nodes)
+
+
+def _node_memory(
+    node: Candidate,
+    refusal: Reason | None,
+    need: Need,
+    residents: Sequence[Resident],
+    guard: ProtectionRules,
+) -> NodeMemory:
+    needed, usable = vram_needed(node, need), max(usable_bytes(node, need), 0)
+    if refusal is not None:
+        return NodeMemory(node, MemoryVerdict.REFUSED, needed, usable, reason=str(refusal))
+    if not needed or not (node.most_vram or node.free_vram or node.gpus):
+        return NodeMemory(node, MemoryVerdict.UNKNOWN, needed, usable)
+    if has_memory(node, need):
+        return NodeMemory(node, MemoryVerdict.FITS, needed, usable)
+    context, eviction = smaller_context(node, need), choose_victims([node], residents, guard, need)
+    unload = tuple(replica.name for replica in [*eviction.victims, *eviction.leaving])
+    is_smaller = context > 0 and not unload
+    verdict = MemoryVerdict.SMALLER_CONTEXT if is_smaller else MemoryVerdict.LACKS_MEMORY
+    return NodeMemory(node, verdict, needed, usable, context, unload)

@@ -6,19 +6,24 @@ terms; their sum is the need (D-FIT). Each function names its source. "llama.cpp
 are the file's size and 2 KiB for each token (R2.41).
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 from nodes.placement.architectures import MOST_LAYERS, Layer, Model, ModelHeader, describe
 
 CONTEXT = 8192
 """Tokens of context if the definition does not set them (C37)."""
+LEAST_CONTEXT = 1024
+"""The smallest context that is offered instead of one that does not fit."""
 BATCH = 512
 LARGEST = 2**62
 """Bytes. Estimates are stored and added up: a header with nonsensical values must not cause an error."""
 _MIB = 2**20
 _BYTES_PER_TOKEN = 2048
+_MOST_GPUS = 128
 _PAD = 256
 """llama.cpp rounds the cells of a cache up to this."""
 
@@ -41,6 +46,8 @@ _BITS |= {"q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5}
 """Bits of a number in a cache, with the scale of its block (ggml's type traits)."""
 Terms = tuple[tuple[str, int], ...]
 """Pairs of a term's name and its bytes: weights, context, buffers and so on."""
+Pairs = tuple[tuple[int, int], ...]
+"""Pairs of whole numbers; the second one is bytes."""
 
 
 class Files(Protocol):
@@ -72,6 +79,11 @@ class LoadOptions:
     batch: int = BATCH
     gpu_layers: int = MOST_LAYERS
     gpus: int = 1
+    split: tuple[float, ...] = ()
+    """The share of each GPU by its index, if the definition states shares."""
+    main_gpu: int = 0
+    split_mode: str = "layer"
+    """`none`: everything is on the main GPU. The shares apply to layers, or to rows of tensors."""
     keys: float = _BITS["f16"]
     values: float = _BITS["f16"]
     """Bits of a number in the cache."""
@@ -111,7 +123,8 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
     context = context if context > 0 else CONTEXT
     batch = _whole(extra.get("n_ubatch") or extra.get("ubatch"), options.get("NBatch") or BATCH)
     layers = options.get("NGPULayers")
-    shares = [share for share in str(options.get("TensorSplit") or "").split(",") if share.strip(" 0.")]
+    split = _shares(str(options.get("TensorSplit") or ""))
+    split_mode = str(extra.get("split_mode") or extra.get("sm") or "layer").lower()
     return LoadOptions(
         context=context,
         slots=min(slots, context),
@@ -119,7 +132,10 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
         not in ("false", "0", "no", "off", "disabled"),
         batch=max(1, min(batch, context)),
         gpu_layers=MOST_LAYERS if layers is None or layers < 0 else layers,
-        gpus=max(1, len(shares)),
+        gpus=1 if split_mode == "none" else max(1, sum(share > 0 for share in split)),
+        split=split,
+        main_gpu=_whole(options.get("MainGPU"), 0),
+        split_mode=split_mode,
         keys=_BITS.get(str(options.get("CacheTypeKey")).lower(), _BITS["f16"]),
         values=_BITS.get(str(options.get("CacheTypeValue")).lower(), _BITS["f16"]),
         flash_attention=str(options.get("FlashAttention")).lower() not in ("off", "false", "disabled", "0"),
@@ -128,6 +144,15 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
         full_windows=extra.get("swa_full") in ("true", "1", "yes", "on", "enabled"),
         outputs_all=bool(options.get("Embeddings") or options.get("Reranking")),
     )
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """Parse `tensor_split`; none if it is unusable."""
+    try:
+        shares = tuple(float(share) for share in text.replace("/", ",").split(",")[:_MOST_GPUS])
+    except ValueError:
+        return ()
+    return shares if all(0 <= share < 2**31 for share in shares) and any(shares) else ()
 
 
 def _whole(text: object, default: int) -> int:
@@ -186,14 +211,16 @@ def context(model: Model, load: LoadOptions, kind: str) -> int:
     on_gpu = kind != "cpu"
     if on_gpu and not load.cache_on_gpu:
         return 0
-    layers = _on_gpu(model, load) if on_gpu else model.layers
+    return sum(_contexts(model, load, _on_gpu(model, load) if on_gpu else model.layers))
+
+
+def _contexts(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Iterator[int]:
+    """Yield the bytes that each layer keeps."""
     widest = 0 if load.flash_attention else max((layer.values for layer in model.layers), default=0)
-    total = 0
     for layer in layers:
         values = max(layer.values, widest) if layer.values else 0
         row = int(layer.keys * load.keys + values * load.values) // 8
-        total += row * load.window_cells(layer.window) * load.streams + layer.state * load.slots
-    return total
+        yield row * load.window_cells(layer.window) * load.streams + layer.state * load.slots
 
 
 def buffers(model: Model, load: LoadOptions, kind: str) -> int:
@@ -263,3 +290,44 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
 def total_bytes(terms: Terms) -> int:
     """Return the sum of the terms."""
     return min(sum(size for _, size in terms), LARGEST)
+
+
+def smaller_contexts(files: Files, load: LoadOptions, kind: str = "cuda") -> Pairs:
+    """Return the context and the smaller powers of two, each with the bytes that it saves."""
+    needed = total_bytes(estimate(files, load, kind))
+    contexts = [load.context]
+    while contexts[-1] > LEAST_CONTEXT:
+        contexts.append(1 << (contexts[-1] - 1).bit_length() - 1)
+    loads = (replace(load, context=context, slots=min(load.slots, context)) for context in contexts)
+    return tuple((less.context, needed - total_bytes(estimate(files, less, kind))) for less in loads)
+
+
+def by_gpu(files: Files, load: LoadOptions, kind: str = "cuda") -> Pairs:
+    """Return the bytes on each GPU that the definition names, by index; none if it leaves that to the node.
+
+    Layers go to the GPUs in their order, and the output to the last one (`get_layer_buft_list` of llama.cpp).
+    Each GPU has a compute buffer and the backend's context; what is beside the model is on the main GPU.
+    """
+    terms = dict(estimate(files, load, kind))
+    if load.split_mode == "none":
+        return ((load.main_gpu, total_bytes(tuple(terms.items()))),)
+    if not load.split or load.split_mode != "layer":
+        return ()
+    limits, sizes = list(accumulate(load.split)), [0.0] * len(load.split)
+    model = describe(files.header, files.weights) if files.header is not None else None
+    layers: list[int] = []
+    if model is not None and load.gpu_layers:
+        on_gpu = _on_gpu(model, load)
+        kept = _contexts(model, load, on_gpu) if load.cache_on_gpu else iter([0] * len(on_gpu))
+        layers = [layer.weights + size for layer, size in zip(on_gpu, kept, strict=True)]
+        layers.append(model.output.weights)
+    used = [index for index, share in enumerate(load.split) if share > 0]
+    for place, size in enumerate(layers):
+        sizes[min(bisect_right(limits, place / len(layers) * limits[-1]), used[-1])] += size
+    each = terms.pop("buffers", 0) + terms.pop("backend", 0)
+    if layers:
+        main = load.main_gpu if load.main_gpu in used else used[0]
+        sizes[main] += sum(size for name, size in terms.items() if name not in ("weights", "context"))
+    else:
+        sizes = [sum(terms.values()) * share / limits[-1] for share in load.split]
+    return tuple((index, min(int(sizes[index]) + each // len(used), LARGEST)) for index in used)

@@ -55,6 +55,26 @@ def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> By
     return shares if shares and total_bytes(shares, need) <= free else None
 
 
+def fit_stated_gpus(
+    free: int, free_by_gpu: FreeByGpu, need: int, by_gpu: Iterable[tuple[int, int]]
+) -> BytesByGpu | None:
+    """Return the bytes of each GPU that the definition names; None if one of them lacks its part.
+
+    Of several GPUs those that the node does not have are left out, as llama.cpp does: the others take more.
+    """
+    if need <= 0:
+        return {}
+    if free < need:
+        return None
+    rooms, stated = dict(free_by_gpu), dict(by_gpu)
+    if not rooms or not stated:
+        return {}
+    present = {index: size for index, size in stated.items() if index in rooms}
+    total = sum(present.values())
+    shares = {index: need * size // total for index, size in present.items()} if total else {}
+    return shares if shares and all(rooms[index] >= share for index, share in shares.items()) else None
+
+
 def _split(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
     """Split the need over the fewest GPUs that can hold it, at least two; empty if all of them cannot."""
     # Negative, so that the GPU with the most memory comes first, and of equal ones the first by index.

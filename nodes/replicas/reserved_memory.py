@@ -24,7 +24,7 @@ from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
-from nodes.placement.memory import FreeByGpu, Reservation, add_free_bytes, fill_gpus, fit_gpus, total_bytes
+from nodes.placement.memory import FreeByGpu, Reservation, add_free_bytes, fill_gpus, total_bytes
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
 
 def fits_after_stops(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
     """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
-    fits = fit_gpus(*_after_stops(*_free(node, need), soon), _needed(node, need), need.cards) is not None
+    fits = need.shares(*_after_stops(*_free(node), soon), _needed(node, need)) is not None
     return fits and not need.lacks_card(node.total_vram)
 
 
@@ -84,10 +84,11 @@ def _needed(node: BackendNode, need: Need) -> int:
     return need.vram_on(node.total_vram // max(len(node.gpus), 1))
 
 
-def _free(node: BackendNode, need: Need) -> tuple[int, FreeByGpu]:
+def _free(node: BackendNode) -> tuple[int, FreeByGpu]:
     reservations = by_node(NodeModel.engines.filter(node=node)).get(node.pk, ())
-    rooms = frozenset() if need.own_gpus else fleet_cache.free_by_gpu(vars(node), reservations)
-    return fleet_cache.effectively_free(vars(node), reservations), rooms
+    return fleet_cache.effectively_free(vars(node), reservations), fleet_cache.free_by_gpu(
+        vars(node), reservations
+    )
 
 
 def _after_stops(free: int, rooms: FreeByGpu, soon: Collection[Resident]) -> tuple[int, FreeByGpu]:
@@ -104,20 +105,19 @@ def reserve_for_load(
     `soon`: replicas that free their memory before the load uses its reservation.
     Needs the node's lock: no other load reserves and no reading arrives between the check and the row.
     """
-    free, rooms = _free(node, need)
+    free, rooms = _free(node)
     free_later, later = _after_stops(free, rooms, soon)
     needed = _needed(node, need)
-    shares = fit_gpus(free_later, later, needed, need.cards)
+    shares = need.shares(free_later, later, needed)
     if need.lacks_card(node.total_vram) or (shares is None and need.vram_required):
         return None
     if shares is None and node.total_vram:
         # Without a GPU all models use the main memory, and there is nothing to report.
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, needed)
-    expected = fill_gpus(later, needed) if shares is None else shares
+    # With GPUs that its definition names, nobody can tell which of them it fills.
+    expected = shares if shares is not None else {} if need.own_gpus else fill_gpus(later, needed)
     amount = total_bytes(shares or {}, needed)
-    fits_after_stops = fit_gpus(free, rooms, needed, need.cards) is not None and reserve(
-        node.pk, amount, now=now
-    )
+    fits_after_stops = need.shares(free, rooms, needed) is not None and reserve(node.pk, amount, now=now)
     by_index = {gpu["index"]: gpu for gpu in node.gpus}
     columns = {
         "vram_needed": amount,
@@ -129,6 +129,7 @@ def reserve_for_load(
     gpus = (
         GpuShare(by_index[index]["uuid"] or str(index), share)
         for index, share in sorted((shares or {}).items())
+        if not need.own_gpus
     )
     return MemoryReservation(columns, tuple(gpus))
 

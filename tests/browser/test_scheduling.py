@@ -1,12 +1,16 @@
 """The pages of scheduling rules and of models: a rule that is made in the browser brings a replica, live."""
 
 import re
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
+from tests.browser import checks
 from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
+from tests.support import gguf_files
+from tests.support.gguf_models import MODELS
 
 MODEL = "ruled"
 
@@ -59,3 +63,35 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     question.get_by_role("button", name="Unload", exact=True).click()
     expect(question).to_have_count(0)
     expect(model).to_contain_text("not running")
+
+
+@pytest.mark.rule("UW9", "UW12", "UI-9.7")
+def test_where_a_model_fits_is_shown_before_any_load(screen: Screen, settled: Fleet, tmp_path: Path) -> None:
+    """On its row on demand, and in a plan for a file that no server has."""
+    definition = "name: large\nbackend: echo\nvram_needed: 9GiB\nparameters:\n  model: large\n"
+    file = settled.cluster.models / "large.yaml"
+    file.write_text(definition)
+    page = screen.go("/app/models?q=large")
+    model = page.get_by_role("region", name="large")
+    model.get_by_role("button", name="Where it fits: large").click()
+    table = model.get_by_role("table", name="Memory for large")
+    expect(table.get_by_role("row").filter(has_text="fine")).to_contain_text("9 GiB")
+    expect(model.get_by_text("Needs: stated 9 GiB.")).to_be_visible()
+    assert checks.violations(page) == []
+
+    page.goto(f"{screen.url}/app/capacity/what-if")
+    page.get_by_label("Or a GGUF file of this computer").set_input_files(
+        gguf_files.write(tmp_path / "m.gguf", MODELS[0])
+    )
+    page.get_by_label("Context, tokens").fill("4096")
+    page.get_by_label("New nodes").fill("1")
+    page.get_by_label("VRAM of each, GiB").fill("24")
+    page.get_by_role("button", name="Plan").click()
+    row = (
+        page.get_by_role("table", name="Memory for the replica").get_by_role("row").filter(has_text="(new 1)")
+    )
+    expect(row).to_contain_text("fits")
+    expect(page.get_by_text("with 4k of context")).to_be_visible()
+    assert checks.violations(page) == []
+    assert checks.sideways(page) == []
+    file.unlink()

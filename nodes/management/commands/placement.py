@@ -4,9 +4,11 @@ import json
 import math
 import re
 from argparse import ArgumentTypeError
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -23,10 +25,12 @@ from localai_cluster.accounts.command_line import (
 )
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import translate_error
-from nodes.api.placement import PlacementPlanRequestSerializer, make_plan
+from nodes.api.placement import MOST_HEADER_BYTES, PlacementPlanRequestSerializer, make_plan
+from nodes.definitions import sizes
 from nodes.loading import load_explanation
 from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import PlacementRecord
+from nodes.placement.choose import format_terms
 
 GIB = 2**30
 _NODES = re.compile(
@@ -67,9 +71,16 @@ def _plan_arguments(parser: CommandParser) -> None:
     subject.add_argument("--model", help="a defined model")
     subject.add_argument("--vram", type=_bytes, metavar="GIB", help="what a replica needs instead")
     subject.add_argument(
+        "--file",
+        type=Path,
+        help="a model that is not defined: its GGUF file, or the config.json of its folder",
+    )
+    subject.add_argument("--size", type=_bytes, metavar="GIB", help="a model of which only the size is known")
+    subject.add_argument(
         "--rule", metavar="JSON", help="a rule: what the replica pass would do now if it were saved"
     )
     parser.add_argument("--disk", type=_bytes, metavar="GIB", default=0, help="with --vram")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help="with --file or --size")
     parser.add_argument("--replicas", type=int, metavar="N", help="1 unless given")
     parser.add_argument(
         "--selector",
@@ -95,6 +106,22 @@ def _bytes(gib: str) -> int:
     if not math.isfinite(amount):
         raise ArgumentTypeError("use a number of GiB")
     return int(amount * GIB)
+
+
+def _file(path: Path | None, size: int | None, context: int | None) -> dict[str, Any]:
+    """Return the `file` of a plan's body."""
+    body: dict[str, Any] = {"definition": {} if context is None else {"context_size": context}}
+    if path is None:
+        return body | {"size": size}
+    try:
+        if path.suffix == ".json":
+            weights = (file.stat().st_size for file in path.parent.glob("*.safetensors"))
+            return body | {"size": sum(weights), "config": json.loads(path.read_text("utf-8"))}
+        with path.open("rb") as content:
+            header = b64encode(content.read(MOST_HEADER_BYTES)).decode()
+        return body | {"size": sum(shard.stat().st_size for shard in sizes.shards(path)), "header": header}
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--file: {error}") from error
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -133,6 +160,8 @@ def plan(options: Options) -> str:
         body["rule"] = _rule(options["rule"])
     elif options["model"] is not None:
         body["model"] = options["model"]
+    elif options["file"] is not None or options["size"] is not None:
+        body["file"] = _file(options["file"], options["size"], options["context"])
     else:
         body["need"] = {"vram": options["vram"], "disk": options["disk"]}
     if options["selector"]:
@@ -165,6 +194,7 @@ def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
         parts.append(table(_RECORDS, [_record(record, now) for record in row["records"]]))
     if (placement := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
+        parts.append(_memory_text(row["next"]["memory"]))
     return "\n\n".join(parts)
 
 
@@ -175,7 +205,17 @@ def _plan_text(row: Mapping[str, Any]) -> str:
     parts = [f"{row['placed']} of {row['wanted']} replicas placed", lines]
     if near := list(_node_lines(decisions[-1])):
         parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
+    parts.append(_memory_text(row["memory"]))
     return "\n\n".join(parts)
+
+
+def _memory_text(memory: Mapping[str, Any]) -> str:
+    """Return each node's verdict, and the terms of the need before them."""
+    terms = format_terms(memory["terms"].items())
+    head = f"memory ({terms}, GiB):" if terms else "memory:"
+    rest = memory["considered"] - len(memory["nodes"])
+    lines = [printable(f"  {node['says']}") for node in memory["nodes"]]
+    return "\n".join([head, *lines, *([f"  and {rest} more"] if rest else [])])
 
 
 def _rule_text(row: Mapping[str, Any]) -> str:

@@ -14,6 +14,14 @@ const DECISION = {
   misses: [{ node_id: "b", node: "b", code: "full", reason: "no free slot for this model", free_vram: GIB, available_disk: 0, total_disk: 0, replicas: 1, slots: 1, in_flight: 0 }],
 };
 
+const MEMORY = {
+  says: "fits on (new 1) (needs 9.8 of 24.0 GiB: weights 7.2, context 2.6)", terms: { weights: 7.2 * GIB, context: 2.6 * GIB }, context: 8192, considered: 22,
+  nodes: [
+    { node_id: "0", node: "(new 1)", verdict: "fits", needed: 9.8 * GIB, usable: 24 * GIB, missing: 0, context: 0, unload: [], reason: "", says: "" },
+    { node_id: "b", node: "b", verdict: "lacks_memory", needed: 9.8 * GIB, usable: 8.4 * GIB, missing: 1.4 * GIB, context: 4096, unload: ["x#0"], reason: "", says: "" },
+  ],
+};
+
 let requests: [string, unknown][];
 
 beforeEach(() => {
@@ -27,7 +35,7 @@ beforeEach(() => {
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
     requests.push([path, sent.body]);
     const placed = { ...DECISION, replica: 1, hypothetical: true, outcome: "placed", node: "(new 1)", node_id: "0", replica_index: 0, reason: "the only node", misses: [] };
-    return Promise.resolve({ data: { model: "org/m", wanted: 2, placed: 1, decisions: [placed, { ...DECISION, replica: 2, hypothetical: false }] }, response: new Response() });
+    return Promise.resolve({ data: { model: "org/m", wanted: 2, placed: 1, decisions: [placed, { ...DECISION, replica: 2, hypothetical: false }], memory: MEMORY }, response: new Response() });
   }) as never);
 });
 
@@ -74,7 +82,7 @@ it("says of each node whether a model fits, and the nearest miss where none does
 it("plans with nodes that do not exist, and says why there and why not there (UI-7.4, UW12)", async () => {
   open("/app/capacity/what-if");
   fireEvent.click(screen.getByRole("button", { name: "Plan" }));
-  expect((await screen.findByText("Enter a model, or how much memory it needs.")).getAttribute("role")).toBe("alert");
+  expect((await screen.findByText("Enter a model, choose a file, or enter how much memory it needs.")).getAttribute("role")).toBe("alert");
   const type = (label: string, text: string) => fireEvent.change(screen.getByLabelText(label), { target: { value: text } });
   type("Model", "org/m");
   type("Replicas", "2");
@@ -88,4 +96,22 @@ it("plans with nodes that do not exist, and says why there and why not there (UI
   expect(plan.getByRole("table", { name: "Nearest misses for org/m, replica 2" })).toBeTruthy();
   const nodes = [{ count: 3, vram_gib: 24, disk_gib: 0, labels: { tier: "fast", zone: "west 1" } }];
   expect(requests).toEqual([["/api/placement/plan", { model: "org/m", replicas: 2, nodes }]]);
+  const memory = within(plan.getByRole("table", { name: "Memory for org/m" }));
+  expect(memory.getAllByRole("row").map((row) => row.textContent)).toEqual([
+    "NodeFitsNeedsFree for itWhat would help",
+    "(new 1)fits9.8 GiB24 GiB",
+    "bnot there9.8 GiB8.4 GiB1.4 GiB missing: unload x#0 or lower the context to 4k",
+  ]);
+  expect(plan.getByText("Needs: weights 7.2 GiB, context 2.6 GiB, with 8k of context.")).toBeTruthy();
+  expect(plan.getByText("20 more nodes are not shown.")).toBeTruthy();
+});
+
+it("plans for a file of this computer, of which only the header is sent (UW12)", async () => {
+  open("/app/capacity/what-if");
+  const file = new File(["GGUF"], "m.gguf");
+  fireEvent.change(screen.getByLabelText("Or a GGUF file of this computer"), { target: { files: [file] } });
+  fireEvent.change(screen.getByLabelText("Context, tokens"), { target: { value: "16384" } });
+  fireEvent.click(screen.getByRole("button", { name: "Plan" }));
+  await screen.findByRole("region", { name: "The plan" });
+  expect(requests).toEqual([["/api/placement/plan", { model: null, need: null, file: { size: 4, header: btoa("GGUF"), definition: { context_size: 16384 } } }]]);
 });

@@ -14,6 +14,8 @@ export interface PlanForm {
   model: string;
   vram: string;
   disk: string;
+  /** Tokens, with a file. */
+  context: string;
   replicas: string;
   /** `tier=fast, zone=west`; instead of the rule's. */
   selector: string;
@@ -24,10 +26,10 @@ export interface PlanForm {
   addSlots: string;
 }
 
-const FIELDS = { model: "model", vram: "vram", disk: "disk", replicas: "replicas", selector: "selector", add: "add", addVram: "add_vram", addDisk: "add_disk", addLabels: "add_labels", addSlots: "add_slots" } as const;
+const FIELDS = { model: "model", vram: "vram", disk: "disk", context: "context", replicas: "replicas", selector: "selector", add: "add", addVram: "add_vram", addDisk: "add_disk", addLabels: "add_labels", addSlots: "add_slots" } as const;
 const FIELD_NAMES = Object.keys(FIELDS) as (keyof PlanForm)[];
 
-export const BLANK: PlanForm = { model: "", vram: "", disk: "", replicas: "", selector: "", add: "", addVram: "", addDisk: "", addLabels: "", addSlots: "" };
+export const BLANK: PlanForm = { model: "", vram: "", disk: "", context: "", replicas: "", selector: "", add: "", addVram: "", addDisk: "", addLabels: "", addSlots: "" };
 
 export function parseForm(query: URLSearchParams): PlanForm {
   return Object.fromEntries(FIELD_NAMES.map((name) => [name, query.get(FIELDS[name]) ?? ""])) as unknown as PlanForm;
@@ -47,11 +49,11 @@ export function labelsIn(text: string): Record<string, string> | null {
   return pairs.includes(null) ? null : Object.fromEntries(pairs.filter((pair) => pair !== null));
 }
 
-const INTEGER_FIELDS: readonly (keyof PlanForm)[] = ["replicas", "add", "addSlots"];
+const INTEGER_FIELDS: readonly (keyof PlanForm)[] = ["context", "replicas", "add", "addSlots"];
 const NUMBER_FIELDS: readonly (keyof PlanForm)[] = [...INTEGER_FIELDS, "vram", "disk", "addVram", "addDisk"];
 
 /** Problems that the browser can detect, by field; the server checks the rest. */
-export function validateForm(form: PlanForm): Partial<Record<keyof PlanForm, string>> {
+export function validateForm(form: PlanForm, file: File | null): Partial<Record<keyof PlanForm, string>> {
   const problems: Partial<Record<keyof PlanForm, string>> = {};
   for (const name of NUMBER_FIELDS) {
     const value = Number(form[name]);
@@ -59,7 +61,7 @@ export function validateForm(form: PlanForm): Partial<Record<keyof PlanForm, str
     if (!Number.isFinite(value) || value < 0 || (isInteger && !Number.isInteger(value))) problems[name] = isInteger ? "Enter a whole number." : "Enter a number of GiB.";
   }
   for (const name of ["selector", "addLabels"] as const) if (labelsIn(form[name]) === null) problems[name] = "Write labels as key=value, with commas between them.";
-  if (form.model.trim() === "" && form.vram.trim() === "" && form.disk.trim() === "") problems.model = "Enter a model, or how much memory it needs.";
+  if (file === null && form.model.trim() === "" && form.vram.trim() === "" && form.disk.trim() === "") problems.model = "Enter a model, choose a file, or enter how much memory it needs.";
   return problems;
 }
 
@@ -79,12 +81,38 @@ export function requestBody(form: PlanForm): Body {
   return body;
 }
 
+/** The bytes of a GGUF file that the server reads; its header is within them. */
+const HEADER_BYTES = 16 * 1024 * 1024;
+
+/** The header of a GGUF file, which need not be on the server; its data stays here. */
+async function fileBody(file: File, context: string): Promise<NonNullable<Body["file"]>> {
+  const reader = new FileReader();
+  const content = await new Promise<string>((resolve, reject) => {
+    reader.onload = () => resolve(typeof reader.result === "string" ? reader.result : "");
+    reader.onerror = () => reject(reader.error ?? new Error("the file cannot be read"));
+    reader.readAsDataURL(file.slice(0, HEADER_BYTES));
+  });
+  return { size: file.size, header: content.slice(content.indexOf(",") + 1), ...(Number(context) > 0 ? { definition: { context_size: Number(context) } } : {}) };
+}
+
+async function fullBody(form: PlanForm, file: File | null): Promise<Body> {
+  const body = requestBody(form);
+  return file === null ? body : { ...body, model: null, need: null, file: await fileBody(file, form.context) };
+}
+
+/** A request of a plan; a file is not part of the address. */
+export interface PlanQuestion {
+  form: PlanForm;
+  file: File | null;
+}
+
 /** The plan for the last request; null: there was none yet. */
-export function usePlan(form: PlanForm | null): UseQueryResult<Plan> {
+export function usePlan(question: PlanQuestion | null): UseQueryResult<Plan> {
+  const { form, file } = question ?? { form: BLANK, file: null };
   return useQuery({
-    queryKey: ["placement", "plan", form],
-    queryFn: ({ signal }) => call(client.POST("/api/placement/plan", { body: requestBody(form ?? BLANK), signal })),
-    enabled: form !== null,
+    queryKey: ["placement", "plan", form, file?.name, file?.size, file?.lastModified],
+    queryFn: async ({ signal }) => call(client.POST("/api/placement/plan", { body: await fullBody(form, file), signal })),
+    enabled: question !== null,
     staleTime: 0,
     gcTime: 0,
     retry: false,

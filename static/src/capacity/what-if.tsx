@@ -1,18 +1,19 @@
 // The what-if page: where replicas would go on the fleet, also with more nodes, and why. It asks
 // the server, which decides as it would for a load and changes nothing.
-import { useId, useState, type ReactNode, type SubmitEvent } from "react";
+import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useDefinitions } from "../models/data";
 import { Details } from "../models/decision";
 import { slotOf } from "../models/explanation-query";
+import { Memory } from "../models/memory";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
-import { TextField } from "../ui/text-field";
+import { FieldMessage, TextField } from "../ui/text-field";
 import { PageHead } from "../ui/title";
 import { CapacityTabs } from "./tabs";
-import { formAddress, BLANK, usePlan, parseForm, validateForm, type Plan, type PlanForm } from "./plan-form";
+import { formAddress, BLANK, usePlan, parseForm, validateForm, type Plan, type PlanForm, type PlanQuestion } from "./plan-form";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "../models/models.css";
@@ -23,13 +24,15 @@ const isBlank = (form: PlanForm) => formAddress(form).toString() === "";
 export function WhatIfPage(): ReactNode {
   const [form, setForm] = useInAddress(parseForm, formAddress);
   // An address with a question in it is one that somebody was sent.
-  const [submitted, setSubmitted] = useState<PlanForm | null>(() => (isBlank(form) || Object.keys(validateForm(form)).length > 0 ? null : form));
+  const [submitted, setSubmitted] = useState<PlanQuestion | null>(() => (isBlank(form) || Object.keys(validateForm(form, null)).length > 0 ? null : { form, file: null }));
+  const [chosenFile, setFile] = useState<File | null>(null);
+  const file = form.model.trim() === "" ? chosenFile : null;
   const plan = usePlan(submitted);
   return (
     <div className="cap">
       <PageHead title="What if" note="Where replicas would go, on the fleet as it is or with more nodes. Nothing is changed." />
       <CapacityTabs />
-      <Form form={form} busy={plan.isFetching} onChange={setForm} onSubmit={() => (submitted === form ? void plan.refetch() : setSubmitted(form))} />
+      <Form form={form} file={file} busy={plan.isFetching} onChange={setForm} onFile={setFile} onSubmit={() => (submitted?.form === form && submitted.file === file ? void plan.refetch() : setSubmitted({ form, file }))} />
       {submitted !== null && plan.isPending && <Loading subject="the plan" />}
       {plan.error !== null && <Problem error={plan.error} onRetry={() => void plan.refetch()} />}
       {plan.data !== undefined && plan.error === null && <Planned plan={plan.data} />}
@@ -39,16 +42,20 @@ export function WhatIfPage(): ReactNode {
 
 interface FormProps {
   form: PlanForm;
+  file: File | null;
   busy: boolean;
   onChange: (form: PlanForm) => void;
+  onFile: (file: File | null) => void;
   onSubmit: () => void;
 }
 
-function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
+function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): ReactNode {
   const list = useId();
+  const fileId = useId();
+  const fileInput = useRef<HTMLInputElement>(null);
   const [sent, setSent] = useState(false);
   const { data = [] } = useDefinitions();
-  const problems = validateForm(form);
+  const problems = validateForm(form, file);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     setSent(true);
@@ -68,7 +75,13 @@ function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
               <option key={id} value={id} />
             ))}
           </datalist>
-          {form.model.trim() === "" && (
+          <div className="field">
+            <label htmlFor={fileId}>Or a GGUF file of this computer</label>
+            <input ref={fileInput} id={fileId} className="input" type="file" accept=".gguf" disabled={form.model.trim() !== ""} aria-describedby={`${fileId}-said`} onChange={(event) => onFile(event.target.files?.[0] ?? null)} />
+            <FieldMessage id={`${fileId}-said`} problem="" description="Only its header is sent." />
+          </div>
+          {file !== null && field("context", "Context, tokens", "Empty: 8,192.")}
+          {file === null && form.model.trim() === "" && (
             <div className="rule-pair">
               {field("vram", "VRAM it needs, GiB", "")}
               {field("disk", "Disk it needs, GiB", "")}
@@ -95,6 +108,8 @@ function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
         <Button
           onClick={() => {
             setSent(false);
+            onFile(null);
+            if (fileInput.current !== null) fileInput.current.value = "";
             onChange(BLANK);
           }}
         >
@@ -129,6 +144,8 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
           </li>
         ))}
       </ol>
+      <h3>Memory for the first replica</h3>
+      <Memory memory={plan.memory} name={name} />
       {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">The replicas after it were not tried.</p>}
     </section>
   );

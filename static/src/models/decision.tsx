@@ -99,7 +99,7 @@ function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): Re
 }
 
 /** Decisions outlive the nodes that they name: only one that is there has a page. */
-function NodeName({ id, text }: { id: string; text: string }): ReactNode {
+export function NodeName({ id, text }: { id: string; text: string }): ReactNode {
   const exists = useLive((state) => state.nodes.has(id));
   const name = <bdi>{text}</bdi>;
   return <th scope="row">{exists ? <Link to={`/app/nodes/${id}`}>{name}</Link> : name}</th>;

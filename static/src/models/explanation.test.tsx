@@ -40,7 +40,7 @@ function recordedDecision(id: number, overrides: Partial<Decision> = {}): Explai
 }
 
 function explained(reason: string, records: Explained["records"], placement: Decision | null = decision()): Explained {
-  return { model: "tiny", defined: true, replicas: [], records, next: { action: "route", says: reason, replica_id: null, operation_id: null, placement } };
+  return { model: "tiny", defined: true, replicas: [], records, next: { action: "route", says: reason, replica_id: null, operation_id: null, placement, memory: null } };
 }
 
 beforeEach(() => {

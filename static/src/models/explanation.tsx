@@ -13,17 +13,33 @@ import { choicesOf, NOW, slotOf, useExplained, versionOf, type Choice, type Deci
 import type { ModelRow } from "./rows";
 
 export function Why({ row }: { row: ModelRow }): ReactNode {
+  return (
+    <Disclosure label="Why here" subject={row.name}>
+      {() => <Reasons row={row} />}
+    </Disclosure>
+  );
+}
+
+interface DisclosureProps {
+  label: string;
+  /** What its content is about, for those who do not see where it stands. */
+  subject: string;
+  children: () => ReactNode;
+}
+
+/** A button that shows its content; the content is made when it is opened. */
+export function Disclosure({ label, subject, children }: DisclosureProps): ReactNode {
   const [open, setOpen] = useState(false);
   const id = useId();
   return (
     <div className="why">
       <h3>
-        <Button small kind="ghost" aria-expanded={open} aria-controls={id} aria-label={`Why here: ${row.name}`} onClick={() => setOpen(!open)}>
-          Why here <Caret open={open} />
+        <Button small kind="ghost" aria-expanded={open} aria-controls={id} aria-label={`${label}: ${subject}`} onClick={() => setOpen(!open)}>
+          {label} <Caret open={open} />
         </Button>
       </h3>
       <div id={id} hidden={!open}>
-        {open && <Reasons row={row} />}
+        {open && children()}
       </div>
     </div>
   );

@@ -23,6 +23,7 @@ import { Actions } from "./actions";
 import { useBrokenDefinitions, useDefinitions } from "./data";
 import { addressOf, backendOf, modelRows, replicaWords, SHOWN, parseFilter, filterRows, type ModelRow, type Place, type Places, type Shown, type ModelFilter } from "./rows";
 import { Why } from "./explanation";
+import { WhereItFits } from "./memory";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "../operations/operations.css";
@@ -175,6 +176,7 @@ function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule>
         <Failure key={operation.jobID} operation={operation} />
       ))}
       {row.places.length > 0 && <Replicas name={row.name} places={row.places} />}
+      {row.definition !== undefined && <WhereItFits model={row.name} />}
       <Why row={row} />
     </section>
   );

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import secrets
+import struct
+from base64 import b64encode
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -43,9 +45,10 @@ from nodes.replicas import slots
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation
-from tests.support import api, hot
+from tests.support import api, gguf_files, hot
 from tests.support.bus import PlayedBus
 from tests.support.deciding import decided
+from tests.support.gguf_models import MODELS
 from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -329,6 +332,12 @@ class TestExplain:
         assert counts[0] == counts[1]
 
 
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the dimensions of SmolLM2."""
+    return gguf_files.write(tmp_path_factory.mktemp("models") / "m.gguf", MODELS[0])
+
+
 def planned(**body: Any) -> Any:
     answer = api.admin().post(PLAN, body)
     assert answer.status_code == 200, answer.content
@@ -391,6 +400,9 @@ class TestPlan:
             ({"need": {}, "nodes": [{"vram_gib": 1}]}, "nodes"),
             ({"need": {}, "nodes": [{"count": 1, "vram_gib": 1e300}]}, "nodes"),
             ({"need": {}, "nodes": [{"count": 1, "labels": {"a": "b\u0000"}}]}, "nodes"),
+            ({"file": {"size": 1}, "need": {}}, "model"),
+            ({"file": {"size": 0}}, "file"),
+            ({"file": {"size": 1, "config": []}}, "file"),
         ],
         ids=str,
     )
@@ -398,6 +410,96 @@ class TestPlan:
         answer = api.admin().post(PLAN, body)
         assert answer.status_code == 400, answer.content
         assert answer.json()["error"]["field"] == field
+
+    @pytest.mark.rule("UW12", "R2.41")
+    def test_a_model_that_is_not_there_is_planned_by_its_header_its_config_or_its_size(
+        self, gguf: Path
+    ) -> None:
+        """Each term is in the answer; the settings of a definition count."""
+        hot.node("gpu-1", available_vram=20 * GIB, total_vram=24 * GIB)
+        size, header = gguf.stat().st_size, b64encode(gguf.read_bytes()[: 2**20]).decode()
+        by_header = planned(file={"size": size, "header": header, "definition": {"context_size": 4096}})
+        memory = by_header["memory"]
+        assert memory["terms"]["context"] == 4096 * 22.5 * 1024
+        assert (memory["context"], memory["considered"]) == (4096, 1)
+        (node,) = memory["nodes"]
+        assert (node["verdict"], node["missing"]) == ("fits", 0)
+        assert node["needed"] == sum(memory["terms"].values()) == by_header["decisions"][0]["need"]["vram"]
+        assert memory["says"].startswith("fits on gpu-1 (needs ")
+        config: dict[str, Any] = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9}
+        config |= {"num_key_value_heads": 3, "model_type": "llama"}
+        by_config = planned(file={"size": 9000 * 2**20, "config": config})["memory"]["terms"]
+        assert (by_config["weights"], by_config["context"]) == (9000 * 2**20, 8192 * 22.5 * 1024)
+        by_size = planned(file={"size": 30 * GIB})["memory"]
+        assert by_size["terms"]["context"] == 8192 * 2048
+        assert by_size["nodes"][0]["says"] == "not on gpu-1: 10.1 GiB missing"
+
+    @pytest.mark.rule("UW12", "R2.41")
+    @pytest.mark.parametrize(
+        ("header", "reason"),
+        [
+            (b"nothing", "it is not a GGUF file"),
+            (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 10**6), "tensors and 1000000 keys"),
+            (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62), "a key or name has"),
+            (
+                b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 9) * 2 + bytes(8),
+                "lists",
+            ),
+            (b"GGUF" + struct.pack("<IQQ", 3, 1, 0), "it ends early"),
+            (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IQ", 8, 2**61), "longer than"),
+        ],
+        ids=["other", "counts", "key", "nested", "truncated", "text"],
+    )
+    def test_a_hostile_header_is_refused_with_its_reason(self, header: bytes, reason: str) -> None:
+        answer = api.admin().post(PLAN, {"file": {"size": 2**40, "header": b64encode(header).decode()}})
+        refusal = answer.json()["error"]
+        assert (answer.status_code, refusal["field"]) == (400, "file"), refusal
+        assert refusal["message"].startswith("file.header: ")
+        assert reason in refusal["message"]
+
+    @pytest.mark.parametrize(
+        ("file", "message"),
+        [
+            ({"header": "%%"}, "file.header: is not Base64"),
+            ({"header": "", "config": {}}, "file.config: give a header or a config"),
+            ({"config": {"text_config": 1}}, "file.config: it is not a mapping"),
+            ({"definition": {"backend": ""}}, "file.definition: does not say `backend`"),
+        ],
+        ids=["base64", "both", "config", "definition"],
+    )
+    def test_a_file_that_cannot_be_meant_names_its_part(self, file: dict[str, Any], message: str) -> None:
+        answer = api.admin().post(PLAN, {"file": {"size": 2**30, **file}})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+    def test_a_header_may_have_16_mib_and_no_more(self) -> None:
+        """Its vocabulary; other routes keep the limit of the settings."""
+        texts = struct.pack("<Q", 2**20) + bytes(2**20)
+        pair = struct.pack("<Q", 1) + b"t" + struct.pack("<IIQ", 9, 8, 15) + texts * 15
+        header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pair
+        body: dict[str, Any] = {"file": {"size": 2**40, "header": b64encode(header).decode()}}
+        assert planned(**body)["memory"]["terms"]["weights"] == 2**40
+        body["file"]["header"] = b64encode(bytes(2**24 + 3)).decode()
+        assert api.admin().post(PLAN, body).status_code == 400
+        body["file"]["header"] *= 2
+        assert api.admin().post(PLAN, body).status_code == 413
+        assert api.admin().post("/api/nodes/scheduling", body).status_code == 413
+
+    @pytest.mark.rule("UW9")
+    def test_the_memory_is_read_in_as_many_queries_for_any_fleet(self) -> None:
+        """What could be unloaded is named; the replicas of all shown nodes are read at once."""
+        counts, facts = [], {"available_vram": 2 * GIB, "total_vram": 24 * GIB}
+        loaded_at = clock.now() - timedelta(hours=1)
+        for size in (2, 30):
+            for number in range(size):
+                node = hot.node(f"{size}-{number}", vram_read_at=clock.now(), **facts)
+                hot.replica(node, f"other{number}", vram_needed=20 * GIB, loaded_at=loaded_at)
+            planned(need={"vram": 8 * GIB})
+            with CaptureQueriesContext(connection) as queries:
+                memory = planned(need={"vram": 8 * GIB})["memory"]
+            counts.append(len(queries))
+        assert counts[0] == counts[1]
+        assert (len(memory["nodes"]), memory["considered"]) == (20, 32)
+        assert memory["nodes"][0]["unload"] == ["other0#0"]
 
     def test_the_largest_plan_is_bounded(self) -> None:
         answer = planned(need={"vram": GIB}, replicas=64, nodes=[{"count": 256, "vram_gib": 8}])
@@ -435,6 +537,21 @@ class TestCommandLine:
         plan = run("plan", "--vram", "8", "--replicas", "2", "--node", "1x24GiB")
         assert plan.startswith("2 of 2 replicas placed")
         assert "most VRAM free: 24.0 GiB against 20.0 GiB on a" not in plan, "a has a replica already"
+        assert "memory:\n  fits on (new 1) (needs 8.0 of 24.0 GiB)" in plan
+
+    @pytest.mark.rule("UW12", "R2.41")
+    def test_a_file_is_planned_by_its_path(self, gguf: Path) -> None:
+        """A GGUF file, the config of a folder with weights, or a size."""
+        hot.node("gpu-1", available_vram=20 * GIB, total_vram=24 * GIB)
+        text = run("plan", "--file", str(gguf), "--context", "4096")
+        assert "memory (weights 0.1, context 0.1, " in text
+        (gguf.parent / "a.safetensors").write_bytes(bytes(1000))
+        (gguf.parent / "config.json").write_text('{"num_hidden_layers": 1, "hidden_size": 8}')
+        config = json.loads(run("plan", "--file", str(gguf.parent / "config.json"), "--json"))
+        assert config["memory"]["terms"]["weights"] == 1000
+        assert "  fits on gpu-1 (needs 9.1 of 20.0 GiB)" in run("plan", "--size", "9")
+        with pytest.raises(CommandError, match="--file: "):
+            run("plan", "--file", str(gguf.parent / "absent.gguf"))
 
     @pytest.mark.parametrize(
         "arguments",

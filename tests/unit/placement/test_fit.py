@@ -276,7 +276,12 @@ def test_a_config_describes_a_model_in_safetensors() -> None:
         ({"Options": ["parallel:-3", "parallel"], "NBatch": 0}, fit.LoadOptions()),
         ({"Options": ["n_parallel:2", "n_ubatch:64"]}, fit.LoadOptions(slots=2, batch=64)),
         ({"ContextSize": 100, "NBatch": 512}, fit.LoadOptions(context=100, batch=100)),
-        ({"TensorSplit": "0.5, 0.0,1"}, fit.LoadOptions(gpus=2)),
+        ({"TensorSplit": "0.5, 0.0,1"}, fit.LoadOptions(gpus=2, split=(0.5, 0.0, 1.0))),
+        ({"TensorSplit": "1,x"}, fit.LoadOptions()),
+        (
+            {"TensorSplit": "1/1", "MainGPU": "1", "Options": ["sm:None"]},
+            fit.LoadOptions(split=(1.0, 1.0), main_gpu=1, split_mode="none"),
+        ),
     ],
 )
 def test_the_options_of_a_definition(options: dict[str, Any], expected: fit.LoadOptions) -> None:
@@ -311,15 +316,10 @@ def test_the_need_has_its_terms_and_a_definition_may_state_it(folder: Path) -> N
     for stated in ("12GiB", "12 gib", 12 * GIB):
         assert need_of(files, vram_needed=stated).terms == (("stated", 12 * GIB),)
     assert need_of(files, vram_needed="1.5GB").vram == 1_500_000_000
-    assert need_of(files, backend="cpu-llama-cpp") == Need(disk=2 * GIB, terms=(), **_switches())
+    assert need_of(files, backend="cpu-llama-cpp") == replace(need_of(ModelFiles()), disk=2 * GIB)
     for unusable in ("much", "12", -1, True, 2**60, ["1GB"]):
         with pytest.raises(UnusableDefinition, match="`vram_needed` is not a size"):
             parse_definition({**DOCUMENT, "vram_needed": unusable}, "m.yaml")
-
-
-def _switches() -> dict[str, bool]:
-    need = need_of(ModelFiles())
-    return {"vram_required": need.vram_required, "disk_required": need.disk_required}
 
 
 def test_a_stated_need_does_not_change_the_revision() -> None:

@@ -1,0 +1,50 @@
+import { cleanup, fireEvent, screen, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, beforeEach, expect, it, vi } from "vitest";
+import { client } from "../api/client";
+import { GIB, node, show } from "../live/fixtures";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import { contextWords, helpWords, termsWords, verdictWords, type MemoryExplained } from "./memory";
+import { ModelsPage } from "./page";
+
+type Entry = MemoryExplained["nodes"][number];
+
+const ENTRY: Entry = { node_id: "n1", node: "n1", verdict: "fits", needed: 9.8 * GIB, usable: 22 * GIB, missing: 0, context: 0, unload: [], reason: "", says: "fits on n1" };
+
+let requests: string[];
+
+beforeEach(() => {
+  requests = [];
+  vi.spyOn(client, "GET").mockImplementation(((path: string) => {
+    if (path === "/api/models/capabilities") return Promise.resolve({ data: { data: [{ id: "tiny", backend: "b" }], definitionErrors: [] }, response: new Response() });
+    if (path !== "/api/placement/fit/{model}") return Promise.resolve({ data: [], response: new Response() });
+    requests.push(path);
+    const memory = { says: "", terms: { weights: 7.2 * GIB }, context: 8192, considered: 2, nodes: [ENTRY, { ...ENTRY, node_id: "n2", node: "n2", verdict: "unknown", usable: 0 }] };
+    return Promise.resolve({ data: { model: "tiny", nodes: [], memory }, response: new Response() });
+  }) as never);
+  const store = show(new LiveStore(), node("n1"), node("n2"));
+  store.push({ type: "operations.snapshot", seq: 1, operations: [] });
+  stage(store, createMemoryRouter([{ path: "*", element: <ModelsPage /> }]));
+});
+
+afterEach(cleanup);
+
+it("shows where a model fits before any load, and reads it only when the panel is opened (UW9)", async () => {
+  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  expect(requests).toEqual([]);
+  fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
+  const table = within(await panel.findByRole("table", { name: "Memory for tiny" }));
+  expect(table.getAllByRole("row").slice(1).map((row) => row.textContent)).toEqual(["n1fits9.8 GiB22 GiB", "n2not known9.8 GiBnot reported"]);
+  expect(panel.getByText("Needs: weights 7.2 GiB, with 8k of context.")).toBeTruthy();
+  expect(requests).toHaveLength(1);
+});
+
+it("says what is missing and what would help (UW9)", () => {
+  const lacking: Entry = { ...ENTRY, verdict: "smaller_context", missing: 1.4 * GIB, context: 16384 };
+  expect([verdictWords(lacking), helpWords(lacking)]).toEqual(["with 16k of context", "1.4 GiB missing: lower the context to 16k"]);
+  expect(helpWords({ ...lacking, verdict: "lacks_memory", context: 0 })).toBe("1.4 GiB missing");
+  expect(helpWords({ ...ENTRY, verdict: "refused", reason: "offline" })).toBe("offline");
+  expect([contextWords(1000), contextWords(4096)]).toEqual(["1000", "4k"]);
+  expect(termsWords({ terms: {}, context: 8192 })).toBe("");
+});

@@ -1,0 +1,107 @@
+// Which nodes have the memory for a model, before any load: what it needs term by term, and what would help where it lacks.
+import { useQuery } from "@tanstack/react-query";
+import type { ReactNode } from "react";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { bytes } from "../lib/format";
+import { Button } from "../ui/button";
+import { Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { NodeName } from "./decision";
+import { Disclosure } from "./explanation";
+
+export type MemoryExplained = components["schemas"]["MemoryExplained"];
+type NodeMemory = components["schemas"]["NodeMemory"];
+
+/** The verdicts on one model in its panel; they are read when it is opened. */
+export function WhereItFits({ model }: { model: string }): ReactNode {
+  return (
+    <Disclosure label="Where it fits" subject={model}>
+      {() => <Fits model={model} />}
+    </Disclosure>
+  );
+}
+
+function Fits({ model }: { model: string }): ReactNode {
+  const { data, error, isFetching, isPending, refetch } = useQuery({
+    queryKey: ["models", "memory", model],
+    queryFn: ({ signal }) => call(client.GET("/api/placement/fit/{model}", { params: { path: { model } }, signal })),
+    staleTime: 0,
+  });
+  const retry = () => void refetch();
+  return (
+    <div className="stack">
+      {isPending && <Loading subject="memory" />}
+      {error !== null && <Problem error={error} onRetry={retry} />}
+      {data !== undefined && <Memory memory={data.memory} name={model} />}
+      {data !== undefined && (
+        <div>
+          <Button small kind="ghost" aria-label={`Read memory again: ${model}`} busy={isFetching} onClick={retry}>
+            Read again
+          </Button>
+        </div>
+      )}
+    </div>
+  );
+}
+
+/** "16k", or "1000" where it is no multiple of 1,024. */
+export function contextWords(tokens: number): string {
+  return tokens > 0 && tokens % 1024 === 0 ? `${tokens / 1024}k` : String(tokens);
+}
+
+/** "weights 7.2 GiB, context 2 GiB, with 16k of context"; "" if nothing is known. */
+export function termsWords({ terms, context }: Pick<MemoryExplained, "terms" | "context">): string {
+  const parts = Object.entries(terms).map(([name, size]) => `${name} ${bytes(size)}`);
+  return [...parts, ...(context > 0 && parts.length > 0 ? [`with ${contextWords(context)} of context`] : [])].join(", ");
+}
+
+/** Whether it fits there; `refused` has its own reason. */
+export function verdictWords({ verdict, context }: Pick<NodeMemory, "verdict" | "context">): string {
+  const words = { fits: "fits", smaller_context: `with ${contextWords(context)} of context`, lacks_memory: "not there", unknown: "not known", refused: "not there" };
+  return words[verdict];
+}
+
+/** What is missing and what would help, or the reason against the node. */
+export function helpWords(entry: NodeMemory): string {
+  if (entry.missing === 0) return entry.reason;
+  const help = [...(entry.unload.length > 0 ? [`unload ${entry.unload.join(", ")}`] : []), ...(entry.context > 0 ? [`lower the context to ${contextWords(entry.context)}`] : [])];
+  return [`${bytes(entry.missing)} missing`, ...(help.length > 0 ? [help.join(" or ")] : [])].join(": ");
+}
+
+export function Memory({ memory, name }: { memory: MemoryExplained; name: string }): ReactNode {
+  const rest = memory.considered - memory.nodes.length;
+  const terms = termsWords(memory);
+  return (
+    <div className="stack">
+      <p className="muted anywhere">{terms === "" ? "What it needs is not known term by term." : `Needs: ${terms}.`}</p>
+      {memory.nodes.length > 0 && (
+        <table className="nd-table" aria-label={`Memory for ${name}`}>
+          <thead>
+            <tr>
+              {["Node", "Fits", "Needs", "Free for it", "What would help"].map((column) => (
+                <th key={column} scope="col">
+                  {column}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {memory.nodes.map((entry) => (
+              <tr key={entry.node_id}>
+                <NodeName id={entry.node_id} text={entry.node} />
+                <td data-label="Fits">{verdictWords(entry)}</td>
+                <td data-label="Needs">{entry.needed > 0 ? bytes(entry.needed) : "not known"}</td>
+                <td data-label="Free for it">{entry.usable > 0 || entry.verdict !== "unknown" ? bytes(entry.usable) : "not reported"}</td>
+                <td data-label="What would help">
+                  <bdi>{helpWords(entry)}</bdi>
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+      {rest > 0 && <p className="muted">{rest} more nodes are not shown.</p>}
+    </div>
+  );
+}
