@@ -366,10 +366,18 @@ METRICS: Operation = {
 }
 
 
+NODE_METRICS: Operation = METRICS | {
+    "operationId": "metrics_nodes",
+    "summary": "Read the figures of single nodes and GPUs for Prometheus",
+    "description": "Of all web processes alike: scrape one of them. The bearer is that of `/metrics`.",
+}
+
+
 RAW_ROUTES: list[RawRoute] = [
     ("GET", "/healthz", HEALTHZ),
     ("GET", "/readyz", READYZ),
     ("GET", "/metrics", METRICS),
+    ("GET", "/metrics/nodes", NODE_METRICS),
     ("GET", "/ws/operations", OPERATIONS_SOCKET),
     ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
     ("GET", "/api/node/{node_id}/gallery/{file}", GALLERY),

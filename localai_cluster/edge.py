@@ -20,11 +20,11 @@ from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.conf import settings
 from django.urls import re_path
 
+from localai_cluster import scraping
 from localai_cluster.accounts.sessions import PrincipalMiddleware
 from localai_cluster.kit import clock, conf, database_pool, logs
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
-from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web import wire
 from localai_cluster.web.bodies import BoundedBody, Utf8Only
 from localai_cluster.web.page import StaticFiles
@@ -83,7 +83,12 @@ ROUTES: tuple[RawRoute, ...] = (
         for endpoint in (route.endpoint,)
         for method in (route.method, *endpoint.others)
     ),
-    RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
+    RawRoute("GET", scraping.PATH, scraping.MetricsApplication("web", scraping.RowReader())),
+    RawRoute(
+        "GET",
+        scraping.NODES_PATH,
+        scraping.MetricsApplication("", scraping.RowReader(scraping.read_nodes), scraping.NODES_PATH),
+    ),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
     RawRoute(

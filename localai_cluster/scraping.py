@@ -1,7 +1,8 @@
-"""`/metrics` of the server processes: authorization, response, and the metrics that come from the rows.
+"""`/metrics` and `/metrics/nodes`: authorization, response, and the metrics that come from the rows.
 
 It requires a scraper's token (`LOCALAI_METRICS_TOKEN`) or an admin's API key. The token authorizes nothing
-else. Web processes serve it beside their other routes. Controllers and task processes, which serve nothing
+else. Web processes serve both beside their other routes; the metrics of single nodes and GPUs have a path of
+their own, because they are many. Controllers and task processes, which serve nothing
 else, listen on an address of their own if one is configured.
 """
 
@@ -159,6 +160,62 @@ def _age(since: datetime, now: datetime) -> float:
     return max((now - since).total_seconds(), 0.0)
 
 
+NODE_LABELS, GPU_LABELS = ("node",), ("node", "gpu")
+LEFT_OUT = RowFigure("nodes_left_out", "Approved backend nodes beyond the limit of this path.")
+_NODE_FIGURES = (
+    RowFigure("node_up", "1 if the node is healthy or draining.", NODE_LABELS),
+    RowFigure("node_last_heartbeat_timestamp_seconds", "Time of the last heartbeat.", NODE_LABELS),
+    RowFigure("node_vram_total_bytes", "VRAM of the node.", NODE_LABELS),
+    RowFigure("node_vram_available_bytes", "VRAM that was free at the last heartbeat.", NODE_LABELS),
+    RowFigure("node_ram_total_bytes", "Memory of the node.", NODE_LABELS),
+    RowFigure("node_ram_available_bytes", "Memory that was free at the last heartbeat.", NODE_LABELS),
+    RowFigure("node_disk_total_bytes", "Size of the models disk.", NODE_LABELS),
+    RowFigure("node_disk_available_bytes", "Free bytes of the models disk.", NODE_LABELS),
+)
+_GPU_FIGURES = {
+    "total_vram": RowFigure("gpu_vram_total_bytes", "VRAM of the GPU.", GPU_LABELS),
+    "free_vram": RowFigure("gpu_vram_free_bytes", "VRAM of the GPU that is free.", GPU_LABELS),
+    "utilization": RowFigure("gpu_busy_ratio", "Fraction of the time in which the GPU was busy.", GPU_LABELS),
+    "temperature": RowFigure("gpu_temperature_celsius", "Temperature of the GPU.", GPU_LABELS),
+    "power": RowFigure("gpu_power_watts", "Power that the GPU draws.", GPU_LABELS),
+    "ecc_errors": RowFigure(
+        "gpu_ecc_errors", "Uncorrected memory errors since the driver was loaded.", GPU_LABELS
+    ),
+}
+NODE_FIGURES = (READABLE, LEFT_OUT, *_NODE_FIGURES, *_GPU_FIGURES.values())
+MOST_NODES = 2000
+"""Most nodes of one scrape, by name: 100,000 samples with eight GPUs each."""
+_COLUMNS = (
+    *("total_vram", "available_vram", "total_ram", "available_ram", "total_disk", "available_disk"),
+    "gpus",
+)
+
+
+def read_nodes(now: datetime) -> list[Metric]:
+    """Return the metrics of single nodes and their GPUs, in one query."""
+    approved = BackendNode.objects.filter(approved_at__isnull=False, node_type=NodeType.BACKEND)
+    rows = list(approved.order_by("name").values_list("name", "status", "last_heartbeat", *_COLUMNS))
+    shown = rows[:MOST_NODES]
+    of_nodes: list[list[tuple[Any, ...]]] = [[] for _ in _NODE_FIGURES]
+    of_gpus: dict[str, list[tuple[Any, ...]]] = {key: [] for key in _GPU_FIGURES}
+    for name, status, heard_at, *memory, gpus in shown:
+        is_up = status in (NodeStatus.HEALTHY, NodeStatus.DRAINING)
+        numbers = (is_up, heard_at.timestamp() if heard_at else 0, *memory)
+        for samples, number in zip(of_nodes, numbers, strict=True):
+            samples.append((name, number))
+        # Without heartbeats the last readings are no longer true.
+        for gpu in gpus if is_up else ():
+            for key in _GPU_FIGURES.keys() & gpu.keys():
+                if gpu[key] is not None:
+                    number = gpu[key] / 100 if key == "utilization" else gpu[key]
+                    of_gpus[key].append((name, gpu["index"], number))
+    return [
+        LEFT_OUT.of((len(rows) - len(shown),)),
+        *(figure.of(*samples) for figure, samples in zip(_NODE_FIGURES, of_nodes, strict=True)),
+        *(figure.of(*of_gpus[key]) for key, figure in _GPU_FIGURES.items()),
+    ]
+
+
 class RowReader:
     """Reads the metrics of the whole cluster from the rows, for one web process's scrapes.
 
@@ -187,7 +244,7 @@ class RowReader:
         return [READABLE.of((1,)), *metrics]
 
 
-PATH = "/metrics"
+PATH, NODES_PATH = "/metrics", "/metrics/nodes"
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
@@ -207,10 +264,10 @@ class Source(Protocol):
 
 
 class MetricsApplication:
-    """The ASGI application of one process."""
+    """The ASGI application of one process; an empty `process` exposes only the source's metrics."""
 
-    def __init__(self, process: str, source: Source | None = None) -> None:
-        self._process, self._source = process, source
+    def __init__(self, process: str, source: Source | None = None, path: str = PATH) -> None:
+        self._process, self._source, self._path = process, source, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; refuse a websocket."""
@@ -226,8 +283,8 @@ class MetricsApplication:
         await wire.send_answer(send, answer)
 
     async def _answer(self, scope: Scope) -> Answer:
-        if scope["path"] != PATH:
-            raise NotFound("only /metrics is here")
+        if scope["path"] != self._path:
+            raise NotFound(f"only {self._path} is here")
         await admit(scope)
         if scope["method"] != "GET":
             raise OnlyGet("only GET is accepted here")

@@ -30,6 +30,7 @@ class Lock(IntEnum):
     TIMELINE = 0x1_0000_0004
     INTENT_REAPER = 0x1_0000_0005
     STALE_INTENTS = 0x1_0000_0006
+    FIGURES = 0x1_0000_0007
 
 
 @contextmanager

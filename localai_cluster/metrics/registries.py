@@ -86,5 +86,6 @@ class _Families(Collector):
 
 
 def text(process: str, additional: Sequence[Metric] = ()) -> bytes:
-    """Return all metrics of a process, and `additional` ones, in Prometheus' text format."""
-    return generate_latest(registry(process)) + generate_latest(_Families(additional))
+    """Return all metrics of a process ("": of none), and `additional` ones, in Prometheus' text format."""
+    own = generate_latest(registry(process)) if process else b""
+    return own + generate_latest(_Families(additional))

@@ -4,7 +4,9 @@ A warm request calls three of these functions, about five microseconds in all: t
 metric's samples by their labels under a lock, so they are cached.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -190,10 +192,37 @@ def request_ended(path: str, status: int | str, took: float) -> None:
     durations.observe(took)
 
 
+@dataclass(slots=True)
+class ModelCounts:
+    """What this process has counted for one model since the last `take_model_counts`."""
+
+    requests: int = 0
+    errors: int = 0
+    """Requests that ended with a status of 500 or above."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_tokens: int = 0
+    first_token_ms: int = 0
+    """Sum of the times to the first tokens."""
+
+
+_model_counts: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
+
+
+def take_model_counts() -> dict[str, ModelCounts]:
+    """Return the counts of this process by model, and begin anew."""
+    global _model_counts
+    taken, _model_counts = _model_counts, defaultdict(ModelCounts)
+    return taken
+
+
 def inference_ended(model: str, status: int | str, took: float) -> None:
     """Count one request for inference that has ended."""
     requests, durations = _of_model(model, status)
     requests.inc()
+    counts = _model_counts[model]
+    counts.requests += 1
+    counts.errors += isinstance(status, int) and status >= 500
     if status == 200:
         durations.observe(took)
 
@@ -201,12 +230,18 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
 def first_token(model: str, took: float) -> None:
     """Observe the time to the first chunk of an engine's response."""
     _first_of_model(model).observe(took)
+    counts = _model_counts[model]
+    counts.first_tokens += 1
+    counts.first_token_ms += round(1000 * took)
 
 
 def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
     """Count the tokens of one complete response."""
     for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
         _tokens_of_model(model, kind).inc(count)
+    counts = _model_counts[model]
+    counts.prompt_tokens += prompt
+    counts.completion_tokens += completion
 
 
 def pick_ended(outcome: str, took: float) -> None:

@@ -182,14 +182,6 @@ admin.site.register(
     search_fields=("public_key", "node_id"),
 )
 admin.site.register(
-    models.NodeSample,
-    Observed,
-    list_display=("node_id", "at", "vram_used", "ram_used"),
-    search_fields=("node_id",),
-    show_full_result_count=False,
-    ordering=("-id",),
-)
-admin.site.register(
     models.NodeBackend,
     Observed,
     list_display=("name", "node", "version", "is_system", "is_meta", "installed_at"),

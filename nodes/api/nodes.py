@@ -1,4 +1,4 @@
-"""Nodes: the list, one node, its replicas, timeline, memory and identity conflicts.
+"""Nodes: the list, one node, its replicas, timeline and identity conflicts.
 
 Rules: `contract/http-api.md` §2.1, §2.3, §2.4. A conflict is another machine that claims to be a node; an
 administrator accepts or refuses it.
@@ -13,7 +13,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import extend_schema, refusals
-from localai_cluster.web.shapes import BYTES, TIME, Row, Shape, field
+from localai_cluster.web.shapes import Row, Shape, field
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
@@ -33,7 +33,7 @@ from nodes.api.base import (
 from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
-from nodes.registry import actions, claims, listing, node_rows, resources
+from nodes.registry import actions, claims, listing, node_rows
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.shape import CONFLICT, EVENT, NODE, NODE_DETAIL
 from nodes.replicas.shape import REPLICA
@@ -311,37 +311,6 @@ def _page(rows: list[Row], limit: int) -> Row:
     """Return at most `limit` of the rows, and the cursor of the older ones if there are any."""
     shown = rows[:limit]
     return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)
-
-
-SAMPLE = Shape(
-    "MemorySample",
-    "What a node used of its memory in one minute.",
-    [
-        field("at", TIME, "The beginning of the minute."),
-        field("vram_used", BYTES, "Null for a node without VRAM.", nullable=True),
-        field("ram_used", BYTES, nullable=True),
-    ],
-)
-SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
-
-
-class MemoryView(NodeView):
-    """`/api/nodes/:id/memory`."""
-
-    @extend_schema(
-        operation_id="nodes_memory",
-        summary="Show a node's memory over the last hour",
-        tags=["nodes"],
-        responses={200: SAMPLES.ref, **refusals(401, 403, 404)},
-        examples=[
-            response_example({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})
-        ],
-    )
-    def get(self, request: Request, node_id: str) -> Response:
-        """A sample a minute; none for minutes in which the node was not heard."""
-        node_samples = resources.samples_of_node(require_node_id(node_id), now=clock.now())
-        rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in node_samples]
-        return Response(SAMPLES.of(samples=rows))
 
 
 _CONFLICTS_A_PAGE = 100

@@ -28,6 +28,7 @@ from localai_cluster.kit import clock, conf, disk
 from localai_cluster.kit.database_pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
+from nodes.figures import store as figures
 from nodes.gateway.request import InferenceRequest, PickRequest, Replica
 from nodes.models import PhaseReason
 from nodes.registry import dial_targets
@@ -236,6 +237,16 @@ class Picker:
         """Renew this process's row; return False if the row no longer exists."""
         return await self._pool.run(statements.RENEW, self._parameters()) == 1
 
+    async def report_counts(self) -> None:
+        """Write what this process has counted for models since the last report; never raises.
+
+        A report that fails is lost: nobody knows whether it was written.
+        """
+        try:
+            await figures.add_counts(self._pool, metrics.take_model_counts(), now=clock.now())
+        except (psycopg.Error, *UNREACHABLE) as error:
+            logger.info("Figures of some seconds are lost: %s", error)
+
     async def sign_off(self) -> None:
         """Release everything and remove this process's row: a clean stop."""
         await self.idle()
@@ -401,6 +412,7 @@ class ProcessHeartbeat:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await self._picker.report_counts()
         try:
             await self._picker.sign_off()
         except UNREACHABLE as error:
@@ -417,6 +429,7 @@ class ProcessHeartbeat:
             except UNREACHABLE as error:
                 logger.warning("Cannot renew the row of this process: %s", error)
                 continue
+            await self._picker.report_counts()
             if not is_registered:
                 logger.warning("This process was taken for dead; it announces itself again")
             if not is_registered or heartbeats % HEARTBEATS_PER_AUDIT == 0:

@@ -15,7 +15,6 @@ from nodes.models.node import (
     MassSilence,
     NodeEvent,
     NodeLabel,
-    NodeSample,
     NodeStatus,
     NodeType,
 )
@@ -61,7 +60,6 @@ __all__ = [
     "NodeEvent",
     "NodeLabel",
     "NodeModel",
-    "NodeSample",
     "NodeStatus",
     "NodeType",
     "OwnerKind",

@@ -1,4 +1,4 @@
-"""Nodes, their labels, events and memory samples.
+"""Nodes, their labels and events.
 
 Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1).
 A row holds facts; constraints keep its invariants, and functions in `nodes.registry` change it.
@@ -344,27 +344,6 @@ class NodeEvent(models.Model):
 
     def __str__(self) -> str:
         return f"{self.node_name}: {self.kind}"
-
-
-class NodeSample(models.Model):
-    """The memory of a node in one minute of the last hour, for charts; it may outlive the node by an hour."""
-
-    id = models.BigAutoField(primary_key=True)
-    node_id = models.UUIDField()
-    at = models.DateTimeField(help_text="the beginning of the minute")
-    vram_used = models.BigIntegerField(
-        null=True, blank=True, help_text="of what its budget allows; null: no VRAM"
-    )
-    ram_used = models.BigIntegerField(null=True, blank=True)
-
-    class Meta:
-        db_table = "node_samples"
-        verbose_name, verbose_name_plural = "memory sample", "memory samples"
-        constraints = [models.UniqueConstraint(name="sample_once_a_minute", fields=["node_id", "at"])]
-        indexes = [models.Index(fields=["at"], name="sample_by_time")]
-
-    def __str__(self) -> str:
-        return f"{self.node_id} at {self.at:%H:%M}"
 
 
 class MassSilence(models.Model):

@@ -10,10 +10,11 @@ from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
+from nodes.figures import store as figures
 from nodes.models import PlacementLog, PlacementRecord, StoredResponse
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
-from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
+from nodes.registry import bus_credentials, joining, lifecycle, pending, timeline
 from nodes.replicas import checks, unload_requests
 
 # Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
@@ -24,7 +25,8 @@ SCHEDULES = [
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
     # C1; between two ticks the controllers run the pass after each change (`replicas.py`).
     Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
-    Recurring("nodes: memory samples", "nodes.reconcilers.tasks.keep_samples", "* * * * * 0"),
+    Recurring("nodes: figures", "nodes.reconcilers.tasks.sample_figures", "* * * * * */10"),
+    Recurring("nodes: figures of past hours", "nodes.reconcilers.tasks.pack_figures", "* * * * * 25"),
     Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "*/10 * * * * 0"),
     Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
     # Every six hours (C47); the first one is a controller's, ten seconds after it starts.
@@ -35,6 +37,8 @@ SCHEDULES = [
 PRUNED_AT_ONCE = 5000
 PRUNE_SECONDS = 5.0
 """Time limit of one run of `prune_timeline`: the tasks of a process wait for each other."""
+PACK_SECONDS = 1.0
+"""Time limit of one run of `pack_figures`, which continues a minute later."""
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +95,16 @@ def scale() -> None:
 
 
 @left_out_in_an_outage
-def keep_samples() -> None:
-    """Store this minute's memory of all nodes; a second process would write the same rows."""
-    resources.store_samples(now=clock.now())
+def sample_figures() -> None:
+    """Store a sample of all nodes; a second process would write the same rows."""
+    now = clock.now()
+    figures.store_samples(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
+
+
+@left_out_in_an_outage
+def pack_figures() -> None:
+    """Pack past hours and days, and drop old figures; return at once if another process holds the lock."""
+    figures.maintain(now=clock.now(), limit=PACK_SECONDS)
 
 
 @left_out_in_an_outage

@@ -8,6 +8,7 @@ leads to the neighbouring pages (RFC 8288).
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from urllib.parse import quote
 
 from django.db.models import F, Func, Q, TextField
@@ -89,6 +90,20 @@ class Parameters:
         if not _NUMBER.match(text) or not least <= int(text) <= most:
             raise _invalid(name, f"must be a whole number from {least} to {most}")
         return int(text)
+
+    def moment(self, name: str) -> datetime | None:
+        """Return a time with its zone, None if the parameter is absent."""
+        text = self.text(name, 40)
+        if not text:
+            return None
+        at: datetime | None
+        try:
+            at = datetime.fromisoformat(text)
+        except ValueError:
+            at = None
+        if at is None or at.tzinfo is None or not 1970 < at.year < 9000:
+            raise _invalid(name, "must be a time such as 2026-01-31T12:00:00Z")
+        return at
 
 
 def _invalid(name: str, complaint: str) -> errors.InvalidInput:

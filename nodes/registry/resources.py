@@ -1,23 +1,17 @@
-"""Resources of nodes: their GPUs one by one, VRAM budgets (R1.49), and samples of their memory.
+"""Resources of nodes: their GPUs one by one, and VRAM budgets (R1.49).
 
 GPUs belong to the same reading as `available_vram`: both are written together, and a worker that reports only
-totals empties the list. So a GPU never counts as free by a figure that is older than the node's. A node has
-one memory sample per minute for an hour: a second process or a repeated run changes nothing. A node without
-heartbeats has no sample, which the chart shows as a gap.
+totals empties the list. So a GPU never counts as free by a figure that is older than the node's.
 """
 
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
-from uuid import UUID
-
-from django.db import connection
 
 from localai_cluster.kit import errors
-from nodes.models import NodeSample
 
 MOST_GPUS = 64
 LARGEST_INDEX = 1023
@@ -229,40 +223,3 @@ def budget_ceiling_or_none(text: str, total: int) -> int:
 def cap_to_ceiling(available: int, ceiling_bytes: int) -> int:
     """Return the part of `available` that a ceiling allows, 0 = no ceiling (R1.36)."""
     return min(available, ceiling_bytes) if ceiling_bytes else available
-
-
-SAMPLES_KEPT = timedelta(hours=1)
-SAMPLE_EVERY = timedelta(minutes=1)
-
-_SAMPLE = """
-INSERT INTO node_samples (node_id, at, vram_used, ram_used)
-SELECT id, %(at)s,
-    CASE WHEN total_vram > 0 THEN GREATEST(0,
-        CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END
-        - available_vram) END,
-    CASE WHEN total_ram > 0 THEN GREATEST(0, total_ram - available_ram) END
-FROM backend_nodes
-WHERE status NOT IN ('pending', 'offline') AND (total_vram > 0 OR total_ram > 0)
-ON CONFLICT (node_id, at) DO NOTHING
-"""
-
-
-def store_samples(*, now: datetime) -> int:
-    """Store this minute's sample of every online node; return the number stored.
-
-    Deletes samples older than an hour.
-    """
-    minute = now.replace(second=0, microsecond=0)
-    with connection.cursor() as cursor:
-        cursor.execute(_SAMPLE, {"at": minute})
-        stored: int = cursor.rowcount
-    NodeSample.objects.filter(at__lt=minute - SAMPLES_KEPT).delete()
-    return stored
-
-
-def samples_of_node(node_id: UUID, *, now: datetime) -> list[tuple[datetime, int | None, int | None]]:
-    """Return the node's samples of the last hour, the oldest first: time, VRAM used, RAM used."""
-    rows = NodeSample.objects.filter(node_id=node_id, at__gte=now - SAMPLES_KEPT - SAMPLE_EVERY).order_by(
-        "at"
-    )
-    return list(rows.values_list("at", "vram_used", "ram_used"))

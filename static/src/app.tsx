@@ -31,7 +31,8 @@ const queries = new QueryClient({
 const store = new LiveStore();
 
 const pages: RouteObject[] = [
-  { index: true, element: <Navigate to="nodes" replace /> },
+  { index: true, element: <Navigate to="overview" replace /> },
+  { path: "overview", lazy: lazyPage(async () => (await import("./overview/page")).OverviewPage) },
   { path: "nodes", lazy: lazyPage(async () => (await import("./nodes/list/page")).NodesPage) },
   { path: "nodes/:id", lazy: lazyPage(async () => (await import("./nodes/detail/page")).NodePage) },
   { path: "nodes/:id/logs", lazy: lazyPage(async () => (await import("./nodes/logs/page")).LogsPage) },

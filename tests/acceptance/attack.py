@@ -280,8 +280,9 @@ def logs(intruder: Intruder, victim: Victim, target: Target) -> str:
 def metrics(intruder: Intruder, victim: Victim, target: Target) -> str:
     """The figures of the server and of another worker."""
     for bearer in {*intruder.bearers.values(), intruder.engine_token}:
-        answer = _call(target, "GET", "/metrics", bearer)
-        assert answer.status_code == 401, answer.text
+        for path in ("/metrics", "/metrics/nodes"):
+            answer = _call(target, "GET", path, bearer)
+            assert answer.status_code == 401, answer.text
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         of_worker = httpx.get(f"http://{victim.http}/metrics", headers=headers, timeout=30)
         assert (of_worker.status_code, of_worker.text) == (401, "unauthorized")

@@ -178,7 +178,7 @@ def allowed(path: str, kind: str) -> bool | int:
         # Open to all; a change needs the CSRF token, which callers without a session do not send here.
         return kind.endswith("session") or 403
     if kind == "newcomer session":
-        return 401 if path == "/metrics" else 403
+        return 401 if path.startswith("/metrics") else 403
     if path in ("/version", "/api/features", "/api/models/capabilities") or path.endswith("/load-status"):
         return True if person else 401
     if path in ("/join", "/join/wheel"):
@@ -187,7 +187,7 @@ def allowed(path: str, kind: str) -> bool | int:
         return True if kind == "knocking" else 403 if person else 401
     if path.startswith("/api/node/"):
         return True if kind == "node" else 403 if person or kind == "other node" else 401
-    if path == "/metrics":
+    if path.startswith("/metrics"):
         # Keys only: a scraper has no session.
         return True if kind in ("admin", "scraper") else 403 if kind == "user" else 401
     if path.startswith(("/v1/", "/api/schema", "/api/docs")) or path in INFERENCE:
@@ -324,6 +324,7 @@ def test_trailing_slashes_are_accepted_without_a_redirect(world: World) -> None:
             "/backends/galleries/",
             "/readyz/",
             "/metrics/",
+            "/metrics/nodes/",
             "/api/docs/",
         ):
             assert client.get(path).status_code == 200, path

@@ -13,8 +13,8 @@ from tests.browser.screen import Screen
 from tests.support.effort import swept
 
 PAGES = (
-    "login", "nodes", "node", "activity", "models", "scheduling", "backends", "capacity", "health",
-    "password", "nowhere",
+    "login", "overview", "nodes", "node", "activity", "models", "scheduling", "backends", "capacity",
+    "health", "password", "nowhere",
 )  # fmt: skip
 _MOVING = """() => document.getAnimations().filter((one) => one.playState === "running"
   && (one.effect?.getComputedTiming().duration ?? 0) > 10).length"""

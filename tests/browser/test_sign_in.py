@@ -47,7 +47,7 @@ def test_leads_back_to_the_other_pages_of_the_server(stranger: Screen, path: str
 def test_leads_no_one_to_another_host(stranger: Screen) -> None:
     page = stranger.go("/login?next=//evil.example/admin/")
     sign_in(page, USER, PASSWORD)
-    expect(page).to_have_url(stranger.url + "/app/nodes")
+    expect(page).to_have_url(stranger.url + "/app/overview")
 
 
 @pytest.mark.rule("http-5.4", "UI-9.5")
@@ -59,7 +59,7 @@ def test_a_wrong_password_keeps_the_name_and_says_so(stranger: Screen) -> None:
     expect(page.get_by_label("Username", exact=True)).to_have_value(USER)
     page.get_by_label("Password", exact=True).fill(PASSWORD)
     page.get_by_role("button", name="Sign in").click()
-    expect(page).to_have_url(re.compile(r"/app/nodes$"))
+    expect(page).to_have_url(re.compile(r"/app/overview$"))
 
 
 @pytest.mark.rule("http-5.4")

@@ -101,6 +101,7 @@ class Works:
         yield "liveness pass", tasks.liveness
         yield "state pass", tasks.state_pass
         yield "placement decision with its record, a tenth has beaten", self.decide
+        yield "figures: a sample of all nodes", tasks.sample_figures
         yield "operation on all nodes: the request", self.request_installs
         yield "operation on all nodes: claimed by a controller", self.claim_installs
         yield "operation on all nodes: outcomes recorded", self.end_installs

@@ -74,6 +74,7 @@ interface Place {
 }
 
 const PLACES: readonly Place[] = [
+  { to: "/app/overview", label: "Overview", icon: "overview" },
   { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
   { to: "/app/capacity", label: "Capacity", icon: "capacity" },
   { to: "/app/models", label: "Models", icon: "model" },

@@ -42,13 +42,13 @@ describe("where signing in leads", () => {
     "",
     null,
   ])("is the start page for %s", (path) => {
-    expect(safeNext(path, ORIGIN)).toEqual({ path: "/app/nodes", load: false });
+    expect(safeNext(path, ORIGIN)).toEqual({ path: "/app/overview", load: false });
   });
 
   it("comes back with search and hash, and says nothing for the start page", () => {
     expect(signInPath({ pathname: "/app/nodes", search: "?state=pending", hash: "#x" })).toBe(
       "/login?next=%2Fapp%2Fnodes%3Fstate%3Dpending%23x",
     );
-    expect(signInPath({ pathname: "/app/nodes", search: "", hash: "" })).toBe("/login");
+    expect(signInPath({ pathname: "/app/overview", search: "", hash: "" })).toBe("/login");
   });
 });

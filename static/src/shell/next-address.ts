@@ -1,6 +1,6 @@
 // The address after signing in or choosing a password: a path of this app, or one of the server's other pages,
 // which the browser loads in full. Never to another host, no matter what the address says.
-const HOME = "/app/nodes";
+const HOME = "/app/overview";
 
 export interface Target {
   path: string;

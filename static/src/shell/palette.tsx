@@ -150,6 +150,7 @@ function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
 
 function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
   return [
+    { key: "page overview", kind: "Pages", icon: "overview", title: "Overview", detail: "g o", words: "home dashboard charts first", to: "/app/overview" },
     { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
     { key: "page models", kind: "Pages", icon: "model", title: "Models", detail: "g m", to: "/app/models" },
     { key: "page chat", kind: "Pages", icon: "chat", title: "Chat", detail: "g t", words: "talk try ask model playground", to: "/app/chat" },

@@ -85,6 +85,7 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useShortcut("mod+k", () => open("search"), "Search");
   useShortcut("/", () => open("search"), "Search");
   useShortcut("?", () => open("shortcuts"), "Show keyboard shortcuts");
+  useShortcut("g o", () => void navigate("/app/overview"), "Go to Overview");
   useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
   useShortcut("g c", () => void navigate("/app/capacity"), "Go to Capacity");
   useShortcut("g m", () => void navigate("/app/models"), "Go to Models");

@@ -2,6 +2,7 @@
 import type { ReactNode } from "react";
 
 const PATHS = {
+  overview: "M2 13.5V2.5M2 13.5h12M4.5 10.5l3-3.5 2.5 2 3.5-5",
   nodes: "M2.5 2.5h11v4h-11zM2.5 9.5h11v4h-11zM5 4.5h.01M5 11.5h.01M8 4.5h3M8 11.5h3",
   backends: "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6",
   activity: "M1.5 8.5h3l2-5.5 3 10 2-4.5h3",

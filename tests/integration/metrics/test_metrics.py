@@ -191,6 +191,40 @@ def test_the_cluster_in_eight_queries(django_assert_num_queries: DjangoAssertNum
     assert {key: found.get(key) for key in by_value(expected)} == by_value(expected)
 
 
+def test_single_nodes_and_gpus_in_one_query(
+    django_assert_num_queries: DjangoAssertNumQueries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name up to the limit; of a node that is away the last readings are left out."""
+    heard = clock.now()
+    gpu = {"index": 3, "total_vram": 24, "free_vram": 20, "utilization": 25, "temperature": 60, "power": None}
+    hot.node('a"b', total_vram=24, available_vram=20, total_disk=9, gpus=[gpu], last_heartbeat=heard)
+    hot.node("b", total_vram=24, gpus=[gpu], offline_at=heard)
+    hot.node("pending", approved_at=None)
+    hot.node("z")
+    monkeypatch.setattr(scraping, "MOST_NODES", 2)
+    with django_assert_num_queries(1):
+        scraping.read_nodes(heard)
+    reply = asked(SCRAPER, "/metrics/nodes")
+    assert "process_" not in reply.body
+    found = samples(list(text_string_to_metric_families(reply.body)))
+    assert found["nodes_left_out",] == 1
+    assert found["rows_readable",] == 1
+    assert [found["node_up", name] for name in ('a"b', "b")] == [1, 0]
+    assert found["node_disk_total_bytes", 'a"b'] == 9
+    assert found["node_last_heartbeat_timestamp_seconds", 'a"b'] == pytest.approx(heard.timestamp())
+    gpus = {key: value for key, value in found.items() if key[0].startswith("gpu_")}
+    assert gpus == by_value(
+        {
+            ("gpu_vram_total_bytes", 'a"b', "3"): 24,
+            ("gpu_vram_free_bytes", 'a"b', "3"): 20,
+            ("gpu_busy_ratio", 'a"b', "3"): 0.25,
+            ("gpu_temperature_celsius", 'a"b', "3"): 60,
+        }
+    )
+    assert asked("wrong", "/metrics/nodes").status == 401
+    assert asked(SCRAPER, "/metrics/nodes", method="POST").status == 405
+
+
 def reads(*reader: Callable[[datetime], Sequence[Metric]]) -> list[Samples]:
     """Two scrapes at the same moment."""
 

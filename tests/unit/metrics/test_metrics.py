@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from django.urls import get_resolver
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -14,7 +15,8 @@ from localai_cluster.metrics import controller, kinds, passes, registries, web, 
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "metrics.md"
-DASHBOARD = ROOT / "examples" / "grafana" / "localai-cluster.json"
+BOARDS = sorted((ROOT / "examples" / "grafana").glob("*.json"))
+RULES = ROOT / "examples" / "prometheus" / "rules.yml"
 BEGIN, END = "<!-- metrics -->", "<!-- end of metrics -->"
 Line = tuple[str, str, tuple[str, ...], str, str]
 
@@ -33,6 +35,8 @@ def figures() -> Iterator[Line]:
             yield name, family.type, figure._labelnames, where, family.documentation
     for row in scraping.FIGURES:
         yield kinds.PREFIX + row.name, "gauge", row.labels, "web, from the rows", row.meaning
+    for row in scraping.NODE_FIGURES[1:]:
+        yield kinds.PREFIX + row.name, "gauge", row.labels, "`/metrics/nodes`", row.meaning
 
 
 def table() -> str:
@@ -48,15 +52,21 @@ def test_the_document_lists_what_is_exposed() -> None:
     assert written == table(), f"docs/metrics.md must say:\n{table()}"
 
 
-def test_every_figure_of_the_dashboard_is_exposed_with_these_labels() -> None:
+def test_every_figure_of_boards_and_rules_is_exposed_with_these_labels() -> None:
     known = {name: {"instance", "job", "le", *labels} for name, _, labels, _, _ in figures()}
-    asked = [
+    shown_queries = [
         target["expr"]
-        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for board in BOARDS
+        for panel in json.loads(board.read_text())["panels"]
         for target in panel.get("targets", [])
     ]
-    assert len(asked) > 40
-    for query in asked:
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    assert len(shown_queries) > 60
+    assert len(rules) > 10
+    for query in shown_queries + [rule["expr"] for rule in rules]:
+        for name in recorded:
+            query = query.replace(name, "process_")
         names = re.findall(rf"\b({kinds.PREFIX}\w+?)(?:_bucket|_sum|_count)?\b", query)
         assert names or "process_" in query, query
         labels = {label for name in names for label in known.get(name, ())}
@@ -64,18 +74,19 @@ def test_every_figure_of_the_dashboard_is_exposed_with_these_labels() -> None:
         used = re.findall(r"(\w+)\s*[!=]~?\s*\"", query)
         used += [one for group in re.findall(r"by \(([^)]*)\)", query) for one in re.split(r",\s*", group)]
         assert set(used) <= labels, query
-    shown = {name for query in asked for name in known if name in query}
-    assert set(known) - shown == set(), "not on the dashboard"
+    shown = {name for query in shown_queries for name in known if name in query}
+    assert set(known) - shown == set(), "on no board"
 
 
 def test_names_have_the_prefix_and_base_units() -> None:
-    for name, kind, labels, _, meaning in figures():
+    for name, kind, labels, where, meaning in figures():
         assert name.startswith(kinds.PREFIX), name
         assert meaning.endswith("."), name
         assert kind != "histogram" or name.endswith("_seconds"), name
         assert not re.search(r"_(ms|millis|minutes|mb|gb|percent)\b", name), name
         # Of these there is one a machine, a person or a request.
-        assert not {"node", "node_id", "user", "path", "address", "id"} & set(labels), name
+        allowed = {"node"} if where == "`/metrics/nodes`" else set()
+        assert not {"node", "node_id", "user", "path", "address", "id"} & set(labels) - allowed, name
 
 
 def test_buckets_reach_from_a_millisecond_to_the_limit_of_a_request() -> None:

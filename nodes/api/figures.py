@@ -1,0 +1,285 @@
+"""Figures over time of the cluster, a node or a model: `GET /api/figures`, and the memory of a node."""
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster.kit import clock, errors
+from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.shapes import BYTES, TEXT, TIME, Row, Shape, column, count, field, text
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api.base import (
+    MOMENT,
+    NODE_ID,
+    NodeView,
+    enum_schema,
+    query_parameter,
+    require_node_id,
+    response_example,
+    text_schema,
+)
+from nodes.api.worker_routes import parse_node_id
+from nodes.figures import series, store
+from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns
+from nodes.figures.store import Span
+from nodes.models import BackendNode, NodeEvent
+from nodes.registry import listing
+
+STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
+USUAL_POINTS, MOST_POINTS = 400, 1500
+MOST_EVENTS = 100
+SCOPES = ("cluster", "node", "model")
+FARTHEST = 366 * DAY
+_KEPT = {10: store.SAMPLES.kept, 60: store.HOURS.kept, 3600: store.DAYS.kept}
+"""By the least step: how long values of that step are kept."""
+_SLACK = 10 * MINUTE
+"""How much longer they stay at least."""
+
+_UNITS = {
+    "vram_used": "bytes",
+    "vram_total": "bytes",
+    "ram_used": "bytes",
+    "ram_total": "bytes",
+    "disk_used": "bytes",
+    "disk_total": "bytes",
+    "busy": "percent",
+    "temperature": "celsius",
+    "power": "watts",
+    "nodes": "nodes",
+    "gpus": "gpus",
+    "requests": "requests",
+    "errors": "requests",
+    "prompt_tokens": "tokens",
+    "completion_tokens": "tokens",
+    "first_token": "seconds",
+}
+FIGURE = Shape(
+    "Figure",
+    "One figure over time.",
+    [
+        field("name", enum_schema(list(_UNITS))),
+        field(
+            "gpu",
+            count(),
+            "The GPU's index; null: the figure is the node's, model's or cluster's.",
+            nullable=True,
+        ),
+        field("unit", enum_schema(sorted(set(_UNITS.values())))),
+        field(
+            "values",
+            {"type": "array", "items": {"type": "number", "nullable": True}},
+            "One for each step: sums of requests and tokens, means of all else; null: not known.",
+        ),
+    ],
+)
+FIGURE_EVENT = Shape(
+    "FigureEvent",
+    "What happened to a node.",
+    [
+        column("at", TIME),
+        column("kind", enum_schema(NodeEvent.Kind.values)),
+        column("node_id", UUID_SCHEMA, source=text("node_id")),
+        column("node_name", TEXT),
+    ],
+)
+FIGURES = Shape(
+    "Figures",
+    "Figures on a grid of steps.",
+    [
+        field("scope", enum_schema(SCOPES)),
+        field("name", TEXT, "Empty for the cluster."),
+        field("from", TIME, "The beginning of the first step."),
+        field("step", {"type": "integer", "enum": list(STEPS)}, "Seconds."),
+        field("figures", FIGURE.many),
+        field(
+            "events",
+            FIGURE_EVENT.many,
+            f"The last {MOST_EVENTS} of these nodes in that time, the oldest first.",
+        ),
+    ],
+)
+_EXAMPLE = {
+    "scope": "node",
+    "name": "gpu-a",
+    "from": "2026-08-22T09:00:00+00:00",
+    "step": 10,
+    "figures": [
+        {"name": "ram_used", "gpu": None, "unit": "bytes", "values": [17179869184, None]},
+        {"name": "busy", "gpu": 0, "unit": "percent", "values": [87, 91]},
+    ],
+    "events": [{"at": MOMENT, "kind": "drained", "node_id": NODE_ID, "node_name": "gpu-a"}],
+}
+
+
+class FiguresView(NodeView):
+    """`/api/figures`."""
+
+    @extend_schema(
+        operation_id="figures_read",
+        summary="Show figures over time",
+        tags=["nodes"],
+        parameters=[
+            query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
+            query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
+            query_parameter(
+                "from", TIME, "The beginning; an hour before `to` unless given, a year ago at most."
+            ),
+            query_parameter("to", TIME, "The end; now unless given."),
+            query_parameter(
+                "step",
+                {"type": "integer", "enum": list(STEPS)},
+                f"Seconds; at most {MOST_POINTS} steps. Unless given, the least that is kept for the time and"
+                f" has at most {USUAL_POINTS} steps.",
+            ),
+        ],
+        responses={200: FIGURES.ref, **refusals(400, 401, 403, 404)},
+        examples=[response_example(_EXAMPLE)],
+    )
+    def get(self, request: Request) -> Response:
+        """10-second values are kept for an hour, minutes for two days, hours for a year."""
+        parameters = listing.Parameters(request.query_params, "scope", "name", "from", "to", "step")
+        scope = parameters.choice("scope", SCOPES)
+        name, node_id, subjects = _subjects(scope, parameters.text("name", 255))
+        now = clock.now()
+        span = _span(parameters, now)
+        columns: Columns = {} if scope == "node" else {name: [None] * span.count for name in series.COUNTS}
+        for of_subject in store.read(subjects, span).values():
+            columns |= of_subject
+        body = FIGURES.of(
+            scope=scope,
+            name=name,
+            step=span.step // SECOND,
+            figures=list(_figures(columns, _first_kept(span, now))),
+            events=[] if scope == "model" else _events(node_id, span),
+        )
+        return Response(body | {"from": span.start.isoformat()})
+
+
+def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
+    """Return the displayed name, the node's id and the subjects; raise InvalidInput or NotFound."""
+    if scope not in SCOPES or bool(name) != (scope != "cluster"):
+        wrong = "name" if scope in SCOPES else "scope"
+        raise errors.InvalidInput(
+            f"{wrong}: a scope, and the name of a node or model unless it is cluster", field=wrong
+        )
+    if scope == "cluster":
+        return "", None, [series.CLUSTER_SUBJECT, series.ALL_MODELS]
+    if scope == "model":
+        return name, None, [series.MODEL_PREFIX + name]
+    node_id = parse_node_id(name)
+    known = BackendNode.objects.filter(**({"name": name} if node_id is None else {"pk": node_id}))
+    node = known.values_list("pk", "name").first()
+    if node is None:
+        raise errors.NotFound("node not found")
+    return node[1], node[0], [f"{series.NODE_PREFIX}{node[0]}"]
+
+
+def _span(parameters: listing.Parameters, now: datetime) -> Span:
+    """Return the grid of a request; raise InvalidInput naming the parameter."""
+    until, since = parameters.moment("to"), parameters.moment("from")
+    end = now if until is None or until > now else until
+    start = end - HOUR if since is None else since
+    if not now - FARTHEST <= start < end:
+        raise errors.InvalidInput("from must be before to and now, and at most a year ago", field="from")
+    seconds = parameters.number("step", STEPS[0], STEPS[-1]) or _usual_step(end - start, now - start)
+    if seconds not in STEPS:
+        raise errors.InvalidInput(f"step must be one of {', '.join(map(str, STEPS))}", field="step")
+    step = timedelta(seconds=seconds)
+    first = series.floor(start, step)
+    span = Span(first, step, -((first - end) // step))
+    if span.count > MOST_POINTS:
+        raise errors.InvalidInput(f"step: more than {MOST_POINTS} steps; choose a longer one", field="step")
+    return span
+
+
+def _kept(step: int) -> timedelta:
+    """Return how long values of that step are there at least."""
+    return _KEPT[max(least for least in _KEPT if least <= step)] + _SLACK
+
+
+def _usual_step(length: timedelta, age: timedelta) -> int:
+    usual = (step for step in STEPS if length <= USUAL_POINTS * step * SECOND and age <= _kept(step))
+    return next(usual, STEPS[-1])
+
+
+def _first_kept(span: Span, now: datetime) -> int:
+    """Return the index of the first step whose values are still kept."""
+    return max(-((span.start - now + _kept(span.step // SECOND)) // span.step), 0)
+
+
+def _figures(columns: Columns, first_kept: int) -> Iterator[Row]:
+    """Yield the figures; a count is zero in a step that is kept and has no sample."""
+    counts: Columns = {
+        name: [
+            0 if value is None and index >= first_kept else value for index, value in enumerate(columns[name])
+        ]
+        for name in series.COUNTS & columns.keys()
+    }
+    names = {series.split_name(name): name for name in columns if not name.startswith("first_token")}
+    for gpu, figure in sorted(names, key=lambda key: (-1 if key[0] is None else key[0], key[1])):
+        values: list[Any] = counts.get(figure) or columns[names[gpu, figure]]
+        if _UNITS[figure] == "bytes":
+            values = [None if value is None else value << 20 for value in values]
+        yield FIGURE.of(name=figure, gpu=gpu, unit=_UNITS[figure], values=values)
+    if counts:
+        yield FIGURE.of(name="first_token", gpu=None, unit="seconds", values=first_token_seconds(counts))
+
+
+def first_token_seconds(counts: Columns) -> list[float | None]:
+    """Return the mean time to the first token of each step, null without any."""
+    pairs = zip(counts["first_token_ms"], counts["first_tokens"], strict=True)
+    return [round((total or 0) / number / 1000, 3) if number else None for total, number in pairs]
+
+
+def _events(node_id: UUID | None, span: Span) -> list[Row]:
+    rows = NodeEvent.objects.filter(at__gte=span.start, at__lt=span.end).order_by("-id")
+    if node_id is not None:
+        rows = rows.filter(node_id=node_id)
+    return FIGURE_EVENT.rows(rows[:MOST_EVENTS])[::-1]
+
+
+SAMPLE = Shape(
+    "MemorySample",
+    "What a node used of its memory in one minute.",
+    [
+        field("at", TIME, "The beginning of the minute."),
+        field("vram_used", BYTES, "Null for a node without VRAM.", nullable=True),
+        field("ram_used", BYTES, nullable=True),
+    ],
+)
+SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
+
+
+class MemoryView(NodeView):
+    """`/api/nodes/:id/memory`."""
+
+    @extend_schema(
+        operation_id="nodes_memory",
+        summary="Show a node's memory over the last hour",
+        tags=["nodes"],
+        responses={200: SAMPLES.ref, **refusals(401, 403, 404)},
+        examples=[
+            response_example({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})
+        ],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """A sample a minute; none for minutes in which the node was not heard."""
+        subject = f"{series.NODE_PREFIX}{require_node_id(node_id)}"
+        span = Span(series.floor(clock.now(), MINUTE) - HOUR, MINUTE, 61)
+        columns = store.read([subject], span)[subject]
+        unknown: list[int | None] = [None] * span.count
+        pairs = zip(columns.get("vram_used", unknown), columns.get("ram_used", unknown), strict=True)
+        rows = [
+            SAMPLE.of(
+                at=(span.start + index * MINUTE).isoformat(),
+                vram_used=None if vram is None else vram << 20,
+                ram_used=None if ram is None else ram << 20,
+            )
+            for index, (vram, ram) in enumerate(pairs)
+            if vram is not None or ram is not None
+        ]
+        return Response(SAMPLES.of(samples=rows))

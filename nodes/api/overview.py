@@ -1,0 +1,338 @@
+"""The first page: the cluster at a glance, what needs attention, what runs, first steps of a new cluster.
+
+A constant number of queries, and a scan of the models folder.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from django.db import connection
+from django.db.models import Count, F, Max
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster.kit import clock, conf
+from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.shapes import (
+    BYTES,
+    FLAG,
+    PERCENT,
+    TEXT,
+    TEXTS,
+    TIME,
+    Row,
+    Shape,
+    column,
+    count,
+    field,
+    text,
+)
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api import figures
+from nodes.api.base import MOMENT, NODE_ID, NodeView, enum_schema, response_example
+from nodes.definitions import folder
+from nodes.figures import series, store
+from nodes.figures.series import DAY, MINUTE, SAMPLE_EVERY
+from nodes.figures.store import Span
+from nodes.models import BackendNode, BusCredential, JoinToken, ModelLoadInfo, NodeStatus, NodeType
+from nodes.registry import node_rows
+from nodes.registry.shape import NODE_STATUS
+from operations.models import ACTIVE, Operation, Status
+
+MOST_NODES = 1000
+"""Most nodes of the strip."""
+MOST_GROUPS = MOST_RUNNING = 10
+MOST_NAMED = 5
+FULL_DISK = 0.05
+"""Fraction of a models disk that is free below which the disk counts as full."""
+_LONGEST_TEXT = 300
+
+STRIP_NODE = Shape(
+    "OverviewNode",
+    "A cell of the strip: the memory of a node, and the mean of its GPUs' utilization.",
+    [
+        field("id", UUID_SCHEMA),
+        field("name", TEXT),
+        field("status", NODE_STATUS.ref),
+        field("gpus", count()),
+        field("busy", PERCENT, nullable=True),
+        field("vram_used", BYTES),
+        field("vram_total", BYTES),
+        field("ram_used", BYTES),
+        field("ram_total", BYTES),
+    ],
+)
+TRAFFIC = Shape(
+    "OverviewTraffic",
+    "Requests for inference in the last minute that all web processes have reported.",
+    [
+        field("requests_per_second", {"type": "number"}),
+        field("errors_per_second", {"type": "number"}),
+        field("tokens_per_second", {"type": "number"}, "Of answers."),
+        field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
+    ],
+)
+_CAUSES = (
+    *("failures", "silent_nodes", "unhealthy_nodes", "full_disks", "gpu_errors", "definitions"),
+    *("join_tokens", "bus_credentials", "versions"),
+)
+ATTENTION = Shape(
+    "Attention",
+    "What needs somebody, by cause, with the number of its subjects and the names of some.",
+    [
+        field("cause", enum_schema(_CAUSES)),
+        field("level", enum_schema(("error", "warning"))),
+        field("text", TEXT),
+        field("count", count(1)),
+        field("names", TEXTS, f"At most {MOST_NAMED}."),
+    ],
+)
+RUNNING = Shape(
+    "RunningOperation",
+    "An operation that has not ended.",
+    [
+        column("id", UUID_SCHEMA, source=text("id")),
+        column("kind", TEXT),
+        column("element", TEXT, "The backend or the model."),
+        column("node_name", TEXT),
+        column("status", enum_schema([status.value for status in ACTIVE])),
+        column("progress", PERCENT),
+        column("created_at", TIME),
+    ],
+)
+STEP = Shape(
+    "FirstStep",
+    "A step of a new cluster.",
+    [field("id", enum_schema(("add_node", "load_model", "chat"))), field("done", FLAG)],
+)
+OVERVIEW = Shape(
+    "Overview",
+    "The cluster at a glance.",
+    [
+        field("at", TIME),
+        field("nodes", STRIP_NODE.many, f"Approved backend nodes by name, at most {MOST_NODES}."),
+        field("node_count", count(), "How many there are."),
+        field("traffic", TRAFFIC.ref),
+        field("attention", ATTENTION.many, "Errors first."),
+        field("running", RUNNING.many, f"The newest {MOST_RUNNING}."),
+        field("running_count", count(), "How many there are."),
+        field("first_steps", STEP.many, "Empty once there are several nodes."),
+    ],
+)
+_EXAMPLE = {
+    "at": MOMENT,
+    "nodes": [
+        {
+            "id": NODE_ID,
+            "name": "gpu-a",
+            "status": "healthy",
+            "gpus": 1,
+            "busy": 87.0,
+            "vram_used": 5757220864,
+            "vram_total": 25757220864,
+            "ram_used": 17108864000,
+            "ram_total": 67108864000,
+        }
+    ],
+    "node_count": 1,
+    "traffic": {
+        "requests_per_second": 3.5,
+        "errors_per_second": 0.0,
+        "tokens_per_second": 812.4,
+        "first_token_seconds": 0.21,
+    },
+    "attention": [
+        {
+            "cause": "full_disks",
+            "level": "error",
+            "text": "The models disk is full",
+            "count": 1,
+            "names": ["gpu-a"],
+        }
+    ],
+    "running": [
+        {
+            "id": "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7",
+            "kind": "model_load",
+            "element": "minilm",
+            "node_name": "gpu-a",
+            "status": "processing",
+            "progress": 40.0,
+            "created_at": MOMENT,
+        }
+    ],
+    "running_count": 1,
+    "first_steps": [
+        {"id": "add_node", "done": False},
+        {"id": "load_model", "done": True},
+        {"id": "chat", "done": False},
+    ],
+}
+
+
+class OverviewView(NodeView):
+    """`/api/overview`."""
+
+    @extend_schema(
+        operation_id="overview_read",
+        summary="Show the cluster at a glance",
+        tags=["nodes"],
+        responses={200: OVERVIEW.ref, **refusals(401, 403)},
+        examples=[response_example(_EXAMPLE)],
+    )
+    def get(self, request: Request) -> Response:
+        """Nodes, requests, what needs attention, what runs, and the first steps of a new cluster."""
+        now = clock.now()
+        nodes = _read_nodes()
+        attention = [*_failures(), *_node_problems(nodes), *_definition_problems(), *_credentials(now)]
+        active = Operation.objects.filter(status__in=ACTIVE)
+        return Response(
+            OVERVIEW.of(
+                at=now.isoformat(),
+                nodes=[node.cell() for node in nodes[:MOST_NODES]],
+                node_count=len(nodes),
+                traffic=_traffic(now),
+                attention=sorted(attention, key=lambda group: group["level"]),
+                running=RUNNING.rows(active.order_by("-created_at", "id")[:MOST_RUNNING]),
+                running_count=active.count(),
+                first_steps=_first_steps(nodes) if len(nodes) < 2 else [],
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Node:
+    """The columns of a node that the overview reads, in their order."""
+
+    id: Any
+    name: str
+    status: str
+    gpus: list[dict[str, Any]]
+    total_vram: int
+    available_vram: int
+    vram_budget_bytes: int
+    total_ram: int
+    available_ram: int
+    total_disk: int
+    available_disk: int
+    offline_recovers: bool
+    node_type: str
+    worker_version: str
+    weak_identity: bool
+
+    def cell(self) -> Row:
+        """Return the node's cell of the strip."""
+        limit = min(self.vram_budget_bytes or self.total_vram, self.total_vram)
+        busy = [gpu["utilization"] for gpu in self.gpus if gpu.get("utilization") is not None]
+        return STRIP_NODE.of(
+            id=str(self.id),
+            name=self.name,
+            status=self.status,
+            gpus=len(self.gpus),
+            busy=round(sum(busy) / len(busy), 1) if busy else None,
+            vram_used=max(limit - self.available_vram, 0),
+            vram_total=limit,
+            ram_used=max(self.total_ram - self.available_ram, 0),
+            ram_total=self.total_ram,
+        )
+
+    @property
+    def is_full(self) -> bool:
+        return self.total_disk > 0 and self.available_disk < FULL_DISK * self.total_disk
+
+
+def _read_nodes() -> list[_Node]:
+    rows = BackendNode.objects.filter(approved_at__isnull=False, node_type=NodeType.BACKEND).order_by("name")
+    return [_Node(*values) for values in rows.values_list(*_Node.__dataclass_fields__)]
+
+
+def _group(cause: str, level: str, sentence: str, names: Sequence[str], number: int = 0) -> Row:
+    shown = [name[:_LONGEST_TEXT] for name in names[:MOST_NAMED]]
+    return ATTENTION.of(
+        cause=cause, level=level, text=sentence[:_LONGEST_TEXT], count=number or len(names), names=shown
+    )
+
+
+def _failures() -> Iterator[Row]:
+    """Yield the failures that nobody has dismissed, by kind and error, the largest groups first."""
+    failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    groups = (
+        failed.order_by().values_list("kind", "error").annotate(number=Count("pk"), example=Max("element"))
+    )
+    for kind, error, number, example in groups.order_by(F("number").desc(), "kind", "error")[:MOST_GROUPS]:
+        yield _group("failures", "error", error or kind, [example], number)
+
+
+_NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (
+    (
+        *("silent_nodes", "error", "Nothing is heard from the node"),
+        lambda node: node.status == NodeStatus.OFFLINE and node.offline_recovers,
+    ),
+    ("unhealthy_nodes", "error", "The node is unhealthy", lambda node: node.status == NodeStatus.UNHEALTHY),
+    ("full_disks", "error", "The models disk is full", lambda node: node.is_full),
+    (
+        *("gpu_errors", "error", "A GPU reports memory errors"),
+        lambda node: any(gpu.get("ecc_errors") for gpu in node.gpus),
+    ),
+    (
+        *("versions", "warning", "The worker has another version than the server"),
+        lambda node: bool(
+            node_rows.version_skew(node.node_type, node.worker_version, weak=node.weak_identity)
+        ),
+    ),
+)
+
+
+def _node_problems(nodes: Sequence[_Node]) -> Iterator[Row]:
+    for cause, level, sentence, has_problem in _NODE_PROBLEMS:
+        if names := [node.name for node in nodes if has_problem(node)]:
+            yield _group(cause, level, sentence, names)
+
+
+def _definition_problems() -> Iterator[Row]:
+    problems = async_to_sync(folder.folder().problems)()
+    if problems.folder:
+        yield _group("definitions", "error", f"The models folder: {problems.folder}", [], 1)
+    if problems.files:
+        yield _group("definitions", "warning", "The definition cannot be used", sorted(problems.files))
+
+
+def _credentials(now: datetime) -> Iterator[Row]:
+    """Yield join tokens that expire within a day, and bus credentials that were not renewed in time."""
+    tokens = JoinToken.objects.filter(
+        expires_at__gt=now, expires_at__lt=now + DAY, revoked_at__isnull=True, uses__lt=F("max_uses")
+    )
+    if names := [str(token) for token in tokens.order_by("expires_at")]:
+        yield _group("join_tokens", "warning", "The join token expires within a day", names)
+    soon = now + timedelta(seconds=conf.cluster().nats_worker_jwt_ttl / 10)
+    heard = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
+    late = BusCredential.objects.filter(revoked_at__isnull=True, expires_at__lt=soon)
+    names = list(heard.filter(pk__in=late.values("node_id")).order_by("name").values_list("name", flat=True))
+    if names:
+        yield _group("bus_credentials", "warning", "The node's credentials on the bus expire soon", names)
+
+
+def _traffic(now: datetime) -> Row:
+    """Return the requests of the minute before the last ten seconds, whose counts may still arrive."""
+    span = Span(series.floor(now, SAMPLE_EVERY) - SAMPLE_EVERY - MINUTE, MINUTE, 1)
+    columns = store.read([series.ALL_MODELS], span)[series.ALL_MODELS]
+    counts = {name: columns.get(name, [0]) for name in series.COUNTS}
+    per_second = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
+    return TRAFFIC.of(
+        requests_per_second=per_second["requests"],
+        errors_per_second=per_second["errors"],
+        tokens_per_second=per_second["completion_tokens"],
+        first_token_seconds=figures.first_token_seconds(counts)[0],
+    )
+
+
+def _first_steps(nodes: Sequence[_Node]) -> list[Row]:
+    with connection.cursor() as cursor:
+        parts = (f"EXISTS (SELECT FROM {table.name} WHERE subject = %(subject)s)" for table in store.TABLES)
+        cursor.execute(f"SELECT {' OR '.join(parts)}", {"subject": series.ALL_MODELS})
+        (has_requests,) = cursor.fetchone()
+    done = {"add_node": len(nodes) > 1, "load_model": ModelLoadInfo.objects.exists(), "chat": has_requests}
+    return [STEP.of(id=name, done=is_done) for name, is_done in done.items()]

@@ -1,0 +1,79 @@
+"""Tables that are partitioned by time, each partition `width` long: create them ahead, list them, drop
+them.
+
+Retention drops whole partitions, so no row is deleted and nothing needs a vacuum. A new partition is
+attached, which waits neither for readers nor for a running backup. Dropping one needs the parent's
+exclusive lock: it gives up after a moment and the next run tries again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from django.db import OperationalError, connection, transaction
+
+from localai_cluster.kit.locks import lock_name
+from nodes.figures.series import floor
+
+_STAMP = "%Y%m%d%H"
+_LISTED = "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = %s::regclass ORDER BY 1"
+# Not `to_regclass`: its cache does not learn of a table that another process has created a moment ago.
+_MISSING = """
+SELECT name FROM unnest(%s::text[]) AS name WHERE NOT EXISTS (
+    SELECT FROM pg_class WHERE relname = name AND relnamespace = current_schema()::regnamespace)
+"""
+
+
+@dataclass(frozen=True)
+class PartitionedTable:
+    """A table with a column `at`; a partition covers `width`, and its name ends with its beginning."""
+
+    name: str
+    width: timedelta
+    kept: timedelta
+    """Age at which a partition may be dropped."""
+
+    def partition(self, at: datetime) -> str:
+        """Return the name of the partition of this moment."""
+        return f"{self.name}_{floor(at, self.width):{_STAMP}}"
+
+    def starts(self) -> list[datetime]:
+        """Return the beginnings of all partitions, the oldest first."""
+        with connection.cursor() as cursor:
+            cursor.execute(_LISTED, [self.name])
+            stamps = [name.rpartition("_")[2] for (name,) in cursor.fetchall()]
+        return [datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC) for stamp in stamps]
+
+    def drop(self, *, before: datetime) -> int:
+        """Drop the partitions that ended before `before`; return their number."""
+        old = [start for start in self.starts() if start + self.width <= before]
+        for dropped, start in enumerate(old):
+            try:
+                with transaction.atomic(), connection.cursor() as cursor:
+                    cursor.execute("SET LOCAL lock_timeout = '2s'")
+                    cursor.execute(f"DROP TABLE IF EXISTS {self.partition(start)}")
+            except OperationalError:  # a backup reads it
+                return dropped
+        return len(old)
+
+    def _create(self, at: datetime) -> None:
+        name, start = self.partition(at), floor(at, self.width)
+        with transaction.atomic(), connection.cursor() as cursor:
+            lock_name("partitions")
+            cursor.execute(_MISSING, [[name]])
+            if cursor.fetchone() is None:
+                return  # another process was first
+            cursor.execute(f"CREATE TABLE {name} (LIKE {self.name} INCLUDING ALL)")
+            bounds = f"FROM ('{start.isoformat()}') TO ('{(start + self.width).isoformat()}')"
+            cursor.execute(f"ALTER TABLE {self.name} ATTACH PARTITION {name} FOR VALUES {bounds}")
+
+
+def ensure(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
+    """Create the partitions of these moments that do not exist; one query if all of them do."""
+    partitions = {table.partition(at): (table, at) for table, at in wanted}
+    with connection.cursor() as cursor:
+        cursor.execute(_MISSING, [list(partitions)])
+        missing = [name for (name,) in cursor.fetchall()]
+    for name in missing:
+        table, at = partitions[name]
+        table._create(at)

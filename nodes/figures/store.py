@@ -1,0 +1,244 @@
+"""The tables of figures: their only writer, and their reader.
+
+Three tables hold the same figures at different steps: `figure_samples` a row for each subject and ten
+seconds, `figure_hours` a packed row of minutes for each subject and hour, `figure_days` a packed row of
+hours for each subject and day. A task samples the rows of all nodes in one statement; web processes add
+what they have counted for models. A later task packs each period that has ended, in the order of subjects
+and in short transactions: the last subject of a period that is packed is where the next transaction goes
+on, so a kill or a second process repeats nothing and leaves nothing out. Times are the server's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import orjson
+from django.db import connection, transaction
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.database_pool import Pool
+from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.metrics.web import ModelCounts
+from nodes.figures import partitions, series
+from nodes.figures.partitions import PartitionedTable
+from nodes.figures.series import DAY, HOUR, MINUTE, SAMPLE_EVERY, Columns, Grid, floor
+
+SAMPLES = PartitionedTable("figure_samples", HOUR, kept=HOUR)
+HOURS = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
+DAYS = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
+TABLES = (SAMPLES, HOURS, DAYS)
+GRACE = 2 * MINUTE
+"""Time after the end of a period in which its last samples arrive."""
+LONGEST_KEPT = DAY
+"""Age at which samples are dropped even if they could not be packed."""
+SUBJECTS_AT_ONCE = 50
+"""Most subjects of one transaction: about 20 MB of samples."""
+_LARGEST = 2**31 - 1
+
+
+def _mib(value: str) -> str:
+    """Return bytes as MiB that fit into an integer: a wrong sensor must not fail the samples of all nodes."""
+    return f"(({value}) >> 20 & {_LARGEST})::int"
+
+
+def _sum(value: str) -> str:
+    return f"(sum({value}) & {_LARGEST})::int"
+
+
+_TOTAL = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"
+_GPUS = """jsonb_to_recordset(gpus)
+    AS gpu(index int, total_vram bigint, free_vram bigint, utilization int, temperature int, power int)"""
+_SAMPLE = f"""
+WITH node AS (
+    SELECT id, gpus,
+        {_mib(f"CASE WHEN total_vram > 0 THEN GREATEST(0, {_TOTAL} - available_vram) END")} AS vram_used,
+        {_mib("CASE WHEN total_ram > 0 THEN GREATEST(0, total_ram - available_ram) END")} AS ram_used,
+        {_mib("CASE WHEN total_disk > 0 THEN GREATEST(0, total_disk - available_disk) END")} AS disk_used,
+        {_mib(_TOTAL)} AS vram, {_mib("total_ram")} AS ram, {_mib("total_disk")} AS disk
+    FROM backend_nodes WHERE status NOT IN ('pending', 'offline') AND last_heartbeat > %(heard_since)s
+), gpus AS (
+    SELECT count(*)::int AS number, avg(utilization)::int AS busy, {_sum("power")} AS power FROM node, {_GPUS}
+)
+INSERT INTO figure_samples (subject, at, numbers)
+SELECT 'node/' || id, %(at)s::timestamptz, ARRAY[vram_used, ram_used, disk_used] || ARRAY(
+    SELECT number
+    FROM {_GPUS}, unnest(ARRAY[index, {_mib("GREATEST(0, total_vram - free_vram)")},
+        utilization, temperature, power]) WITH ORDINALITY AS numbers(number, place)
+    ORDER BY index, place)
+FROM node
+UNION ALL
+SELECT 'cluster', %(at)s::timestamptz, ARRAY[count(*)::int, min(gpus.number), min(gpus.busy),
+    {_sum("vram_used")}, {_sum("vram")}, {_sum("ram_used")}, {_sum("ram")},
+    {_sum("disk_used")}, {_sum("disk")}, min(gpus.power)]
+FROM gpus LEFT JOIN node ON TRUE
+ON CONFLICT DO NOTHING
+"""
+# In the order of subjects: two processes that add to the same rows never deadlock.
+_ADD = f"""
+INSERT INTO figure_samples (subject, at, numbers)
+SELECT subject, %(at)s, numbers
+FROM jsonb_to_recordset(%(counts)s::jsonb) AS counted(subject text, numbers int[]) ORDER BY subject
+ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
+    SELECT LEAST(stored::bigint + added, {_LARGEST})::int
+    FROM unnest(figure_samples.numbers, excluded.numbers) WITH ORDINALITY AS pair(stored, added, place)
+    ORDER BY place)
+"""
+
+
+def store_samples(*, heard_since: datetime, now: datetime) -> int:
+    """Store a sample of every node heard since then, and of the cluster; return their number.
+
+    Creates the partitions of now and of the next period. A repeated call changes nothing.
+    """
+    partitions.ensure((table, at) for table in TABLES for at in (now, now + table.width))
+    with connection.cursor() as cursor:
+        cursor.execute(_SAMPLE, {"at": floor(now, SAMPLE_EVERY), "heard_since": heard_since})
+        return cursor.rowcount
+
+
+async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
+    """Add what a process has counted for its models, and the sums, in one statement.
+
+    Never repeat it: the caller cannot know whether a statement without a reply was executed.
+    """
+    numbers = {name: [min(number, _LARGEST) for number in astuple(count)] for name, count in counts.items()}
+    rows = [{"subject": series.MODEL_PREFIX + name, "numbers": row} for name, row in numbers.items() if name]
+    sums = [min(sum(column), _LARGEST) for column in zip(*numbers.values(), strict=True)]
+    if sums:
+        rows.append({"subject": series.ALL_MODELS, "numbers": sums})
+        parameters = {"at": floor(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
+        await pool.run(_ADD, parameters)
+
+
+@dataclass(frozen=True)
+class RollUp:
+    """Packs a period of `source`, which is one of its partitions, into blocks of `target` by `step`."""
+
+    source: PartitionedTable
+    target: PartitionedTable
+    step: timedelta
+
+    @property
+    def period(self) -> timedelta:
+        """The length of a block."""
+        return self.source.width
+
+    def pack_next(self, start: datetime) -> bool:
+        """Pack the next subjects of a period in one transaction; return False if none is left."""
+        with transaction.atomic(), connection.cursor() as cursor:
+            names = {"source": self.source.name, "target": self.target.name}
+            scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_AT_ONCE}
+            cursor.execute(_NEXT_SUBJECTS.format(**names), scope)
+            subjects = [subject for (subject,) in cursor.fetchall()]
+            if subjects:
+                column = "numbers" if self.source is SAMPLES else "body"
+                cursor.execute(
+                    _ROWS.format(column=column, table=self.source.name), scope | {"subjects": subjects}
+                )
+                blocks = self._blocks(start, cursor.fetchall())
+                cursor.execute(_INSERT_BLOCKS.format(**names), [start, list(blocks), list(blocks.values())])
+        return bool(subjects)
+
+    def _blocks(self, start: datetime, rows: Sequence[tuple[str, datetime, Any]]) -> dict[str, bytes]:
+        grids: dict[str, Grid] = {}
+        for subject, at, value in rows:
+            grid = grids.get(subject)
+            if grid is None:
+                grid = grids[subject] = Grid(start, self.step, self.period // self.step)
+            if self.source is SAMPLES:
+                grid.add_sample(at, subject, value)
+            else:
+                grid.add_block(at, MINUTE, series.unpack(value))
+        return {subject: series.pack(grid.columns()) for subject, grid in grids.items()}
+
+
+ROLL_UPS = (RollUp(SAMPLES, HOURS, MINUTE), RollUp(HOURS, DAYS, HOUR))
+_NEXT_SUBJECTS = """
+SELECT DISTINCT subject FROM {source} WHERE at >= %(start)s AND at < %(end)s
+    AND subject > coalesce((SELECT max(subject) FROM {target} WHERE at = %(start)s), '')
+ORDER BY subject LIMIT %(limit)s
+"""
+_ROWS = """
+SELECT subject, at, {column} FROM {table}
+WHERE at >= %(start)s AND at < %(end)s AND subject = ANY(%(subjects)s)
+"""
+_INSERT_BLOCKS = """
+INSERT INTO {target} (subject, at, body)
+SELECT subject, %s, body FROM unnest(%s::text[], %s::bytea[]) AS block(subject, body) ON CONFLICT DO NOTHING
+"""
+
+
+def maintain(*, now: datetime, limit: float) -> bool:
+    """Pack the periods that have ended, then drop what is past its retention; return True if all is packed.
+
+    It stops packing after `limit` seconds, and returns at once if another process holds the lock.
+    """
+    with try_lock_across(Lock.FIGURES) as locked:
+        if not locked:
+            return False
+        is_packed = _pack(now, clock.monotonic() + limit)
+        for table in TABLES:
+            table.drop(before=now - (table.kept if is_packed else max(table.kept, LONGEST_KEPT)))
+    return is_packed
+
+
+def _pack(now: datetime, deadline: float) -> bool:
+    """Pack the hours that have ended, then the days; return False if the deadline came first."""
+    for level in ROLL_UPS:
+        for start in level.source.starts():
+            if start + level.period + GRACE > now:
+                continue
+            partitions.ensure([(level.target, start)])
+            while level.pack_next(start):
+                if clock.monotonic() >= deadline:
+                    return False
+    return True
+
+
+@dataclass(frozen=True)
+class Span:
+    """A grid of steps: `count` of them from `start`."""
+
+    start: datetime
+    step: timedelta
+    count: int
+
+    @property
+    def end(self) -> datetime:
+        """The end of the last step."""
+        return self.start + self.count * self.step
+
+
+def read(subjects: Sequence[str], span: Span) -> dict[str, Columns]:
+    """Return the columns of each subject, from the coarsest tables that have the step; three queries at most.
+
+    A period that is not packed yet is read from the next finer table.
+    """
+    grids = {subject: Grid(span.start, span.step, span.count) for subject in subjects}
+    packed: set[tuple[str, datetime, timedelta]] = set()
+
+    def is_packed(subject: str, at: datetime) -> bool:
+        return any((subject, floor(at, level.period), level.period) in packed for level in ROLL_UPS)
+
+    for level in reversed(ROLL_UPS):
+        if span.step >= level.step:
+            first = floor(span.start, level.period)
+            blocks = _rows("body", level.target, subjects, first, span.end)
+            for subject, at, body in blocks:
+                if not is_packed(subject, at):
+                    grids[subject].add_block(at, level.step, series.unpack(body))
+                    packed.add((subject, at, level.period))
+    for subject, at, numbers in _rows("numbers", SAMPLES, subjects, span.start, span.end):
+        if not is_packed(subject, at):
+            grids[subject].add_sample(at, subject, numbers)
+    return {subject: grid.columns() for subject, grid in grids.items()}
+
+
+def _rows(
+    column: str, table: PartitionedTable, subjects: Sequence[str], start: datetime, end: datetime
+) -> list[tuple[str, datetime, Any]]:
+    with connection.cursor() as cursor:
+        scope = {"start": start, "end": end, "subjects": list(subjects)}
+        cursor.execute(_ROWS.format(column=column, table=table.name), scope)
+        return cursor.fetchall()

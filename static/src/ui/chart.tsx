@@ -1,0 +1,209 @@
+// Figures over time: lines, events as marks, zoom by dragging, and every value by keyboard. The chart is a slider over
+// its times: the arrows move it, and the values at its place are written below the drawing and spoken.
+import { useEffect, useId, useMemo, useRef, useState, type KeyboardEvent, type ReactNode } from "react";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { useDark } from "./theme";
+
+export interface ChartLine {
+  label: string;
+  values: readonly (number | null)[];
+}
+
+export interface ChartEvent {
+  /** Seconds since 1970. */
+  at: number;
+  text: string;
+}
+
+export interface ChartProps {
+  title: string;
+  /** Seconds since 1970 of the first value. */
+  start: number;
+  /** Seconds between two values. */
+  step: number;
+  lines: readonly ChartLine[];
+  format: (value: number) => string;
+  /** The top of the scale; the largest value unless given. */
+  top?: number;
+  events?: readonly ChartEvent[];
+  /** A person wants to see the time between these seconds closer. */
+  onZoom?: (from: number, to: number) => void;
+}
+
+const HEIGHT = 160;
+const DAY_S = 86400;
+/** Steps that a zoom must leave. */
+const LEAST_STEPS = 4;
+const COLOURS = ["--bar-used", "--bar-reserved", "--good", "--bar-tight", "--bar-full", "--info", "--text-2", "--accent"];
+const NO_EVENTS: readonly ChartEvent[] = [];
+
+function colour(name: string): string {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function colourOf(index: number): string {
+  return COLOURS[index % COLOURS.length] ?? "--text-2";
+}
+
+/** The label of a time on an axis whose marks are `everyS` seconds apart. */
+function timeLabel(at: number, everyS: number): string {
+  const format: Intl.DateTimeFormatOptions = everyS >= DAY_S ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+  return new Intl.DateTimeFormat(undefined, format).format(at * 1000);
+}
+
+/** The time, the value of each line, and the events of one step. */
+export function stepText({ start, step, lines, format, events = NO_EVENTS }: ChartProps, index: number): string {
+  const at = start + index * step;
+  const time = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: step < 60 ? "medium" : "short" }).format(at * 1000);
+  const values = lines.map(({ label, values }) => {
+    const value = values[index] ?? null;
+    return `${lines.length > 1 ? `${label} ` : ""}${value === null ? "unknown" : format(value)}`;
+  });
+  const happened = events.filter((event) => event.at >= at && event.at < at + step).map(({ text }) => text);
+  return `${time}: ${[...values, ...happened].join(", ")}`;
+}
+
+interface Hooks {
+  top: number | undefined;
+  current: () => ChartProps;
+  onHover: (index: number | null) => void;
+}
+
+function options(width: number, labels: readonly string[], { top, current, onHover }: Hooks): uPlot.Options {
+  const axis = { stroke: () => colour("--text-3"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false } };
+  return {
+    width,
+    height: HEIGHT,
+    padding: [8, 8, 0, 0],
+    legend: { show: false },
+    cursor: { y: false, drag: { x: true, y: false, setScale: false } },
+    scales: { x: { time: true }, y: { range: (_, __, max) => [0, top ?? Math.max(max, 0) * 1.05 || 1] } },
+    axes: [
+      { ...axis, values: (_, splits, __, ___, every) => splits.map((at) => timeLabel(at, every)) },
+      { ...axis, size: 72, values: (_, splits) => splits.map((value) => current().format(value)) },
+    ],
+    series: [
+      {},
+      ...labels.map((label, index) => ({
+        label,
+        width: 1.5,
+        stroke: () => colour(colourOf(index)),
+        points: { show: (_: uPlot, __: number, first: number, last: number) => last - first < 2, size: 4 },
+      })),
+    ],
+    hooks: {
+      setCursor: [(plot) => onHover(plot.cursor.idx ?? null)],
+      setSelect: [
+        (plot) => {
+          const { onZoom, step } = current();
+          const [from, to] = [plot.select.left, plot.select.left + plot.select.width].map((at) => plot.posToVal(at, "x"));
+          plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          if (from !== undefined && to !== undefined && to - from >= LEAST_STEPS * step) onZoom?.(from, to);
+        },
+      ],
+      draw: [(plot) => drawEvents(plot, current().events ?? NO_EVENTS)],
+    },
+  };
+}
+
+function drawEvents(plot: uPlot, events: readonly ChartEvent[]): void {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = colour("--warn");
+  ctx.setLineDash([4, 4]);
+  for (const { at } of events) {
+    const x = plot.valToPos(at, "x", true);
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+export function Chart(props: ChartProps): ReactNode {
+  const { title, start, step, lines, top, events = NO_EVENTS, onZoom } = props;
+  const id = useId();
+  const place = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const latest = useRef(props);
+  const [index, setIndex] = useState<number | null>(null);
+  const dark = useDark();
+  const size = lines[0]?.values.length ?? 0;
+  const last = Math.max(size - 1, 0);
+  const labels = lines.map(({ label }) => label).join("\n");
+  const data = useMemo<uPlot.AlignedData>(
+    () => [Array.from({ length: size }, (_, number) => start + number * step), ...lines.map(({ values }) => [...values])],
+    [start, step, size, lines],
+  );
+  useEffect(() => {
+    latest.current = props;
+  });
+  useEffect(() => {
+    const element = place.current;
+    if (element === null) return undefined;
+    const names = labels.split("\n");
+    const drawn = new uPlot(options(element.clientWidth || 300, names, { top, current: () => latest.current, onHover: setIndex }), [[], ...names.map(() => [])], element);
+    plot.current = drawn;
+    const watcher = new ResizeObserver(() => drawn.setSize({ width: element.clientWidth, height: HEIGHT }));
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      drawn.destroy();
+      plot.current = null;
+    };
+  }, [labels, top]);
+  useEffect(() => plot.current?.setData(data), [data, labels, top]);
+  useEffect(() => plot.current?.redraw(), [dark, events]);
+
+  const at = Math.min(index ?? last, last);
+  const press = (event: KeyboardEvent) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowDown: at - 1, ArrowUp: at + 1, PageDown: at - 10, PageUp: at + 10, Home: 0, End: last }[event.key];
+    const zoom = { "+": 0.25, "-": 1 }[event.key];
+    if (to !== undefined) {
+      const next = Math.min(Math.max(to, 0), last);
+      setIndex(next);
+      const drawn = plot.current;
+      drawn?.setCursor({ left: drawn.valToPos(start + next * step, "x"), top: 0 }, false);
+    } else if (zoom !== undefined && onZoom !== undefined && size * zoom * 2 >= LEAST_STEPS) {
+      const middle = start + at * step;
+      onZoom(middle - zoom * size * step, middle + zoom * size * step);
+    } else return;
+    event.preventDefault();
+  };
+  return (
+    <figure className="chart">
+      <figcaption id={id}>{title}</figcaption>
+      <div
+        ref={place}
+        className="chart-place"
+        role="slider"
+        tabIndex={0}
+        aria-labelledby={id}
+        aria-valuemin={0}
+        aria-valuemax={last}
+        aria-valuenow={at}
+        aria-valuetext={size === 0 ? "nothing known" : stepText(props, at)}
+        onKeyDown={press}
+      />
+      <p className="chart-values muted" aria-hidden="true">
+        {size === 0 ? "Nothing known." : stepText(props, at)}
+      </p>
+      {lines.length > 1 && (
+        <ul className="chart-legend" aria-hidden="true">
+          {lines.map(({ label }, number) => (
+            <li key={label}>
+              <svg width="10" height="10">
+                <rect width="10" height="10" rx="2" fill={`var(${colourOf(number)})`} />
+              </svg>
+              {label}
+            </li>
+          ))}
+        </ul>
+      )}
+    </figure>
+  );
+}

@@ -1,0 +1,115 @@
+"""The overview: cells, requests, what needs attention by cause, what runs, and the first steps."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localai_cluster import __version__
+from localai_cluster.kit import clock
+from nodes.definitions import folder
+from nodes.figures import partitions, series, store
+from nodes.models import BusCredential, JoinToken, ModelLoadInfo
+from operations.models import Operation, Status
+from tests.support import api, hot
+
+pytestmark = pytest.mark.django_db(transaction=True)
+GIB = 2**30
+
+
+def overview() -> Any:
+    answer = api.admin().get("/api/overview")
+    assert answer.status_code == 200, answer.content
+    return answer.json()
+
+
+def fail(element: str, error: str, **fields: Any) -> Operation:
+    """An operation that has failed."""
+    values = {"kind": "model_load", "status": Status.FAILED, "finished_at": clock.now(), **fields}
+    return Operation.objects.create(key=element, element=element, error=error, **values)
+
+
+def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.yaml").write_text("name: [")
+    broken = folder.Folder(tmp_path)
+    monkeypatch.setattr(folder, "folder", lambda: broken)
+    now = clock.now()
+    for number in range(7):
+        hot.node(f"away-{number}", offline_at=now, offline_recovers=True, worker_version=__version__)
+    hot.node("left", offline_at=now, worker_version=__version__)
+    full = hot.node("full", total_disk=100, available_disk=4, worker_version="0.0.1")
+    hot.node("worn", gpus=[{"index": 0, "ecc_errors": 3}], worker_version=__version__)
+    for number in range(3):
+        fail(f"m{number}", "no node has room")
+    fail("m9", "the file is missing")
+    fail("old", "seen", dismissed_at=now)
+    JoinToken.objects.create(
+        token_hash="t", created_by="ann", note="rack 4", expires_at=now + timedelta(hours=1)
+    )
+    JoinToken.objects.create(token_hash="u", created_by="ann", expires_at=now + timedelta(days=5))
+    BusCredential.objects.create(public_key="U", node_id=full.pk, salt="", issued_at=now, expires_at=now)
+    found = [(one["cause"], one["level"], one["count"], one["names"]) for one in overview()["attention"]]
+    assert found == [
+        ("failures", "error", 3, ["m2"]),
+        ("failures", "error", 1, ["m9"]),
+        ("silent_nodes", "error", 7, [f"away-{number}" for number in range(5)]),
+        ("full_disks", "error", 1, ["full"]),
+        ("gpu_errors", "error", 1, ["worn"]),
+        ("versions", "warning", 1, ["full"]),
+        ("definitions", "warning", 1, ["broken.yaml"]),
+        ("join_tokens", "warning", 1, ["rack 4"]),
+        ("bus_credentials", "warning", 1, ["full"]),
+    ]
+
+
+def test_cells_of_the_strip_and_what_runs() -> None:
+    gpus = [{"index": number, "utilization": busy} for number, busy in enumerate((50, 100, None))]
+    hot.node("gpu", total_vram=8 * GIB, available_vram=GIB, vram_budget_bytes=4 * GIB, gpus=gpus)
+    hot.node("plain", total_ram=4 * GIB, available_ram=GIB)
+    hot.node("pending", approved_at=None)
+    for number in range(12):
+        Operation.objects.create(kind="model_load", key=str(number), element=f"m{number}")
+    body = overview()
+    (gpu, plain) = body["nodes"]
+    assert (gpu["gpus"], gpu["busy"], gpu["vram_used"], gpu["vram_total"]) == (3, 75.0, 3 * GIB, 4 * GIB)
+    assert (plain["gpus"], plain["busy"], plain["ram_used"], plain["ram_total"]) == (
+        0,
+        None,
+        3 * GIB,
+        4 * GIB,
+    )
+    assert (body["node_count"], body["running_count"], len(body["running"])) == (2, 12, 10)
+    assert body["running"][0]["element"] == "m11"
+    assert body["first_steps"] == []
+
+
+def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None:
+    now = clock.now()
+    partitions.ensure((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    rows = [
+        ("model/", now - timedelta(seconds=30), "{60,6,0,1200,4,800}"),
+        ("model/", now - timedelta(hours=2), "{9}"),
+    ]
+    partitions.ensure([(store.SAMPLES, rows[1][1])])
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO figure_samples VALUES (%s, %s, %s)", rows)
+    assert overview()["traffic"] == {
+        "requests_per_second": 1.0,
+        "errors_per_second": 0.1,
+        "tokens_per_second": 20.0,
+        "first_token_seconds": 0.2,
+    }
+    store.SAMPLES.drop(before=now + 2 * series.HOUR)
+
+
+def test_first_steps_are_done_once_somebody_has_taken_them() -> None:
+    def done() -> list[bool]:
+        return [step["done"] for step in overview()["first_steps"]]
+
+    assert done() == [False, False, False]
+    hot.node("one")
+    ModelLoadInfo.objects.create(model_name="m", backend_type="b")
+    assert done() == [False, True, False]
