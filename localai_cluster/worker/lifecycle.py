@@ -145,7 +145,8 @@ class Worker:
             bind_host=bind_host_for(config.advertise_host),
         )
         self._gpus = hardware.reader(
-            config.test_gpus, lambda: (engine.gpus for engine in self._supervisor.engines())
+            config.test_gpus,
+            lambda: ((engine.process.pid, engine.gpus) for engine in self._supervisor.engines()),
         )
         self._install_commands = self._create_installs(store, downloads)
         self._files = self._create_files()
@@ -189,6 +190,7 @@ class Worker:
             instance,
             self._pauses,
             self._stop.set,
+            self._gpus,
         )
 
     def _create_heartbeats(self, exits: Exits) -> HeartbeatLoop:

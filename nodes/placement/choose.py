@@ -102,6 +102,12 @@ class Need:
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
     cards: int = 0
     """The number of cards of which it takes the share; 0 without a share."""
+    source: str = "estimated"
+    """The source of `vram`: `stated` by the definition, `learned` from former loads, or `estimated`."""
+    readings: int = 0
+    """The number of readings that it was learned from."""
+    learned_at: str = ""
+    """The time of the newest of them in ISO 8601."""
 
     def vram_on(self, card_vram: int) -> int:
         """Return the bytes that it needs of a node whose average card has `card_vram` bytes; 0 = unknown."""
