@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import DatabaseError, connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
@@ -21,6 +22,7 @@ from localai_cluster.kit.errors import NotFound
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.decisions import fleet_cache
+from nodes.definitions import folder
 from nodes.definitions.files import Definition, read_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway import gateway
@@ -180,8 +182,8 @@ def play(device: Device, seed: int) -> None:
     serving: dict[Slot, str] = {}
     truth: dict[str, int] = {}
     for number in range(50):
-        step = chance.choice(["begin", "half", "serve", "serve", "read", "read", "end", "end", "learn"])
-        if step == "begin" and len(loading) + len(serving) < 3:
+        step = chance.choice(["begin", "half", "serve", "serve", "read", "learn", "learn", "end"])
+        if step == "begin" and len(loading) + len(serving) < chance.choice([1, 1, 1, 3]):
             model, size = f"{seed}-{number}", chance.randrange(1, 12) * GIB
             truth[model] = size
             loading[device.begin(model)] = (model, size)
@@ -196,10 +198,10 @@ def play(device: Device, seed: int) -> None:
             slot = chance.choice(sorted(serving, key=str))
             del serving[slot]
             device.end(slot)
-        elif step == "read":
+        elif step in ("read", "learn"):
             device.read()
-        elif step == "learn":
-            device.learn()
+            if step == "learn":
+                device.learn()
     device.read()
     device.learn()
     for info in ModelLoadInfo.objects.filter(model_name__in=truth):
@@ -209,10 +211,10 @@ def play(device: Device, seed: int) -> None:
 
 def test_whatever_happens_on_a_device_what_is_learned_is_within_five_percent() -> None:
     """Issue 23, robustness."""
-    for seed in range(20 * EFFORT):
+    for seed in range(6 * EFFORT):
         play(Device(seed), seed)
     learned = sum(len(info.memory) for info in ModelLoadInfo.objects.all())
-    assert learned > 10 * EFFORT, "else this shows nothing"
+    assert learned > 3 * EFFORT, "else this shows nothing"
 
 
 def served(device: Device, model: str = "chat") -> tuple[NodeModel, m.RunningModel]:
@@ -269,10 +271,11 @@ def test_an_impossible_report_teaches_nothing(size: int, caplog: pytest.LogCaptu
     assert "n0 reports" in caplog.text
 
 
-def test_the_last_five_readings_of_the_last_eight_keys_are_kept() -> None:
+def test_the_last_five_readings_of_the_last_keys_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 23."""
+    monkeypatch.setattr(load_info, "MOST_KEYS", 2)
     device = Device()
-    for number in range(load_info.MOST_KEYS + 2):
+    for number in range(3):
         NodeBackend.objects.update(digest=f"sha256:{number}")
         for size in range(MOST_READINGS + 2):
             row, engine = served(device)
@@ -280,7 +283,7 @@ def test_the_last_five_readings_of_the_last_eight_keys_are_kept() -> None:
                 row.pk, dataclasses.replace(engine, vram=GIB + size), now=device.now
             )
     memory = ModelLoadInfo.objects.get().memory
-    assert [entry["build"] for entry in memory] == [f"sha256:{n}" for n in range(2, load_info.MOST_KEYS + 2)]
+    assert [entry["build"] for entry in memory] == ["sha256:1", "sha256:2"]
     for entry in memory:
         assert (entry["revision"], entry["device"]) == ("r", "nvidia")
         assert [size for size, _, _ in entry["readings"]] == [GIB + size for size in range(2, 7)]
@@ -327,6 +330,10 @@ async def test_what_a_worker_measures_after_a_load_is_what_the_next_one_needs(
         assert wanted is not None
         return wanted.need
 
+    def redefine(**settings: Any) -> None:
+        defined(stage.folder, **settings)
+        async_to_sync(folder.folder().reload)()
+
     def check() -> None:
         learned = need()
         assert (learned.vram, learned.source, learned.readings) == (6 * GIB, "learned", 1)
@@ -336,11 +343,11 @@ async def test_what_a_worker_measures_after_a_load_is_what_the_next_one_needs(
         assert (first.facts["need"]["source"], first.facts["need"]["vram"]) == ("estimated", 0)
         explained = load_explanation.explain_model("echo", clock.now())["next"]["placement"]["need"]
         assert (explained["source"], explained["readings"]) == ("learned", 1)
-        defined(stage.folder, vram_needed="5GiB")
+        redefine(vram_needed="5GiB")
         assert (need().source, need().vram, need().readings) == ("stated", 5 * GIB, 0)
-        defined(stage.folder, context_size=77)
+        redefine(context_size=77)
         assert need().source == "estimated"
-        defined(stage.folder)
+        redefine()
         NodeBackend.objects.update(version="2")
         assert need().source == "estimated", "another build was installed"
 
@@ -416,7 +423,7 @@ def broken(folder: Path) -> None:
 
 
 def lost(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
+    folder.rename(folder.with_name(f"{folder.name} elsewhere"))
 
 
 async def load_once(stage: Stage) -> None:
@@ -436,6 +443,7 @@ async def test_a_load_is_repeated_while_its_definition_cannot_be_read(
     former = await in_thread(lambda: defined(stage.folder, context_size=4096))
     await load_once(stage)
     happens(stage.folder)
+    await folder.folder().reload()
     assert await in_thread(replicas.definition_revisions) == {"echo": former.revision}
     assert dataclasses.replace(await gateway.find_definition("echo:latest"), changed=0) == former
     stage.handler._definitions = Folder(stage.folder)
@@ -465,9 +473,10 @@ async def test_what_a_person_deleted_or_disabled_is_never_loaded_from_its_record
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
     await load_once(stage)
     withdrawn(stage.folder)
-    await in_thread(Folder(stage.folder).reload)
+    await folder.folder().reload()
     await in_thread(lambda: replicas.definition_revisions(withdraws=True))
     happens(stage.folder)
+    await folder.folder().reload()
     stage.handler._definitions = Folder(stage.folder)
     with pytest.raises(NotFound):
         await stage.handler(stage.work)
