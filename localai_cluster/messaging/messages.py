@@ -239,12 +239,24 @@ class ListReply:
 
 
 @dataclass(frozen=True)
+class RunningRequest:
+    """`models.running`. Extension: `measure`, the key of a process whose memory is measured."""
+
+    measure: str = omitted("")
+
+
+@dataclass(frozen=True)
 class RunningModel:
-    """One live process; `address` is local to the worker (`127.0.0.1:<port>`)."""
+    """One live process; `address` is local to the worker (`127.0.0.1:<port>`).
+
+    Extensions: the bytes of main memory and of GPUs that the measured process and its descendants take.
+    """
 
     model_id: str = ""
     replica_index: int = 0
     address: str = omitted("")
+    ram: int = omitted(0)
+    vram: int = omitted(0)
 
 
 @dataclass(frozen=True)
@@ -338,7 +350,7 @@ COMMANDS: dict[str, tuple[type[Any], type[Any] | None]] = {
     "backend.stop": (StopBackend, None),
     "backend.delete": (DeleteRequest, DeleteReply),
     "backend.list": (Nothing, ListReply),
-    "models.running": (Nothing, RunningReply),
+    "models.running": (RunningRequest, RunningReply),
     "model.unload": (UnloadRequest, UnloadReply),
     "model.stop": (StopModelRequest, StopModelReply),
     "model.delete": (DeleteModelRequest, DeleteModelReply),

@@ -26,6 +26,7 @@ from localai_cluster.metrics import worker as metrics
 from localai_cluster.worker.backend_store import BackendStore, strip_gallery
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor
+from localai_cluster.worker.hardware import GpuReader, process_memory
 from localai_cluster.worker.install_commands import InstallCommands, report_stopped
 from localai_cluster.worker.source_files import Stopped
 
@@ -98,6 +99,7 @@ class Commands:
         instance: str,
         pauses: Pauses,
         stop_worker: Callable[[], None],
+        gpus: GpuReader,
     ) -> None:
         self._config = config
         self._bus = bus
@@ -107,6 +109,7 @@ class Commands:
         self._instance = instance
         self._pauses = pauses
         self._stop_worker = stop_worker
+        self._gpus = gpus
         self._shutting_down = False
         self._subscriptions: list[Subscription] = []
 
@@ -270,12 +273,14 @@ class Commands:
             instance=self._instance,
         )
 
-    async def _running(self, _: m.Nothing) -> m.RunningReply:
-        alive = []
+    async def _running(self, request: m.RunningRequest) -> m.RunningReply:
+        measured, alive = self._supervisor.get(request.measure), []
+        memory = await process_memory(measured.process.pid, self._gpus) if measured is not None else (0, 0)
         for engine in self._supervisor.running():
             key = m.split_process_key(engine.key)
             if key is not None:
-                alive.append(m.RunningModel(key[0], key[1], engine.address))
+                figures = memory if engine is measured else (0, 0)
+                alive.append(m.RunningModel(*key, engine.address, *figures))
         return m.RunningReply(tuple(alive), instance=self._instance)
 
     async def _unload(self, request: m.UnloadRequest) -> m.UnloadReply:

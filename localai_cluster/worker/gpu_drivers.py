@@ -58,6 +58,8 @@ class Gpu:
     """Uncorrected memory errors since the driver was loaded."""
     driver: str = ""
     """Version of the driver, for NVIDIA with the newest version of CUDA that it supports."""
+    processes: tuple[tuple[int, int], ...] = ()
+    """Ids of the processes that use it, and the bytes that each takes; none if the driver does not tell."""
 
     @property
     def report(self) -> dict[str, Any]:
@@ -144,7 +146,17 @@ class Nvml:
                 pynvml.NVML_VOLATILE_ECC,
             ),
             driver=driver,
+            processes=self._processes(handle),
         )
+
+    def _processes(self, handle: Any) -> tuple[tuple[int, int], ...]:
+        """Return the processes of a GPU; one that computes and draws is in both of the driver's lists."""
+        used: dict[int, int] = {}
+        for kind in ("Compute", "Graphics"):
+            query = getattr(self._library, f"nvmlDeviceGet{kind}RunningProcesses")
+            for process in self._query(query, handle) or ():
+                used[process.pid] = max(used.get(process.pid, 0), process.usedGpuMemory or 0)
+        return tuple(used.items())
 
     def _query(self, query: Callable[..., Any], *args: Any) -> Any:
         """Call `query`; return None if this GPU or driver does not support it, as utilization in MIG mode."""
@@ -194,9 +206,27 @@ class SysfsGpus:
 
 
 class AmdGpus(SysfsGpus):
-    """The GPUs of the amdgpu driver."""
+    """The GPUs of the amdgpu driver; their processes are those of ROCm, below `kfd`."""
 
     vendor = "0x1002"
+
+    def __init__(self, root: Path = Path("/sys/class/drm"), kfd: Path = Path("/sys/class/kfd/kfd")) -> None:
+        super().__init__(root)
+        self._kfd = kfd
+
+    def _processes(self, unique_id: str) -> tuple[tuple[int, int], ...]:
+        line = f"unique_id {int(unique_id, 16)}" if _UNIQUE_ID.match(unique_id) else ""
+        nodes = self._kfd.glob("topology/nodes/*") if line else ()
+        gpu_id = next(
+            (_sysfs(node / "gpu_id") for node in nodes if line in _sysfs(node / "properties").splitlines()),
+            "",
+        )
+        files = self._kfd.glob(f"proc/*/vram_{gpu_id}") if gpu_id.isdigit() else ()
+        return tuple(
+            (int(file.parent.name), size)
+            for file in files
+            if file.parent.name.isdigit() and (size := _sysfs_number(file))
+        )
 
     def _gpu(self, index: int, card: Path) -> Gpu | None:
         device = card / "device"
@@ -216,6 +246,7 @@ class AmdGpus(SysfsGpus):
             temperature=_scaled(_sensor(device, "temp1_input"), 1000),
             power=_scaled(_sensor(device, "power1_average") or _sensor(device, "power1_input"), 1_000_000),
             driver=_text(_sysfs(Path("/sys/module/amdgpu/version")), LONGEST_DRIVER),
+            processes=self._processes(unique_id),
         )
 
 
@@ -297,24 +328,31 @@ def _group(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2]) * GIB
 
 
+GpuUser = tuple[int, Sequence[str]]
+"""The process id of an engine and its assigned GPUs."""
+
+
 class SimulatedGpus:
-    """GPUs that do not exist. `users` returns the assigned GPUs of every running engine.
+    """GPUs that do not exist. `users` returns every running engine.
 
     An engine takes its memory evenly from its GPUs, or all of it from the first GPU if it has none assigned.
     """
 
-    def __init__(self, simulated: Simulation, users: Callable[[], Iterable[Sequence[str]]]) -> None:
+    def __init__(self, simulated: Simulation, users: Callable[[], Iterable[GpuUser]]) -> None:
         self._simulation, self._users = simulated, users
 
     def read(self) -> list[Gpu]:
         """Return all GPUs."""
         free = dict(zip(self._ids(), self._simulation.sizes, strict=True))
-        for assigned in self._users():
+        used: dict[str, list[tuple[int, int]]] = {id: [] for id in free}
+        for pid, assigned in self._users():
             gpu_ids = [id for id in assigned if id in free] or [*free][:1]
             for id in gpu_ids:
-                free[id] = max(free[id] - self._simulation.engine // len(gpu_ids), 0)
+                share = min(self._simulation.engine // len(gpu_ids), free[id])
+                free[id] -= share
+                used[id].append((pid, share))
         return [
-            Gpu(index, id, "Simulated GPU", size, free[id], 0, "8.9")
+            Gpu(index, id, "Simulated GPU", size, free[id], 0, "8.9", processes=tuple(used[id]))
             for index, (id, size) in enumerate(zip(self._ids(), self._simulation.sizes, strict=True))
         ]
 

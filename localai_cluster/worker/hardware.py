@@ -25,6 +25,7 @@ from localai_cluster.worker.gpu_drivers import (
     AmdGpus,
     FirstDriver,
     Gpu,
+    GpuUser,
     IntelGpus,
     NoDriver,
     Nvml,
@@ -75,6 +76,12 @@ class GpuReader:
         self.last = tuple(gpus) or self.last
         return tuple(gpus)
 
+    async def read_anew(self) -> tuple[Gpu, ...] | None:
+        """Return the GPUs by a read that begins now, after the end of one that runs. Raise NoDriver."""
+        if self._reading is not None and not self._reading.done():
+            await self.read()
+        return await self.read()
+
     def known(self, ids: Sequence[str]) -> bool:
         """Return True if these ids are distinct and each was present in the last reading."""
         return len(set(ids)) == len(ids) and set(ids) <= {gpu.id for gpu in self.last}
@@ -86,7 +93,7 @@ class GpuReader:
             log.warning("%s", reason)
 
 
-def reader(simulated: Simulation | None, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
+def reader(simulated: Simulation | None, users: Callable[[], Iterable[GpuUser]]) -> GpuReader:
     """Return the reader of the machine's GPUs, or of simulated ones with the memory that engines take."""
     drivers = FirstDriver(Nvml(), AmdGpus(), IntelGpus())
     return GpuReader(SimulatedGpus(simulated, users) if simulated else drivers)
@@ -168,6 +175,35 @@ def figures(models: Path) -> Figures:
         usage = psutil.disk_usage(str(existing))
         disk_total, disk_free = int(usage.total), int(usage.free)
     return Figures(ram_total, ram_free, disk_total, disk_free)
+
+
+async def process_memory(pid: int, reader: GpuReader) -> tuple[int, int]:
+    """Return the bytes of main memory and of GPUs that a process and its descendants take; 0 = unknown.
+
+    Main memory is the proportional share where the system has it, else the resident set. A driver may name
+    no process, as in a container, whose process ids it does not know.
+    """
+    pids, ram = await asyncio.to_thread(_process_tree, pid)
+    gpus: Sequence[Gpu] = ()
+    with contextlib.suppress(NoDriver):
+        gpus = await reader.read_anew() or ()
+    return ram, sum(size for gpu in gpus for owner, size in gpu.processes if owner in pids)
+
+
+def _process_tree(pid: int) -> tuple[set[int], int]:
+    """Return the ids of a process and its descendants, and the main memory that they take."""
+    pids, ram = set[int](), 0
+    with contextlib.suppress(psutil.Error):
+        leader = psutil.Process(pid)
+        for process in (leader, *leader.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                try:
+                    memory = process.memory_full_info()
+                except psutil.AccessDenied:
+                    memory = process.memory_info()
+                ram += getattr(memory, "pss", memory.rss)
+                pids.add(process.pid)
+    return pids, ram
 
 
 def system_facts() -> dict[str, Any]:

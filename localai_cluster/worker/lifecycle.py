@@ -131,7 +131,8 @@ class Worker:
             ports, self._engine_token, reaper, self._rings, exits, bind_host=bind_host
         )
         self._gpus = hardware.reader(
-            config.test_gpus, lambda: (engine.gpus for engine in self._supervisor.engines())
+            config.test_gpus,
+            lambda: ((engine.process.pid, engine.gpus) for engine in self._supervisor.engines()),
         )
         self._install_commands = self._create_installs(store, downloads)
         self._files = self._create_files()
@@ -175,6 +176,7 @@ class Worker:
             instance,
             self._pauses,
             self._stop.set,
+            self._gpus,
         )
 
     def _create_heartbeats(self, exits: Exits) -> HeartbeatLoop:

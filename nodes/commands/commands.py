@@ -164,13 +164,15 @@ class Worker:
                     return outcome
             await asyncio.sleep(pause)
 
-    async def running(self) -> Outcome[messages.RunningReply]:
-        """Return the engine processes that the worker runs."""
+    async def running(
+        self, measure: str = "", timeout: float = RUNNING_TIMEOUT
+    ) -> Outcome[messages.RunningReply]:
+        """Return the engine processes that the worker runs, with the memory of the process `measure`."""
         return await self._request(
-            messages.Nothing(),
+            messages.RunningRequest(measure),
             messages.RunningReply,
             lambda reply: reply.error,
-            RUNNING_TIMEOUT,
+            timeout,
             point="models.running",
         )
 

@@ -254,6 +254,8 @@ class Definition:
     """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
     vram: int = 0
     """`vram_needed`: the bytes of VRAM that a replica needs, 0 = estimated; not part of the revision."""
+    disabled: bool = False
+    """`disabled`: never loaded while its file cannot be read; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Modification time of the file in seconds since 1970; not part of the revision."""
 
@@ -288,6 +290,7 @@ def parse_definition(document: object, source: str) -> Definition:
         cases,
         document.get("token_ids") is True,
         _stated_bytes(document, "vram_needed"),
+        document.get("disabled") is True,
     )
 
 

@@ -122,6 +122,15 @@ class Folder:
             await self._current()
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
+    async def unreadable_files(self) -> frozenset[str] | None:
+        """Return the names of files that are there and no definitions; None if the folder cannot be read."""
+        problems = await self.problems()
+        if self._hangs or (problems.folder and not self._files):
+            return None
+        return frozenset(
+            name for name, (_, content) in self._files.items() if isinstance(content, UnusableDefinition)
+        )
+
     async def conflicting(self, definition: Definition) -> frozenset[str]:
         """Return the names of the models that must not share a node with this one (R2.81)."""
         if not definition.groups:

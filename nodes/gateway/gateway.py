@@ -28,6 +28,7 @@ from nodes.definitions.files import Definition
 from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
 from nodes.gateway.prefix_routing import PrefixRouter, PrefixService
 from nodes.gateway.request import InferenceRequest, Replica
+from nodes.loading import load_info
 from nodes.loading.wait import Loads
 from nodes.registry import heartbeats
 from nodes.replicas import hooks
@@ -51,9 +52,10 @@ precedence.
 
 async def find_definition(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
-    definition = await folder.folder().find(name)
+    models = folder.folder()
+    definition = await load_info.find_definition(models, name)
     if definition is None and name.endswith(_DEFAULT_TAG):
-        definition = await folder.folder().find(name.removesuffix(_DEFAULT_TAG))
+        definition = await load_info.find_definition(models, name.removesuffix(_DEFAULT_TAG))
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"

@@ -2,11 +2,11 @@
 
 Steps: end the rows of ended attempts, place on a node whose worker answers, install the backend if the worker
 lacks it (an operation of its own, which other loads may join), send the model's files (`staging.py`), start
-the process, call `LoadModel`, publish the row. The process may die after any step: the row names the attempt
-that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as it owns its row,
-which departs with the node. If an attempt publishes no replica, its engine is stopped, and the row stays
-until a controller has confirmed the end of the engine. The stored definition alone determines the model and
-its options, the slot determines the node.
+the process, call `LoadModel`, publish the row, learn what the engine takes (`load_info.py`). The process may
+die after any step: the row names the attempt that owns it, and each attempt has a row and a slot of its own.
+An attempt lives as long as it owns its row, which departs with the node. If an attempt publishes no replica,
+its engine is stopped, and the row stays until a controller has confirmed the end of the engine. The stored
+definition alone determines the model and its options, the slot determines the node.
 
 Load options are tuned to the node, unless that is disabled (R2.80), and are part of no revision: the same
 definition may load with other values on another node. On a node that reports its GPUs an engine sees only
@@ -38,7 +38,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from nodes.loading import load_attempts, load_placement, load_request, staging
+from nodes.loading import load_attempts, load_info, load_placement, load_request, staging
 from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
@@ -72,7 +72,7 @@ class LoadModel:
         """Run the load; raise Postpone with the reason while it must wait."""
         await in_thread(slots.end_abandoned_loads, work.operation.element, now=clock.now())
         try:
-            definition = await self._definitions.find(work.operation.element)
+            definition = await load_info.find_definition(self._definitions, work.operation.element)
         except FolderUnresponsive as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
@@ -110,7 +110,8 @@ class LoadModel:
 
     async def _place(self, work: Work, definition: Definition) -> tuple[Attempt, PendingEviction | None]:
         files = await self._definitions.sizes.of(definition)
-        need = load_request.estimate_need(definition, files)
+        readings = await in_thread(load_info.readings_of, definition)
+        need = load_request.estimate_need(definition, files, readings)
         load_needs = load_placement.LoadNeeds(
             definition, need, await self._definitions.conflicting(definition)
         )
@@ -151,6 +152,7 @@ class LoadModel:
             "why": attempt.why,
             **without,
         }
+        now = clock.now()
         published = await in_thread(
             slots.publish,
             attempt.slot,
@@ -160,12 +162,14 @@ class LoadModel:
             options=dict(attempt.definition.options),
             options_hash=fingerprint(options),
             revision=attempt.definition.revision,
-            now=clock.now(),
+            now=now,
             replaces=request_of(attempt.work.operation).replaces,
+            remembered=load_info.columns_of(attempt.definition, now),
             result=result,
         )
         if not published:
             raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
+        await load_info.learn(attempt)
         return result
 
     async def _ensure_backend(self, attempt: Attempt) -> None:

@@ -20,7 +20,7 @@ from localai_cluster.web.shapes import Row
 from nodes.decisions import decision_log, fleet_cache, scale_records, snapshot_log
 from nodes.decisions.snapshot_log import SnapshotRef, State
 from nodes.definitions.folder import folder
-from nodes.loading import load_attempts, load_request, load_snapshots
+from nodes.loading import load_attempts, load_info, load_request, load_snapshots
 from nodes.loading.load_attempts import refusals
 from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
 from nodes.loading.load_request import ANYWHERE, KIND, request_of
@@ -53,6 +53,7 @@ from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction, fleet_queries, unload_requests
 from nodes.scheduling.plan import plan as plan_replicas
+from operations.executor.work import in_thread
 from operations.models import Operation, Status
 
 GIB = 2**30
@@ -89,7 +90,8 @@ class PlanRequest:
 def need_for(vram: int, disk: int) -> Need:
     """Return a need in bytes; the settings determine what is required (R2.32, R2.39)."""
     settings = conf.cluster()
-    return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check, disk)
+    require = settings.vram_policy == "require"
+    return Need(vram, require, disk, settings.disk_headroom_check, disk, source="stated")
 
 
 def plan(question: PlanRequest, now: datetime) -> Row:
@@ -198,10 +200,11 @@ def explain_model(model_name: str, now: datetime) -> Row:
 async def needs_of(model_name: str) -> LoadNeeds | None:
     """Return the needs and conflicts of a replica by the model's definition; None if it is not defined."""
     models = folder()
-    definition = await models.find(model_name)
+    definition = await load_info.find_definition(models, model_name)
     if definition is None:
         return None
-    need = load_request.estimate_need(definition, await models.sizes.of(definition))
+    files, readings = await models.sizes.of(definition), await in_thread(load_info.readings_of, definition)
+    need = load_request.estimate_need(definition, files, readings)
     return LoadNeeds(definition, need, await models.conflicting(definition))
 
 

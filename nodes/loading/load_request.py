@@ -6,7 +6,7 @@ LoadModel runs. The row stores the deadline, so another controller continues wit
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -190,27 +190,40 @@ SHARE, CARDS = "vram_share", "cards"
 """Payload keys of a waiting load's need: three in bytes, a boolean, a share of a card and of how many."""
 
 
-def estimate_need(definition: Definition, files: ModelFiles) -> Need:
+def estimate_need(definition: Definition, files: ModelFiles, readings: Sequence[fit.Reading] = ()) -> Need:
     """Return the need of a load (R2.40, R2.37, D-FIT).
 
-    What the definition states comes first, then the share of a card that its backend takes.
+    What the definition states comes first, then the share of a card that its backend takes, then `readings`
+    of the memory that its engines took.
     """
     options, backend = definition.options, definition.backend
     share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
     kind = fit.device_kind(backend)
     terms: fit.Terms = (("stated", definition.vram),) if definition.vram else ()
+    counted: Sequence[fit.Reading] = ()
     by_gpu: fit.Pairs = ()
     contexts: fit.Pairs = ()
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
-    if not terms and not share and kind != "cpu" and files.weights > 0:
+    if not terms and not share and kind != "cpu":
         load_options = fit.load_options(options)
-        terms = fit.estimate(files, load_options, kind)
-        contexts = fit.smaller_contexts(files, load_options, kind)
-        by_gpu = fit.by_gpu(files, load_options, kind) if own_gpus else ()
+        terms, counted = fit.learned(fit.estimate(files, load_options, kind), readings)
+        if files.weights > 0:
+            contexts = fit.smaller_contexts(files, load_options, kind)
+            by_gpu = fit.by_gpu(files, load_options, kind) if own_gpus else ()
     need = _need_of(
         fit.total_bytes(terms), memory.required_disk(files.payload), files.payload, own_gpus=own_gpus
     )
-    return replace(need, vram_share=share, cards=cards, terms=terms, by_gpu=by_gpu, contexts=contexts)
+    return replace(
+        need,
+        vram_share=share,
+        cards=cards,
+        terms=terms,
+        by_gpu=by_gpu,
+        contexts=contexts,
+        source="stated" if definition.vram else "learned" if counted else "estimated",
+        readings=len(counted),
+        learned_at=max((reading.at for reading in counted), default=""),
+    )
 
 
 def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:

@@ -60,6 +60,14 @@ NEED = Shape(
             optional=True,
         ),
         field("by_gpu", mapping(_BYTES), "The part of each GPU that the definition names.", optional=True),
+        field(
+            "source",
+            {"type": "string", "enum": ["stated", "learned", "estimated"]},
+            "Where `vram` comes from: the definition, readings of former loads, or the estimate.",
+            optional=True,
+        ),
+        field("readings", count(), "From how many loads it was learned.", optional=True),
+        field("learned_at", TEXT, "When the newest of them was read; empty unless learned.", optional=True),
     ],
 )
 NODES = Shape(

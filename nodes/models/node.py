@@ -195,6 +195,8 @@ class BackendNode(models.Model):
     returned_vram = models.BigIntegerField(default=0, db_default=0, editable=False)
     """Bytes that engines have freed since the reading at `returned_beside`; void with any other reading."""
     returned_beside = _when()
+    newest_load = models.UUIDField(null=True, editable=False)
+    """Id of the replica whose load was the last to reserve a slot."""
     inventory_at = _when()
     """Time of the worker's last list in `backends`; null if it was never requested."""
     inventory_due_at = _when()

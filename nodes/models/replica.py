@@ -247,6 +247,10 @@ class NodeModel(models.Model):
     """Time of that reading; null = there was none."""
     loaded_at = models.DateTimeField(null=True, blank=True)
     """Time of its publication."""
+    vram_alone = models.BooleanField(default=False, db_default=False)
+    """True if it was reserved when no other engine used its GPUs and no other load ran on its node."""
+    measured_at = models.DateTimeField(null=True, blank=True)
+    """Time when a reading of its memory was stored in `ModelLoadInfo`, or given up; null = not yet."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
     model_options = models.JSONField(default=dict, blank=True)
     config_revision = models.CharField(max_length=64, blank=True, default="")

@@ -18,11 +18,17 @@ from localai_cluster.kit import clock, errors, names
 
 
 class ModelLoadInfo(models.Model):
-    """The parameters of a model's last load (R1.6); the row outlives the replicas."""
+    """How a model was last loaded (R1.6), and the memory that its engines took; it outlives rows, nodes."""
 
     model_name = models.CharField(max_length=255, unique=True)
     backend_type = models.CharField(max_length=255)
     model_options = models.JSONField(default=dict)
+    definition = models.JSONField(default=dict, db_default={}, editable=False)
+    """The definition of that load (`nodes/loading/load_info.py`); empty if it cannot be stored."""
+    withdrawn_at = models.DateTimeField(null=True, editable=False)
+    """Time since which a person has deleted or disabled the definition: it is not loaded from this row."""
+    memory = models.JSONField(default=list, db_default=[], editable=False)
+    """Readings of the memory of its engines, by definition, backend build and kind of device."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 

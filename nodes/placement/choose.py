@@ -107,6 +107,12 @@ class Need:
     """
     contexts: Pairs = ()
     """The definition's context and smaller ones in tokens, each with the bytes that it saves."""
+    source: str = "estimated"
+    """The source of `vram`: `stated` by the definition, `learned` from former loads, or `estimated`."""
+    readings: int = 0
+    """The number of readings that it was learned from."""
+    learned_at: str = ""
+    """The time of the newest of them in ISO 8601."""
 
     def shares(self, free: int, free_by_gpu: FreeByGpu, needed: int) -> BytesByGpu | None:
         """Return the bytes of each GPU for `needed` bytes (`fit_gpus`); None if the memory is lacking."""

@@ -4,6 +4,8 @@
 terms; their sum is the need (D-FIT). Each function names its source. "llama.cpp" means the sources of build
 11549 and the buffers that it reports, which `docs/fit.md` compares with the terms. Without a header the terms
 are the file's size and 2 KiB for each token (R2.41).
+
+`learned` replaces an estimate by the readings of former loads.
 """
 
 from bisect import bisect_right
@@ -285,6 +287,35 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
         "buffers": buffers(model, load, kind) * (1 if kind == "cpu" else load.gpus),
         "output": output_buffer(model, load, kind),
     }
+
+
+MOST_READINGS = 5
+"""Readings of one definition, backend build and kind of device that are kept; the largest counts."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The bytes that an engine took after one load, and the time in ISO 8601."""
+
+    size: int
+    at: str
+    own: bool
+    """True for the figure of the process itself; False for a difference of two readings of its device."""
+
+
+def learned(terms: Terms, readings: Sequence[Reading]) -> tuple[Terms, Sequence[Reading]]:
+    """Return the terms by the largest reading, never less than weights and context, and what they rest on.
+
+    A difference below that was disturbed, so it does not count: something else has freed memory. Without a
+    reading that counts the estimate stays.
+    """
+    floor = tuple((name, size) for name, size in terms if name in ("weights", "context"))
+    least = total_bytes(floor)
+    counted = [reading for reading in readings if reading.own or reading.size >= least]
+    rest = max((reading.size for reading in counted), default=0) - least
+    if not counted:
+        return terms, ()
+    return (*floor, ("measured", rest)) if rest > 0 else floor, counted
 
 
 def total_bytes(terms: Terms) -> int:

@@ -30,7 +30,7 @@ from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.web.shapes import Row
 from nodes.decisions import scale_records
 from nodes.definitions import folder
-from nodes.loading import load_explanation, load_request
+from nodes.loading import load_explanation, load_info, load_request
 from nodes.loading.load_explanation import NewNodes, PlanRequest, PlanSnapshot, needs_of
 from nodes.loading.load_request import KIND
 from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATISFIED
@@ -81,7 +81,7 @@ def run_pass(*, tick: bool) -> bool:
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
-            rules, revisions = passes.read_desired_states(), definition_revisions()
+            rules, revisions = passes.read_desired_states(), definition_revisions(withdraws=True)
             ruled = {desired_state.model: desired_state for desired_state in rules}
             desired_states = [
                 *rules,
@@ -168,13 +168,23 @@ def _hosts(keys: Iterable[str]) -> list[FleetNode]:
     return [FleetNode(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
 
 
-def definition_revisions() -> dict[str, str] | None:
-    """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
+def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
+    """Of the models that a definition is there for (R4.21); None while the folder does not answer.
+
+    With those of the last loads in place of files that cannot be read. `withdraws`: records of models whose
+    definition is gone or disabled are not loaded from any more.
+    """
+    models = folder.folder()
     try:
-        return {definition.name: definition.revision for definition in asyncio.run(folder.folder().all())}
+        defined = asyncio.run(models.all())
+        unreadable = asyncio.run(models.unreadable_files())
     except folder.FolderUnresponsive as hangs:
         log.warning("replicas: %s", hangs.message)
         return None
+    if withdraws:
+        load_info.withdraw(defined, unreadable, clock.now())
+    revisions = {definition.name: definition.revision for definition in defined}
+    return load_info.revisions_of_unreadable(unreadable) | revisions
 
 
 def apply_decision(decision: RuleDecision, now: datetime) -> RuleDecision:

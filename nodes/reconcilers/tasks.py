@@ -11,6 +11,7 @@ from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
 from nodes.figures import store as figures
+from nodes.loading import load_info
 from nodes.models import PlacementLog, PlacementRecord, StoredResponse
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
@@ -63,7 +64,8 @@ def liveness() -> None:
 
 @left_out_in_an_outage
 def state_pass() -> None:
-    """Make controllers check doubtful engines, correct request counts, and report engines that do not stop.
+    """Make controllers check doubtful engines, correct request counts, report engines that do not stop, and
+    learn from the readings of nodes.
 
     Return at once if another process holds the lock.
     """
@@ -73,6 +75,7 @@ def state_pass() -> None:
         now = clock.now()
         checks.request_checks(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
         corrected = recount()
+        load_info.learn_from_readings(now=now)
     if stuck_engines := unload_requests.report_stuck(now=now):
         log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:

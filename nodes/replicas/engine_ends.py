@@ -193,6 +193,9 @@ def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> Non
     if rows:
         with connection.cursor() as cursor:
             cursor.execute(_DELETE, {"ids": [row.pk for row in rows]})
+        nodes = {row.node_id for row in rows if row.phase not in states.WITHOUT_ENGINE}
+        if nodes:  # after commit, as nodes are locked before replicas
+            transaction.on_commit(lambda: reserved_memory.note_ended_engines(nodes), robust=True)
     if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.encode, announced))
         transaction.on_commit(lambda: hooks.call_hooks(announced))

@@ -20,7 +20,7 @@ from django.db.models.expressions import CombinedExpression
 from django.db.models.functions import Greatest, Least
 
 from nodes.decisions import fleet_cache
-from nodes.models import BackendNode, NodeModel
+from nodes.models import BackendNode, NodeModel, Phase
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
@@ -125,6 +125,8 @@ def reserve_for_load(
         "vram_seen": node.available_vram,
         "vram_seen_at": node.vram_read_at,
         "gpus": [_row(by_index[index], share) for index, share in expected.items()],
+        # With memory that others still hold, or on GPUs that it may not keep to, its own part is unknown.
+        "vram_alone": bool(shares or not expected) and not soon and has_device_alone(node, shares or ()),
     }
     gpus = (
         GpuShare(by_index[index]["uuid"] or str(index), share)
@@ -132,6 +134,61 @@ def reserve_for_load(
         if not need.own_gpus
     )
     return MemoryReservation(columns, tuple(gpus))
+
+
+def reserve_unknown(node: BackendNode) -> MemoryReservation:
+    """Reserve nothing for a load whose need is unknown; its engine sees all GPUs. Needs the node's lock."""
+    reading = {"vram_seen": node.available_vram, "vram_seen_at": node.vram_read_at}
+    return MemoryReservation({**reading, "vram_alone": has_device_alone(node, ())})
+
+
+def note_ended_engines(node_ids: Collection[UUID]) -> None:
+    """Record that the last readings of these nodes are from before the end of an engine; one statement.
+
+    Must not run in the transaction that locks replicas. A lost note only lets a load be measured against a
+    reading that shows too little free memory; that reading counts only if it is plausible (`fit.learned`).
+    """
+    stale = BackendNode.objects.filter(pk__in=node_ids, vram_read_at__isnull=False)
+    stale = stale.exclude(returned_beside=F("vram_read_at")).order_by("id")
+    with transaction.atomic():
+        locked = stale.select_for_update(no_key=True).values("pk")
+        BackendNode.objects.filter(pk__in=locked).update(returned_vram=0, returned_beside=F("vram_read_at"))
+
+
+def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
+    """Return True if no other engine uses these GPUs, none = all, and no other load runs on the node.
+
+    Needs the node's lock.
+    """
+    read_at = node.vram_read_at
+    if read_at is None or node.returned_beside == read_at:
+        return False
+    others = NodeModel.engines.filter(node=node).values_list("phase", "loaded_at", "gpus")
+    return all(
+        phase == Phase.SERVING
+        and loaded_at <= read_at
+        and gpus
+        and used
+        and not {gpu["index"] for gpu in used} & set(gpus)
+        for phase, loaded_at, used in others
+    )
+
+
+def taken_since_load(row: NodeModel) -> int:
+    """Return by how many bytes its load has reduced the free memory of its GPUs; 0 = unknown.
+
+    Known only if it was alone there, and no other load has begun on its node before the last reading. A
+    budget of the node hides a part of its total.
+    """
+    node = row.node
+    if not row.vram_alone or node.newest_load != row.pk:
+        return 0
+    if not row.gpus:
+        return 0 if node.vram_budget_bytes else max(row.vram_seen - node.available_vram, 0)
+    free = {gpu["index"]: gpu["free_vram"] for gpu in node.gpus}
+    if any(gpu["index"] not in free for gpu in row.gpus):
+        return 0
+    return max(sum(gpu["seen"] - free[gpu["index"]] for gpu in row.gpus), 0)
 
 
 def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:

@@ -105,6 +105,7 @@ def reserve(
             updated_at=now,
             **memory.columns,
         )
+        BackendNode.objects.filter(pk=node.pk).update(newest_load=row.pk)
         if why is not None:
             victims = room.victims if room is not None else ()
             decision_log.record(why.at_index(index), now=now, victims=victims)
@@ -137,7 +138,7 @@ def _memory(
     memory = (
         reserved_memory.reserve_for_load(node, need, now=now, soon=soon)
         if need.vram > 0 or need.vram_share > 0
-        else reserved_memory.MemoryReservation({})
+        else reserved_memory.reserve_unknown(node)
     )
     if memory is None:
         return NoSlot(RefusalReason.GPUS if node.gpus else RefusalReason.MEMORY)
@@ -208,13 +209,15 @@ def publish(
     now: datetime,
     options_hash: str = "",
     replaces: UUID | None = None,
+    remembered: Mapping[str, Any] = types.MappingProxyType({}),
     result: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> bool:
     """Make the slot a replica that receives traffic; False when the attempt does not own it any more.
 
     `options_hash`: fingerprint of the options that the engine got, which the node may have changed (R2.80).
-    The replica that it replaces leaves the picks with it: there is no moment with neither or with both. The
-    operation keeps the `result` from then on: a repeated attempt has nothing to load.
+    `remembered`: further columns of the model's load record. The replica that it replaces leaves the picks
+    with it: there is no moment with neither or with both. The operation keeps the `result` from then on: a
+    repeated attempt has nothing to load.
     """
     with committed("load.publish"):
         try:
@@ -242,7 +245,7 @@ def publish(
             model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
             ModelLoadInfo.objects.update_or_create(
                 model_name=model_name,
-                defaults={"backend_type": backend, "model_options": options, "updated_at": now},
+                defaults={"backend_type": backend, "model_options": options, "updated_at": now, **remembered},
             )
             if former is not None:
                 terminations.replace([former], now=now)

@@ -48,6 +48,7 @@ def loads() -> list[Round]:
         *_each("load.start", COMMIT, CONTROLLER, "load", do.load),
         *_each("load.answer", COMMIT, CONTROLLER, "load", do.load),
         *_each("load.publish", COMMIT, CONTROLLER, "load", do.load),
+        *_each("load.learn", COMMIT, CONTROLLER, "load", do.load),
         *_each("ledger.renew", COMMIT, CONTROLLER, "load", do.load),
         *_each("ledger.progress", COMMIT, CONTROLLER, "load", do.load),
         *_each("ledger.finish", COMMIT, CONTROLLER, "load", do.load),

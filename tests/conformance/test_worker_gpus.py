@@ -53,3 +53,8 @@ async def test_an_engine_sees_the_gpus_that_were_chosen_for_it(bus: NatsBus, run
     both = await install(large, small)
     assert (both.gpus, visible(both)) == ((large, small), f"{large},{small}")
     await eventually(lambda: free_of(running) == [21, 45], what="a beat with the engine on both")
+    running_subject = messages.subject("models.running", running.control_plane.node_id)
+    for request, vram in ((m.RunningRequest("m#0"), 6 * GIB), (m.RunningRequest(), 0)):
+        (engine,) = (await ask(bus, running_subject, request, m.RunningReply, 60)).models
+        # Issue 23: the memory of one engine, and only if it is asked for.
+        assert (engine.vram, engine.ram > 2**20) == (vram, vram > 0)

@@ -200,6 +200,19 @@ The compute buffers of eight of these models agree with those that gguf-parser-g
 publishes for a GPU within 4 % (`tests/unit/placement/test_fit.py`); the backend's own context
 (`BACKEND_CONTEXT` in `nodes/placement/fit.py`) is a published figure.
 
+## Learned
+
+An estimate ends where a reading begins. After each load the worker measures the engine: its processes' memory
+on the GPUs (NVML, ROCm) and their proportional share of the main memory. Where the worker does not tell (a
+stock worker, a container that hides process ids), the difference of the node's readings before and after the
+load counts, if no other engine used the same GPUs and no other load ran on the node. Otherwise nothing is
+learned. The largest of the last five readings of the same stored definition, backend build and kind of device
+is the need of the next load, never less than weights and context of the estimate; a difference below that was
+disturbed and does not count. Of three models that load on one GPU at once each is learned exactly by its own
+figure, and none without it (`tests/integration/loading/test_load_info.py`). Real GPUs: not measured.
+
+## The models
+
 | model | architecture | file, GiB | context | buffers | error of buffers | error |
 |---|---|---|---|---|---|---|
 """

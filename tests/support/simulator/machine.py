@@ -242,7 +242,7 @@ _HANDLERS: dict[str, tuple[type[Any], Callable[..., Awaitable[Any]], Callable[[s
     "backend.cancel": (m.CancelRequest, Machine._cancel, lambda text: m.CancelReply(error=text)),
     "backend.delete": (m.DeleteRequest, Machine._delete, lambda text: m.DeleteReply(error=text)),
     "backend.list": (m.Nothing, Machine._list, lambda text: m.ListReply(error=text)),
-    "models.running": (m.Nothing, Machine._models, lambda text: m.RunningReply(error=text)),
+    "models.running": (m.RunningRequest, Machine._models, lambda text: m.RunningReply(error=text)),
     "model.unload": (m.UnloadRequest, Machine._unload, lambda text: m.UnloadReply(error=text)),
     "model.stop": (m.StopModelRequest, Machine._stop_model, lambda text: m.StopModelReply(error=text)),
     "model.delete": (

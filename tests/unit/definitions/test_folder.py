@@ -36,6 +36,25 @@ def find(folder: Folder, name: str) -> Definition | None:
     return asyncio.run(folder.find(name))
 
 
+def test_files_that_are_no_definitions_are_told_from_those_that_are_gone(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Issue 23: a second definition of a name is readable, and so is an empty folder; a lost one is not."""
+    write("a.yaml", PLAIN)
+    write("b.yaml", PLAIN)
+    write("c.yml", "name: [")
+    clock = Clock()
+    folder = Folder(tmp_path, clock)
+    assert asyncio.run(folder.unreadable_files()) == {"c.yml"}
+    for name in ("a.yaml", "b.yaml", "c.yml"):
+        (tmp_path / name).unlink()
+    clock.now += 2
+    assert asyncio.run(folder.unreadable_files()) == frozenset()
+    tmp_path.rmdir()
+    clock.now += 2
+    assert asyncio.run(folder.unreadable_files()) is None
+
+
 def every(folder: Folder) -> list[Definition]:
     return asyncio.run(folder.all())
 

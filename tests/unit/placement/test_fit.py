@@ -376,3 +376,34 @@ def test_a_description_is_made_once() -> None:
         "llama", {"block_count": 1, "embedding_length": 8}, (Tensor("blk.0.a.weight", 0, (8, 8), 256),)
     )
     assert architectures.describe(header, 256) is architectures.describe(header, 256)
+
+
+_SIZES = st.integers(0, 2**40)
+
+
+@given(
+    terms=st.dictionaries(st.sampled_from(["weights", "context", "buffers", "backend"]), _SIZES),
+    readings=st.lists(st.tuples(_SIZES, st.booleans()), max_size=fit.MOST_READINGS),
+)
+def test_what_is_learned_is_the_largest_reading_and_never_below_weights_and_context(
+    terms: dict[str, int], readings: list[tuple[int, bool]]
+) -> None:
+    """Issue 23: a difference of readings below them was disturbed; without any other the estimate stays."""
+    estimated = tuple(terms.items())
+    floor = terms.get("weights", 0) + terms.get("context", 0)
+    given_readings = [fit.Reading(size, "2026-01-01", own) for size, own in readings]
+    learned, counted = fit.learned(estimated, given_readings)
+    assert [each for each in given_readings if each.own or each.size >= floor] == list(counted)
+    expected = max([floor, *(each.size for each in counted)]) if counted else sum(terms.values())
+    assert fit.total_bytes(learned) == expected
+    if not counted:
+        assert learned == estimated
+
+
+def test_backends_of_the_cpu_and_of_a_share_learn_nothing() -> None:
+    """The one needs no VRAM, the other takes the same share whatever it was seen to take."""
+    readings = [fit.Reading(9 * GIB, "2026-01-01", True)]
+    for backend in ("cpu-llama-cpp", "vllm"):
+        definition = parse_definition({**DOCUMENT, "backend": backend}, "m.yaml")
+        need = load_request.estimate_need(definition, ModelFiles(GIB), readings)
+        assert (need.vram, need.source, need.readings) == (0, "estimated", 0)

@@ -64,7 +64,8 @@ class Unkillable(EngineSupervisor):
 async def deleted(store: BackendStore, supervisor: EngineSupervisor) -> m.DeleteReply:
     """What the worker answers to the deletion of `b`."""
     bus: Any = Subscriptions()
-    commands = Commands(cast(Any, None), bus, store, supervisor, cast(Any, None), "i", Pauses(), lambda: None)
+    nothing = cast(Any, None)
+    commands = Commands(nothing, bus, store, supervisor, nothing, "i", Pauses(), lambda: None, nothing)
     await commands.subscribe("n")
     subject = messages.subject("backend.delete", "n")
     answer = await bus.handlers[subject](Message(subject, encode(m.DeleteRequest("b")), True))

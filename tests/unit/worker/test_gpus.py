@@ -4,15 +4,22 @@
 """
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pynvml
 import pytest
 
+from localai_cluster.kit import clock
 from localai_cluster.worker import hardware
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.gpu_drivers import (
@@ -41,6 +48,7 @@ class Library:
         self.count = count
         self.errors: dict[tuple[str, int | None], int] = {}
         self.opened = self.closed = 0
+        self.processes: dict[int, list[tuple[int, int | None]]] = {0: [], 1: []}
 
     def _check(self, function: str, index: int | None = None) -> None:
         for key in ((function, index), (function, None)):
@@ -94,6 +102,14 @@ class Library:
         self._check("nvmlDeviceGetTotalEccErrors", handle)
         counts = {(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC): 3}
         return counts[kind, counter]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
+        self._check("nvmlDeviceGetComputeRunningProcesses", handle)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes[handle]]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> Any:
+        self._check("nvmlDeviceGetGraphicsRunningProcesses", handle)
+        return self.nvmlDeviceGetComputeRunningProcesses(handle)[:1]
 
     def nvmlSystemGetDriverVersion(self) -> Any:
         self._check("nvmlSystemGetDriverVersion")
@@ -297,7 +313,7 @@ def test_other_texts_are_wrong_settings(text: str) -> None:
 def test_simulated_engines_take_memory_where_they_were_put() -> None:
     """Evenly from the GPUs that they were given; one that was given none takes it from the first."""
     users: list[tuple[str, ...]] = []
-    source = SimulatedGpus(simulation("2x24GiB:6GiB"), lambda: users)
+    source = SimulatedGpus(simulation("2x24GiB:6GiB"), lambda: list(enumerate(users)))
     one, two = (gpu.id for gpu in source.read())
 
     def free() -> list[int]:
@@ -306,6 +322,7 @@ def test_simulated_engines_take_memory_where_they_were_put() -> None:
     assert free() == [24, 24]
     users[:] = [(two,), (one, two)]
     assert free() == [21, 15]
+    assert [gpu.processes for gpu in source.read()] == [((1, 3 * GIB),), ((0, 6 * GIB), (1, 3 * GIB))]
     users[:] = [()]
     assert free() == [18, 24]
     users[:] = [(one,)] * 5
@@ -354,6 +371,69 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
     }
     assert Gpus.of((first, second)) == Gpus(32 * GIB, 13 * GIB, "amd", "", (first, second))
     assert hardware.detect_capability("", Gpus.of((second,)), tmp_path / "none") == "amd"
+
+
+async def test_an_engine_takes_what_its_processes_take_on_all_gpus(library: Library) -> None:
+    """Issue 23: the engine itself and its children, each once; without the driver's word it is not known."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    engine = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert await clock.wait_until(partial(has_child, engine.pid), timeout=60)
+        library.processes = {0: [(engine.pid, 2 * GIB), (1, GIB)], 1: [(children(engine.pid)[0], GIB)]}
+        ram, vram = await hardware.process_memory(engine.pid, GpuReader(Nvml(library)))
+        assert vram == 3 * GIB
+        assert 2**20 < ram < GIB
+        library.processes = {0: [(engine.pid, None)], 1: []}
+        assert (await hardware.process_memory(engine.pid, GpuReader(Nvml(library))))[1] == 0
+        library.errors["nvmlDeviceGetComputeRunningProcesses", None] = pynvml.NVML_ERROR_NOT_SUPPORTED
+        assert (await hardware.process_memory(engine.pid, GpuReader(Nvml(library))))[1] == 0
+        library.errors["nvmlInit", None] = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        assert (await hardware.process_memory(engine.pid, GpuReader(Nvml(library))))[1] == 0
+    finally:
+        os.killpg(engine.pid, signal.SIGKILL)
+        await engine.wait()
+    assert await hardware.process_memory(engine.pid, GpuReader(FirstDriver())) == (0, 0)
+
+
+async def has_child(pid: int) -> bool:
+    return bool(children(pid))
+
+
+def children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
+
+
+async def test_a_measurement_does_not_use_a_read_that_began_before_it(
+    hung: tuple[GpuReader, Callable[[], None], list[int]],
+) -> None:
+    """It may be from before the engine's memory was allocated."""
+    reader, let_go, asked = hung
+    former = asyncio.create_task(reader.read())
+    await asyncio.sleep(0)
+    measured = asyncio.create_task(reader.read_anew())
+    await asyncio.sleep(0)
+    let_go()
+    assert await former == await measured
+    assert len(asked) == 2
+
+
+def test_the_processes_of_an_amd_gpu_are_those_of_rocm(tmp_path: Path) -> None:
+    """By the id that ROCm has for the card; a process without memory there is left out."""
+    amd_card(tmp_path, 0)
+    kfd = tmp_path / "kfd"
+    for number, unique in ((0, 0), (1, 0x9246A27D3E3C7100)):
+        node = kfd / "topology" / "nodes" / str(number)
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(f"{number * 4711}\n")
+        (node / "properties").write_text(f"cpu_cores_count 0\nunique_id {unique}\n")
+    for pid, used in (("77", 3 * GIB), ("78", 0)):
+        (kfd / "proc" / pid).mkdir(parents=True)
+        (kfd / "proc" / pid / "vram_4711").write_text(f"{used}\n")
+        (kfd / "proc" / pid / "vram_9").write_text("1\n")
+    (gpu,) = AmdGpus(tmp_path, kfd).read()
+    assert gpu.processes == ((77, 3 * GIB),)
 
 
 def test_what_an_amd_card_does_not_tell_is_absent(tmp_path: Path) -> None:

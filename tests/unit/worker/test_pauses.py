@@ -79,7 +79,7 @@ async def handlers(found: Pauses) -> dict[str, Any]:
     """Those of a worker that has nothing else: whatever begins fails."""
     bus = PlayedBus()
     nothing = cast(Any, None)
-    await Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: None).subscribe("n")
+    await Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: None, nothing).subscribe("n")
     return bus.handlers
 
 
@@ -112,7 +112,7 @@ async def test_what_waits_when_another_server_is_served_is_never_begun() -> None
     found, last = ticked(after=1.0)
     bus, stops = PlayedBus(), []
     nothing = cast(Any, None)
-    served = Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: stops.append(1))
+    served = Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: stops.append(1), nothing)
     await served.subscribe("n")
     former = dict(bus.handlers)
     await served.unsubscribe()

@@ -1,0 +1,206 @@
+"""What a model needs and how it was last loaded, beyond every row and node: `ModelLoadInfo`.
+
+After each load its controller has the worker measure the engine. Where the worker does not tell, as a stock
+worker, a pass compares the node's readings before and after the load, if the engine had its GPUs alone. A
+reading counts once for each replica, and the next placement uses the largest of the last five of the same
+definition, backend build and kind of device (`fit.learned`). What the model takes on a node without VRAM is
+main memory; no placement uses it.
+
+A definition that cannot be read is replaced by that of the last load, never one that a person has deleted or
+disabled. A folder that is empty has no definitions, so an empty mount point counts as deleted ones.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from django.contrib.postgres.expressions import ArraySubquery
+from django.db import DatabaseError
+from django.db.models import Case, F, Value, When
+from django.db.models.functions import Coalesce, JSONObject, NullIf
+
+from localai_cluster.kit import clock, names
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.messaging.messages import RunningModel
+from nodes.commands.outcomes import Done, Unreadable
+from nodes.definitions.files import Definition
+from nodes.definitions.folder import Folder, FolderUnresponsive
+from nodes.loading.load_attempts import Attempt
+from nodes.models import ModelLoadInfo, NodeBackend, NodeModel, Phase
+from nodes.placement.fit import LARGEST, MOST_READINGS, Reading
+from nodes.replicas import reserved_memory
+from operations.executor.work import in_thread
+
+log = logging.getLogger(__name__)
+
+MEASURED_WITHIN = 3.0
+"""Seconds that a worker has to measure an engine; the load has ended for everyone who waits for it."""
+SETTLES = timedelta(seconds=2)
+"""From the end of a load to a reading that shows all of its memory: clocks differ, and readings travel."""
+MOST_KEYS = 8
+"""Definitions, builds and devices whose readings are kept for a model, the latest ones."""
+_BUILD = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
+_DEVICE = Case(When(node__total_vram=0, then=Value("cpu")), default=F("node__gpu_vendor"))
+_KEY = JSONObject(build=_BUILD, device=_DEVICE)
+
+
+def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
+    """Return the columns that keep the definition of a load."""
+    stored = {}
+    with suppress(UnicodeEncodeError):  # lone surrogates; nor does PostgreSQL store NUL
+        content = msgspec.json.encode(definition)
+        stored = {} if b"\\u0000" in content else json.loads(content)
+    return {"definition": stored, "withdrawn_at": now if definition.disabled else None}
+
+
+async def find_definition(models: Folder, name: str) -> Definition | None:
+    """Return the model's definition, or that of its last load while the file or the folder is unreadable.
+
+    Raises FolderUnresponsive if there is none and the folder does not respond.
+    """
+    try:
+        definition = await models.find(name)
+    except FolderUnresponsive:
+        if (remembered := await in_thread(_remembered, name, None)) is not None:
+            return remembered
+        raise
+    if definition is not None or (unreadable := await models.unreadable_files()) == frozenset():
+        return definition
+    return await in_thread(_remembered, name, unreadable)
+
+
+def _remembered(name: str, unreadable: frozenset[str] | None) -> Definition | None:
+    if names.unprintable(name):
+        return None
+    return next(iter(_definitions(ModelLoadInfo.objects.filter(model_name=name), unreadable)), None)
+
+
+def revisions_of_unreadable(unreadable: frozenset[str] | None) -> dict[str, str]:
+    """Return the revisions of the models whose definitions cannot be read, None = all files; one query."""
+    if unreadable == frozenset():
+        return {}
+    found = _definitions(ModelLoadInfo.objects.all(), unreadable)
+    return {definition.name: definition.revision for definition in found}
+
+
+def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Definition]:
+    kept = infos.filter(withdrawn_at__isnull=True)
+    for content in kept.exclude(definition={}).values_list("definition", flat=True):
+        with suppress(msgspec.ValidationError):  # another version has stored it
+            definition = msgspec.convert(content, Definition)
+            if unreadable is None or definition.source in unreadable:
+                yield definition
+
+
+def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, now: datetime) -> int:
+    """Withdraw the records of models whose definition is gone or disabled; return how many.
+
+    `defined` are the usable definitions. While the folder cannot be read, nothing is known.
+    """
+    if unreadable is None:
+        return 0
+    enabled = [definition.name for definition in defined if not definition.disabled]
+    gone = ModelLoadInfo.objects.filter(withdrawn_at__isnull=True).exclude(model_name__in=enabled)
+    return gone.exclude(definition__source__in=sorted(unreadable)).update(withdrawn_at=now)
+
+
+def readings_of(definition: Definition) -> list[Reading]:
+    """Return the readings for builds of its backend that nodes with VRAM have installed; one query."""
+    installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
+    infos = ModelLoadInfo.objects.filter(
+        model_name=definition.name, memory__contains=[{"revision": definition.revision}]
+    )
+    row = infos.values_list("memory", ArraySubquery(installed.values_list(_KEY).distinct())).first()
+    if row is None:
+        return []
+    memory, keys = row
+    return [
+        Reading(*reading)
+        for entry in memory
+        if entry["revision"] == definition.revision
+        and {"build": entry["build"], "device": entry["device"]} in keys
+        for reading in entry["readings"]
+    ]
+
+
+async def learn(attempt: Attempt) -> None:
+    """Have the worker measure the engine that has just begun to serve; a failure loses only this reading."""
+    try:
+        outcome = await attempt.worker.running(attempt.process_key, MEASURED_WITHIN)
+        if isinstance(outcome, Unreadable):
+            log.warning(
+                "%s: its report of %s: %s", attempt.slot.node_name, attempt.process_key, outcome.reason
+            )
+        if isinstance(outcome, Done):
+            found = (model for model in outcome.reply.models if _key_of(model) == _slot_key(attempt))
+            if (engine := next(found, None)) is not None:
+                await in_thread(store_report, attempt.slot.id, engine, now=clock.now())
+    except DatabaseError as error:
+        log.warning("the memory of %s was not stored: %s", attempt.process_key, error)
+
+
+def _key_of(model: RunningModel) -> tuple[str, int]:
+    return model.model_id, model.replica_index
+
+
+def _slot_key(attempt: Attempt) -> tuple[str, int]:
+    return attempt.definition.name, attempt.slot.replica_index
+
+
+def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bool:
+    """Store what the worker has measured; False without a figure, or if a reading of the replica counts."""
+    row = _unmeasured().filter(pk=replica_id).first()
+    if row is None or row.address.rpartition(":")[2] != engine.address.rpartition(":")[2]:
+        return False
+    node = row.node
+    unified = node.gpu_vendor == "apple"
+    size, total = (
+        (engine.vram, node.total_vram) if node.total_vram and not unified else (engine.ram, node.total_ram)
+    )
+    if not 0 <= size <= (total or LARGEST):
+        log.warning("%s reports %d bytes for %s, which is impossible", node.name, size, row)
+        return False
+    return _store(row, size, own=True, now=now)
+
+
+def learn_from_readings(*, now: datetime) -> int:
+    """Store what engines took of the free memory of their GPUs, which they had alone; return how many."""
+    ready = _unmeasured().filter(vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLES)
+    return sum(
+        _store(row, reserved_memory.taken_since_load(row), own=False, now=now) for row in ready.order_by("id")
+    )
+
+
+def _unmeasured() -> Any:
+    return NodeModel.objects.filter(phase=Phase.SERVING, measured_at__isnull=True).select_related("node")
+
+
+def _store(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
+    """Add the reading of a replica, once, to those of its model; without a figure nothing is learned.
+
+    A later reading may still come unless this one was the difference of the node's readings.
+    """
+    installed = NodeBackend.objects.named(row.backend_type).filter(node=row.node)
+    key = installed.order_by("is_meta", "name").values_list(_KEY, flat=True).first()
+    known = size > 0 and key is not None
+    if own and not known:
+        return False
+    with committed("load.learn"):
+        if not _unmeasured().filter(pk=row.pk).update(measured_at=now) or not known:
+            return False
+        info = ModelLoadInfo.objects.select_for_update().filter(model_name=row.model_name).first()
+        if info is None or info.model_options != row.model_options:
+            return False  # loaded otherwise than its definition says
+        entry = {"revision": row.config_revision, **key}
+        reading = [size, now.isoformat(), own]
+        former = [old for old in info.memory if {**old, **entry} == old]
+        readings = [*(former[0]["readings"] if former else ()), reading][-MOST_READINGS:]
+        others = [old for old in info.memory if old not in former]
+        info.memory = [*others, {**entry, "readings": readings}][-MOST_KEYS:]
+        info.save(update_fields=["memory"])
+    return True
