@@ -10,7 +10,7 @@ the refused nodes, so that the caller can report what is missing.
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -102,6 +102,10 @@ class Need:
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
     cards: int = 0
     """The number of cards of which it takes the share; 0 without a share."""
+    partial: tuple[tuple[int, int], ...] = ()
+    """Numbers of layers on the GPU and the bytes needed with them, most first; empty: all layers or none."""
+    unknown_fits: bool = False
+    """True if a node that reports no memory counts as one that has it."""
 
     def vram_on(self, card_vram: int) -> int:
         """Return the bytes that it needs of a node whose average card has `card_vram` bytes; 0 = unknown."""
@@ -109,9 +113,17 @@ class Need:
             return self.vram
         return min(int(card_vram * self.vram_share) * self.cards, LARGEST)
 
+    def requires_memory(self, *, is_reported: bool) -> bool:
+        """Return True if a node must have the memory; `is_reported`: it reports how much it has."""
+        return self.vram_required and (is_reported or not self.unknown_fits)
+
     def lacks_card(self, card_vram: int) -> bool:
         """Return True if it must have a share of a card and the node reports none."""
-        return self.vram_required and self.vram_share > 0 and not card_vram
+        return self.requires_memory(is_reported=False) and self.vram_share > 0 and not card_vram
+
+    def with_layers(self, layers: int) -> "Need":
+        """Return the need with so many layers on the GPU; 0: as defined."""
+        return replace(self, vram=dict(self.partial)[layers], terms=(), partial=()) if layers else self
 
 
 NO_NEED = Need()
@@ -156,6 +168,11 @@ class Candidate:
     """True if the model's backend is installed; None = not read, because nodes are told apart by other facts
     (`decisions/fleet_queries.py`).
     """
+
+    @property
+    def reports_memory(self) -> bool:
+        """Return True if the node reports its memory."""
+        return max(self.available_vram, self.most_vram, self.card_vram) > 0
 
     def describe_conflicts(self) -> str:
         """Return why the node takes a model beside those of its concurrency groups, for people."""
@@ -238,7 +255,7 @@ def find_refusal(
         return Reason.FULL
     if need.lacks_card(node.card_vram):
         return Reason.MEMORY
-    if need.vram_required and not has_memory(node, need):
+    if need.requires_memory(is_reported=node.reports_memory) and not has_memory(node, need):
         return Reason.MEMORY if node.free_vram < vram_needed(node, need) else Reason.GPUS
     return Reason.SILENT if node.id in backed_off else None
 

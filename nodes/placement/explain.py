@@ -99,6 +99,8 @@ class Explanation:
     node: Candidate | None
     replica_index: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+    gpu_layers: int = 0
+    """Layers on the GPU, fewer than the definition allows; 0: as defined."""
 
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
@@ -125,7 +127,10 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
 
 
 def _need_facts(need: Need) -> dict[str, Any]:
-    return {**asdict(need), "terms": dict(need.terms)}
+    inner = ("partial", "unknown_fits")
+    return {name: value for name, value in asdict(need).items() if name not in inner} | {
+        "terms": dict(need.terms)
+    }
 
 
 NO_FLEET: Mapping[str, Any] = {
