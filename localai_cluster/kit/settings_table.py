@@ -205,8 +205,10 @@ class ClusterSettings(SharedSettings):
     """Time during which requests get the error of a failed load before it is tried again (C33)."""
     unload_grace: Duration = setting("CLUSTER_UNLOAD_GRACE", "30s")
     """Time for the running requests of an unloaded replica, unless a request says `deadline_seconds`."""
-    vram_policy: Literal["prefer", "require"] = setting("LOCALAI_VRAM_POLICY", "prefer")
-    """What lack of VRAM means for a load (R2.32): `prefer` or `require` ([below](#vram))."""
+    vram_policy: Literal["fit", "require", "ignore", "prefer"] = setting("LOCALAI_VRAM_POLICY", "fit")
+    """What lack of VRAM means for a load (R2.32): `fit`, `require` or `ignore` ([below](#vram))."""
+    least_serving: Annotated[float, Meta(ge=0, le=1_000_000)] = setting("CLUSTER_LEAST_SERVING", "5")
+    """How many times its load time a replica serves before `fit` evicts it ([below](#vram))."""
     disk_headroom_check: bool = setting("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", "true")
     """Refuse nodes with too little free disk; `false` only warns ([below](#disk), R2.39)."""
     shared_models: bool = setting("LOCALAI_DISTRIBUTED_SHARED_MODELS", "false")

@@ -110,6 +110,8 @@ def _eviction(decided: DecisionRecord, victim: Resident, now: datetime) -> Place
 
 def describe_eviction(model_name: str, victim: Resident) -> str:
     """Return the reason for the eviction of a replica for a load of `model_name`."""
+    if victim.in_flight:
+        return f"makes room for {model_name} when its requests have ended: its least time is over"
     return (
         f"makes room for {model_name}: idle since {victim.last_used:%Y-%m-%d %H:%M:%S} UTC,"
         " the least recently used of what may go there"

@@ -256,6 +256,8 @@ class Definition:
     """`vram_needed`: the bytes of VRAM that a replica needs, 0 = estimated; not part of the revision."""
     disabled: bool = False
     """`disabled`: never loaded while its file cannot be read; not part of the revision."""
+    auto_layers: bool = False
+    """`gpu_layers: auto`: fewer layers go to the GPU where not all fit; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Modification time of the file in seconds since 1970; not part of the revision."""
 
@@ -275,7 +277,10 @@ def parse_definition(document: object, source: str) -> Definition:
     backend = _text(document, "backend")
     _check_paths(name, backend)
     model = _text(parameters, "model", "parameters.model")
-    options = {**_DEFAULTS, "Model": model, **_options_of({**parameters, **document})}
+    settings = {**parameters, **document}
+    if auto_layers := settings.get("gpu_layers") == "auto":
+        del settings["gpu_layers"]
+    options = {**_DEFAULTS, "Model": model, **_options_of(settings)}
     cases, warnings = parse_use_cases(document.get("known_usecases"), backend, options)
     generation = parse_generation(document, parameters)
     return Definition(
@@ -291,6 +296,7 @@ def parse_definition(document: object, source: str) -> Definition:
         document.get("token_ids") is True,
         _stated_bytes(document, "vram_needed"),
         document.get("disabled") is True,
+        auto_layers,
     )
 
 

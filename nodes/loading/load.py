@@ -138,11 +138,12 @@ class LoadModel:
         return attempt, placement.eviction
 
     async def _run(self, attempt: Attempt, eviction: PendingEviction | None) -> Mapping[str, Any]:
-        if eviction is not None:
-            await wait_until_evicted(eviction, attempt.work, attempt.slot)
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
+        options |= attempt.slot.options
         located, without = await staging.stage_files(attempt, options, self._transfer_limits)
+        if eviction is not None:
+            await wait_until_evicted(eviction, attempt.work, attempt.slot)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
         result = {

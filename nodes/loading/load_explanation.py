@@ -90,8 +90,14 @@ class PlanRequest:
 def need_for(vram: int, disk: int) -> Need:
     """Return a need in bytes; the settings determine what is required (R2.32, R2.39)."""
     settings = conf.cluster()
-    require = settings.vram_policy == "require"
-    return Need(vram, require, disk, settings.disk_headroom_check, disk, source="stated")
+    return Need(
+        vram,
+        disk=disk,
+        disk_required=settings.disk_headroom_check,
+        files=disk,
+        source="stated",
+        **load_request.memory_rules(),
+    )
 
 
 def plan(question: PlanRequest, now: datetime) -> Row:
@@ -136,9 +142,10 @@ def read_plan_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = T
     fleet = fleet_queries.mark_installed(fleet, question.backend)
     added = list(added_nodes(question.nodes))
     residents = eviction.residents([node.id for node in fleet], now=now)
+    claimed = load_request.nodes_claimed_before(now, now)
     return PlanSnapshot(
         LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
-        EvictionCandidates(residents, eviction.guard(model, residents, now=now)),
+        EvictionCandidates(residents, eviction.guard(model, residents, now=now, claimed=claimed)),
         frozenset(str(node.id) for node in added),
     )
 
@@ -281,7 +288,8 @@ def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tupl
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))
     excluded_nodes = backed_off_nodes(backoffs, now) | refusing_nodes
     question, decision = decide(wanted, request, backoffs, excluded_nodes, refusing_nodes)
-    explanation = decide_load(question, decision, find_eviction(name, question, decision))
+    created_at = load.created_at if load is not None else None
+    explanation = decide_load(question, decision, find_eviction(name, question, decision, created_at))
     return explanation, _read_memory(name, question.view, now)
 
 

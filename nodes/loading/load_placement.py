@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import assert_never
 from uuid import UUID
 
-from localai_cluster.kit import clock, leases
+from localai_cluster.kit import clock, conf, leases
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import INSTALL
@@ -28,7 +28,7 @@ from nodes.decisions.snapshot_log import SnapshotSections
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts, load_request
 from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
-from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
+from nodes.loading.load_request import LACKS_ROOM, TURN, LoadRequest, request_of
 from nodes.loading.load_snapshots import encode_load
 from nodes.models import NodeBackend, ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
@@ -70,6 +70,8 @@ class PendingEviction:
 
     replicas: tuple[UUID, ...]
     why: str
+    seconds: float = eviction.STOPS_WITHIN.total_seconds()
+    """Limit for their stops, with the requests that run there."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leas
         )
         victims = None
         if question.lacking(decision):
-            victims = await in_thread(find_eviction, wanted.definition.name, question, decision)
+            created = work.operation.created_at
+            victims = await in_thread(find_eviction, wanted.definition.name, question, decision, created)
         explanation = decide_load(question, decision, victims)
         if explanation.node is None:
             lacks_room = await in_thread(_lacks_room, request, question, decision)
@@ -137,10 +140,8 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leas
         slot = await in_thread(_reserve, work.id, wanted, question, victims, explanation, attempt)
         if isinstance(slot, Slot):
             _warn(explanation.node, wanted)
-            room = pending_eviction(victims)
-            # An eviction takes time, after which the listing is out of date.
-            listed = listings[explanation.node.id] if room is None else None
-            return Placement(slot, backoffs, explanation.sentence, room, listed)
+            room = pending_eviction(None if slot.gpu_layers else victims)
+            return Placement(slot, backoffs, explanation.sentence, room, listings[explanation.node.id])
         # The next snapshot shows the reason too, so this node is refused then.
         log.info("no place for %s on %s: %s", wanted.definition.name, explanation.node.name, slot.reason)
 
@@ -200,7 +201,7 @@ def _reserve(
 ) -> Slot | NoSlot:
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None
-    now, definition = clock.now(), wanted.definition
+    now, definition, layers = clock.now(), wanted.definition, explanation.gpu_layers
     snapshot_ref = snapshot_log.store_snapshot(
         encode_load(str(load), definition.name, question, victims), now=now
     )
@@ -210,9 +211,10 @@ def _reserve(
         attempt=attempt,
         backend=definition.backend,
         now=now,
-        need=wanted.need,
-        room=victims,
+        need=wanted.need.with_layers(layers),
+        room=None if layers else victims,
         why=DecisionRecord(definition.name, load, explanation, snapshot_ref),
+        gpu_layers=layers,
     )
 
 
@@ -248,18 +250,23 @@ async def _no_node(
     """Return the exception that ends this attempt, after recording the decision with the same sentence.
 
     The record comes first, so that no load waits without one. The payload of a load that waits carries its
-    need, by which it is woken, and `lacks_room`, by which the replica pass terminates the replaced replica
-    first.
+    need, by which it is woken, `lacks_room`, by which the replica pass terminates the replaced replica first,
+    and the node whose memory it gets before younger loads.
     """
     backoffs = question.view.backoffs
     back_off = seconds_until_retry(backoffs, clock.now())
     seconds = _NODE_POLL if back_off is None else min(back_off, _NODE_POLL)
+    turn = victims.turn if victims is not None else None
+    if turn is not None and (until := (turn[1] - clock.now()).total_seconds()) > 0:
+        seconds = min(seconds, until)
     # Refresh: requests that came while workers were contacted have moved the load's deadline.
     operation = await in_thread(Operation.objects.get, pk=work.id)
     if explanation.outcome == DecisionOutcome.REFUSED:
         outcome: Exception = refused_by_all(operation.payload)
     else:
         payload = {**operation.payload, LACKS_ROOM: lacks_room}
+        payload.pop(TURN, None)
+        payload |= {TURN: str(turn[0])} if turn is not None else {}
         payload = load_request.need_into_payload(payload, question.view.need)
         payload = into_payload(payload, backoffs)
         outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
@@ -316,34 +323,43 @@ async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
             assert_never(answer)
 
 
-def find_eviction(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
-    """Return the eviction for a load, without a node if none can help; None if no node lacks only memory."""
+def find_eviction(
+    model_name: str, question: LoadQuestion, decision: Decision, created_at: datetime | None = None
+) -> Eviction | None:
+    """Return the eviction for a load, without a node if none can help; None if no node lacks only memory.
+
+    `created_at`: the time of the load's request, None = now. Older loads have their turn before.
+    """
     nodes, need = question.lacking(decision), question.view.need
     if not nodes:
         return None
     now = clock.now()
     residents = eviction.residents([node.id for node in nodes], now=now)
-    return choose_victims(nodes, residents, eviction.guard(model_name, residents, now=now), need)
+    claimed = load_request.nodes_claimed_before(created_at or now, now)
+    guard = eviction.guard(model_name, residents, now=now, claimed=claimed)
+    return choose_victims(nodes, residents, guard, need)
 
 
 def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
     """Return the replicas that the load must wait for; None without an eviction."""
     if victims is None:
         return None
-    return PendingEviction(tuple(replica.id for replica in [*victims.victims, *victims.leaving]), victims.why)
+    replicas, seconds = [*victims.victims, *victims.leaving], eviction.STOPS_WITHIN.total_seconds()
+    if any(replica.in_flight for replica in replicas):
+        seconds += conf.cluster().request_timeout
+    return PendingEviction(tuple(replica.id for replica in replicas), victims.why, seconds)
 
 
 async def wait_until_evicted(pending: PendingEviction, work: Work, slot: Slot) -> None:
     """Return when all replicas have stopped; raise WorkerGone if one stays or serves again."""
-    limit = eviction.STOPS_WITHIN.total_seconds()
-    deadline = clock.monotonic() + limit
+    deadline = clock.monotonic() + pending.seconds
     await work.report(Tick("loading", pending.why, node_id=slot.node_id, node_name=slot.node_name))
     while remaining := await in_thread(_remaining, pending):
         if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
             raise WorkerGone(f"{join_names(serving)} on {slot.node_name} serves again")
         if clock.monotonic() >= deadline:
             names = join_names(name for name, _ in remaining)
-            raise WorkerGone(f"{names} on {slot.node_name} did not stop within {limit:.0f} s")
+            raise WorkerGone(f"{names} on {slot.node_name} did not stop within {pending.seconds:.0f} s")
         await asyncio.sleep(EVICTION_POLL)
 
 

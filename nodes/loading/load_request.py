@@ -8,15 +8,17 @@ LoadModel runs. The row stores the deadline, so another controller continues wit
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import Exists, OuterRef, Q
 
 from localai_cluster.kit import clock, conf
 from nodes.definitions.files import Definition
 from nodes.definitions.sizes import ModelFiles
+from nodes.models import LOADING_PHASES, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement import deadlines, fit, memory
 from nodes.placement.choose import Need
@@ -31,6 +33,8 @@ REASON, REPLACES = "reason", "replaces"
 """Payload keys."""
 LACKS_ROOM = "lacks_room"
 """Payload key: the memory that this load waits for is held by the replica it replaces."""
+TURN = "turn"
+"""Payload key: the node whose memory this load gets when replicas there have served their least time."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,14 @@ def active_loads(model_names: Collection[str]) -> ActiveLoads:
     return ActiveLoads(dict(counts), dict(waiting), dict(pinned), replacing)
 
 
+def nodes_claimed_before(created_at: datetime, now: datetime) -> frozenset[UUID]:
+    """Return the nodes whose memory older loads without a slot wait for; one query."""
+    slot = NodeModel.objects.filter(owner_id=OuterRef("pk"), phase__in=LOADING_PHASES)
+    needed = Q(needed_until__isnull=True) | Q(needed_until__gt=now)
+    older = Operation.objects.active().filter(needed, ~Exists(slot), kind=KIND, created_at__lt=created_at)
+    return frozenset(map(UUID, older.filter(payload__has_key=TURN).values_list("payload__turn", flat=True)))
+
+
 NEEDED_FOR = timedelta(seconds=60)
 """The time for which each call of `load_on_other_node` keeps the load needed."""
 
@@ -213,6 +225,8 @@ def estimate_need(definition: Definition, files: ModelFiles, readings: Sequence[
     need = _need_of(
         fit.total_bytes(terms), memory.required_disk(files.payload), files.payload, own_gpus=own_gpus
     )
+    can_be_partial = definition.auto_layers and need.unknown_fits and terms and not definition.vram
+    partial = fit.fewer_layers(files, fit.load_options(options), kind) if can_be_partial else ()
     return replace(
         need,
         vram_share=share,
@@ -220,6 +234,7 @@ def estimate_need(definition: Definition, files: ModelFiles, readings: Sequence[
         terms=terms,
         by_gpu=by_gpu,
         contexts=contexts,
+        partial=partial,
         source="stated" if definition.vram else "learned" if counted else "estimated",
         readings=len(counted),
         learned_at=max((reading.at for reading in counted), default=""),
@@ -249,9 +264,15 @@ def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
     disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
     return Need(
         vram=vram,
-        vram_required=settings.vram_policy == "require",
         disk=disk,
         disk_required=settings.disk_headroom_check,
         files=files,
         own_gpus=own_gpus,
+        **memory_rules(),
     )
+
+
+def memory_rules() -> dict[str, bool]:
+    """Return the fields of a need that follow from the operator's policy (R2.32)."""
+    policy = conf.cluster().vram_policy
+    return {"vram_required": policy in ("fit", "require"), "unknown_fits": policy == "fit"}

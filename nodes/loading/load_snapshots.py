@@ -8,7 +8,7 @@ Rows name their columns, because another version may have written them: a column
 ignored, and one that is missing has its default.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -83,7 +83,9 @@ def _load_facts(question: LoadQuestion, eviction: Eviction | None, over: bool) -
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
         "over": over,
-        "guard": None if rules is None else (rules.model_name, rules.now),
+        "guard": None
+        if rules is None
+        else (rules.model_name, rules.now, rules.least_serving, tuple(sorted(map(str, rules.claimed)))),
     }
 
 
@@ -132,14 +134,14 @@ def _nodes(state: State, model: str, node_names: Iterable[str] | None) -> Iterab
         yield dict(zip(columns, rows[node], strict=True)) | of_model
 
 
-def _eviction_candidates(state: State, guard: tuple[str, str]) -> EvictionCandidates:
+def _eviction_candidates(state: State, guard: Sequence[Any]) -> EvictionCandidates:
     columns, rules = state["columns"]["resident"], state.get("rules", {})
     of_all_nodes = [row for rows in state.get("residents", {}).values() for row in rows]
     candidates = {
         "residents": [dict(zip(columns, row, strict=True)) for row in of_all_nodes],
-        "guard": {
-            "model_name": guard[0],
-            "now": guard[1],
+        # An older version wrote the first two.
+        "guard": dict(zip(("model_name", "now", "least_serving", "claimed"), guard, strict=False))
+        | {
             "loaded": {name: loaded for name, (loaded, _, _) in rules.items()},
             "minimums": {name: least for name, (_, least, _) in rules.items() if least is not None},
             "spread": [name for name, (_, _, spread) in rules.items() if spread],

@@ -11,7 +11,7 @@ import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -113,6 +113,10 @@ class Need:
     """The number of readings that it was learned from."""
     learned_at: str = ""
     """The time of the newest of them in ISO 8601."""
+    partial: tuple[tuple[int, int], ...] = ()
+    """Numbers of layers on the GPU and the bytes needed with them, most first; empty: all layers or none."""
+    unknown_fits: bool = False
+    """True if a node that reports no memory counts as one that has it."""
 
     def shares(self, free: int, free_by_gpu: FreeByGpu, needed: int) -> BytesByGpu | None:
         """Return the bytes of each GPU for `needed` bytes (`fit_gpus`); None if the memory is lacking."""
@@ -126,9 +130,18 @@ class Need:
             return self.vram
         return min(int(card_vram * self.vram_share) * self.cards, LARGEST)
 
+    def requires_memory(self, *, is_reported: bool) -> bool:
+        """Return True if a node must have the memory; `is_reported`: it reports how much it has."""
+        return self.vram_required and (is_reported or not self.unknown_fits)
+
     def lacks_card(self, card_vram: int) -> bool:
         """Return True if it must have a share of a card and the node reports none."""
-        return self.vram_required and self.vram_share > 0 and not card_vram
+        return self.requires_memory(is_reported=False) and self.vram_share > 0 and not card_vram
+
+    def with_layers(self, layers: int) -> "Need":
+        """Return the need with so many layers on the GPU; 0: as defined."""
+        less = dict(self.partial).get(layers, self.vram)
+        return replace(self, vram=less, terms=(), by_gpu=(), contexts=(), partial=()) if layers else self
 
 
 NO_NEED = Need()
@@ -173,6 +186,11 @@ class Candidate:
     """True if the model's backend is installed; None = not read, because nodes are told apart by other facts
     (`replicas/fleet_queries.py`).
     """
+
+    @property
+    def reports_memory(self) -> bool:
+        """Return True if the node reports its memory."""
+        return max(self.available_vram, self.most_vram, self.card_vram) > 0
 
     def describe_conflicts(self) -> str:
         """Return why the node takes a model beside those of its concurrency groups, for people."""
@@ -255,7 +273,7 @@ def find_refusal(
         return Reason.FULL
     if need.lacks_card(node.card_vram):
         return Reason.MEMORY
-    if need.vram_required and not has_memory(node, need):
+    if need.requires_memory(is_reported=node.reports_memory) and not has_memory(node, need):
         return Reason.MEMORY if node.free_vram < vram_needed(node, need) else Reason.GPUS
     return Reason.SILENT if node.id in backed_off else None
 

@@ -4,12 +4,16 @@ An eviction helps only against a lack of memory. Slots are counted per model, so
 itself could free one, and those serve. All victims are on one node, no more of them than the load needs.
 The memory of replicas that are already terminating counts as free, and memory that loads have reserved counts
 as taken, so two loads never free the same memory twice. A replica of unknown size is no victim.
+
+Under the policy `fit` a replica serves for a least time, a multiple of its load time, before it is a victim.
+Then also a busy one is: it takes no more requests, and those that run there end. Loads that wait for this
+time have their turn in the order in which they were requested.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from uuid import UUID
 
@@ -18,8 +22,7 @@ from nodes.placement.memory import FreeByGpu, add_free_bytes
 
 JUST_LOADED = timedelta(seconds=5)
 """Time after its load that a replica is protected: the requests that waited for it are on their way."""
-
-
+_PAST, _FUTURE = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 _NAMED, _LONGEST_NAME = 5, 64
 
 
@@ -31,6 +34,7 @@ class ProtectionReason(StrEnum):
     SPREAD = "kept on every node by its rule"
     MINIMUM = "kept by the minimum of its rule"
     FRESH = "loaded a moment ago"
+    SERVES = "that must serve longer"
     UNKNOWN = "of unknown size"
 
 
@@ -52,6 +56,15 @@ class Resident:
     loaded_at: datetime | None = None
     gpus: FreeByGpu = frozenset()
     """The part of `vram` on each GPU, by index; empty if unknown."""
+    started_at: datetime | None = None
+    """Time of the start of its engine."""
+
+    def serves_until(self, times: float) -> datetime:
+        """Return the end of the least time that it serves: `times` its load time, as far as known."""
+        if self.loaded_at is None:
+            return _PAST
+        load_time = self.loaded_at - (self.started_at or self.loaded_at)
+        return self.loaded_at + max(load_time * times, JUST_LOADED)
 
     @property
     def replica_index(self) -> int:
@@ -70,6 +83,10 @@ class ProtectionRules:
     """Minimum number of replicas per model, for the models that have a rule."""
     spread: Set[str] = frozenset()
     """Models whose rule requires a replica on every node."""
+    least_serving: float | None = None
+    """Times its load time that a replica serves before also a busy one is evicted; None: no busy one is."""
+    claimed: Set[UUID] = frozenset()
+    """Nodes whose memory older loads wait for."""
 
     def find_protection(
         self, resident: Resident, evicted_count: Mapping[str, int]
@@ -77,15 +94,17 @@ class ProtectionRules:
         """Return the reason that protects it, or None. `evicted_count`: evictions so far, per model."""
         if resident.model_name == self.model_name:
             return ProtectionReason.OWN
-        if resident.in_flight > 0:
+        if resident.in_flight > 0 and self.least_serving is None:
             return ProtectionReason.BUSY
         if resident.model_name in self.spread:
             return ProtectionReason.SPREAD
         remaining = self.loaded.get(resident.model_name, 0) - evicted_count.get(resident.model_name, 0)
         if resident.model_name in self.minimums and remaining <= self.minimums[resident.model_name]:
             return ProtectionReason.MINIMUM
-        if resident.loaded_at is not None and resident.loaded_at > self.now - JUST_LOADED:
+        if resident.serves_until(0) > self.now:
             return ProtectionReason.FRESH
+        if resident.serves_until(self.least_serving or 0) > self.now:
+            return ProtectionReason.SERVES
         return ProtectionReason.UNKNOWN if resident.vram <= 0 else None
 
 
@@ -104,6 +123,13 @@ class Eviction:
     among: Sequence[Resident] = ()
     guard: ProtectionRules | None = None
     """The input of the decision: considered nodes, their replicas and the protection rules."""
+    turn: tuple[UUID, datetime] | None = None
+    """Without a node: the one that the load gets when replicas there have served their least time."""
+
+    @property
+    def drains(self) -> bool:
+        """Return True if requests run on victims."""
+        return any(victim.in_flight for victim in self.victims)
 
 
 def nodes_short_of_memory(
@@ -131,25 +157,53 @@ def choose_victims(
     options = [
         (node, victims)
         for node in considered
-        if (victims := _least(node, by_node[node.id], guard, need)) is not None
+        if node.id not in guard.claimed
+        and (victims := _least(node, by_node[node.id], guard, need)) is not None
     ]
     looked_at = list(by_node)
     if not options:
-        why = _why_none(by_node.values(), guard)
-        return Eviction(None, why=why, looked_at=looked_at, among=among, guard=guard)
+        turn = _find_turn(considered, by_node, guard, need)
+        reasons = [_why_none((rows for id, rows in by_node.items() if id not in guard.claimed), guard)]
+        if turn is not None:
+            node, at = turn
+            when = "after an older load" if node.id in guard.claimed else f"at {at:%H:%M:%S} UTC"
+            reasons.append(f"its turn on {node.name} is {when}")
+        why = "; ".join(filter(None, reasons))
+        return Eviction(None, (), (), why, looked_at, among, guard, turn and (turn[0].id, turn[1]))
     node, victims = min(options, key=lambda option: _rank(*option))
     terminating = [resident for resident in by_node[node.id] if resident.leaving]
     return Eviction(node, victims, terminating, _why(node, victims, terminating), looked_at, among, guard)
 
 
+def _find_turn(
+    nodes: Iterable[Candidate],
+    by_node: Mapping[UUID, Sequence[Resident]],
+    guard: ProtectionRules,
+    need: Need,
+) -> tuple[Candidate, datetime] | None:
+    """Return the node that can evict enough first, with the time; None if more than time is missing."""
+    if guard.least_serving is None:
+        return None
+    times, later = guard.least_serving, replace(guard, now=_FUTURE)
+    turns = [
+        (node, max([guard.now, *(victim.serves_until(times) for victim in victims)]))
+        for node in nodes
+        if (victims := _least(node, by_node[node.id], later, need)) is not None
+    ]
+    return min(turns, key=lambda turn: (turn[1], turn[0].name)) if turns else None
+
+
 def _least(
     node: Candidate, residents: Sequence[Resident], guard: ProtectionRules, need: Need
 ) -> tuple[Resident, ...] | None:
-    """Return the fewest victims that free enough memory, the longest unused first; None if none do."""
+    """Return the fewest victims that free enough memory; None if none do.
+
+    Idle ones come first, the longest unused first, then busy ones, the longest loaded first.
+    """
     soon = free_memory_of(node, [resident for resident in residents if resident.leaving])
     victims: list[Resident] = []
     evicted_by_model: Counter[str] = Counter()
-    for resident in sorted(residents, key=lambda resident: (resident.last_used, resident.id)):
+    for resident in sorted(residents, key=_victim_order):
         if has_memory(free_memory_of(soon, victims), need):
             break
         if not resident.leaving and guard.find_protection(resident, evicted_by_model) is None:
@@ -157,11 +211,17 @@ def _least(
             evicted_by_model[resident.model_name] += 1
     if not has_memory(free_memory_of(soon, victims), need):
         return None
-    for resident in tuple(victims):
+    for resident in sorted(victims, key=lambda victim: victim.in_flight == 0):
         remaining = [victim for victim in victims if victim is not resident]
         if has_memory(free_memory_of(soon, remaining), need):
             victims = remaining
     return tuple(victims)
+
+
+def _victim_order(resident: Resident) -> tuple[bool, datetime, UUID]:
+    is_busy = resident.in_flight > 0
+    since = resident.loaded_at or _PAST if is_busy else resident.last_used
+    return is_busy, since, resident.id
 
 
 def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
@@ -177,14 +237,15 @@ def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
     return replace(node, free_vram=free, gpus=gpus)
 
 
-def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime | None, int, str]:
-    if not victims:
-        return (False, None, 0, node.name)
-    return (True, max(resident.last_used for resident in victims), len(victims), node.name)
+def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, bool, datetime, int, str]:
+    is_busy, last_used, _ = max(map(_victim_order, victims), default=(False, _PAST, None))
+    return is_busy, bool(victims), last_used, len(victims), node.name
 
 
 def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Resident]) -> str:
     names = join_names([resident.name for resident in [*victims, *terminating]])
+    if any(victim.in_flight for victim in victims):
+        return f"waits for {names} on {node.name} to end its requests and stop: its least time is over"
     return f"waits for {names} on {node.name} to stop" + (", the least recently used" if victims else "")
 
 

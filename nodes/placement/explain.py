@@ -110,6 +110,8 @@ class Explanation:
     node: Candidate | None
     replica_index: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+    gpu_layers: int = 0
+    """Layers on the GPU, fewer than the definition allows; 0: as defined."""
 
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
@@ -137,7 +139,8 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
 
 def _need_facts(need: Need) -> dict[str, Any]:
     facts = {**asdict(need), "terms": dict(need.terms), "by_gpu": {str(i): size for i, size in need.by_gpu}}
-    del facts["contexts"]
+    for inner in ("contexts", "partial", "unknown_fits"):
+        del facts[inner]
     return facts
 
 

@@ -26,6 +26,8 @@ LARGEST = 2**62
 _MIB = 2**20
 _BYTES_PER_TOKEN = 2048
 _MOST_GPUS = 128
+_PARTS = 32
+"""Parts of a model's layers that are compared if not all fit."""
 _PAD = 256
 """llama.cpp rounds the cells of a cache up to this."""
 
@@ -287,6 +289,16 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
         "buffers": buffers(model, load, kind) * (1 if kind == "cpu" else load.gpus),
         "output": output_buffer(model, load, kind),
     }
+
+
+def fewer_layers(files: Files, load: LoadOptions, kind: str) -> tuple[tuple[int, int], ...]:
+    """Return numbers of layers on the GPU with the bytes needed then, most first; none without a header."""
+    model = describe(files.header, files.weights) if files.header is not None else None
+    count = len(model.layers) if model is not None else 0
+    return tuple(
+        (layers, total_bytes(estimate(files, replace(load, gpu_layers=layers), kind)))
+        for layers in range(count, 0, -max(count // _PARTS, 1))
+    )
 
 
 MOST_READINGS = 5

@@ -5,9 +5,11 @@ the one way in which a load, a what-if answer and a decision that is replayed fr
 A simulation places replicas one by one, each as if those before it were loaded.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from uuid import UUID
 
 from nodes.placement.choose import (
@@ -18,6 +20,8 @@ from nodes.placement.choose import (
     find_refusal,
     free_index,
     gpu_shares,
+    has_memory,
+    rank_node,
     vram_needed,
 )
 from nodes.placement.evict import (
@@ -54,7 +58,29 @@ class LoadQuestion:
 
     def lacking(self, decision: Decision) -> list[Candidate]:
         """Return the nodes on which an eviction would help."""
-        if decision.node is not None or not self.evicts or self.refused_by_all(decision):
+        return self._short(decision) if self.evicts else []
+
+    def choose_partial(self, decision: Decision) -> tuple[Candidate, int] | None:
+        """Return the node whose memory holds the most layers of the model, and their number; or None."""
+        parts, options = self.view.need.partial, []
+        for node in self._short(decision) if parts else ():
+            # The fewer layers, the less memory: the first that fits has the most.
+            place = bisect_left(parts, True, key=partial(self._holds, node))
+            if place < len(parts):
+                options.append((-place, node))
+        if not options:
+            return None
+        most, backoffs = max(place for place, _ in options), self.view.backoffs
+        layers = parts[-most][0]
+        need = self.view.need.with_layers(layers)
+        roomiest = (node for place, node in options if place == most)
+        return min(roomiest, key=lambda node: rank_node(node, need, backoffs)), layers
+
+    def _holds(self, node: Candidate, part: tuple[int, int]) -> bool:
+        return has_memory(node, self.view.need.with_layers(part[0]))
+
+    def _short(self, decision: Decision) -> list[Candidate]:
+        if decision.node is not None or self.refused_by_all(decision):
             return []
         return nodes_short_of_memory(self.view.nodes, decision.refused, self.view.backed_off)
 
@@ -113,6 +139,10 @@ def decide_load(
     if question.refused_by_all(decision):
         sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", LONGEST_SENTENCE)
         return replace(explanation, outcome=DecisionOutcome.REFUSED, sentence=sentence)
+    if eviction is None or eviction.node is None or eviction.drains:
+        chosen = question.choose_partial(decision)
+        if chosen is not None:
+            return _with_fewer_layers(explanation, *chosen)
     if eviction is None or not eviction.why:
         return explanation
     if eviction.node is None:
@@ -126,6 +156,18 @@ def decide_load(
         node=eviction.node,
         replica_index=free_index(eviction.node) or 0,
         facts={**explanation.facts, "evicts": describe_victims(eviction.victims)},
+    )
+
+
+def _with_fewer_layers(explanation: Explanation, node: Candidate, layers: int) -> Explanation:
+    sentence = f"with {layers} layers on the GPU of {node.name}, which has no memory for all"
+    return replace(
+        explanation,
+        outcome=DecisionOutcome.PLACED,
+        sentence=truncate(f"{sentence}; {explanation.sentence}", LONGEST_SENTENCE),
+        node=node,
+        replica_index=free_index(node) or 0,
+        gpu_layers=layers,
     )
 
 
@@ -156,12 +198,13 @@ def simulate_placements(
                 return
             continue
         node = explanation.node
-        if eviction is not None and occupants is not None:
+        if eviction is not None and occupants is not None and not explanation.gpu_layers:
             node, occupants = (
                 _emptied(node, eviction),
                 occupants.without([*eviction.victims, *eviction.leaving]),
             )
-        nodes[node.id] = _with(node, explanation.replica_index, view.need)
+        need = view.need.with_layers(explanation.gpu_layers)
+        nodes[node.id] = _with(node, explanation.replica_index, need)
 
 
 def _emptied(node: Candidate, eviction: Eviction) -> Candidate:

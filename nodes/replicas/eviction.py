@@ -5,12 +5,14 @@ controller stops exactly its process until the worker confirms it (`stops.py`), 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import replace
 from datetime import datetime, timedelta
 from uuid import UUID
 
 from django.db.models import Count, Q
 
+from localai_cluster.kit import conf
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import ProtectionRules, Resident
@@ -21,7 +23,7 @@ _NOT_COUNTED = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAIL
 """The reasons of replicas whose engines may have ended before their stop."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
-    *("vram_needed", "loaded_at", "gpus"),
+    *("vram_needed", "loaded_at", "gpus", "started_at"),
 )
 
 
@@ -48,28 +50,33 @@ def _residents(rows: NodeModelQuerySet) -> list[Resident]:
             vram=row["vram_needed"],
             loaded_at=row["loaded_at"],
             gpus=frozenset((gpu["index"], gpu["bytes"]) for gpu in row["gpus"]),
+            started_at=row["started_at"],
         )
         for row in rows.values(*_COLUMNS)
     ]
 
 
-def guard(model_name: str, among: Iterable[Resident], *, now: datetime) -> ProtectionRules:
-    """Return the scheduling rules that protect these replicas from a load of `model_name`; two queries."""
+def guard(
+    model_name: str, among: Iterable[Resident], *, now: datetime, claimed: Set[UUID] = frozenset()
+) -> ProtectionRules:
+    """Return what protects these replicas from a load of `model_name`; two queries.
+
+    `claimed`: the nodes whose memory older loads wait for.
+    """
     models = {replica.model_name for replica in among}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models)
-    return _guard(model_name, models, rules.values_list("model_name", "min_replicas", "spread_all"), now)
+    columns = rules.values_list("model_name", "min_replicas", "spread_all")
+    return replace(_guard(model_name, models, columns, now), claimed=claimed)
 
 
 def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
-    """Return True if all victims serve, are idle and may be evicted; lock their rows and rules.
+    """Return True if all victims serve, may be evicted and those that were idle are; lock rows and rules.
 
     The lock on a model's rule serializes loads that evict its replicas, so its minimum holds.
     """
-    rows = (
-        NodeModel.objects.loaded()
-        .filter(pk__in=[victim.id for victim in victims], in_flight=0)
-        .order_by("id")
-    )
+    idle = [victim.id for victim in victims if not victim.in_flight]
+    busy = [victim.id for victim in victims if victim.in_flight]
+    rows = NodeModel.objects.loaded().filter(Q(pk__in=idle, in_flight=0) | Q(pk__in=busy)).order_by("id")
     if len(rows.select_for_update(of=("self",))) < len(victims):
         return False
     models = {victim.model_name for victim in victims}
@@ -100,10 +107,11 @@ def _about_to_stop(now: datetime) -> Q:
     which an unload may wait an hour. A replica whose stop has failed counts for `STOPS_WITHIN`, as long as
     the load that evicted it waits: until then its memory is that load's, and without it the next load would
     evict other replicas for the same bytes. Replicas with a reason in `_NOT_COUNTED` may have ended before: a
-    reading may show their memory as free already.
+    reading may show their memory as free already. An evicted replica whose requests have yet to end counts:
+    its memory is that of the load which evicted it.
     """
     terminating = Q(state="unloading") & ~Q(owner_kind=OwnerKind.INTENT) & ~Q(reason__in=_NOT_COUNTED)
-    stopping = Q(in_flight=0) | Q(phase=Phase.STOPPING)
+    stopping = Q(in_flight=0) | Q(phase=Phase.STOPPING) | Q(reason=PhaseReason.EVICTED)
     return terminating & stopping & (Q(stop_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
 
 
@@ -112,11 +120,12 @@ def _guard(
 ) -> ProtectionRules:
     # Count only replicas that requests can reach, as the replica pass does.
     counted = NodeModel.objects.reached().filter(model_name__in=models).order_by().values_list("model_name")
-    rule_rows = list(rules)
+    rule_rows, cluster = list(rules), conf.cluster()
     return ProtectionRules(
         model_name,
         now,
         loaded=dict(counted.annotate(count=Count("id"))),
         minimums={model: least for model, least, _ in rule_rows},
         spread={model for model, _, spread in rule_rows if spread},
+        least_serving=cluster.least_serving if cluster.vram_policy == "fit" else None,
     )

@@ -109,7 +109,8 @@ def reserve_for_load(
     free_later, later = _after_stops(free, rooms, soon)
     needed = _needed(node, need)
     shares = need.shares(free_later, later, needed)
-    if need.lacks_card(node.total_vram) or (shares is None and need.vram_required):
+    is_reported = max(node.total_vram, node.available_vram) > 0
+    if need.lacks_card(node.total_vram) or (shares is None and need.requires_memory(is_reported=is_reported)):
         return None
     if shares is None and node.total_vram:
         # Without a GPU all models use the main memory, and there is nothing to report.

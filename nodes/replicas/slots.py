@@ -50,6 +50,13 @@ class Slot:
     replica_index: int
     gpus: tuple[GpuShare, ...] = ()
     """The only GPUs that its engine may see; none: all of them."""
+    gpu_layers: int = 0
+    """Layers on the GPU, fewer than the definition allows; 0: as defined."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The load options that differ from the definition's; they are in its row and in no revision."""
+        return {"NGPULayers": self.gpu_layers} if self.gpu_layers else {}
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ def reserve(
     need: Need = NO_NEED,
     room: Eviction | None = None,
     why: DecisionRecord | None = None,
+    gpu_layers: int = 0,
 ) -> Slot | NoSlot:
     """Take the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
@@ -109,7 +117,7 @@ def reserve(
         if why is not None:
             victims = room.victims if room is not None else ()
             decision_log.record(why.at_index(index), now=now, victims=victims)
-    return Slot(row.id, view.id, view.name, index, memory.gpus)
+    return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
 
 
 def _free_index(node: BackendNode, model_name: str) -> int | None:
@@ -231,7 +239,7 @@ def publish(
             **lifecycle.SERVES,
             start_answered=True,
             address=address,
-            model_options=options,
+            model_options=options | slot.options,
             config_revision=revision,
             effective_options_hash=options_hash,
             in_flight=0,

@@ -20,14 +20,17 @@ from operations.changes import events
 
 
 def evict(ids: Collection[UUID], *, now: datetime) -> None:
-    """Terminate these locked replicas, on which nothing runs, for a load that takes their memory."""
-    _terminate(ids, ReplicaEvent.EVICTED, PhaseReason.EVICTED, deadline=now, now=now)
+    """Terminate these locked replicas for a load that takes their memory. Requests that run there end."""
+    _terminate(ids, ReplicaEvent.EVICTED, PhaseReason.EVICTED, deadline=_requests_end(now), now=now)
 
 
 def replace(ids: Collection[UUID], *, now: datetime) -> None:
     """Terminate these locked replicas of a former definition. Requests that run there end."""
-    deadline = now + timedelta(seconds=conf.cluster().request_timeout)
-    _terminate(ids, ReplicaEvent.REPLACED, PhaseReason.REPLACED, deadline=deadline, now=now)
+    _terminate(ids, ReplicaEvent.REPLACED, PhaseReason.REPLACED, deadline=_requests_end(now), now=now)
+
+
+def _requests_end(now: datetime) -> datetime:
+    return now + timedelta(seconds=conf.cluster().request_timeout)
 
 
 def lose_all(ids: Collection[UUID], *, now: datetime) -> None:

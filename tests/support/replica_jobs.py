@@ -106,7 +106,7 @@ class PlacedLoad(LoadModel):
         if not views:
             raise LoadFailed("no node")
         found = [eviction.serving(UUID(id)) for id in payload["evicts"]]
-        victims = [victim for victim in found if victim is not None]
+        victims = [replace(victim, in_flight=0) for victim in found if victim is not None]
         leaving = eviction.terminating_replicas(views[0].id, now=clock.now()) if victims else []
         slot = call(
             slots.reserve,

@@ -4,7 +4,8 @@ import asyncio
 import math
 import threading
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -19,17 +20,25 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.rpc.errors import BackendError
 from nodes.decisions import fleet_cache
-from nodes.definitions.files import parse_definition
+from nodes.definitions.files import parse_definition, read_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
+from nodes.loading import load_explanation, load_request
 from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_placement import find_eviction
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
+from nodes.models import (
+    BackendNode,
+    ModelLoadInfo,
+    ModelSchedulingConfig,
+    NodeLabel,
+    NodeModel,
+    PlacementRecord,
+)
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
-from nodes.placement.load_decision import LoadQuestion
+from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.replicas import engine_ends, eviction, hooks, slots, stops, terminations
 from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import engine_of
@@ -37,8 +46,9 @@ from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
-from tests.support import hot
+from tests.support import gguf_files, hot
 from tests.support.fleet import at_once, unexpected
+from tests.support.gguf_models import MODELS
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support.replicas import attempt
 
@@ -180,8 +190,9 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
 
 
 @pytest.mark.rule("R2.51")
-def test_a_victim_that_got_a_request_stays() -> None:
+def test_a_victim_that_got_a_request_stays(settings: Settings) -> None:
     """The plan is from before; under the locks nothing is taken, and the next look finds no victim."""
+    settings.CLUSTER = replace(settings.CLUSTER, vram_policy="require")
     node = read_node("one", 0)
     old(node, "a")
     need = Need(vram=5 * GB, vram_required=True)
@@ -254,34 +265,36 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
 
 
-def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
+def test_the_facts_of_an_eviction_are_four_queries(django_assert_num_queries: Any) -> None:
     for number in range(4):
         node = read_node(f"n{number}", 0)
         old(node, "a")
         old(node, "b")
     need = Need(vram=5 * GB, vram_required=True)
     question = asked("m", need)
-    with django_assert_num_queries(3):
+    with django_assert_num_queries(4):
         find_eviction("m", question, question.view.decide())
     with django_assert_num_queries(4):
         found = fleet_cache.read_fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 
 
-def short_of_room(stage: Stage, settings: Settings) -> UUID:
-    """Node one lacks memory that an idle replica uses; node two is not there."""
-    settings.CLUSTER = replace(settings.CLUSTER, vram_policy="require")
+def short_of_room(stage: Stage, settings: Settings, policy: str = "require", **victim: Any) -> UUID:
+    """Node one lacks memory that a replica uses; node two is not there."""
+    settings.CLUSTER = replace(settings.CLUSTER, vram_policy=policy)
     (stage.folder / "echo").write_bytes(bytes(4096))
     BackendNode.objects.filter(pk=stage.two.pk).delete()
-    BackendNode.objects.update(available_vram=0, vram_read_at=clock.now())
+    BackendNode.objects.update(available_vram=0, total_vram=GB, vram_read_at=clock.now())
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     stage.need_until()
-    return old(stage.one, "a", size=1, address="127.0.0.1:9").pk
+    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(
+        terminated=True, process_key="a#0"
+    )
+    return old(stage.one, "a", size=1, address="127.0.0.1:9", **victim).pk
 
 
-def waits() -> bool:
-    said = "waits for a#0 on one to stop, the least recently used"
+def waits(said: str = "waits for a#0 on one to stop, the least recently used") -> bool:
     return Operation.objects.get().message == said and NodeModel.objects.filter(state="unloading").exists()
 
 
@@ -291,9 +304,6 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
 ) -> None:
     """Controllers stop exactly that process; no engine is started before it has gone."""
     victim = await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(
-        terminated=True, process_key="a#0"
-    )
     playing = asyncio.create_task(stage.handler(stage.work))
     assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
     assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
@@ -308,9 +318,6 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
 ) -> None:
     """And the place that the load held is free again."""
     await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(
-        terminated=True, process_key="a#0"
-    )
     playing = asyncio.create_task(stage.handler(stage.work))
     assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
     playing.cancel()
@@ -318,6 +325,158 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
     await in_thread(Operation.objects.all().delete)
     await Stopper(stage.bus).run_pass()
     assert await in_thread(NodeModel.objects.count) == 0
+
+
+@pytest.mark.rule("R2.51", "T-ROU-19")
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_busy_replica_whose_time_is_over_ends_its_requests_for_a_load_that_waits(
+    stage: Stage, loads: list[Any], settings: Settings, is_killed: bool
+) -> None:
+    """D-EVICTION: it gets no more requests. The row owns the stop, also if the load dies meanwhile."""
+    victim = await hot.in_thread(partial(short_of_room, stage, settings, "fit", in_flight=1))
+    playing, row = asyncio.create_task(stage.handler(stage.work)), NodeModel.objects.filter(pk=victim)
+    said = "waits for a#0 on one to end its requests and stop: its least time is over"
+    assert await clock.wait_until(lambda: hot.in_thread(waits, said), timeout=60)
+    assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
+    (phase, reason, deadline) = await in_thread(row.values_list("phase", "reason", "deadline").get)
+    assert (phase, reason) == ("terminating", "evicted")
+    assert deadline > clock.now() + timedelta(seconds=settings.CLUSTER.request_timeout / 2)
+    if is_killed:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await in_thread(Operation.objects.all().delete)
+    assert await Stopper(stage.bus).run_pass() == 0, "a request runs there"
+    await in_thread(partial(row.update, in_flight=0))
+    assert await Stopper(stage.bus).run_pass() == 1
+    if not is_killed:
+        assert (await asyncio.wait_for(playing, 60))["node"] == "one"
+    assert not await in_thread(row.exists)
+
+
+@pytest.mark.rule("R2.51")
+async def test_loads_have_their_turn_in_the_order_of_their_requests(stage: Stage, settings: Settings) -> None:
+    """D-EVICTION: the first one waits for the replica's least time, and no younger one takes the memory."""
+    started = clock.now() - timedelta(seconds=60)
+    victim = await hot.in_thread(partial(short_of_room, stage, settings, "fit", started_at=started))
+    rows, need = NodeModel.objects.filter(pk=victim), Need(vram=GB // 2, vram_required=True)
+    await in_thread(partial(rows.update, loaded_at=started + timedelta(seconds=30)))
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert ended.payload is not None
+    assert (ended.payload["turn"], ended.seconds <= 5) == (str(stage.one.id), True)
+    assert "1 that must serve longer; its turn on one is at " in ended.reason
+    await in_thread(partial(Operation.objects.update, payload=ended.payload))
+    await in_thread(partial(rows.update, loaded_at=hot.EPOCH, started_at=None))
+
+    def room(created_at: datetime | None = None) -> Eviction:
+        question = asked("m", need)
+        found = find_eviction("m", question, question.view.decide(), created_at)
+        assert found is not None
+        return found
+
+    younger = await in_thread(room)
+    assert younger.node is None
+    assert younger.why == "its turn on one is after an older load"
+    assert (await in_thread(room, stage.work.operation.created_at)).node is not None
+    await in_thread(partial(Operation.objects.update, needed_until=clock.now()))
+    assert (await in_thread(room)).node is not None, "nobody waits for the older one any more"
+
+
+@pytest.mark.rule("R2.32", "R2.41", "R2.80")
+async def test_a_load_takes_fewer_layers_where_not_all_fit_and_its_row_has_them(
+    stage: Stage, loads: list[Any], settings: Settings
+) -> None:
+    """D-VRAM-POLICY: the definition's revision and the options for later loads stay those of the file."""
+    (model,) = (model for model in MODELS if model.name == "SmolLM2-135M")
+    gguf_files.write(stage.folder / "small.gguf", model)
+    text = "name: echo\nbackend: echo\nparameters: {model: small.gguf}\ngpu_layers: auto\n"
+    (stage.folder / "echo.yaml").write_text(text)
+    definition = read_definition(stage.folder / "echo.yaml")
+    need = load_request.estimate_need(definition, await Folder(stage.folder).sizes.of(definition))
+    layers, needed = need.partial[3]
+    figures = {"available_vram": needed, "total_vram": GB, "vram_read_at": clock.now()}
+    await in_thread(partial(BackendNode.objects.update, **figures))
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.need_until)
+    result = await stage.handler(stage.work)
+    assert result["why"].startswith(f"with {layers} layers on the GPU of one, which has no memory for all; ")
+    row = await in_thread(NodeModel.objects.get)
+    assert (row.vram_needed, row.model_options["NGPULayers"], row.state) == (needed, layers, "loaded")
+    assert row.config_revision == definition.revision
+    info = await in_thread(ModelLoadInfo.objects.get)
+    assert info.model_options == definition.options
+    (record,) = await in_thread(lambda: list(PlacementRecord.objects.all()))
+    assert await in_thread(load_explanation.replay, record) == load_explanation.recorded_decision(record)
+
+
+CONTROLLERS, LOADS = 16, 3
+SIZES, USED = ((24, 16, 8, 48), (80, 12), (40, 6)), {(0, 0), (0, 2), (1, 0)}
+"""The GPUs of three nodes in GiB, and those that an idle replica uses."""
+
+
+def controller(number: int) -> list[Slot]:
+    """One that decides some loads, each until it is placed or waits; needs are estimated or learned."""
+    placed = []
+    for load in range(LOADS):
+        model, vram = f"m{number}-{load}", (3 + (number * 7 + load * 11) % 29) * GB
+        terms = (("weights", vram - GB), ("context", GB)) if number % 2 else (("learned", vram),)
+        parts = tuple((layers, vram * layers // 32) for layers in range(31, 0, -1)) if load else ()
+        need = Need(vram, vram_required=True, unknown_fits=True, terms=terms, partial=parts)
+        while True:
+            question = asked(model, need)
+            decision = question.view.decide()
+            room = find_eviction(model, question, decision) if question.lacking(decision) else None
+            explanation = decide_load(question, decision, room)
+            if explanation.node is None:
+                break
+            layers = explanation.gpu_layers
+            taken = slots.reserve(
+                explanation.node,
+                model,
+                attempt=attempt(f"{model}:1"),
+                backend="b",
+                now=clock.now(),
+                need=need.with_layers(layers),
+                room=None if layers else room,
+                gpu_layers=layers,
+            )
+            if isinstance(taken, Slot):
+                placed.append(taken)
+                break
+    return placed
+
+
+@pytest.mark.rule("R1.51", "R2.32", "R2.43", "R2.51")
+def test_sixteen_controllers_never_overbook_a_gpu_by_the_figures_that_they_used() -> None:
+    """Eight GPUs of different sizes, with idle replicas that may go and loads of fewer layers."""
+    free: dict[tuple[UUID, int], int] = {}
+    for number, sizes in enumerate(SIZES):
+        told = [
+            {"index": index, "uuid": f"GPU-{index}", "name": "L4", "total_vram": size * GB}
+            | {"free_vram": 0 if (number, index) in USED else size * GB, "utilization": None}
+            for index, size in enumerate(sizes)
+        ]
+        available = sum(gpu["free_vram"] for gpu in told)
+        figures = {"gpus": told, "available_vram": available, "total_vram": sum(sizes) * GB}
+        node = hot.node(f"n{number}", vram_read_at=clock.now(), max_replicas_per_model=9, **figures)
+        for index, size in enumerate(sizes):
+            free[node.pk, index] = told[index]["free_vram"]
+            if (number, index) in USED:
+                share = [{"index": index, "uuid": f"GPU-{index}", "bytes": size * GB, "seen": size * GB}]
+                old(node, f"old{index}", size=size, gpus=share, last_used=hot.EPOCH)
+    results = at_once(*[lambda number=number: controller(number) for number in range(CONTROLLERS)])
+    assert unexpected(results) == []
+    placed = [slot for result in results for slot in result]
+    assert any(slot.gpu_layers for slot in placed)
+    assert len(placed) > len(free)
+    for row in NodeModel.objects.all():
+        for gpu in row.gpus:
+            free[row.node_id, gpu["index"]] += {"loading": -1, "unloading": 1, "loaded": 0}[row.state] * gpu[
+                "bytes"
+            ]
+    assert NodeModel.objects.filter(reason="evicted").exists()
+    assert min(free.values()) >= 0
 
 
 @pytest.mark.rule("R2.65")

@@ -196,7 +196,7 @@ def test_all_problems_are_reported_together_and_no_secret_is_quoted() -> None:
     cluster, found = conf.load({**WRONG, **secrets})
     assert {problem.setting for problem in found.problems} == {*WRONG, *secrets}
     assert "hunter2" not in str(found.problems)
-    assert (cluster.port, cluster.vram_policy, cluster.node_hosts) == (8080, "prefer", {})
+    assert (cluster.port, cluster.vram_policy, cluster.node_hosts) == (8080, "fit", {})
     assert cluster.nats_account_seed == ""
 
 

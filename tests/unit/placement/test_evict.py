@@ -43,7 +43,8 @@ def clusters(draw: st.DrawFn) -> tuple[list[Candidate], list[Resident], Protecti
                 in_flight=st.integers(0, 1),
                 last_used=st.integers(0, 9).map(lambda seconds: NOW - timedelta(seconds=seconds)),
                 vram=st.integers(0, 6),
-                loaded_at=st.sampled_from([None, NOW, NOW - JUST_LOADED]),
+                loaded_at=st.sampled_from([None, NOW, NOW - JUST_LOADED, NOW - timedelta(minutes=1)]),
+                started_at=st.sampled_from([None, NOW - timedelta(seconds=70)]),
             ),
             max_size=8,
             unique_by=lambda one: one.id,
@@ -52,8 +53,13 @@ def clusters(draw: st.DrawFn) -> tuple[list[Candidate], list[Resident], Protecti
     loaded = Counter(one.model_name for one in found if not one.leaving)
     minimums = draw(st.dictionaries(st.sampled_from(MODELS), st.integers(0, 2)))
     spread = draw(st.frozensets(st.sampled_from(MODELS), max_size=1))
-    guard = ProtectionRules("m", NOW, loaded, minimums, spread)
-    return fleet, found, guard, Need(vram=draw(st.integers(1, 12)), vram_required=True)
+    times = draw(st.sampled_from([None, 0, 3]))
+    claimed = (
+        draw(st.frozensets(st.sampled_from(IDS), max_size=1)) if times is not None else frozenset[UUID]()
+    )
+    guard = ProtectionRules("m", NOW, loaded, minimums, spread, times, claimed)
+    partial = draw(st.sampled_from([(), ((3, 4), (2, 2), (1, 1))]))
+    return fleet, found, guard, Need(draw(st.integers(1, 12)), vram_required=True, partial=partial)
 
 
 @pytest.mark.rule("R1.75", "R2.34", "R2.35", "R2.45", "R2.51", "R2.52", "R2.53")
@@ -72,7 +78,10 @@ def test_victims_are_idle_unprotected_on_one_candidate_and_no_more_than_it_needs
     assert refused[chosen.node.id] is Reason.MEMORY
     gone = Counter(one.model_name for one in chosen.victims)
     for one in chosen.victims:
-        assert (one.node_id, one.in_flight, one.leaving) == (chosen.node.id, 0, False)
+        assert (one.node_id, one.leaving) == (chosen.node.id, False)
+        assert not one.in_flight or guard.least_serving is not None
+        assert one.serves_until(guard.least_serving or 0) <= NOW
+        assert chosen.node.id not in guard.claimed
         assert one.model_name not in {"m", *guard.spread}
         assert one.loaded_at is None or one.loaded_at <= NOW - JUST_LOADED
     for model, count in gone.items():

@@ -322,6 +322,12 @@ def test_the_need_has_its_terms_and_a_definition_may_state_it(folder: Path) -> N
             parse_definition({**DOCUMENT, "vram_needed": unusable}, "m.yaml")
 
 
+def _switches() -> dict[str, bool]:
+    need = need_of(ModelFiles())
+    names = ("vram_required", "disk_required", "unknown_fits")
+    return {name: getattr(need, name) for name in names}
+
+
 def test_a_stated_need_does_not_change_the_revision() -> None:
     plain, stated = (
         parse_definition({**DOCUMENT, **more}, "m.yaml") for more in ({}, {"vram_needed": "1GB"})
@@ -349,7 +355,8 @@ def test_a_backend_that_takes_a_share_of_a_card_needs_that_share() -> None:
     assert vram_needed(card, many) == 2**62
     assert load_request.need_from_payload(load_request.need_into_payload({}, half)) == half
     assert vram_needed(view(), half) == 0, "no memory is reported"
-    assert find_refusal(view(), need=replace(half, vram_required=True)) is Reason.MEMORY
+    assert find_refusal(view(), need=half) is None
+    assert find_refusal(view(), need=replace(half, unknown_fits=False)) is Reason.MEMORY
 
 
 @pytest.mark.rule("I14")
