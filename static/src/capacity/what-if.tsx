@@ -27,11 +27,11 @@ export function WhatIfPage(): ReactNode {
   const plan = usePlan(submitted);
   return (
     <div className="cap">
-      <PageHead title="What if" note="Where replicas would go, on the fleet as it is or with more nodes. Nothing is changed." />
+      <PageHead title="What if" note="Plan replicas on the current fleet or with more nodes. Nothing changes." />
       <CapacityTabs />
       <Form form={form} busy={plan.isFetching} onChange={setForm} onSubmit={() => (submitted === form ? void plan.refetch() : setSubmitted(form))} />
       {submitted !== null && plan.isPending && <Loading subject="the plan" />}
-      {plan.error !== null && <Problem error={plan.error} onRetry={() => void plan.refetch()} />}
+      <Problem error={plan.error} onRetry={() => void plan.refetch()} />
       {plan.data !== undefined && plan.error === null && <Planned plan={plan.data} />}
     </div>
   );
@@ -78,7 +78,7 @@ function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
           {field("selector", "Only nodes with", "Labels as key=value. Empty: as the model's rule says.")}
         </fieldset>
         <fieldset>
-          <legend>On the present fleet and</legend>
+          <legend>Current fleet plus</legend>
           {field("add", "New nodes", "Empty: none.")}
           <div className="rule-pair">
             {field("addVram", "VRAM of each, GiB", "")}
@@ -123,13 +123,13 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
               {decision.hypothetical && <span className="tag">new node</span>} <bdi>{decision.reason}</bdi>
             </p>
             <details open={decision.outcome !== "placed" || undefined}>
-              <summary>{decision.outcome === "placed" ? "Why there, why not there" : "Why not there"}</summary>
+              <summary>{decision.outcome === "placed" ? "Placement details" : "Why not there"}</summary>
               <Details decision={decision} name={`${name}, replica ${decision.replica}`} />
             </details>
           </li>
         ))}
       </ol>
-      {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">The replicas after it were not tried.</p>}
+      {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">Later replicas were not planned.</p>}
     </section>
   );
 }
