@@ -3,7 +3,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 # Compiled modules are kept: a cluster and its tests start the same programs over and over.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help run check test test-browser sweep shots story placement-story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace hooks clean
+.PHONY: help run check test test-browser sweep shots story placement-story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace strings hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -26,6 +26,7 @@ help:
 	@echo "make sweep            long tests: races, random inputs, kills, two machines, fuzzing; prints a table"
 	@echo "make lint             only the checks of the source"
 	@echo "make trace            show which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
+	@echo "make strings          write every visible string to build/strings.txt"
 	@echo "make fuzz             send generated requests as admin and as a node and compare the answers with the API document"
 	@echo "make demo             send the example request and check the answer; ARGS=--fresh uses a temporary cluster"
 	@echo "make worker NAME=two  add a worker to the running cluster"
@@ -113,6 +114,9 @@ placement-story: install-test gallery
 
 trace: install-test
 	@exec $(BIN)/python -m tests.checks.trace $(SECTION)
+
+strings: install-test types
+	@exec $(BIN)/python -m tests.checks.strings
 
 fuzz: install-test gallery
 	@exec $(BIN)/python -m tests.fuzz

@@ -160,7 +160,7 @@ def worst(parts: Sequence[Verdict]) -> State:
 def _probe(facts: Facts, id: str, name: str, hint: str) -> Verdict:
     text, since = facts.probes.get(id, ("not asked", None))
     if text == "ok":
-        return Verdict(id, name, State.OK, "answers", since=since)
+        return Verdict(id, name, State.OK, "Reachable", since=since)
     return Verdict(id, name, State.ERROR, text, hint, since)
 
 
@@ -204,7 +204,7 @@ def _tasks(facts: Facts, now: datetime) -> Verdict:
         hint = "Start `manage.py qcluster`. Silent nodes and expired leases go unnoticed until then."
         return Verdict("tasks", "Scheduled tasks", State.ERROR, "no process takes them", hint, waits)
     ended = facts.tasks_ended_at
-    text = "carried out" if ended else "none has run yet"
+    text = "Running" if ended else "none has run yet"
     return Verdict("tasks", "Scheduled tasks", State.OK, text, since=ended)
 
 

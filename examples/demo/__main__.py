@@ -163,7 +163,7 @@ def _streamed(target: Target, request: Mapping[str, Any], console: Console) -> l
         f"{rate:.0f} a second"
     )
     # What it says depends on the machine; that it comes in pieces does not.
-    return [Figure("pieces of the streamed answer", "Streamed in pieces (1: yes)", chat.pieces > 1, 1, 0)]
+    return [Figure("pieces of the streamed answer", "streamed", chat.pieces > 1, 1, 0)]
 
 
 def show(figures: list[Figure], console: Console) -> list[str]:

@@ -64,8 +64,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
 
 
-def node(*words: str, quiet: bool = False) -> None:
-    """Runs Node.js in `static/`; BuildFailed if it fails."""
+def node(*words: str, quiet: bool = False) -> str:
+    """Run Node.js in `static/` and return its output if it is `quiet`; raise BuildFailed if it fails."""
     argv = [str(_wheel() / "bin" / "node"), *words]
     done = subprocess.run(
         argv,
@@ -78,6 +78,7 @@ def node(*words: str, quiet: bool = False) -> None:
     )
     if done.returncode:
         raise BuildFailed((done.stdout or "") + (done.stderr or ""))
+    return done.stdout or ""
 
 
 def tool(name: str, *words: str, quiet: bool = False) -> None:

@@ -122,7 +122,7 @@ _RULE_PLAN = {
     "replicas_now": 1,
     "loading": 0,
     "wanted": 2,
-    "says": "at least 2 wanted, 1 there and 0 loading: 1 more",
+    "says": "2 wanted, 1 running, 0 loading: starting 1",
     "waits_until": None,
     "loads": [{"node": "a", "why": _SENTENCE}],
     "left_out": 0,

@@ -30,7 +30,7 @@ _EXAMPLE = {
         "wanted": 1,
         "current": 0,
         "loading": 0,
-        "reason": "at least 1 wanted, 0 there and 0 loading: 1 more",
+        "reason": "1 wanted, 0 running, 0 loading: starting 1",
         "at": MOMENT,
     },
     "created_at": MOMENT,

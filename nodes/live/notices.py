@@ -149,8 +149,9 @@ def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Not
         notices.append(_notice("identity-conflicts", "warning", text, hint))
     if settings.allow_shared_token_nodes:
         count = facts.weak_nodes
-        text = "Workers that have only the shared token can register"
-        text += f"; {count} {'node has' if count == 1 else 'nodes have'} no identity of their own."
+        text = "Workers that have only the shared token can register."
+        if count:
+            text += f" {count} {'node has' if count == 1 else 'nodes have'} no identity of {'its' if count == 1 else 'their'} own."
         hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once all stock workers are upgraded."
         notices.append(_notice("shared-token-nodes", "warning", text, hint))
     return notices

@@ -190,7 +190,7 @@ def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
             if target is not None:
                 named.append(target)
             elif option not in _VALUES:
-                missing[option, text] = "is not in the models folder"
+                missing[option, text] = "not found in the models folder"
     return FilePlan(options, tuple(named), missing)
 
 

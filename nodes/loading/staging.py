@@ -178,7 +178,7 @@ async def stage_files(
     missing = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
     for warning in warnings:
         level = logging.WARNING if warning in missing else logging.INFO
-        log.log(level, "%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
+        log.log(level, "%s on %s: %s", definition.name, attempt.slot.node_name, warning)
     message = {"message": f"completed without {'; '.join(missing)}"} if missing else {}
     return engine_options, {"warnings": warnings, **message}
 

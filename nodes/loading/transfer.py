@@ -74,7 +74,7 @@ class UploadMeter:
     def add_read(self, relative: str, count: int) -> None:
         """Record that bytes of the file were read for its hash."""
         self.moved += count
-        self.now = f"reading {relative} for its hash"
+        self.now = f"verifying {relative}"
 
     def finish_file(self, relative: str) -> None:
         """Record that the worker has the complete file, or that the file is skipped."""

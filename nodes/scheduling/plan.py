@@ -195,12 +195,12 @@ def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
     if context.rule.spread:
         empty_nodes = [host for host in _empty_nodes(context) if context.free_slots_of(host)]
         suffix = f" and {len(empty_nodes) - _NAMED} more" if len(empty_nodes) > _NAMED else ""
-        reason = f"one on each of {len(context.eligible)} nodes wanted, none on "
+        reason = f"one on each of {len(context.eligible)} nodes wanted: starting on "
         reason += ", ".join(host.name for host in empty_nodes[:_NAMED]) + suffix
         return [LoadReplica(model, frozenset({host.id}), reason, pinned=True) for host in empty_nodes]
     count = min(missing, context.free_slots)
-    counts = f"{len(context.eligible_serving)} there and {context.loads} loading"
-    reason = f"at least {context.rule.minimum} wanted, {counts}: {count} more"
+    counts = f"{len(context.eligible_serving)} running, {context.loads} loading"
+    reason = f"{context.rule.minimum} wanted, {counts}: starting {count}"
     return [LoadReplica(model, context.allowed_nodes, reason)] * count
 
 
@@ -221,7 +221,7 @@ def _problem(context: RuleContext) -> str:
     )
     if has_slot:
         return ""
-    counts = f"{len(context.eligible_serving)} there and {context.loads} loading"
+    counts = f"{len(context.eligible_serving)} running, {context.loads} loading"
     nodes = f"{len(context.eligible)} {'node' if len(context.eligible) == 1 else 'nodes'} that it may run on"
     return f"{context.required} wanted, {counts}, but no free slot on the {nodes}"
 

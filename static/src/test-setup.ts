@@ -18,3 +18,6 @@ globalThis.Request = class extends Plain {
 
 // Of the browser's streams jsdom shows only those of answers.
 Object.assign(globalThis, { ReadableStream: new Response("x").body?.constructor });
+
+// A list of choices asks for both, which jsdom does not have.
+if (typeof Element !== "undefined") Object.assign(Element.prototype, { scrollIntoView: () => undefined, hasPointerCapture: () => false });

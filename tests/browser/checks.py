@@ -93,3 +93,25 @@ def sideways(page: Page) -> list[str]:
     if found["scroll"] <= found["room"] and not found["wide"]:
         return []
     return [f"{found['scroll']} px in a room of {found['room']}", *found["wide"]]
+
+
+def choose(page: Page, label: str, option: str) -> None:
+    """Choose an option of a list by its words."""
+    page.get_by_role("combobox", name=label).click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+_OVERLAPS = """() => [...document.querySelectorAll("[role=grid] tbody tr")].flatMap((row) =>
+  [...row.querySelectorAll("td *")].filter((element) => {
+    const cell = element.closest("td").getBoundingClientRect();
+    const box = element.getBoundingClientRect();
+    for (let up = element.parentElement; up.tagName !== "TD"; up = up.parentElement)
+      if (getComputedStyle(up).overflowX !== "visible") return false;
+    return box.width > 1 && (box.left < cell.left - 1 || box.right > cell.right + 1
+      || box.top < row.getBoundingClientRect().top - 1 || box.bottom > row.getBoundingClientRect().bottom + 1);
+  }).map((element) => `${row.dataset.id}: ${element.closest("td").className}: ${element.textContent}`))"""
+
+
+def overlaps(page: Page) -> list[str]:
+    """Return what leaves its cell of a grid."""
+    return list(page.evaluate(_OVERLAPS))

@@ -211,7 +211,7 @@ def test_one_operation_has_a_page_that_holds_after_its_end(
     expect(table.get_by_role("listitem").filter(has_text="fifth")).to_contain_text("no space left")
     table.get_by_role("button", name="Cancel closing on slow").click()
     question = page.get_by_role("alertdialog")
-    expect(question).to_contain_text("The other nodes go on.")
+    expect(question).to_contain_text("The other nodes continue.")
     question.get_by_role("button", name="Cancel on this node").click()
     expect(question).to_have_count(0)
     heading = page.get_by_role("heading", level=1)
@@ -223,7 +223,7 @@ def test_one_operation_has_a_page_that_holds_after_its_end(
     changes = page.get_by_role("region", name="Changes by people")
     for did in ("asked", "cancelled on one node: on slow", "dismissed: known"):
         expect(changes).to_contain_text(did)
-    expect(page.get_by_role("region", name="Time line")).to_contain_text("the worker")
+    expect(page.get_by_role("region", name="Timeline")).to_contain_text("the worker")
     assert checks.violations(page) == []
 
 
@@ -241,7 +241,7 @@ def test_history_is_filtered_in_the_address_paged_and_cleared(
     expect(page.get_by_text("Request ID")).to_be_visible()
     expect(page.get_by_text("127.0.0.1")).to_be_visible()
     expect(part(page, "rolling", "fine")).to_contain_text("ran")
-    page.get_by_label("Kind").select_option("backend_delete")
+    checks.choose(page, "Kind", "Backend removal")
     expect(page).to_have_url(re.compile("kind=backend_delete"))
     expect(page.get_by_text("No matching operations")).to_be_visible()
     page.go_back()

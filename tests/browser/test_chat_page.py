@@ -44,7 +44,7 @@ def models(settled: Fleet) -> Iterator[Fleet]:
 def chat(screen: Screen, model: str) -> Page:
     """The page with this model chosen."""
     page = screen.go(f"/app/chat?model={model}")
-    expect(page.get_by_role("combobox", name="Model")).to_have_value(model)
+    expect(page.get_by_role("combobox", name="Model")).to_contain_text(model)
     expect(page.get_by_test_id("connection")).to_have_text("Live")
     return page
 
@@ -58,7 +58,7 @@ def searched(screen: Screen, model: str) -> Page:
     page.keyboard.type(f"talk to {model}")
     expect(page.get_by_role("option", name=f"Chat with {model}")).to_have_attribute("aria-selected", "true")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("combobox", name="Model")).to_have_value(model)
+    expect(page.get_by_role("combobox", name="Model")).to_contain_text(model)
     return page
 
 
@@ -127,11 +127,11 @@ def test_a_talk_goes_by_keyboard_and_stops_at_once(screen: Screen, models: Fleet
     page.reload()
     expect(page.get_by_role("textbox", name="Message")).to_be_visible()
     expect(page.get_by_role("log", name="Conversation").get_by_role("article")).to_have_count(0)
-    expect(page.get_by_role("combobox", name="Model")).to_have_value("slow-talker")
+    expect(page.get_by_role("combobox", name="Model")).to_contain_text("slow-talker")
     expect(page.get_by_test_id("connection")).to_have_text("Live")
     stops = checks.walk(page)
     assert [stop["name"] for stop in stops if not stop["ring"]] == []
-    assert [stop["tag"] for stop in stops[-5:]] == ["select", "summary", "summary", "textarea", "button"]
+    assert [stop["tag"] for stop in stops[-5:]] == ["button", "summary", "summary", "textarea", "button"]
 
 
 def _in_flight(fleet: Fleet) -> int:

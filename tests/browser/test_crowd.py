@@ -144,15 +144,44 @@ def test_a_row_that_did_not_change_is_left_alone_and_so_is_its_selection(
 
 
 @pytest.mark.rule("UI-3.16", "UW2")
-def test_a_screen_shows_more_nodes_than_panels_would(packed: Screen) -> None:
+def test_a_screen_shows_twenty_five_nodes_and_roomy_rows_on_demand(packed: Screen) -> None:
     page = live(packed.go("/app/nodes?state=healthy"))
-    grid = page.get_by_role("grid", name="Nodes")
-    grid.evaluate("(element) => element.scrollIntoView()")
-    row = grid.get_by_role("row").nth(10)
-    expect(row).to_be_in_viewport()
-    box = row.bounding_box()
+    rows = page.get_by_role("grid", name="Nodes").locator("tbody tr")
+    expect(rows.first).to_be_visible()
+    page.get_by_role("region", name="All nodes").evaluate("(element) => element.scrollIntoView()")
+    expect(rows.nth(24)).to_be_in_viewport(ratio=1)
+    page.get_by_role("button", name="View").click()
+    page.get_by_role("menuitemcheckbox", name="One line per row").click()
+    page.get_by_role("menuitemcheckbox", name="Version").click()
+    page.keyboard.press("Escape")
+    expect(page).to_have_url(re.compile("columns=.*version.*rows=roomy"))
+    page.goto(f"{packed.url}/app/nodes")
+    expect(page).to_have_url(re.compile("rows=roomy"))
+    box = rows.first.bounding_box()
     assert box is not None
-    assert box["height"] < PANEL / 2
+    assert PANEL / 3 < box["height"] < PANEL / 2
+
+
+@pytest.mark.rule("UI-9.10")
+@pytest.mark.parametrize("width", [1280, 1400, 1920])
+@pytest.mark.parametrize("rows", ["dense", "roomy"])
+def test_no_cell_covers_another_at_usual_widths(packed: Screen, width: int, rows: str) -> None:
+    """Review P8: figures ran into the next column."""
+    packed.page.set_viewport_size({"width": width, "height": 900})
+    page = live(packed.go(f"/app/nodes?rows={rows}"))
+    expect(page.get_by_role("grid", name="Nodes").locator("tbody tr").first).to_be_visible()
+    assert checks.overlaps(page) == []
+    assert checks.sideways(page) == []
+
+
+@pytest.mark.rule("UI-3.19")
+def test_the_shown_nodes_are_saved_as_csv(packed: Screen) -> None:
+    page = live(packed.go("/app/nodes?q=gpu-h100"))
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export CSV").click()
+    lines = download.value.path().read_text().splitlines()
+    assert lines[0].startswith("Name,State,Reason,GPU,GPU busy %,VRAM free bytes,VRAM bytes")
+    assert all(line.startswith("gpu-h100") for line in lines[1:])
 
 
 @pytest.mark.rule("UI-0.9", "E66")
@@ -189,7 +218,7 @@ def test_rows_say_in_words_how_a_node_is_and_what_it_has(packed: Screen) -> None
     expect(first).to_contain_text("unhealthy")
     expect(first).to_contain_text("its engines do not answer")
     expect(first.get_by_role("img", name=re.compile("^VRAM: .* of "))).to_be_visible()
-    expect(first).to_contain_text("used of")
+    expect(first.get_by_role("img", name=re.compile("^(RAM|Disk): .* of ")).first).to_be_visible()
     counts = page.get_by_role("group", name="State")
     for word in ("pending", "offline", "unhealthy", "draining", "healthy"):
         expect(counts.get_by_role("button", name=re.compile(rf"^{word} \d+$"))).to_be_visible()

@@ -170,7 +170,7 @@ def test_the_end_of_an_engine_can_be_read(screen: Screen, engine: Engine) -> Non
     page.reload()
     expect(log_of(page)).to_contain_text("no such weights")
     expect(page.get_by_text("This engine is not running. These are its last lines.")).to_be_visible()
-    page.get_by_label("Model").select_option(MODEL)
+    checks.choose(page, "Model", MODEL)
     expect(log_of(page)).to_contain_text("warming up")
 
 

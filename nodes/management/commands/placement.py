@@ -219,7 +219,7 @@ def _memory_text(memory: Mapping[str, Any]) -> str:
 
 
 def _rule_text(row: Mapping[str, Any]) -> str:
-    figures = f"{row['replicas_now']} there, {row['loading']} loading, {row['wanted']} wanted"
+    figures = f"{row['replicas_now']} running, {row['loading']} loading, {row['wanted']} wanted"
     parts = [f"{figures}: {printable(row['says'])}"]
     if row["waits_until"]:
         parts.append(f"a cooldown goes on until {row['waits_until']}")

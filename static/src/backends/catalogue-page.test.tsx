@@ -4,7 +4,7 @@ import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { client } from "../api/client";
 import { node, show } from "../live/fixtures";
 import type { Operation } from "../live/messages";
-import { stage } from "../live/stage";
+import { choose, stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { install } from "../operations/fixtures";
 import { BackendsPage } from "./page";
@@ -79,10 +79,10 @@ it("what runs shows on its line, and a failure leaves the line as it was: it can
 
 it("a tag and the nodes that can run an entry narrow the list; the tag is in the address", async () => {
   const router = await open();
-  fireEvent.change(screen.getByRole("combobox", { name: "Tag" }), { target: { value: "audio" } });
+  await choose(screen.getByRole("combobox", { name: "Tag" }), "audio");
   await waitFor(() => expect(screen.queryByText("echo")).toBeNull());
   await waitFor(() => expect(router.state.location.search).toBe("?tag=audio"));
-  fireEvent.change(screen.getByRole("combobox", { name: "Tag" }), { target: { value: "" } });
+  await choose(screen.getByRole("combobox", { name: "Tag" }), "All tags");
   expect(await screen.findByText("echo")).toBeTruthy();
   fireEvent.click(screen.getByRole("checkbox", { name: "Runs on your nodes" }));
   await waitFor(() => expect(screen.queryByText("echo")).toBeNull());
@@ -90,7 +90,7 @@ it("a tag and the nodes that can run an entry narrow the list; the tag is in the
 
 it("each line says which nodes can run it, with which build and why (worker.md 18.4)", async () => {
   await open();
-  expect(screen.getByText("Runs on none of your nodes").closest("li")?.querySelector("strong")?.textContent).toBe("echo");
+  expect(screen.getByText("No compatible nodes").closest("li")?.querySelector("strong")?.textContent).toBe("echo");
   const line = screen.getByText("Runs on 1 of 3 nodes").closest("li");
   expect(line?.querySelector("details li")?.textContent).toBe("nvidia (1 node): cuda12-whisper (listed for nvidia)");
 });

@@ -44,7 +44,7 @@ function ByName({ onChoose }: Pick<ChooseProps, "onChoose">): ReactNode {
   return (
     <div className="stack">
       {catalogue.isPending && <Loading subject="the catalogue" />}
-      {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
+      <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />
       <Command label="Backends" shouldFilter={false} className="choose-backend">
         <Command.Input className="input" value={term} onValueChange={setTerm} placeholder="Backend name" autoFocus />
         <Command.List label="Backends in the catalogue">

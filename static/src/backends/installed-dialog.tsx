@@ -1,7 +1,7 @@
 // Asks before backends are upgraded, installed again or deleted: names the nodes and, on each, the replicas that stop.
 // An upgrade of several nodes goes in waves unless said otherwise; a model's last replica is confirmed by name.
-import { useMutation } from "@tanstack/react-query";
 import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { useAction } from "../api/action";
 import { count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
 import { usersOf } from "../nodes/detail/words";
@@ -27,7 +27,7 @@ const LABEL: Readonly<Record<Verb, string>> = { upgrade: "Upgrade", reinstall: "
 const EFFECT: Readonly<Record<Verb, string>> = {
   upgrade: "It is installed again from the gallery, with the version that is there now.",
   reinstall: "It is installed again from the gallery, whatever is there.",
-  delete: "Its files are removed from these nodes. A model that needs it there has it installed again.",
+  delete: "Its files are removed from these nodes. The next load that needs it there installs it again.",
 };
 
 const NOTHING: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
@@ -47,9 +47,9 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
   );
   const toConfirm = waves ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
   const why = problemOf(fit, toConfirm, confirmed);
-  const submission = useMutation({
-    mutationFn: () => changeAll(verb, requests, waves),
-    onSuccess: (now) => {
+  const submission = useAction(
+    () => changeAll(verb, requests, waves),
+    (now) => {
       // Confirmed models stay confirmed: the next answer names only new ones.
       const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
       setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last });
@@ -57,10 +57,10 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
       announce(`${LABEL[verb]} requested`);
       onClose();
     },
-  });
+  );
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (why === "" && !submission.isPending) submission.mutate();
+    if (why === "" && !submission.busy) submission.run();
   };
   const subject = backends.length === 1 ? (backends[0]?.name ?? "") : count(backends.length, "backend");
   const title = (
@@ -84,7 +84,7 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
         <ResultMessage outcome={outcome} error={submission.error} named={backends.length > 1} />
         <div className="row wrap">
-          <Button type="submit" kind={verb === "delete" ? "danger" : "primary"} refusal={why} busy={submission.isPending}>
+          <Button type="submit" kind={verb === "delete" ? "danger" : "primary"} refusal={why} busy={submission.busy}>
             {LABEL[verb]} {namesByNode.length > 1 && count(fit.length, "node")}
           </Button>
           <Button ref={cancel} onClick={onClose}>
@@ -113,7 +113,7 @@ function problemOf(fit: readonly unknown[], models: readonly string[], confirmed
 function ResultMessage({ outcome, error, named }: { outcome: Outcome; error: Error | null; named: boolean }): ReactNode {
   return (
     <>
-      {error !== null && <Problem error={error} />}
+      <Problem error={error} />
       {[...outcome.failed].map(([backend, why]) => (
         <div key={backend}>
           {named && <bdi className="name">{backend}</bdi>}

@@ -1,7 +1,8 @@
 // The view of installed backends: what is where, in which version, what differs, and what can be upgraded. Live: the
 // lists are read again when the feed says that they have changed.
-import { useMutation } from "@tanstack/react-query";
 import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
+import { Link } from "react-router";
+import { useAction } from "../api/action";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
@@ -27,7 +28,7 @@ export function InstalledView(): ReactNode {
     <>
       <Check />
       {(data.isPending || !isLoaded(nodes)) && data.error === null && <Loading subject="the installed backends" />}
-      {data.error !== null && <Problem error={data.error} onRetry={() => void data.refetch()} />}
+      <Problem error={data.error} onRetry={() => void data.refetch()} />
       {data.data !== undefined && isLoaded(nodes) && <Rows data={data.data} />}
     </>
   );
@@ -36,19 +37,19 @@ export function InstalledView(): ReactNode {
 /** When the galleries were compared last, what could not be read, and the way to do it now. */
 function Check(): ReactNode {
   const backendsMessage = useLive((state) => state.backends);
-  const checkMutation = useMutation({ mutationFn: checkForUpgrades });
+  const check = useAction(checkForUpgrades);
   const checking = backendsMessage?.checking === true;
   return (
     <div className="stack">
       <div className="row wrap">
-        <Button small busy={checkMutation.isPending || checking} onClick={() => checkMutation.mutate()}>
+        <Button small busy={check.busy || checking} onClick={() => check.run()}>
           Check for updates
         </Button>
         <span className="muted" role="status">
           {checking ? "Checking the galleries…" : backendsMessage?.checked_at == null ? "Not checked yet" : <>Checked <Ago at={backendsMessage.checked_at} /></>}
         </span>
       </div>
-      {checkMutation.error !== null && <Problem error={checkMutation.error} onDismiss={checkMutation.reset} />}
+      <Problem error={check.error} onDismiss={check.forget} />
       {Object.entries(backendsMessage?.problems ?? {}).map(([gallery, why]) => (
         <Problem key={gallery} error={new Error(gallery === "" ? `Check failed: ${why}.` : `Gallery ${gallery}: ${why}`)} />
       ))}
@@ -71,7 +72,10 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
   if (rows.length === 0) {
     return (
       <Empty title="No backends installed">
-        <p>Install one from the catalogue. A model that needs a backend also has it installed.</p>
+        <p>Install one from the catalogue. A load installs the backend that its model needs.</p>
+        <Link className="button" to="/app/backends">
+          Open the catalogue
+        </Link>
       </Empty>
     );
   }

@@ -14,6 +14,7 @@ import { Button } from "../ui/button";
 import { Command } from "../ui/copy";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import { Select } from "../ui/select";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import "./backends.css";
@@ -59,7 +60,7 @@ function CatalogueView({ onInstall }: { onInstall: (name: string) => void }): Re
   return (
     <>
       {catalogue.isPending && <Loading subject="the catalogue" />}
-      {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
+      <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />
       {catalogue.data !== undefined && <Entries catalogue={catalogue.data} onRetry={() => void catalogue.refetch()} onInstall={onInstall} />}
     </>
   );
@@ -114,12 +115,7 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
           onChange={(event) => want({ term: event.target.value, tag })}
         />
         {catalogue.allTags.length > 0 && (
-          <select className="input" aria-label="Tag" value={tag} onChange={(event) => want({ term, tag: event.target.value })}>
-            <option value="">All tags</option>
-            {catalogue.allTags.map((allTag) => (
-              <option key={allTag}>{allTag}</option>
-            ))}
-          </select>
+          <Select label="Tag" labelled="hidden" value={tag} options={[["", "All tags"], ...catalogue.allTags.map((allTag) => [allTag, allTag] as const)]} onChange={(next) => want({ term, tag: next })} />
         )}
         <Box label="Runs on your nodes" on={runnable} onChange={setRunnable} />
         <Box label="Hardware-specific builds" on={builds} onChange={setBuilds} />

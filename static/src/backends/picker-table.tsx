@@ -1,12 +1,15 @@
 // The nodes of the picker as a table: a box, the node, its hardware, and what will happen or happens there.
-import { memo, useRef, useEffect, useState, type ReactNode } from "react";
+import { useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { bytes, count } from "../lib/format";
+import { gpuWords } from "../live/gpus";
 import type { LiveNode } from "../live/messages";
 import { NextCheck, SilenceNotice } from "../operations/lines";
 import { pageOf, rests, stateOf } from "../operations/words";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
+import type { Column, Selection } from "../ui/rows";
+import { Table } from "../ui/table";
 import { NodeStatus } from "../nodes/shared/node-status";
 import { isAutomatic } from "../nodes/shared/labels";
 import { onNode, type Progress } from "./picker-model";
@@ -17,105 +20,52 @@ const LABELS = 3;
 
 interface TableProps {
   rows: readonly Row[];
-  selected: ReadonlySet<string>;
-  onToggle: (ids: readonly string[], on: boolean) => void;
+  selection: Selection;
+  /** Must stay the same function: rows compare it. */
   onRetry: (id: string) => void;
 }
 
-export function NodeTable({ rows, selected, onToggle, onRetry }: TableProps): ReactNode {
-  const [limit, setLimit] = useState(DRAWN);
-  const open = rows.filter((row) => row.open).map((row) => row.node.id);
-  const chosen = open.filter((id) => selected.has(id)).length;
+export function NodeTable({ rows, selection, onRetry }: TableProps): ReactNode {
+  const columns = useMemo(() => columnsOf(onRetry), [onRetry]);
   return (
     <div className="picker-scroll" role="group" tabIndex={0} aria-label="Nodes">
-      <table className="picker-table">
-        <thead>
-          <tr>
-            <th scope="col">
-              <AllBox chosen={chosen} open={open.length} onToggle={(on) => onToggle(open, on)} />
-            </th>
-            <th scope="col">Node</th>
-            <th scope="col">State</th>
-            <th scope="col">Hardware</th>
-            <th scope="col">Action</th>
-          </tr>
-        </thead>
-        <tbody>
-          {rows.slice(0, limit).map((row) => (
-            <NodeRow key={row.node.id} row={row} checked={row.open && selected.has(row.node.id)} onToggle={onToggle} onRetry={onRetry} />
-          ))}
-        </tbody>
-      </table>
-      {rows.length > limit && <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({rows.length - limit})</Button>}
+      <Table name="Nodes" className="picker-table" columns={columns} rows={rows} rowId={idOf} rowName={nameOf} selection={selection} selectable={isOpen} alike={alike} first={DRAWN} />
     </div>
   );
 }
 
-function AllBox({ chosen, open, onToggle }: { chosen: number; open: number; onToggle: (on: boolean) => void }): ReactNode {
-  const box = useRef<HTMLInputElement>(null);
-  useEffect(() => {
-    if (box.current !== null) box.current.indeterminate = chosen > 0 && chosen < open;
-  }, [chosen, open]);
-  return (
-    <input
-      ref={box}
-      type="checkbox"
-      aria-label="Select all visible"
-      checked={open > 0 && chosen === open}
-      disabled={open === 0}
-      onChange={(event) => onToggle(event.target.checked)}
-    />
-  );
+const idOf = ({ node }: Row) => node.id;
+const nameOf = ({ node }: Row) => node.name;
+const isOpen = ({ open }: Row) => open;
+
+function alike(first: Row, second: Row): boolean {
+  return first.node === second.node && first.expected.text === second.expected.text && first.progress === null && second.progress === null;
 }
 
-interface NodeRowProps {
-  row: Row;
-  checked: boolean;
-  onToggle: TableProps["onToggle"];
-  onRetry: TableProps["onRetry"];
+function columnsOf(onRetry: (id: string) => void): readonly Column<Row>[] {
+  return [
+    {
+      key: "node",
+      title: "Node",
+      value: nameOf,
+      cell: ({ node }) => (
+        <>
+          <div className="name" title={node.name}>
+            {node.name}
+          </div>
+          <Labels node={node} />
+        </>
+      ),
+    },
+    { key: "state", title: "State", value: ({ node }) => node.status, cell: ({ node }) => <NodeStatus node={node} /> },
+    { key: "hardware", title: "Hardware", cell: ({ node }) => <span className="muted">{hardware(node)}</span> },
+    {
+      key: "action",
+      title: "Action",
+      cell: (row) => (row.progress === null ? <span className={`outlook ${row.expected.kind}`}>{row.expected.text}</span> : <How row={row} progress={row.progress} onRetry={onRetry} />),
+    },
+  ];
 }
-
-function equal(left: NodeRowProps, right: NodeRowProps): boolean {
-  const [first, second] = [left.row, right.row];
-  return (
-    first.node === second.node &&
-    first.expected.text === second.expected.text &&
-    first.progress === null &&
-    second.progress === null &&
-    left.checked === right.checked &&
-    left.onToggle === right.onToggle
-  );
-}
-
-const NodeRow = memo(function NodeRow({ row, checked, onToggle, onRetry }: NodeRowProps): ReactNode {
-  const { node, progress, expected, open } = row;
-  return (
-    <tr className={checked ? "chosen" : ""} data-node={node.id}>
-      <td>
-        <input
-          type="checkbox"
-          aria-label={`Select ${node.name}`}
-          checked={checked}
-          disabled={!open}
-          onChange={(event) => onToggle([node.id], event.target.checked)}
-        />
-      </td>
-      <td>
-        <div className="name picker-node" title={node.name}>
-          {node.name}
-        </div>
-        <Labels node={node} />
-      </td>
-      <td>
-        <NodeStatus node={node} />
-      </td>
-      <td className="muted picker-hardware">{hardware(node)}</td>
-      <td className="picker-what">
-        {progress === null ? <span className={`outlook ${expected.kind}`}>{expected.text}</span> : <How row={row} progress={progress} onRetry={onRetry} />}
-      </td>
-    </tr>
-  );
-}, equal);
 
 function Labels({ node }: { node: LiveNode }): ReactNode {
   const labels = Object.entries(node.labels).filter(([key]) => !isAutomatic(key)).sort();
@@ -133,7 +83,7 @@ function Labels({ node }: { node: LiveNode }): ReactNode {
 }
 
 function hardware(node: LiveNode): string {
-  if (node.total_vram > 0) return `${node.gpu_vendor || "GPU"} ${bytes(node.total_vram)}`;
+  if (node.total_vram > 0) return `${gpuWords(node) || "GPU"} ${bytes(node.total_vram)}`;
   return node.total_ram > 0 ? `CPU, ${bytes(node.total_ram)} RAM` : "not reported";
 }
 

@@ -1,12 +1,13 @@
 // The install picker: one backend, some nodes, and what will happen on each before anything is pressed. After the
 // press each row turns by the server's word only. It can be closed at any time: nothing stops and nothing is lost.
-import { useEffect, useState, type ReactNode } from "react";
+import { useCallback, useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { count, span } from "../lib/format";
 import { useLive, useNow } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Empty, Loading } from "../ui/empty";
+import { useSelection } from "../ui/rows";
 import "./backends.css";
 import { useCatalogue } from "./catalogue";
 import { ChooseBackend } from "./choose-backend";
@@ -82,24 +83,19 @@ interface PickNodesProps {
 
 function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { nodes: NodesById }): ReactNode {
   const rows = useRows(backend, nodes);
-  const [selected, setSelected] = useState<ReadonlySet<string>>(() => new Set(nodeIds));
+  const selection = useSelection(nodeIds);
+  const selected = selection.ids;
   const [filter, setFilter] = useState("");
   const [draining, setDraining] = useState(false);
   useForgetDone(backend, rows);
   const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
   const listed = listedRows(rows, { requested: new Set(nodeIds), selected, draining }).filter((row) => row.mine || matches(row.node, filter));
   const hidden = chosen.filter((row) => !listed.includes(row)).length;
-  const toggle = (ids: readonly string[], on: boolean) =>
-    setSelected((previous) => {
-      const after = new Set(previous);
-      for (const id of ids) if (on) after.add(id);
-      else after.delete(id);
-      return after;
-    });
   const send = (ids: readonly string[]) => {
-    toggle(ids, false);
+    selection.toggle(ids.filter((id) => selected.has(id)));
     void runs.start(backend, ids);
   };
+  const retry = useCallback((id: string) => void runs.start(backend, [id]), [backend]);
   if (rows.length === 0) return <NoNodes />;
   const healthy = listed.filter((row) => row.open && row.node.status === "healthy").map((row) => row.node.id);
   return (
@@ -114,15 +110,15 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
           value={filter}
           onChange={(event) => setFilter(event.target.value)}
         />
-        <Button small refusal={healthy.length === 0 ? "Already installed on every healthy node" : ""} onClick={() => toggle(healthy, true)}>
+        <Button small refusal={healthy.length === 0 ? "Already installed on every healthy node" : ""} onClick={() => selection.toggle(healthy.filter((id) => !selected.has(id)))}>
           Select all healthy
         </Button>
-        <Button small refusal={selected.size === 0 ? "No nodes selected" : ""} onClick={() => setSelected(new Set())}>
+        <Button small refusal={selected.size === 0 ? "No nodes selected" : ""} onClick={selection.clear}>
           Clear
         </Button>
         <DrainingBox rows={rows} on={draining} onChange={setDraining} />
       </div>
-      {listed.length === 0 ? <p className="muted">No matching nodes.</p> : <NodeTable rows={listed} selected={selected} onToggle={toggle} onRetry={(id) => send([id])} />}
+      {listed.length === 0 ? <p className="muted">No matching nodes.</p> : <NodeTable rows={listed} selection={selection} onRetry={retry} />}
       <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
       <Footer rows={rows} chosen={chosen} hidden={hidden} onInstall={() => send(chosen.map((row) => row.node.id))} onRetry={send} onClose={onClose} />
     </>

@@ -9,7 +9,7 @@ interface VariantsProps {
 
 export function Variants({ runs: { kinds, able, total } }: VariantsProps): ReactNode {
   if (total === 0) return null;
-  if (able === 0) return <div className="muted">Runs on none of your nodes</div>;
+  if (able === 0) return <div className="muted">No compatible nodes</div>;
   return (
     <details className="variants">
       <summary className="muted">

@@ -11,6 +11,7 @@ import { Details } from "../models/decision";
 import { Meter, MeterLegend } from "../ui/bars";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import { Select } from "../ui/select";
 import { PageHead } from "../ui/title";
 import { useFit, verdicts, type Fit } from "./fit";
 import { addressOf, grouped, groupKeys, parseView, ORDERS, RESOURCES, summed, type MapView, type Place, type Resource } from "./fleet";
@@ -27,10 +28,16 @@ export function CapacityPage(): ReactNode {
   const nodes = useThrottledNodes();
   return (
     <div className="cap">
-      <PageHead title="Capacity" note="How much memory is free, where, and what would fit." />
+      <PageHead title="Capacity" note="Free memory by node, and what fits." />
       <CapacityTabs />
       {!isLoaded(nodes) && <Loading subject="nodes" />}
-      {isLoaded(nodes) && nodes.size === 0 && <Empty title="No workers registered yet" />}
+      {isLoaded(nodes) && nodes.size === 0 && (
+        <Empty title="No workers registered yet">
+          <Link className="button" to="/app/nodes">
+            Add a node
+          </Link>
+        </Empty>
+      )}
       {nodes.size > 0 && <Fleet nodes={nodes} />}
     </div>
   );
@@ -69,14 +76,14 @@ function ViewControls({ nodes, view, onView }: ViewControlsProps): ReactNode {
   const groupings = ["", "gpu", "state", ...keys.map((key) => `label:${key}`)];
   return (
     <div className="row wrap cap-looks">
-      <Choice label="Show" value={view.resource} options={RESOURCES.map((option) => [option, NAMES[option]])} onChange={(resource) => onView({ ...view, resource: resource as Resource })} />
-      <Choice
+      <Select label="Show" value={view.resource} options={RESOURCES.map((option) => [option, NAMES[option]])} onChange={(resource) => onView({ ...view, resource: resource as Resource })} />
+      <Select
         label="Group by"
         value={view.group}
         options={(groupings.includes(view.group) ? groupings : [...groupings, view.group]).map((grouping) => [grouping, groupName(grouping)])}
         onChange={(group) => onView({ ...view, group })}
       />
-      <Choice label="Order" value={view.order} options={ORDERS.map((order) => [order, order === "name" ? "Name" : "Most free first"])} onChange={(order) => onView({ ...view, order: order as MapView["order"] })} />
+      <Select label="Order" value={view.order} options={ORDERS.map((order) => [order, order === "name" ? "Name" : "Most free first"])} onChange={(order) => onView({ ...view, order: order as MapView["order"] })} />
       <label className="field cap-model" htmlFor={`${list}-model`}>
         <span>Where does it fit?</span>
         <input
@@ -107,29 +114,6 @@ function groupName(group: string): string {
   return group === "" ? "Nothing" : `Label ${group.slice("label:".length)}`;
 }
 
-interface ChoiceProps {
-  label: string;
-  value: string;
-  options: readonly (readonly [string, string])[];
-  onChange: (value: string) => void;
-}
-
-function Choice({ label, value, options, onChange }: ChoiceProps): ReactNode {
-  const id = useId();
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
-        {options.map(([option, name]) => (
-          <option key={option} value={option}>
-            {name}
-          </option>
-        ))}
-      </select>
-    </label>
-  );
-}
-
 function Sums({ places, resource, total }: { places: readonly Place[]; resource: Resource; total: number }): ReactNode {
   const sums = useMemo(() => summed(places), [places]);
   const closed = places.length - sums.nodes;
@@ -140,7 +124,7 @@ function Sums({ places, resource, total }: { places: readonly Place[]; resource:
         <Sum name={`${NAMES[resource]} free`} value={bytes(sums.free)} />
         <Sum name="Used" value={bytes(sums.used)} />
         <Sum name="Reserved" value={bytes(sums.reserved)} />
-        <Sum name="In all" value={bytes(sums.total)} />
+        <Sum name="Total" value={bytes(sums.total)} />
         <Sum name="Largest free block" value={sums.largest === 0 ? "none" : `${bytes(sums.largest)} on ${sums.largestAt}`} />
       </dl>
       <Meter name={`${NAMES[resource]} of all nodes in service`} used={sums.used} reserved={sums.reserved} total={sums.total} />
@@ -148,7 +132,7 @@ function Sums({ places, resource, total }: { places: readonly Place[]; resource:
         <span className="muted">
           {count(sums.nodes, "node")} in service
           {closed > 0 && `; ${closed} not in service, not counted`}
-          {without > 0 && `; ${without} without any`}
+          {without > 0 && `; ${without} without ${resource === "vram" ? "GPU" : NAMES[resource]}`}
         </span>
         <MeterLegend />
       </div>
@@ -194,7 +178,7 @@ function FitSummary({ fit }: { fit: Fit }): ReactNode {
         )}
       </p>
       <details>
-        <summary>Why there, why not there</summary>
+        <summary>Placement details</summary>
         <Details decision={placement} name={model} />
       </details>
     </section>

@@ -30,11 +30,11 @@ export function WhatIfPage(): ReactNode {
   const plan = usePlan(submitted);
   return (
     <div className="cap">
-      <PageHead title="What if" note="Where replicas would go, on the fleet as it is or with more nodes. Nothing is changed." />
+      <PageHead title="What if" note="Plan replicas on the current fleet or with more nodes. Nothing changes." />
       <CapacityTabs />
       <Form form={form} file={file} busy={plan.isFetching} onChange={setForm} onFile={setFile} onSubmit={() => (submitted?.form === form && submitted.file === file ? void plan.refetch() : setSubmitted({ form, file }))} />
       {submitted !== null && plan.isPending && <Loading subject="the plan" />}
-      {plan.error !== null && <Problem error={plan.error} onRetry={() => void plan.refetch()} />}
+      <Problem error={plan.error} onRetry={() => void plan.refetch()} />
       {plan.data !== undefined && plan.error === null && <Planned plan={plan.data} />}
     </div>
   );
@@ -91,7 +91,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
           {field("selector", "Only nodes with", "Labels as key=value. Empty: as the model's rule says.")}
         </fieldset>
         <fieldset>
-          <legend>On the present fleet and</legend>
+          <legend>Current fleet plus</legend>
           {field("add", "New nodes", "Empty: none.")}
           <div className="rule-pair">
             {field("addVram", "VRAM of each, GiB", "")}
@@ -138,7 +138,7 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
               {decision.hypothetical && <span className="tag">new node</span>} <bdi>{decision.reason}</bdi>
             </p>
             <details open={decision.outcome !== "placed" || undefined}>
-              <summary>{decision.outcome === "placed" ? "Why there, why not there" : "Why not there"}</summary>
+              <summary>{decision.outcome === "placed" ? "Placement details" : "Why not there"}</summary>
               <Details decision={decision} name={`${name}, replica ${decision.replica}`} />
             </details>
           </li>
@@ -146,7 +146,7 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
       </ol>
       <h3>Memory for the first replica</h3>
       <Memory memory={plan.memory} name={name} />
-      {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">The replicas after it were not tried.</p>}
+      {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">Later replicas were not planned.</p>}
     </section>
   );
 }

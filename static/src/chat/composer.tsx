@@ -68,7 +68,7 @@ export function Composer({ conversation, chat, busy, refusal, field, onSend, onS
         )}
       </div>
       <p className="field-hint" id={`${id}-keys`}>
-        Enter sends, Shift+Enter begins a line, Escape stops.
+        Enter to send, Shift+Enter for a new line, Esc to stop
       </p>
     </form>
   );

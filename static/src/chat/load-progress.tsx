@@ -43,7 +43,7 @@ function Load({ operation, eta }: { operation: Operation; eta: number | undefine
       <p className="muted">
         {sendingOf(operation) || [phaseOf(operation), figuresText, remaining].filter(Boolean).join(" · ")} <NextCheck operation={operation} />
       </p>
-      <p className="muted">Your question is asked as soon as the model is there.</p>
+      <p className="muted">Your message is sent when the model is loaded.</p>
     </div>
   );
 }
@@ -58,7 +58,7 @@ function LoadFigures({ loading }: { loading: Loading }): ReactNode {
       </p>
       <Bar title={`Loading model ${model}`} percent={progress} />
       <p className="muted">{[state, figures(bytes_sent, total_bytes, undefined), remaining].filter(Boolean).join(" · ")}</p>
-      <p className="muted">Your question is asked as soon as the model is there.</p>
+      <p className="muted">Your message is sent when the model is loaded.</p>
     </div>
   );
 }

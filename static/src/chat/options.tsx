@@ -1,6 +1,7 @@
 // The choice of the model, and the settings of its answers.
 import { useId, type ReactNode } from "react";
 import type { Definition } from "../models/rows";
+import { Select, type Option } from "../ui/select";
 import { FieldMessage, TextField } from "../ui/text-field";
 import { canChat, stateWords } from "./models";
 import type { Settings, FieldProblems } from "./settings";
@@ -21,19 +22,12 @@ export function ModelField({ model, definitions, loaded, loading, onChange }: Mo
   const offered = definitions.filter((definition) => canChat(definition) || definition.id === model);
   const replicas = loaded.get(model) ?? 0;
   const warnings = chosen?.warnings ?? [];
+  const options = offered.map(({ id: name }): Option => [name, `${name} (${stateWords(loaded.get(name) ?? 0)})`]);
+  if (chosen === undefined) options.unshift([model, model === "" ? "Choose a model" : `${model} (not defined)`]);
   return (
     <div className="field chat-model">
-      <label htmlFor={id}>Model</label>
       <div className="row wrap">
-        <select id={id} className="input" value={model} aria-describedby={`${id}-said`} onChange={(event) => onChange(event.target.value)}>
-          {model === "" && <option value="">Choose a model</option>}
-          {model !== "" && chosen === undefined && <option value={model}>{model} (not defined)</option>}
-          {offered.map((definition) => (
-            <option key={definition.id} value={definition.id}>
-              {definition.id} ({stateWords(loaded.get(definition.id) ?? 0)})
-            </option>
-          ))}
-        </select>
+        <Select label="Model" value={model} options={options} describedBy={`${id}-said`} onChange={onChange} />
         {chosen !== undefined && <Standing replicas={replicas} loading={loading} />}
       </div>
       <p id={`${id}-said`} className="field-hint">
@@ -63,11 +57,11 @@ export function SettingsFields({ settings, problems, onChange }: SettingsProps):
   const change = (name: keyof Settings) => (text: string) => onChange({ ...settings, [name]: text });
   return (
     <div className="chat-settings">
-      <Lines label="System prompt" description="What the model is told before everything else." value={settings.system} problem="" onChange={change("system")} />
-      <Lines label="Stop at" description="Each line is a text at which the answer ends." value={settings.stop} problem={problems.stop ?? ""} onChange={change("stop")} />
-      <TextField label="Temperature" description="0 to 2. Empty: the model's own." numeric value={settings.temperature} problem={problems.temperature} onChange={change("temperature")} />
-      <TextField label="Most tokens" description="Of an answer. Empty: the model's own." numeric value={settings.maxTokens} problem={problems.maxTokens} onChange={change("maxTokens")} />
-      <TextField label="Seed" description="The same one gives the same answer again. Empty: another one each time." numeric value={settings.seed} problem={problems.seed} onChange={change("seed")} />
+      <Lines label="System prompt" description="Instructions before the conversation." value={settings.system} problem="" onChange={change("system")} />
+      <Lines label="Stop sequences" description="One per line. The answer ends there." value={settings.stop} problem={problems.stop ?? ""} onChange={change("stop")} />
+      <TextField label="Temperature" description="0 to 2. Empty: model default." numeric value={settings.temperature} problem={problems.temperature} onChange={change("temperature")} />
+      <TextField label="Max tokens" description="Empty: model default." numeric value={settings.maxTokens} problem={problems.maxTokens} onChange={change("maxTokens")} />
+      <TextField label="Seed" description="Same seed, same answer. Empty: random." numeric value={settings.seed} problem={problems.seed} onChange={change("seed")} />
     </div>
   );
 }

@@ -1,7 +1,7 @@
 // The page to try a deployment: choose a model, watch it load, talk to it, see what each answer took. What is said is in
 // the memory of this tab only (`conversation.ts`).
 import { useContext, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
-import { useSearchParams } from "react-router";
+import { Link, useSearchParams } from "react-router";
 import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { LiveContext, useLive } from "../live/hooks";
 import { useDefinitions } from "../models/data";
@@ -65,7 +65,7 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
   });
   return (
     <div className="chat">
-      <PageHead title="Chat" note="Try a model. What is said stays in the memory of this tab: the server keeps none of it.">
+      <PageHead title="Chat" note="Try a model. Messages stay in this tab.">
         <Clear conversation={conversation} empty={chat.turns.length === 0} />
       </PageHead>
       <Model conversation={conversation} chat={chat} />
@@ -132,8 +132,11 @@ function Model({ conversation, chat }: { conversation: Conversation; chat: Chat 
 
 function NoModels(): ReactNode {
   return (
-    <Empty title="No model to talk to">
-      <p>A model is defined by a YAML file in the folder of models (LOCALAI_MODELS_PATH). Those for embeddings are not offered here.</p>
+    <Empty title="No chat models">
+      <p>Define a model with a YAML file in the models folder (LOCALAI_MODELS_PATH). Models for embeddings cannot chat.</p>
+      <Link className="button" to="/app/models">
+        Open Models
+      </Link>
     </Empty>
   );
 }
@@ -151,7 +154,7 @@ function Clear({ conversation, empty }: { conversation: Conversation; empty: boo
       </Button>
       {isConfirming && (
         <Confirm open danger onClose={() => setIsConfirming(false)} title="Clear the conversation" action="Clear" onConfirm={clear}>
-          <p>It is kept nowhere else.</p>
+          <p>The messages are stored nowhere else.</p>
         </Confirm>
       )}
     </>
@@ -175,7 +178,7 @@ function Snippets({ chat: { model, settings, turns, draft } }: { chat: Chat }): 
   const { origin } = window.location;
   return (
     <div className="stack">
-      <p className="muted">Up to the last question. Put an API key of yours into LOCALAI_API_KEY; none is in here.</p>
+      <p className="muted">The conversation up to the last question. Set LOCALAI_API_KEY to one of your API keys.</p>
       <h2>curl</h2>
       <Code text={curl(origin, request)} />
       <h2>Python</h2>

@@ -41,7 +41,7 @@ export const TurnView = memo(function TurnView({ turn, last, onAgain, onEdit }: 
           <bdi>{answer.model}</bdi>
         </p>
         <AnswerMessage answer={answer} />
-        {answer.error !== null && <Problem error={answer.error} {...(last ? { onRetry: onAgain } : {})} />}
+        <Problem error={answer.error} {...(last ? { onRetry: onAgain } : {})} />
         {!isOpen(answer) && <Foot answer={answer} {...(last ? { onAgain } : {})} />}
       </article>
     </>
@@ -65,8 +65,8 @@ function AnswerMessage({ answer }: { answer: Answer }): ReactNode {
       {answer.tools.map((call, at) => (
         <Call key={at} call={call} />
       ))}
-      {nothing && answer.state === "done" && <p className="muted">The model answered nothing.</p>}
-      {nothing && answer.state !== "done" && <p className="muted">Not answered. Later questions are asked without this one.</p>}
+      {nothing && answer.state === "done" && <p className="muted">Empty answer.</p>}
+      {nothing && answer.state !== "done" && <p className="muted">No answer. Later requests leave this question out.</p>}
     </>
   );
 }

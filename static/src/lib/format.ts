@@ -22,6 +22,12 @@ export function bytes(count: number): string {
   return `${text} ${UNITS[unit] ?? "B"}`;
 }
 
+/** Used and total bytes, with one unit if both have it: `6 / 24 GiB`. */
+export function pair(used: number, total: number): string {
+  const [left, right] = [bytes(used), bytes(total)];
+  return `${left.split(" ")[1] === right.split(" ")[1] ? left.split(" ")[0] ?? "" : left} / ${right}`;
+}
+
 /** Bytes a second. */
 export function rate(perSecond: number): string {
   return `${bytes(perSecond)}/s`;

@@ -1,6 +1,6 @@
 // The context of a component in unit tests: the feed's store, queries without retries, tips.
 import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { render } from "@testing-library/react";
+import { fireEvent, render, screen } from "@testing-library/react";
 import { Tooltip } from "radix-ui";
 import type { ComponentProps, ReactNode } from "react";
 import { RouterProvider } from "react-router";
@@ -26,4 +26,10 @@ function Around({ store, queries, router }: { store: LiveStore; queries: QueryCl
       </LiveContext.Provider>
     </QueryClientProvider>
   );
+}
+
+/** Chooses from a list as the keyboard does. */
+export async function choose(trigger: HTMLElement, words: string): Promise<void> {
+  fireEvent.keyDown(trigger, { key: "Enter" });
+  fireEvent.keyDown(await screen.findByRole("option", { name: words }), { key: "Enter" });
 }

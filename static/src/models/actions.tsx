@@ -1,10 +1,9 @@
 // The actions on a model: load it, unload it everywhere after a question, give it a rule.
-import { useMutation } from "@tanstack/react-query";
 import { Suspense, useState, type ReactNode } from "react";
 import { Link } from "react-router";
+import { useAction } from "../api/action";
 import { canChat, chatAddress } from "../chat/models";
 import { count } from "../lib/format";
-import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
 import { lazyDialog } from "../ui/lazy";
@@ -17,7 +16,7 @@ const RuleDialog = lazyDialog(async () => (await import("../scheduling/rule-dial
 /** `ruled`: the models that have a rule; null while that is not known. */
 export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[] | null }): ReactNode {
   const [dialog, setDialog] = useState<"" | "unload" | "rule">("");
-  const load = useMutation({ mutationFn: () => loadModel(row.name), onSuccess: () => announce(`Load of ${row.name} requested.`) });
+  const load = useAction(() => loadModel(row.name), `Load of ${row.name} requested.`);
   const close = () => setDialog("");
   return (
     <div className="row wrap model-actions">
@@ -26,7 +25,7 @@ export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[
           Chat
         </Link>
       )}
-      <Button small aria-label={`Load ${row.name}`} busy={load.isPending} refusal={loadRefusal(row)} onClick={() => load.mutate()}>
+      <Button small aria-label={`Load ${row.name}`} busy={load.busy} refusal={loadRefusal(row)} onClick={() => load.run()}>
         Load
       </Button>
       <Button small aria-label={`Unload all replicas of ${row.name}`} refusal={unloadRefusal(row)} onClick={() => setDialog("unload")}>
@@ -37,7 +36,7 @@ export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[
           Add rule…
         </Button>
       )}
-      {load.error !== null && <Problem error={load.error} onDismiss={() => load.reset()} />}
+      <Problem error={load.error} onDismiss={load.forget} />
       {dialog === "unload" && <UnloadAll row={row} onClose={close} />}
       <Suspense>{dialog === "rule" && <RuleDialog rule={null} model={row.name} ruled={ruled ?? []} onClose={close} />}</Suspense>
     </div>
@@ -45,10 +44,7 @@ export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[
 }
 
 function UnloadAll({ row, onClose }: { row: ModelRow; onClose: () => void }): ReactNode {
-  const unload = useMutation({
-    mutationFn: () => unloadModel(row.name),
-    onSuccess: () => announce(`Unload of ${row.name} requested.`),
-  });
+  const unload = useAction(() => unloadModel(row.name), `Unload of ${row.name} requested.`);
   const flying = row.places.reduce((sum, { model }) => sum + model.in_flight, 0);
   const nodes = new Set(row.places.map(({ node }) => node.id)).size;
   return (
@@ -62,9 +58,9 @@ function UnloadAll({ row, onClose }: { row: ModelRow; onClose: () => void }): Re
         </>
       }
       action="Unload"
-      busy={unload.isPending}
+      busy={unload.busy}
       error={unload.error}
-      onConfirm={() => unload.mutate(undefined, { onSuccess: onClose })}
+      onConfirm={() => unload.run(undefined, onClose)}
     >
       <ul className="nd-effects">
         <li>

@@ -3,6 +3,8 @@ import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
 import { diskWords, memoryWords, needWords, signed, slotOf, type Best, type Choice, type Decision, type Miss } from "./explanation-query";
 
@@ -32,75 +34,50 @@ export function Details({ decision, recorded = null, name }: { decision: Decisio
   );
 }
 
-function Columns({ names }: { names: readonly string[] }): ReactNode {
-  return (
-    <thead>
-      <tr>
-        {names.map((name) => (
-          <th key={name} scope="col">
-            {name}
-          </th>
-        ))}
-      </tr>
-    </thead>
-  );
-}
+const nodeOf = ({ node_id }: { node_id: string }) => node_id;
+const yes = (value: boolean) => (value ? "yes" : "no");
 
 function BestNodes({ name, best }: { name: string; best: readonly Best[] }): ReactNode {
   return (
     <div>
       <h4>Best nodes</h4>
-      <table className="nd-table" aria-label={`Best nodes for ${name}`}>
-        <Columns names={["Node", "Failures", "Group there", "Enough VRAM", "Replicas", "In flight", "VRAM", "Why behind"]} />
-        <tbody>
-          {best.map((candidate) => (
-            <tr key={candidate.node_id}>
-              <NodeName id={candidate.node_id} text={slotOf(candidate)} />
-              <td data-label="Failures">{candidate.terms.failures}</td>
-              <td data-label="Group there">{candidate.terms.shared ? "yes" : "no"}</td>
-              <td data-label="Enough VRAM">{candidate.terms.has_memory ? "yes" : "no"}</td>
-              <td data-label="Replicas">{candidate.terms.busy ? "some" : "none"}</td>
-              <td data-label="In flight">{candidate.terms.in_flight}</td>
-              <td data-label="VRAM">{memoryWords(candidate.terms)}</td>
-              <td data-label="Why behind">{candidate.against === undefined ? "" : <bdi>{candidate.against}</bdi>}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table name={`Best nodes for ${name}`} columns={BEST} rows={best} rowId={nodeOf} rowName={slotOf} />
     </div>
   );
 }
 
+const BEST: readonly Column<Best>[] = [
+  { key: "node", title: "Node", cell: (best) => <NodeName id={best.node_id} text={slotOf(best)} /> },
+  { key: "failures", title: "Failures", cell: ({ terms }) => terms.failures },
+  { key: "shared", title: "Same group", cell: ({ terms }) => yes(terms.shared) },
+  { key: "memory", title: "Enough VRAM", cell: ({ terms }) => yes(terms.has_memory) },
+  { key: "replicas", title: "Replicas", cell: ({ terms }) => (terms.busy ? "some" : "none") },
+  { key: "flight", title: "In flight", cell: ({ terms }) => terms.in_flight },
+  { key: "vram", title: "VRAM", cell: ({ terms }) => memoryWords(terms) },
+  { key: "against", title: "Ranked lower because", cell: ({ against }) => against !== undefined && <bdi>{against}</bdi> },
+];
+
 function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): ReactNode {
   return (
     <div>
-      <h4>Why not there: the nearest misses</h4>
-      <table className="nd-table" aria-label={`Nearest misses for ${name}`}>
-        <Columns names={["Node", "Reason", "VRAM free", "Disk available", "Replicas", "In flight"]} />
-        <tbody>
-          {misses.map((miss) => (
-            <tr key={miss.node_id}>
-              <NodeName id={miss.node_id} text={miss.node} />
-              <td data-label="Reason">
-                <bdi>{miss.reason}</bdi>
-              </td>
-              <td data-label="VRAM free">{signed(miss.free_vram)}</td>
-              <td data-label="Disk available">{diskWords(miss)}</td>
-              <td data-label="Replicas">
-                {miss.replicas} of {miss.slots}
-              </td>
-              <td data-label="In flight">{miss.in_flight}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <h4>Nodes that cannot take it</h4>
+      <Table name={`Nearest misses for ${name}`} columns={MISSES} rows={misses} rowId={nodeOf} rowName={({ node }) => node} />
     </div>
   );
 }
+
+const MISSES: readonly Column<Miss>[] = [
+  { key: "node", title: "Node", cell: ({ node_id, node }) => <NodeName id={node_id} text={node} /> },
+  { key: "reason", title: "Reason", cell: ({ reason }) => <bdi>{reason}</bdi> },
+  { key: "vram", title: "VRAM free", cell: ({ free_vram }) => signed(free_vram) },
+  { key: "disk", title: "Disk available", cell: diskWords },
+  { key: "replicas", title: "Replicas", cell: ({ replicas, slots }) => `${replicas} of ${slots}` },
+  { key: "flight", title: "In flight", cell: ({ in_flight }) => in_flight },
+];
 
 /** Decisions outlive the nodes that they name: only one that is there has a page. */
 export function NodeName({ id, text }: { id: string; text: string }): ReactNode {
   const exists = useLive((state) => state.nodes.has(id));
   const name = <bdi>{text}</bdi>;
-  return <th scope="row">{exists ? <Link to={`/app/nodes/${id}`}>{name}</Link> : name}</th>;
+  return exists ? <Link to={`/app/nodes/${id}`}>{name}</Link> : name;
 }

@@ -125,7 +125,7 @@ it("says why it could not be read, and reads again on demand (UI-8.7)", async ()
   expect(reads).toHaveLength(1);
   fireEvent.click(panel.getByRole("button", { name: "Try again" }));
   await respond(1, explained("model tiny is not defined", [], null));
-  expect(await panel.findByText("No load of it has been decided yet.")).toBeTruthy();
+  expect(await panel.findByText("No placement decisions yet.")).toBeTruthy();
   expect(panel.queryByRole("alert")).toBeNull();
 });
 

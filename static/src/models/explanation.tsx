@@ -59,7 +59,7 @@ function Reasons({ row }: { row: ModelRow }): ReactNode {
   return (
     <div className="stack">
       {isPending && <Loading subject="reasons" />}
-      {error !== null && <Problem error={error} onRetry={retry} />}
+      <Problem error={error} onRetry={retry} />
       {data !== undefined && (
         <>
           <div className="row wrap">
@@ -70,8 +70,8 @@ function Reasons({ row }: { row: ModelRow }): ReactNode {
               </span>
             </p>
             <AsOf at={dataUpdatedAt} />
-            <Button small kind="ghost" aria-label={`Read again: ${row.name}`} busy={isFetching} onClick={retry}>
-              Read again
+            <Button small kind="ghost" aria-label={`Refresh: ${row.name}`} busy={isFetching} onClick={retry}>
+              Refresh
             </Button>
           </div>
           <Decisions name={row.name} explained={data} />
@@ -98,7 +98,7 @@ function Decisions({ name, explained }: { name: string; explained: Explained }):
   const shown = chosen ?? String(explained.records[0]?.id ?? NOW);
   return (
     <>
-      {explained.records.length === 0 && <p className="muted">No load of it has been decided yet.</p>}
+      {explained.records.length === 0 && <p className="muted">No placement decisions yet.</p>}
       {choices.length > 0 && (
         <ul className="why-decisions" aria-label={`Decisions for ${name}`}>
           {choices.map((choice) => (

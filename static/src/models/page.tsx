@@ -7,7 +7,7 @@ import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
-import { EndingReplica, LogsAndUnload } from "../nodes/detail/unload";
+import { ACTION, IN_FLIGHT, LOGS, placeId, STATE } from "../nodes/detail/unload";
 import { FailureActions, Reason } from "../operations/failure";
 import { figures, NextCheck, SilenceNotice, WorkGlyph } from "../operations/lines";
 import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
@@ -16,12 +16,13 @@ import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
-import { StatusPill } from "../ui/status";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { Actions } from "./actions";
 import { useBrokenDefinitions, useDefinitions } from "./data";
-import { addressOf, backendOf, modelRows, replicaWords, SHOWN, parseFilter, filterRows, type ModelRow, type Place, type Places, type Shown, type ModelFilter } from "./rows";
+import { addressOf, backendOf, modelRows, replicaWords, SHOWN, parseFilter, filterRows, type ModelRow, type Place, type Shown, type ModelFilter } from "./rows";
 import { Why } from "./explanation";
 import { WhereItFits } from "./memory";
 import "../nodes/detail/detail.css";
@@ -30,6 +31,8 @@ import "../operations/operations.css";
 import "./models.css";
 
 const DRAWN = 40;
+/** A model may run on hundreds of nodes. */
+const REPLICAS_FIRST = 10;
 const BROKEN_FIRST = 5;
 
 export function ModelsPage(): ReactNode {
@@ -41,10 +44,10 @@ export function ModelsPage(): ReactNode {
   const isReady = isLoaded(nodes) && !definitions.isPending;
   return (
     <div className="models">
-      <PageHead title="Models" note="What is defined, where it runs, and what is being loaded." />
+      <PageHead title="Models" />
       {!isReady && <Loading subject="models" />}
-      {definitions.error !== null && <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />}
-      {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
+      <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />
+      <Problem error={rules.error} onRetry={() => void rules.refetch()} />
       <BrokenDefinitions />
       {isReady && rows.length === 0 && definitions.error === null && <NoModels />}
       {isReady && rows.length > 0 && <Models rows={rows} rules={rules.data} />}
@@ -85,7 +88,7 @@ function BrokenDefinitions(): ReactNode {
 function NoModels(): ReactNode {
   return (
     <Empty title="No models">
-      <p>A model is defined by a YAML file in the folder of models (LOCALAI_MODELS_PATH) of the web processes and the controllers. It shows here as soon as the file is there.</p>
+      <p>Define a model with a YAML file in the models folder (LOCALAI_MODELS_PATH). It appears here as soon as the file exists.</p>
     </Empty>
   );
 }
@@ -175,7 +178,7 @@ function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule>
       {row.failed.map((operation) => (
         <Failure key={operation.jobID} operation={operation} />
       ))}
-      {row.places.length > 0 && <Replicas name={row.name} places={row.places} />}
+      {row.places.length > 0 && <Table name={`Replicas of ${row.name}`} columns={COLUMNS} rows={row.places} rowId={placeId} rowName={({ node }) => node.name} first={REPLICAS_FIRST} />}
       {row.definition !== undefined && <WhereItFits model={row.name} />}
       <Why row={row} />
     </section>
@@ -222,75 +225,21 @@ function Failure({ operation }: { operation: Operation }): ReactNode {
   );
 }
 
-const REPLICAS_FIRST = 10;
-
-/** The first ones, the others on demand: a model may run on hundreds of nodes. */
-function Replicas({ name, places }: { name: string; places: Places }): ReactNode {
-  const [isExpanded, setIsExpanded] = useState(false);
-  const shown = isExpanded ? places : places.slice(0, REPLICAS_FIRST);
-  return (
-    <>
-      <ReplicaTable name={name} places={shown} />
-      {shown.length < places.length && (
-        <div>
-          <Button small onClick={() => setIsExpanded(true)}>
-            Show {count(places.length - shown.length, "more replica")} of <bdi>{name}</bdi>
-          </Button>
-        </div>
-      )}
-    </>
-  );
-}
-
-function ReplicaTable({ name, places }: { name: string; places: Places }): ReactNode {
-  return (
-    <table className="nd-table" aria-label={`Replicas of ${name}`}>
-      <thead>
-        <tr>
-          <th scope="col">Node</th>
-          <th scope="col" className="nd-number">
-            Replica
-          </th>
-          <th scope="col">State</th>
-          <th scope="col" className="nd-number">
-            In flight
-          </th>
-          <th scope="col">Since</th>
-          <th scope="col">Logs</th>
-          <th scope="col">Action</th>
-        </tr>
-      </thead>
-      <tbody>
-        {places.map((place) => (
-          <Replica key={place.model.id} {...place} />
-        ))}
-      </tbody>
-    </table>
-  );
-}
-
-function Replica({ node, model }: Place): ReactNode {
-  return (
-    <tr>
-      <th scope="row">
-        <Link to={`/app/nodes/${node.id}`}>
-          <bdi>{node.name}</bdi>
-        </Link>
-      </th>
-      <td data-label="Replica" className="nd-number">
-        {model.replica_index}
-      </td>
-      <td data-label="State">
-        <StatusPill status={model.state} />
-        <EndingReplica model={model} />
-      </td>
-      <td data-label="In flight" className="nd-number">
-        {model.in_flight}
-      </td>
-      <td data-label="Since">
-        <Ago at={model.created_at} />
-      </td>
-      <LogsAndUnload node={node} model={model} where={`, on ${node.name}`} />
-    </tr>
-  );
-}
+const COLUMNS: readonly Column<Place>[] = [
+  {
+    key: "node",
+    title: "Node",
+    value: ({ node }) => node.name,
+    cell: ({ node }) => (
+      <Link to={`/app/nodes/${node.id}`}>
+        <bdi>{node.name}</bdi>
+      </Link>
+    ),
+  },
+  { key: "replica", title: "Replica", numeric: true, value: ({ model }) => model.replica_index, cell: ({ model }) => model.replica_index },
+  STATE,
+  IN_FLIGHT,
+  { key: "since", title: "Since", value: ({ model }) => model.created_at, cell: ({ model }) => <Ago at={model.created_at} /> },
+  LOGS,
+  ACTION,
+];

@@ -40,7 +40,7 @@ export function ActivityPage(): ReactNode {
           type="search"
           className="input grow"
           aria-label="Find operations"
-          placeholder="Name, node, who asked, error or id"
+          placeholder="Name, node, user, error or ID"
           value={choice.q}
           onChange={(event) => choose((previous) => ({ ...previous, q: event.target.value }))}
         />

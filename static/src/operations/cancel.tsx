@@ -1,6 +1,6 @@
 // Cancelling: a button where it applies, and a question that says what each worker will make of it.
-import { useMutation } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
+import { useAction } from "../api/action";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { LiveNode, Operation } from "../live/messages";
@@ -46,13 +46,13 @@ export function canCancelTarget({ job, status }: Target): boolean {
 export function TargetCancel({ target, name }: { target: Target; name: string }): ReactNode {
   const [open, setOpen] = useState(false);
   const nodes = useLive((state) => state.nodes);
-  const cancellation = useMutation({
-    mutationFn: () => cancelOn(target.job, target.nodeID),
-    onSuccess: () => {
+  const cancellation = useAction(
+    () => cancelOn(target.job, target.nodeID),
+    () => {
       announce(`Cancelled ${name} on ${target.name}`);
       setOpen(false);
     },
-  });
+  );
   const effect = effectOf([target], nodes);
   return (
     <>
@@ -60,11 +60,11 @@ export function TargetCancel({ target, name }: { target: Target; name: string })
         Cancel…
       </Button>
       {open && (
-        <Confirm open onClose={() => setOpen(false)} title={<>Cancel <bdi>{name}</bdi> on <bdi>{target.name}</bdi> only</>} action="Cancel on this node" back="Keep it" danger busy={cancellation.isPending} error={cancellation.error} onConfirm={() => cancellation.mutate()}>
+        <Confirm open onClose={() => setOpen(false)} title={<>Cancel <bdi>{name}</bdi> on <bdi>{target.name}</bdi> only</>} action="Cancel on this node" back="Keep it" danger busy={cancellation.busy} error={cancellation.error} onConfirm={() => cancellation.run()}>
           <ul className="effects">
             <Effects effect={effect} />
-            <li>The other nodes go on.</li>
-            {target.job.waves !== undefined && <li>No further wave opens until you continue or stop the upgrade.</li>}
+            <li>The other nodes continue.</li>
+            {target.job.waves !== undefined && <li>No further wave starts until you continue or stop the upgrade.</li>}
           </ul>
         </Confirm>
       )}
@@ -100,13 +100,13 @@ interface QuestionProps {
 function CancelQuestion({ operations, first, where, onClose }: QuestionProps): ReactNode {
   const nodes = useLive((state) => state.nodes);
   const cancellable = operations.filter((operation) => isActive(operation) && operation.cancellable);
-  const cancellation = useMutation({
-    mutationFn: () => act("cancel", cancellable),
-    onSuccess: () => {
+  const cancellation = useAction(
+    () => act("cancel", cancellable),
+    () => {
       announce(`Cancelled ${first.name} ${where}`);
       onClose();
     },
-  });
+  );
   const effect = effectOf(cancellable.flatMap(targetsOf), nodes);
   const title = (
     <>
@@ -114,12 +114,12 @@ function CancelQuestion({ operations, first, where, onClose }: QuestionProps): R
     </>
   );
   return (
-    <Confirm open onClose={onClose} title={title} action={operations.length > 1 ? `Cancel ${count(cancellable.length, "operation")}` : "Cancel operation"} back="Keep it" danger busy={cancellation.isPending} error={cancellation.error} onConfirm={() => cancellation.mutate()}>
+    <Confirm open onClose={onClose} title={title} action={operations.length > 1 ? `Cancel ${count(cancellable.length, "operation")}` : "Cancel operation"} back="Keep it" danger busy={cancellation.busy} error={cancellation.error} onConfirm={() => cancellation.run()}>
       <ul className="effects">
-        {cancellable.length === 0 && <li>It has ended, or cannot be cancelled any more.</li>}
+        {cancellable.length === 0 && <li>It has finished or can no longer be cancelled.</li>}
         <Effects effect={effect} />
         {effect.done > 0 && <li>{count(effect.done, "node")} done: what is there stays.</li>}
-        <li>Cancelling is final. You can ask for the same again in History.</li>
+        <li>Cancelling is final. You can request it again in History.</li>
       </ul>
     </Confirm>
   );

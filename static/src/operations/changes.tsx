@@ -22,17 +22,17 @@ export function ChangesPage(): ReactNode {
   const empty = audit.data !== undefined && entries.length === 0;
   return (
     <div className="activity">
-      <ActivityHead title="Changes" note="What people changed, when and from where, until the retention period is over.">
+      <ActivityHead title="Audit log" note="Changes by people, kept for the retention period.">
         <Button busy={audit.isRefetching} onClick={() => void audit.refetch()}>
           Refresh
         </Button>
       </ActivityHead>
       <FilterBar filters={filters} onChange={setFilters} />
       {audit.isPending && <Loading subject="changes" />}
-      {audit.error !== null && <Problem error={audit.error} onRetry={() => void audit.refetch()} />}
+      <Problem error={audit.error} onRetry={() => void audit.refetch()} />
       {empty && (
         <Empty title={isNarrowed(filters) ? "No matching changes" : "No changes"}>
-          {isNarrowed(filters) ? <Button onClick={() => setFilters(NO_FILTERS)}>Show all</Button> : <p>What people do in this cluster appears here.</p>}
+          {isNarrowed(filters) ? <Button onClick={() => setFilters(NO_FILTERS)}>Show all</Button> : <p>Changes by people appear here.</p>}
         </Empty>
       )}
       {entries.length > 0 && (
@@ -68,9 +68,9 @@ function FilterBar({ filters, onChange }: { filters: Filters; onChange: (filters
   const change = (patch: Partial<Filters>) => onChange({ ...filters, ...patch });
   return (
     <form className="row wrap history-filters" role="search" aria-label="Filter changes" onSubmit={(event) => event.preventDefault()}>
-      <Choice label="What" value={filters.kind} options={SORTS} onChange={(kind) => change({ kind })} />
+      <Choice label="Action" value={filters.kind} options={SORTS} onChange={(kind) => change({ kind })} />
       <Words label="By" value={filters.actor} onChange={(actor) => change({ actor })} />
-      <Words label="Id of what was changed" placeholder="exact id" value={filters.subject} onChange={(subject) => change({ subject })} />
+      <Words label="Object ID" placeholder="exact ID" value={filters.subject} onChange={(subject) => change({ subject })} />
       <Time label="After" value={filters.from} onChange={(from) => change({ from })} />
       <Time label="Before" value={filters.to} onChange={(to) => change({ to })} />
       {isNarrowed(filters) && (

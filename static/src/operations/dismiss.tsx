@@ -1,6 +1,6 @@
 // Dismissing failures with a comment: why no more is to be done about them. The comment stays in the record.
-import { useMutation } from "@tanstack/react-query";
 import { useId, useState, type ReactNode, type SubmitEvent } from "react";
+import { useAction } from "../api/action";
 import { count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { announce } from "../ui/announce";
@@ -19,16 +19,16 @@ interface DismissProps {
 export function DismissDialog({ operations, onClose }: DismissProps): ReactNode {
   const [comment, setComment] = useState("");
   const id = useId();
-  const dismissal = useMutation({
-    mutationFn: () => act("dismiss", operations, comment.trim()),
-    onSuccess: () => {
+  const dismissal = useAction(
+    () => act("dismiss", operations, comment.trim()),
+    () => {
       announce(`${count(operations.length, "failure")} dismissed`);
       onClose();
     },
-  });
+  );
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (!dismissal.isPending) dismissal.mutate();
+    if (!dismissal.busy) dismissal.run();
   };
   return (
     <Dialog open onClose={onClose} title={`Dismiss ${count(operations.length, "failure")}`} description="For all users. The record stays in History with your comment.">
@@ -37,9 +37,9 @@ export function DismissDialog({ operations, onClose }: DismissProps): ReactNode 
           <span>Comment (optional)</span>
           <textarea data-first id={id} className="input" rows={3} maxLength={LONGEST} value={comment} onChange={(event) => setComment(event.target.value)} />
         </label>
-        {dismissal.error !== null && <Problem error={dismissal.error} />}
+        <Problem error={dismissal.error} />
         <div className="row wrap">
-          <Button type="submit" kind="primary" busy={dismissal.isPending}>
+          <Button type="submit" kind="primary" busy={dismissal.busy}>
             Dismiss
           </Button>
           <Button onClick={onClose}>Cancel</Button>

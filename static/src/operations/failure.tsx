@@ -1,6 +1,6 @@
 // The actions on a failure, where it is shown: retry, dismiss, quote.
-import { useMutation } from "@tanstack/react-query";
 import type { ReactNode } from "react";
+import { useAction, type Action } from "../api/action";
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { Button } from "../ui/button";
@@ -25,10 +25,10 @@ export function Reason({ error = "No reason given", name }: { error: string | un
 
 /** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
 export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
-  const retryMutation = useMutation({ mutationFn: (failures: readonly Operation[]) => act("retry", failures) });
-  const away = useMutation({ mutationFn: (failures: readonly Operation[]) => act("dismiss", failures) });
+  const retrying = useAction((failures: readonly Operation[]) => act("retry", failures));
+  const away = useAction((failures: readonly Operation[]) => act("dismiss", failures));
   // A retry that has succeeded does not answer a later failure.
-  const settled = new Set([...confirmation(retryMutation), ...confirmation(away)]);
+  const settled = new Set([...confirmation(retrying), ...confirmation(away)]);
   const remaining = operations.filter((operation) => !settled.has(operation.jobID));
   const [first] = operations;
   if (first === undefined) return null;
@@ -37,16 +37,16 @@ export function FailureActions({ operations, small = false }: { operations: read
   const on = nodes.length > 1 ? `on ${count(nodes.length, "node")}` : `on ${first.nodeName ?? nodes[0] ?? "the node"}`;
   const word = retryWord(operations.length, nodes.length);
   const refusal = remaining.length === 0 ? ON_ITS_WAY : "";
-  const failed = retryMutation.error ?? away.error;
+  const failed = retrying.error ?? away.error;
   return (
     <>
       <div className="row wrap failure-actions">
         {operations.some(canRetry) && (
-          <Button small={small} busy={retryMutation.isPending} refusal={refusal} aria-label={retryName(first.name, on, word)} onClick={() => retryMutation.mutate(remaining.filter(canRetry))}>
+          <Button small={small} busy={retrying.busy} refusal={refusal} aria-label={retryName(first.name, on, word)} onClick={() => retrying.run(remaining.filter(canRetry))}>
             {word}
           </Button>
         )}
-        <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate(remaining)}>
+        <Button small={small} busy={away.busy} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.run(remaining)}>
           {several ? "Dismiss all" : "Dismiss"}
         </Button>
         {!several && <CopyButton small={small} text={quote(first)} label="Copy error" />}
@@ -55,8 +55,8 @@ export function FailureActions({ operations, small = false }: { operations: read
         <Problem
           error={failed}
           onDismiss={() => {
-            retryMutation.reset();
-            away.reset();
+            retrying.forget();
+            away.forget();
           }}
         />
       )}
@@ -76,22 +76,22 @@ function retryName(name: string, on: string, word: string): string {
 
 /** Asks again for one node's part: a failed one of an operation that has ended, or at once for one that waits. */
 export function TargetRetry({ target, name }: { target: Target; name: string }): ReactNode {
-  const retryMutation = useMutation({ mutationFn: () => retry(target.job, target.nodeID === "" ? [] : [target.nodeID]) });
+  const retrying = useAction(() => retry(target.job, target.nodeID === "" ? [] : [target.nodeID]));
   const failed = hasFailed(target.status) || target.status === "cancelled";
   const word = failed ? "Retry" : "Retry now";
   return (
     <>
-      <Button small busy={retryMutation.isPending} aria-label={`${word} ${name} on ${target.name}`} onClick={() => retryMutation.mutate()}>
+      <Button small busy={retrying.busy} aria-label={`${word} ${name} on ${target.name}`} onClick={() => retrying.run()}>
         {word}
       </Button>
-      {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
+      <Problem error={retrying.error} onDismiss={retrying.forget} />
     </>
   );
 }
 
 /** The jobs of a request that succeeded. */
-function confirmation({ isSuccess, variables }: { isSuccess: boolean; variables: readonly Operation[] | undefined }): string[] {
-  return isSuccess ? (variables ?? []).map((operation) => operation.jobID) : [];
+function confirmation({ succeeded, input = [] }: Action<readonly Operation[]>): string[] {
+  return succeeded ? input.map((operation) => operation.jobID) : [];
 }
 
 /** A failure to paste into a report: what, where, why, and the ids. */

@@ -1,5 +1,6 @@
 // The fields of a filter bar, as History and Changes have them.
 import { useEffect, useId, useState, type ReactNode } from "react";
+import { Select, type Option } from "../ui/select";
 import { fieldOf, isoOf } from "./history-query";
 
 /** The search starts when typing pauses. */
@@ -21,21 +22,8 @@ interface FieldProps {
   onChange: (value: string) => void;
 }
 
-export function Choice({ label, value, options, onChange }: FieldProps & { options: readonly (readonly [value: string, label: string])[] }): ReactNode {
-  const id = useId();
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
-        <option value="">Any</option>
-        {options.map(([value, words]) => (
-          <option key={value} value={value}>
-            {words}
-          </option>
-        ))}
-      </select>
-    </label>
-  );
+export function Choice({ options, ...field }: FieldProps & { options: readonly Option[] }): ReactNode {
+  return <Select {...field} options={[["", "Any"], ...options]} />;
 }
 
 export function Words({ label, value, onChange, placeholder = "exact name" }: FieldProps & { placeholder?: string }): ReactNode {

@@ -1,11 +1,10 @@
 // The details of an operation that has ended: who asked for what, when, from where, and how it went on each node.
-import { useMutation } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
 import { Link } from "react-router";
+import { useAction } from "../api/action";
 import { count, duration, exact } from "../lib/format";
 import { useNow } from "../live/hooks";
 import type { Operation, OperationTarget } from "../live/messages";
-import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
@@ -163,16 +162,13 @@ function Timeline({ node, begin, end }: { node: OperationTarget; begin: number; 
 }
 
 export function RetryAgain({ operation }: { operation: Operation }): ReactNode {
-  const retryMutation = useMutation({
-    mutationFn: () => retry(operation),
-    onSuccess: () => announce(`${request(operation)} ${operation.name} requested again`),
-  });
+  const retrying = useAction(() => retry(operation), `${request(operation)} ${operation.name} requested again`);
   return (
     <>
-      <Button small busy={retryMutation.isPending} refusal={retryMutation.isSuccess ? "Requested again" : ""} aria-label={`Retry: ${request(operation)} ${operation.name}`} onClick={() => retryMutation.mutate()}>
+      <Button small busy={retrying.busy} refusal={retrying.succeeded ? "Requested again" : ""} aria-label={`Retry: ${request(operation)} ${operation.name}`} onClick={() => retrying.run()}>
         Retry
       </Button>
-      {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
+      <Problem error={retrying.error} onDismiss={retrying.forget} />
     </>
   );
 }

@@ -1,7 +1,8 @@
 // History: what has ended, from the server's record, the latest first. Filters are in the address; older entries come by
 // pages. What ends meanwhile is asked for once the feed says so.
-import { keepPreviousData, useInfiniteQuery, useMutation, useQueryClient } from "@tanstack/react-query";
+import { keepPreviousData, useInfiniteQuery, useQueryClient } from "@tanstack/react-query";
 import { memo, useEffect, useId, useMemo, useState, type ReactNode } from "react";
+import { useAction } from "../api/action";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { useThrottledNodes } from "../backends/throttled-nodes";
@@ -40,13 +41,13 @@ export function HistoryPage(): ReactNode {
   const empty = record.data !== undefined && entries.length === 0;
   return (
     <div className="activity">
-      <ActivityHead title="History" note="What has ended, with who asked for it. Failures appear here once they are dismissed.">
+      <ActivityHead title="History" note="Finished operations. Failures appear here once they are dismissed.">
         {entries.length > 0 && <Exports filters={settled} />}
         {(entries.length > 0 || isNarrowed(filters)) && <Button onClick={() => setClearing(true)}>Clear history…</Button>}
       </ActivityHead>
       <FilterBar filters={filters} onChange={setFilters} />
       {record.isPending && <Loading subject="history" />}
-      {record.error !== null && <Problem error={record.error} onRetry={() => void record.refetch()} />}
+      <Problem error={record.error} onRetry={() => void record.refetch()} />
       {record.newer && (
         <div>
           <Button onClick={record.refresh}>Show newer entries</Button>
@@ -59,7 +60,7 @@ export function HistoryPage(): ReactNode {
       )}
       {empty && !isNarrowed(filters) && (
         <Empty title="No history">
-          <p>Operations appear here when they end, until the retention period is over.</p>
+          <p>Finished operations are kept here for the retention period.</p>
         </Empty>
       )}
       {entries.length > 0 && <Days entries={entries} />}
@@ -215,19 +216,19 @@ const Line = memo(
 
 function ClearQuestion({ onClose }: { onClose: () => void }): ReactNode {
   const queries = useQueryClient();
-  const retryMutation = useMutation({
-    mutationFn: () => call(client.DELETE("/api/operations/history")),
-    onSuccess: async () => {
+  const clearing = useAction(
+    () => call(client.DELETE("/api/operations/history")),
+    async () => {
       announce("History cleared");
       onClose();
       await queries.resetQueries({ queryKey: KEY });
     },
-  });
+  );
   return (
-    <Confirm open danger typed="clear" onClose={onClose} title="Clear history" action="Clear history" busy={retryMutation.isPending} error={retryMutation.error} onConfirm={() => retryMutation.mutate()}>
+    <Confirm open danger typed="clear" onClose={onClose} title="Clear history" action="Clear history" busy={clearing.busy} error={clearing.error} onConfirm={() => clearing.run()}>
       <ul className="effects">
-        <li>Deletes the record of every operation that has ended, also of those that the filters hide, for all users of this cluster.</li>
-        <li>Who asked for what, when and from where is lost. This cannot be undone.</li>
+        <li>Deletes the records of all finished operations for all users, including those that the filters hide.</li>
+        <li>Who requested what, when and from where is lost. This cannot be undone.</li>
         <li>Failures in the inbox stay.</li>
       </ul>
     </Confirm>

@@ -1,8 +1,8 @@
 // The inbox: failures to retry or dismiss, the newest first. It is live; a failure leaves it for all users when it is
 // tried again or dismissed.
-import { useMutation } from "@tanstack/react-query";
 import { memo, useDeferredValue, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
+import { useAction } from "../api/action";
 import { brief, count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
@@ -92,7 +92,7 @@ interface BulkProps {
 }
 
 function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
-  const retryMutation = useRetry();
+  const retrying = useRetry();
   // Nothing selected means all of them.
   const chosenFailures = chosen.length > 0 ? chosen : failures;
   const selectionText = chosen.length > 0 ? `selected (${chosen.length})` : `all (${failures.length})`;
@@ -111,23 +111,23 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
           />
           Select all
         </label>
-        <Button small busy={retryMutation.isPending} refusal={possible.length === 0 ? "None of these can be retried" : ""} onClick={() => retryMutation.mutate(possible)}>
+        <Button small busy={retrying.busy} refusal={possible.length === 0 ? "None of these can be retried" : ""} onClick={() => retrying.run(possible)}>
           Retry {selectionText}
         </Button>
         <Button small onClick={() => onDismiss(chosenFailures)}>
           Dismiss {selectionText}…
         </Button>
       </div>
-      {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
+      <Problem error={retrying.error} onDismiss={retrying.forget} />
     </>
   );
 }
 
 function useRetry() {
-  return useMutation({
-    mutationFn: (retried: readonly Operation[]) => act("retry", retried),
-    onSuccess: (_, retried) => announce(`${count(retried.length, "operation")} started again`),
-  });
+  return useAction(
+    (retried: readonly Operation[]) => act("retry", retried),
+    (_, retried) => announce(`${count(retried.length, "operation")} started again`),
+  );
 }
 
 interface FailureProps {
@@ -139,7 +139,7 @@ interface FailureProps {
 
 const Failure = memo(
   function Failure({ operation, selected, onPick, onDismiss }: FailureProps): ReactNode {
-    const retryMutation = useRetry();
+    const retrying = useRetry();
     const targets = targetsOf(operation);
     const nodes = failedNodes([operation]);
     const title = [phrase(operation, "failed"), operation.name, place(operation, nodes)].filter(Boolean).join(" ");
@@ -166,7 +166,7 @@ const Failure = memo(
         {targets.length > 1 ? <Targets targets={targets} name={operation.name} linkedJob="" /> : <Reason error={brief(operation.error ?? "No reason given", 2_000)} name={operation.name} />}
         <div className="row wrap">
           {canRetry(operation) && (
-            <Button small busy={retryMutation.isPending} refusal={retryMutation.isSuccess ? "Started again; waiting for the live feed" : ""} aria-label={`${nodes.length > 1 ? `Retry all failed (${nodes.length})` : "Retry"}: ${title}`} onClick={() => retryMutation.mutate([operation])}>
+            <Button small busy={retrying.busy} refusal={retrying.succeeded ? "Started again; waiting for the live feed" : ""} aria-label={`${nodes.length > 1 ? `Retry all failed (${nodes.length})` : "Retry"}: ${title}`} onClick={() => retrying.run([operation])}>
               {nodes.length > 1 ? `Retry all failed (${nodes.length})` : "Retry"}
             </Button>
           )}
@@ -175,7 +175,7 @@ const Failure = memo(
           </Button>
           <CopyButton small text={quote(operation)} label="Copy error" />
         </div>
-        {retryMutation.error !== null && <Problem error={retryMutation.error} onDismiss={() => retryMutation.reset()} />}
+        <Problem error={retrying.error} onDismiss={retrying.forget} />
       </li>
     );
   },

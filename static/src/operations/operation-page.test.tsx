@@ -52,7 +52,7 @@ it("shows one that has long ended from the record, with who asked and from where
   open("long-ago");
   expect(await screen.findByRole("heading", { level: 1, name: "Installed backend echo on x" })).toBeTruthy();
   expect(screen.getByRole("region", { name: "Request" }).textContent).toContain("ann from 10.0.0.9");
-  expect(screen.getByRole("region", { name: "Time line" }).textContent).toContain("waited 10s, ran 50s · 2 failed attempts");
+  expect(screen.getByRole("region", { name: "Timeline" }).textContent).toContain("waited 10s, ran 50s · 2 failed attempts");
   expect((await screen.findByRole("region", { name: "Changes by people" })).textContent).toContain("asked");
 });
 

@@ -65,8 +65,8 @@ function Shown({ operation }: { operation: Operation }): ReactNode {
         {!open && nodes.length <= 1 && (operation.error ?? "") !== "" && <Reason error={operation.error} name={operation.name} />}
       </section>
       {nodes.length > 0 && (
-        <section className="stack" aria-label="Time line">
-          <h2>Time line</h2>
+        <section className="stack" aria-label="Timeline">
+          <h2>Timeline</h2>
           <TargetsTimeline operation={operation} nodes={nodes} />
         </section>
       )}

@@ -1,8 +1,8 @@
 // The operations strip: one line on every page while there is something to tell, opened to a list by its button.
 // A failure comes first and stays until it is dismissed; a good end is said for four seconds.
-import { useMutation } from "@tanstack/react-query";
 import { useEffect, useId, useState, type ReactNode } from "react";
 import { Link } from "react-router";
+import { useAction } from "../api/action";
 import { announce } from "../ui/announce";
 import { ProgressBar } from "../ui/bars";
 import { Button, IconButton } from "../ui/button";
@@ -113,9 +113,9 @@ interface LineProps {
 
 function StripLine({ shown, group, pace, hiddenCount, open, list, onToggle, onHide }: LineProps): ReactNode {
   // Dismissed on the server, for all users.
-  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (clearRequest: ClearRequest) => act("dismiss", clearRequest.failed) });
-  const mine = variables?.shown === shown;
-  const away = () => mutate({ shown, failed: group.failed });
+  const dismissal = useAction((clearRequest: ClearRequest) => act("dismiss", clearRequest.failed));
+  const mine = dismissal.input?.shown === shown;
+  const away = () => dismissal.run({ shown, failed: group.failed });
   return (
     <>
       <div className="strip-line">
@@ -143,14 +143,14 @@ function StripLine({ shown, group, pace, hiddenCount, open, list, onToggle, onHi
           onClick={onToggle}
         />
         {group.state === "failed" ? (
-          <Button key={shown} small busy={mine && isPending} aria-label={`Dismiss the failure of ${group.name}`} onClick={away}>
+          <Button key={shown} small busy={mine && dismissal.busy} aria-label={`Dismiss the failure of ${group.name}`} onClick={away}>
             Dismiss
           </Button>
         ) : (
           <IconButton key={shown} name={`Hide ${group.name}`} glyph={<Icon name="close" />} small onClick={onHide} />
         )}
       </div>
-      {mine && error !== null && <Problem error={error} onRetry={away} onDismiss={reset} />}
+      {mine && <Problem error={dismissal.error} onRetry={away} onDismiss={dismissal.forget} />}
     </>
   );
 }

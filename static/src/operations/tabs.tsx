@@ -40,7 +40,7 @@ export function ActivityHead({ title, note, children }: HeadProps): ReactNode {
           )}
         </NavLink>
         <NavLink to="/app/activity/history">History</NavLink>
-        <NavLink to="/app/activity/changes">Changes</NavLink>
+        <NavLink to="/app/activity/changes">Audit log</NavLink>
       </nav>
     </>
   );

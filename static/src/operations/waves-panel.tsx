@@ -1,6 +1,6 @@
 // An upgrade in waves on its card: which wave is open, what the others wait for, and the operator's choice.
-import { useMutation } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
+import { useAction } from "../api/action";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
@@ -69,23 +69,23 @@ interface QuestionProps {
 
 function Question({ operation, now, choice, models, onClose }: QuestionProps): ReactNode {
   const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
-  const control = useMutation({
-    mutationFn: () => chooseWaves(operation, choice, models.filter((model) => confirmed.has(model))),
-    onSuccess: () => {
-      announce(choice === "stop" ? `Stopped upgrading ${operation.name}` : `${operation.name}: goes on`);
+  const control = useAction(
+    () => chooseWaves(operation, choice, models.filter((model) => confirmed.has(model))),
+    () => {
+      announce(choice === "stop" ? `Stopped upgrading ${operation.name}` : `${operation.name}: continued`);
       onClose();
     },
-  });
+  );
   const stops = choice === "stop";
   const running = now.open.some((target) => !ENDED.has(ownState(target)));
   return (
-    <Confirm open onClose={onClose} title={stops ? `Stop upgrading ${operation.name}` : `Continue upgrading ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.isPending} error={control.error} onConfirm={() => control.mutate()}>
+    <Confirm open onClose={onClose} title={stops ? `Stop upgrading ${operation.name}` : `Continue upgrading ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.busy} error={control.error} onConfirm={() => control.run()}>
       {stops ? (
         <p>
           {count(now.later.length, "node")} not begun: nothing is sent there. {running && `Wave ${now.number} ends by itself. `}Nodes that are done keep the new version.
         </p>
       ) : (
-        now.state === "asks" && <p>The next wave opens. What failed stays as it is; retry it when the operation has ended.</p>
+        now.state === "asks" && <p>The next wave starts. Failed nodes stay as they are; retry them when the operation has finished.</p>
       )}
       <Confirmations models={models} confirmed={confirmed} onChange={setConfirmed} />
       {models.length > 0 && <p className="muted">A model that you do not confirm is loaded on another node first, where that is possible.</p>}

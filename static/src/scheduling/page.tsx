@@ -1,8 +1,8 @@
 // The page of scheduling rules: each with what it asks for, what the last pass made of it and why, and where its
 // replicas are. The feed says when to read them again; replicas come from the feed itself.
-import { useMutation } from "@tanstack/react-query";
 import { useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
+import { useAction } from "../api/action";
 import { addressOf, termIn } from "../backends/catalogue";
 import { useThrottledNodes } from "../backends/throttled-nodes";
 import { count, exact, formatTimeLeft } from "../lib/format";
@@ -15,6 +15,8 @@ import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { LabelsCard } from "./labels-card";
@@ -34,12 +36,12 @@ export function SchedulingPage(): ReactNode {
   const ruled = (rules.data ?? []).map((rule) => rule.model_name);
   return (
     <div className="rules">
-      <PageHead title="Scheduling" note="How many replicas each model shall have, and on which nodes.">
-        <Button onClick={() => setOpened({ dialog: "edit", rule: null })}>Add rule…</Button>
+      <PageHead title="Scheduling" note="Replicas per model.">
+        {rules.data?.length !== 0 && <Button onClick={() => setOpened({ dialog: "edit", rule: null })}>Add rule…</Button>}
       </PageHead>
       {rules.isPending && <Loading subject="scheduling rules" />}
-      {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
-      {rules.data?.length === 0 && <NoRules />}
+      <Problem error={rules.error} onRetry={() => void rules.refetch()} />
+      {rules.data?.length === 0 && <NoRules onAdd={() => setOpened({ dialog: "edit", rule: null })} />}
       {rules.data !== undefined && rules.data.length > 0 && <Rules rules={rules.data} onOpen={setOpened} />}
       <LabelsCard />
       {opened?.dialog === "edit" && <RuleDialog rule={opened.rule} ruled={ruled} onClose={close} />}
@@ -48,13 +50,14 @@ export function SchedulingPage(): ReactNode {
   );
 }
 
-function NoRules(): ReactNode {
+function NoRules({ onAdd }: { onAdd: () => void }): ReactNode {
   return (
     <Empty title="No scheduling rules">
       <p>
-        A rule says how many replicas of a model shall run, and which labels a node must have to run it. The cluster then
-        loads what is missing by itself. Without a rule, a model is loaded on its first request, on any node where it fits.
+        A rule sets how many replicas of a model run, and which labels a node needs to run it. The cluster loads missing
+        replicas automatically. Without a rule, a model is loaded on its first request, on any node where it fits.
       </p>
+      <Button onClick={onAdd}>Add rule…</Button>
     </Empty>
   );
 }
@@ -62,7 +65,7 @@ function NoRules(): ReactNode {
 function Rules({ rules, onOpen }: { rules: readonly Rule[]; onOpen: (opened: Opened) => void }): ReactNode {
   const [term, setTerm] = useInAddress(termIn, addressOf);
   const nodes = useThrottledNodes();
-  const places = useMemo(() => placesOf(nodes.values()), [nodes]);
+  const columns = useMemo(() => columnsOf(placesOf(nodes.values()), onOpen), [nodes, onOpen]);
   const words = term.toLowerCase().split(/\s+/).filter(Boolean);
   const matches = rules.filter((rule) => words.every((word) => `${rule.model_name} ${rule.node_selector ?? ""}`.toLowerCase().includes(word)));
   return (
@@ -78,49 +81,45 @@ function Rules({ rules, onOpen }: { rules: readonly Rule[]; onOpen: (opened: Ope
           <Button onClick={() => setTerm("")}>Show all</Button>
         </Empty>
       ) : (
-        <table className="nd-table rule-table" aria-label="Scheduling rules">
-          <thead>
-            <tr>
-              <th scope="col">Model</th>
-              <th scope="col">Nodes</th>
-              <th scope="col">Replicas</th>
-              <th scope="col">State</th>
-              <th scope="col">Actions</th>
-            </tr>
-          </thead>
-          <tbody>
-            {matches.map((rule) => (
-              <Row key={rule.model_name} rule={rule} places={places.get(rule.model_name) ?? []} onOpen={onOpen} />
-            ))}
-          </tbody>
-        </table>
+        <Table name="Scheduling rules" className="rule-table" columns={columns} rows={matches} rowId={modelOf} rowName={modelOf} />
       )}
     </>
   );
 }
 
-function Row({ rule, places, onOpen }: { rule: Rule; places: Places; onOpen: (opened: Opened) => void }): ReactNode {
-  return (
-    <tr>
-      <th scope="row">
+const modelOf = (rule: Rule) => rule.model_name;
+
+function columnsOf(places: ReadonlyMap<string, Places>, onOpen: (opened: Opened) => void): readonly Column<Rule>[] {
+  return [
+    {
+      key: "model",
+      title: "Model",
+      value: modelOf,
+      cell: (rule) => (
         <Link to={`/app/models?q=${encodeURIComponent(rule.model_name)}`}>
           <bdi>{rule.model_name}</bdi>
         </Link>
-      </th>
-      <td data-label="Nodes">
-        <Chips rule={rule} />
-      </td>
-      <td data-label="Replicas">
+      ),
+    },
+    { key: "nodes", title: "Nodes", cell: (rule) => <Chips rule={rule} /> },
+    {
+      key: "replicas",
+      title: "Replicas",
+      value: (rule) => rule.state?.wanted ?? null,
+      largestFirst: true,
+      cell: (rule) => (
         <div className="rule-state">
           <span>{demand(rule)}</span>
           <Figures rule={rule} />
-          <Running places={places} />
+          <Running places={places.get(rule.model_name) ?? []} />
         </div>
-      </td>
-      <td data-label="State">
-        <State rule={rule} />
-      </td>
-      <td data-label="Actions">
+      ),
+    },
+    { key: "state", title: "State", cell: (rule) => <State rule={rule} /> },
+    {
+      key: "actions",
+      title: "Actions",
+      cell: (rule) => (
         <div className="row wrap">
           <Button small aria-label={`Edit rule of ${rule.model_name}`} onClick={() => onOpen({ dialog: "edit", rule })}>
             Edit…
@@ -129,9 +128,9 @@ function Row({ rule, places, onOpen }: { rule: Rule; places: Places; onOpen: (op
             Delete…
           </Button>
         </div>
-      </td>
-    </tr>
-  );
+      ),
+    },
+  ];
 }
 
 function Chips({ rule }: { rule: Rule }): ReactNode {
@@ -213,13 +212,13 @@ function State({ rule }: { rule: Rule }): ReactNode {
 
 function DeleteRule({ rule, onClose }: { rule: Rule; onClose: () => void }): ReactNode {
   const reread = useReread();
-  const remove = useMutation({
-    mutationFn: () => deleteRule(rule.model_name),
-    onSuccess: async () => {
+  const remove = useAction(
+    () => deleteRule(rule.model_name),
+    async () => {
       await reread();
       announce(`Rule of ${rule.model_name} deleted.`);
     },
-  });
+  );
   return (
     <Confirm
       open
@@ -231,9 +230,9 @@ function DeleteRule({ rule, onClose }: { rule: Rule; onClose: () => void }): Rea
         </>
       }
       action="Delete"
-      busy={remove.isPending}
+      busy={remove.busy}
       error={remove.error}
-      onConfirm={() => remove.mutate(undefined, { onSuccess: onClose })}
+      onConfirm={() => remove.run(undefined, onClose)}
     >
       <p>Nothing stops now. Replicas that end are no longer replaced, and any node may run the model.</p>
     </Confirm>

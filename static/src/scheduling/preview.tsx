@@ -58,7 +58,7 @@ export function Preview({ draft }: { draft: Draft }): ReactNode {
   return (
     <section className="rule-preview" aria-label="What the rule would do now" aria-busy={isFetching || draft !== paused}>
       <h3>What it would do now</h3>
-      {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
+      <Problem error={error} onRetry={() => void refetch()} />
       {error === null && data !== undefined && <PlanSummary plan={data} />}
       {error === null && data === undefined && <p className="muted">Asking…</p>}
     </section>

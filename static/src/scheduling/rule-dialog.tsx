@@ -1,11 +1,12 @@
 // The dialog of one rule, new or edited. What the server refuses is said at its field, and nothing typed is lost.
-import { useMutation } from "@tanstack/react-query";
 import { useId, useState, type ReactNode, type SubmitEvent } from "react";
+import { useAction } from "../api/action";
 import { useDefinitions } from "../models/data";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
+import { Select, type Option } from "../ui/select";
 import { FieldMessage, TextField } from "../ui/text-field";
 import { BLANK, draftOf, refusedField, saveRule, useReread, validateDraft, type Draft, type Rule, type FieldProblems } from "./rules";
 import { Preview } from "./preview";
@@ -34,16 +35,13 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
   const [draft, setDraft] = useState<Draft>(() => (rule === null ? { ...BLANK, model } : draftOf(rule)));
   const [sent, setSent] = useState(false);
   const reread = useReread();
-  const save = useMutation({
-    mutationFn: saveRule,
-    onSuccess: async (saved) => {
-      await reread();
-      announce(`Rule of ${saved.model_name} saved.`);
-    },
+  const save = useAction(saveRule, async (saved) => {
+    await reread();
+    announce(`Rule of ${saved.model_name} saved.`);
   });
   const change = (target: Partial<Draft>) => {
     setDraft((previous) => ({ ...previous, ...target }));
-    if (save.error !== null) save.reset();
+    if (save.error !== null) save.forget();
   };
   const refused = refusedField(save.error);
   const problems = validateDraft(draft);
@@ -51,7 +49,7 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     setSent(true);
-    if (Object.keys(problems).length === 0 && !save.isPending) save.mutate(draft, { onSuccess: onClose });
+    if (Object.keys(problems).length === 0 && !save.busy) save.run(draft, onClose);
   };
   const form = { draft, problems: shownProblems, change };
   const replaces = rule === null && ruled.includes(draft.model.trim());
@@ -66,7 +64,7 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
         <Preview draft={draft} />
         {save.error !== null && refused === null && <Problem error={save.error} />}
         <div className="row wrap">
-          <Button type="submit" kind="primary" busy={save.isPending}>
+          <Button type="submit" kind="primary" busy={save.busy}>
             Save rule
           </Button>
           <Button onClick={onClose}>Cancel</Button>
@@ -121,6 +119,12 @@ function ReplicaFields({ draft, problems, change }: FormProps): ReactNode {
   );
 }
 
+const POLICIES: readonly Option[] = [
+  ["", "Cluster default"],
+  ["round_robin", "Round robin"],
+  ["prefix_cache", "Prefix cache"],
+];
+
 /** The routing fields; open if one is set or invalid. */
 function MoreFields({ draft, problems, change }: FormProps): ReactNode {
   const id = useId();
@@ -128,21 +132,16 @@ function MoreFields({ draft, problems, change }: FormProps): ReactNode {
   const amiss = (["route_policy", "min_prefix_match", "balance_abs_threshold", "balance_rel_threshold"] as const).some((field) => problems[field] !== undefined);
   return (
     <details className="rule-more" open={used || amiss || undefined}>
-      <summary>More: routing of requests</summary>
+      <summary>Request routing</summary>
       <div className="stack">
-        <div className="field">
-          <label htmlFor={id}>Routing policy</label>
-          <select id={id} className="input" value={draft.policy} aria-describedby={`${id}-said`} onChange={(event) => change({ policy: event.target.value as Draft["policy"] })}>
-            <option value="">Cluster default</option>
-            <option value="round_robin">Round robin</option>
-            <option value="prefix_cache">Prefix cache</option>
-          </select>
+        <div>
+          <Select label="Routing policy" value={draft.policy} options={POLICIES} describedBy={`${id}-said`} onChange={(policy) => change({ policy: policy as Draft["policy"] })} />
           <FieldMessage id={`${id}-said`} problem={problems.route_policy ?? ""} description="" />
         </div>
-        <TextField label="Minimum prefix match" value={draft.prefix} problem={problems.min_prefix_match} description="0 to 1. Empty: as the cluster does." numeric onChange={(prefix) => change({ prefix })} />
+        <TextField label="Minimum prefix match" value={draft.prefix} problem={problems.min_prefix_match} description="0 to 1. Empty: cluster default." numeric onChange={(prefix) => change({ prefix })} />
         <div className="rule-pair">
-          <TextField label="Absolute balance threshold" value={draft.absolute} problem={problems.balance_abs_threshold} description="Empty: as the cluster does." numeric onChange={(absolute) => change({ absolute })} />
-          <TextField label="Relative balance threshold" value={draft.relative} problem={problems.balance_rel_threshold} description="At least 1. Empty: as the cluster does." numeric onChange={(relative) => change({ relative })} />
+          <TextField label="Absolute balance threshold" value={draft.absolute} problem={problems.balance_abs_threshold} description="Empty: cluster default." numeric onChange={(absolute) => change({ absolute })} />
+          <TextField label="Relative balance threshold" value={draft.relative} problem={problems.balance_rel_threshold} description="At least 1. Empty: cluster default." numeric onChange={(relative) => change({ relative })} />
         </div>
       </div>
     </details>

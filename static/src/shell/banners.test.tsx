@@ -1,9 +1,9 @@
-import { cleanup, render, screen } from "@testing-library/react";
+import { cleanup, fireEvent, render, screen } from "@testing-library/react";
 import { MemoryRouter } from "react-router";
 import { afterEach, expect, it } from "vitest";
 import { LiveContext } from "../live/hooks";
 import { LiveStore } from "../live/store";
-import { Banners } from "./banners";
+import { Notices } from "./banners";
 
 afterEach(cleanup);
 
@@ -15,7 +15,7 @@ function open(path: string): void {
   render(
     <LiveContext.Provider value={store}>
       <MemoryRouter initialEntries={[path]}>
-        <Banners failure={null} onRetry={() => undefined} />
+        <Notices />
       </MemoryRouter>
     </LiveContext.Provider>,
   );
@@ -23,8 +23,14 @@ function open(path: string): void {
 
 it("leads from any page to where identity conflicts are decided", async () => {
   open("/app/activity");
+  fireEvent.click(await screen.findByRole("button", { name: "1 notice" }));
   await screen.findByText(NOTICE.text);
   expect(screen.getByRole("link", { name: "Decide" }).getAttribute("href")).toBe("/app/nodes#conflicts");
+});
+
+it("is an icon for a configuration warning, and the text of an error (review P9)", async () => {
+  open("/app/activity");
+  expect((await screen.findByRole("button", { name: "1 notice" })).textContent.trim()).toBe("1 notice");
 });
 
 it("is not repeated on that page itself", async () => {
@@ -39,10 +45,11 @@ it("leads to the system's health from what is missing", async () => {
   render(
     <LiveContext.Provider value={store}>
       <MemoryRouter initialEntries={["/app/nodes"]}>
-        <Banners failure={null} onRetry={() => undefined} />
+        <Notices />
       </MemoryRouter>
     </LiveContext.Provider>,
   );
+  fireEvent.click(await screen.findByRole("button", { name: "No task process is running. 1 notice" }));
   const link = await screen.findByRole("link", { name: "System health" });
   expect(link.getAttribute("href")).toBe("/app/health");
 });

@@ -1,19 +1,64 @@
-// Banners of every page: notices of the server, a page that is older than the server, and
-// a session that may not see anything any more.
+// What every page has to say beside its content: notices of the server behind one button of the bar on top, so that they
+// never move the page, and banners where nothing else can be done.
+import { Popover } from "radix-ui";
 import { useEffect, useRef, type ReactNode } from "react";
 import { Link, useLocation } from "react-router";
 import { useLive } from "../live/hooks";
+import { count } from "../lib/format";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 
-/** The page on which identity conflicts are decided: a banner there would only repeat it. */
+/** The page on which identity conflicts are decided: a notice there would only repeat it. */
 const CONFLICTS = "/app/nodes";
 
 /** The page that shows the parts of the system and the notices about them. */
 const HEALTH = "/app/health";
 const OF_THE_SYSTEM: ReadonlySet<string> = new Set(["database-unreachable", "no-controller", "nats-unreachable", "no-tasks", "redis-unreachable"]);
+const OUTDATED: BannerProps & { id: string } = { id: "outdated", level: "info", text: "A new version of this page is available.", hint: "Reloading discards unsaved input." };
+const LEVELS = ["error", "info", "warning"] as const;
+
+/** Errors and a newer page say their text; configuration warnings are an icon with their number. */
+export function Notices(): ReactNode {
+  const notices = useLive((state) => state.notices);
+  const outdated = useLive((state) => state.outdated);
+  const place = useLocation().pathname;
+  useNoticeAnnouncements(notices);
+  const shown: (typeof OUTDATED)[] = [...notices.filter((notice) => notice.id !== "identity-conflicts" || place !== CONFLICTS), ...(outdated ? [OUTDATED] : [])];
+  const level = LEVELS.find((candidate) => shown.some((notice) => notice.level === candidate));
+  if (level === undefined) return null;
+  const worst = shown.find((notice) => notice.level === level);
+  const all = count(shown.length, "notice");
+  return (
+    <Popover.Root>
+      <Popover.Trigger asChild>
+        <Button kind="ghost" small className={`notices ${level}`}>
+          <Icon name={level === "error" ? "error" : "warning"} />
+          {level !== "warning" && <span className="name">{worst?.text}</span>}
+          {shown.length > 1 && <span aria-hidden="true">{shown.length}</span>}
+          {" "}
+          <span className="visually-hidden">{all}</span>
+        </Button>
+      </Popover.Trigger>
+      <Popover.Portal>
+        <Popover.Content className="menu notice-list" align="end" sideOffset={4} collisionPadding={8} aria-label={all}>
+          {shown.map((notice) => (
+            <Banner key={notice.id} {...notice}>
+              {notice.id === "identity-conflicts" && <Link to={`${CONFLICTS}#conflicts`}>Decide</Link>}
+              {OF_THE_SYSTEM.has(notice.id) && place !== HEALTH && <Link to={HEALTH}>System health</Link>}
+              {notice.id === OUTDATED.id && (
+                <Button small onClick={() => window.location.reload()}>
+                  Reload
+                </Button>
+              )}
+            </Banner>
+          ))}
+        </Popover.Content>
+      </Popover.Portal>
+    </Popover.Root>
+  );
+}
 
 interface BannersProps {
   failure: Error | null;
@@ -21,16 +66,11 @@ interface BannersProps {
 }
 
 export function Banners({ failure, onRetry }: BannersProps): ReactNode {
-  const notices = useLive((state) => state.notices);
-  const place = useLocation().pathname;
-  const outdated = useLive((state) => state.outdated);
   const forbidden = useLive((state) => state.connection === "forbidden");
-  useNoticeAnnouncements(notices);
-  const shown = notices.filter((notice) => notice.id !== "identity-conflicts" || place !== CONFLICTS);
-  if (shown.length === 0 && !outdated && !forbidden && failure === null) return null;
+  if (!forbidden && failure === null) return null;
   return (
     <section className="banners" aria-label="Notices">
-      {failure !== null && <Problem error={failure} />}
+      <Problem error={failure} />
       {forbidden && (
         <Banner level="error" text="This account no longer has access to the cluster." hint="Ask an administrator for access, or sign in with another account.">
           <Button small onClick={onRetry}>
@@ -38,19 +78,6 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
           </Button>
         </Banner>
       )}
-      {outdated && (
-        <Banner level="info" text="A new version of this page is available." hint="Reloading discards unsaved input.">
-          <Button small onClick={() => window.location.reload()}>
-            Reload
-          </Button>
-        </Banner>
-      )}
-      {shown.map((notice) => (
-        <Banner key={notice.id} {...notice}>
-          {notice.id === "identity-conflicts" && <Link to={`${CONFLICTS}#conflicts`}>Decide</Link>}
-          {OF_THE_SYSTEM.has(notice.id) && place !== HEALTH && <Link to={HEALTH}>System health</Link>}
-        </Banner>
-      ))}
     </section>
   );
 }

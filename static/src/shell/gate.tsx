@@ -17,7 +17,7 @@ export function Gate({ children }: { children: (user: Person) => ReactNode }): R
     if (session.error === null || session.isFetching) return <Checking />;
     return (
       <Lone title="Cannot check your session">
-        <p>The server did not say whether you are signed in.</p>
+        <p>The server did not confirm your session.</p>
         <Problem error={session.error} onRetry={() => void session.refetch()} />
       </Lone>
     );
@@ -53,8 +53,8 @@ function NotAdmin({ user }: { user: Person }): ReactNode {
       <p>
         You are signed in as <bdi>{user.name}</bdi>, which is not an administrator account. This page operates the cluster. Ask an administrator for access, or sign in with another account.
       </p>
-      {signOut.error !== null && <Problem error={signOut.error} />}
-      <Button busy={signOut.isPending} onClick={() => signOut.mutate()}>
+      <Problem error={signOut.error} />
+      <Button busy={signOut.busy} onClick={() => signOut.run()}>
         Sign out
       </Button>
     </Lone>

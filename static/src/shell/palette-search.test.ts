@@ -4,7 +4,7 @@ import type { LiveNode, Operation } from "../live/messages";
 import { atFirst, backendEntries, chatEntries, find, index, modelEntries, nodeEntries, operationEntries, verbEntries, withVerbs, type Entry } from "./palette-search";
 
 function node(name: string, overrides: Partial<LiveNode> = {}): LiveNode {
-  const none = { status: "healthy", address: "", http_address: "", gpu_vendor: "", labels: {}, models: [], backends: [] };
+  const none = { status: "healthy", address: "", http_address: "", gpu_vendor: "", gpus: [], labels: {}, models: [], backends: [] };
   return { id: `id-${name}`, name, ...none, ...overrides } as unknown as LiveNode;
 }
 
@@ -24,11 +24,13 @@ describe("the search (UW37)", () => {
     node("שרת", {}),
   ];
 
-  it("finds nodes by name, address and label, the start of a name first and numbers in their order", () => {
+  it("finds nodes by name, address, label and GPU, the start of a name first and numbers in their order", () => {
     expect(titles(nodeEntries(nodes), "gpu")).toEqual(["gpu-2", "gpu-10", "my-gpu"]);
     expect(titles(nodeEntries(nodes), "10.0.0.7")).toEqual(["gpu-10"]);
     expect(titles(nodeEntries(nodes), "tier=fast")).toEqual(["gpu-10"]);
     expect(titles(nodeEntries(nodes), "שרת")).toEqual(["שרת"]);
+    const gpus = [{ name: "NVIDIA L4" }] as LiveNode["gpus"];
+    expect(titles(nodeEntries([...nodes, node("edge", { gpus })]), "l4")).toEqual(["edge"]);
   });
 
   it("wants every word, in any order", () => {

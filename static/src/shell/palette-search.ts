@@ -3,6 +3,7 @@
 import type { components } from "../api/schema";
 import { chatAddress } from "../chat/models";
 import { count } from "../lib/format";
+import { gpuWords } from "../live/gpus";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { refusal } from "../nodes/shared/verbs";
@@ -82,7 +83,7 @@ export function atFirst(entries: readonly Entry[], limit: number): Map<Kind, Ent
 export function nodeEntries(nodes: Iterable<LiveNode>): Entry[] {
   const entries = Array.from(nodes, (node): Entry => {
     const labels = Object.entries(node.labels).map(([key, value]) => `${key}=${value}`);
-    const words = [node.id, node.http_address, node.gpu_vendor, ...labels].join(" ");
+    const words = [node.id, node.http_address, node.gpu_vendor, gpuWords(node), ...labels].join(" ");
     const detail = [node.status, node.address].filter(Boolean).join(" · ");
     return { key: `node ${node.id}`, kind: "Nodes", icon: "nodes", title: node.name, detail, words, to: `/app/nodes/${node.id}` };
   });

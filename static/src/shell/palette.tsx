@@ -160,7 +160,7 @@ function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
     { key: "page activity", kind: "Pages", icon: "activity", title: "Activity", detail: "g a", to: "/app/activity" },
     { key: "page inbox", kind: "Pages", icon: "warning", title: "Inbox", detail: "Failures", to: "/app/activity/inbox" },
     { key: "page history", kind: "Pages", icon: "activity", title: "History", detail: "What has ended", to: "/app/activity/history" },
-    { key: "page changes", kind: "Pages", icon: "activity", title: "Changes", detail: "What people changed", words: "audit log who", to: "/app/activity/changes" },
+    { key: "page changes", kind: "Pages", icon: "activity", title: "Audit log", detail: "What people changed", words: "changes who", to: "/app/activity/changes" },
     { key: "page health", kind: "Pages", icon: "health", title: "System health", detail: "g h", words: "schedules processes disk versions", to: "/app/health" },
     { key: "page password", kind: "Pages", icon: "key", title: "Change password", detail: "Account", to: "/app/password" },
     { key: "page admin", kind: "Pages", icon: "admin", title: "Admin", detail: "/admin/", run: () => window.location.assign("/admin/") },

@@ -32,17 +32,17 @@ function PasswordForm({ name, forced }: { name: string; forced: boolean }): Reac
   const rules = useId();
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (change.isPending) return;
+    if (change.busy) return;
     const entryErrors = problems(entry);
     setEntryProblems(entryErrors);
-    change.reset();
+    change.forget();
     if (Object.keys(entryErrors).length > 0) return;
     const done = () => {
       setEntry(EMPTY);
       // At once: the gate shows another page as soon as it knows.
       if (forced) onward(returnAddress);
     };
-    change.mutate({ old: entry.old, new: entry.next }, { onSuccess: done, onError: (error) => setEntryProblems(refused(error)) });
+    change.run({ old: entry.old, new: entry.next }, done, (error) => setEntryProblems(refused(error)));
   };
   const secret = (field: keyof Entry) => ({
     value: entry[field],
@@ -62,9 +62,9 @@ function PasswordForm({ name, forced }: { name: string; forced: boolean }): Reac
       </Secret>
       <Secret label="Confirm new password" autoComplete="new-password" {...secret("repeat")} />
       {change.error !== null && Object.keys(refused(change.error)).length === 0 && <Problem error={change.error} />}
-      <p role="status">{change.isSuccess ? "Password changed. You are signed out everywhere else." : ""}</p>
+      <p role="status">{change.succeeded ? "Password changed. You are signed out everywhere else." : ""}</p>
       <div className="row wrap">
-        <Button type="submit" kind="primary" busy={change.isPending}>
+        <Button type="submit" kind="primary" busy={change.busy}>
           Change password
         </Button>
         {forced && <SignOutInstead />}
@@ -95,10 +95,10 @@ function SignOutInstead(): ReactNode {
   const signOut = useSignOut();
   return (
     <>
-      <Button busy={signOut.isPending} onClick={() => signOut.mutate()}>
+      <Button busy={signOut.busy} onClick={() => signOut.run()}>
         Sign out
       </Button>
-      {signOut.error !== null && <Problem error={signOut.error} />}
+      <Problem error={signOut.error} />
     </>
   );
 }

@@ -1,5 +1,6 @@
 // The session. It is read once; after that only signing in and out, and the end of a session, change it.
-import { useMutation, useQuery, useQueryClient, type UseMutationResult, type UseQueryResult } from "@tanstack/react-query";
+import { useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
+import { useAction, type Action } from "../api/action";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 
@@ -39,11 +40,8 @@ export interface Credentials {
 }
 
 /** Calls `onSignedIn` even if the form has been closed: the session exists all the same. */
-export function useSignIn(onSignedIn: (person: Person) => void): UseMutationResult<Person, Error, Credentials> {
-  return useMutation({
-    onSuccess: onSignedIn,
-    mutationFn: async (body: Credentials) => (await call(client.POST("/api/auth/login", { body }))).user,
-  });
+export function useSignIn(onSignedIn: (person: Person) => void): Action<Credentials> {
+  return useAction(async (body) => (await call(client.POST("/api/auth/login", { body }))).user, onSignedIn);
 }
 
 /** Stores who is signed in, from an answer of the server. */
@@ -53,11 +51,11 @@ export function useSetSession(): (person: Person) => void {
 }
 
 /** Ends the session. The page is reloaded after it, so that nothing of it stays in memory. */
-export function useSignOut(): UseMutationResult<unknown, Error, void> {
-  return useMutation({
-    mutationFn: () => call(client.POST("/api/auth/logout")),
-    onSuccess: () => window.location.assign("/login"),
-  });
+export function useSignOut(): Action {
+  return useAction(
+    () => call(client.POST("/api/auth/logout")),
+    () => window.location.assign("/login"),
+  );
 }
 
 export interface PasswordChange {
@@ -65,10 +63,6 @@ export interface PasswordChange {
   new: string;
 }
 
-export function useChangePassword(): UseMutationResult<Person, Error, PasswordChange> {
-  const setSession = useSetSession();
-  return useMutation({
-    mutationFn: async (body: PasswordChange) => (await call(client.POST("/api/auth/password", { body }))).user,
-    onSuccess: setSession,
-  });
+export function useChangePassword(): Action<PasswordChange> {
+  return useAction(async (body) => (await call(client.POST("/api/auth/password", { body }))).user, useSetSession());
 }

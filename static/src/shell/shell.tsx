@@ -35,7 +35,7 @@ function Frame({ user }: { user: Person }): ReactNode {
   useFocusOnNavigation();
   useKeys(setOverlay);
   useSearchReady();
-  const shared = { onShortcuts: () => setOverlay("shortcuts"), onSignOut: () => signOut.mutate() };
+  const shared = { onShortcuts: () => setOverlay("shortcuts"), onSignOut: () => signOut.run() };
   return (
     <div className="app" data-stale={stale === null ? undefined : ""}>
       <a className="skip" href="#main" onClick={skip}>

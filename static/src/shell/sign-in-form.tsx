@@ -20,12 +20,12 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
   const wait = useWait(signIn.error);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (signIn.isPending || wait > 0) return;
+    if (signIn.busy || wait > 0) return;
     const failed = () => {
       // The person may have started retyping already.
       if (passwordField.current?.value === password) passwordField.current.select();
     };
-    signIn.mutate({ username, password }, { onError: failed });
+    signIn.run({ username, password }, undefined, failed);
   };
   const isInvalid = signIn.error instanceof ApiError && signIn.error.status === 401;
   const marks = { "aria-invalid": isInvalid || undefined, "aria-describedby": signIn.error === null ? undefined : errorId };
@@ -67,7 +67,7 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
           {words(signIn.error)}
         </p>
       )}
-      <Button type="submit" kind="primary" busy={signIn.isPending} refusal={wait > 0 ? `Try again in ${wait} s` : ""}>
+      <Button type="submit" kind="primary" busy={signIn.busy} refusal={wait > 0 ? `Try again in ${wait} s` : ""}>
         {wait > 0 ? `Sign in (in ${wait} s)` : "Sign in"}
       </Button>
     </form>

@@ -8,6 +8,7 @@ import { Icon, type IconName } from "../ui/icons";
 import { Menu, type MenuItem } from "../ui/menu";
 import { choose, useTheme, type Theme } from "../ui/theme";
 import { Tip } from "../ui/tip";
+import { Notices } from "./banners";
 import { clockTime, useReadable, type Staleness } from "./feed";
 import { Drawer } from "./nav";
 
@@ -31,6 +32,7 @@ export function TopBar({ user, stale, onSearch, onShortcuts, onRetry, onSignOut 
         <kbd aria-hidden="true">{isMac() ? "⌘K" : "Ctrl-K"}</kbd>
       </Button>
       <span className="grow" />
+      <Notices />
       <ConnectionMark stale={stale} onRetry={onRetry} />
       <ThemeMenu />
       <UserMenu user={user} onShortcuts={onShortcuts} onSignOut={onSignOut} />

@@ -62,5 +62,5 @@ it("asks again with the feed's sign of life", async () => {
   const store = open(WELL, { ...WELL, state: "ok" });
   await screen.findByText("Something needs attention.");
   store.push({ type: "alive", at: NOW });
-  await screen.findByText("All parts are well.");
+  await screen.findByText("All systems operational");
 });

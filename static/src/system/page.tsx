@@ -22,9 +22,9 @@ const STATE_WORDS: Readonly<Record<Part["state"], { tone: string; word: string }
   error: { tone: "bad", word: "problem" },
 };
 const OVERALL_TEXTS: Readonly<Record<Part["state"], string>> = {
-  ok: "All parts are well.",
-  warning: "Something needs attention.",
-  error: "Something does not work.",
+  ok: "All systems operational",
+  warning: "Some systems need attention",
+  error: "Some systems are down",
 };
 /** The page of a part, if it has one. */
 const PAGES: Readonly<Record<string, { href: string; label: string }>> = {
@@ -39,7 +39,7 @@ export function HealthPage(): ReactNode {
     <div className="system">
       <PageHead title="System health" note={health.data === undefined ? undefined : OVERALL_TEXTS[health.data.state]} />
       {health.isPending && <Loading subject="system health" />}
-      {health.error !== null && <Problem error={health.error} onRetry={() => void health.refetch()} />}
+      <Problem error={health.error} onRetry={() => void health.refetch()} />
       {health.data !== undefined && <HealthParts health={health.data} />}
     </div>
   );
@@ -83,7 +83,7 @@ function HealthParts({ health }: { health: Health }): ReactNode {
                 {!schedule.paused && (
                   <>
                     {" "}
-                    · next <Ago at={schedule.next_run} />
+                    · next <Ago at={schedule.next_run} now="due" />
                   </>
                 )}
               </p>

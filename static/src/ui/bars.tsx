@@ -1,6 +1,6 @@
 // Bars: progress of work, and use of a resource with what is reserved of it.
 import type { ReactNode } from "react";
-import { bytes } from "../lib/format";
+import { bytes, pair } from "../lib/format";
 
 /** Progress with a name; assistive tech does not announce every tick. */
 export function ProgressBar({ value, name, tone = "" }: { value: number; name: string; tone?: "" | "good" | "bad" }): ReactNode {
@@ -39,15 +39,17 @@ export function MeterLegend(): ReactNode {
 export function Meter({ name, used, reserved = 0, total }: { name: string; used: number; reserved?: number; total: number }): ReactNode {
   if (total <= 0) return <span className="muted">unknown</span>;
   const share = (part: number) => `${Math.min(100, (100 * Math.max(part, 0)) / total)}%`;
-  const words = `${bytes(used)} of ${bytes(total)}${reserved > 0 ? `, ${bytes(reserved)} reserved` : ""}`;
+  const fill = fillOf(used + reserved, total);
+  const full = fill === "" ? "" : `, ${Math.floor((100 * (used + reserved)) / total)}%`;
+  const words = `${bytes(used)} of ${bytes(total)}${reserved > 0 ? `, ${bytes(reserved)} reserved` : ""}${full}`;
   return (
     <div className="meter" title={`${name}: ${words}`}>
-      <div className={`bar ${fillOf(used + reserved, total)}`} role="img" aria-label={`${name}: ${words}`}>
+      <div className={`bar ${fill}`} role="img" aria-label={`${name}: ${words}`}>
         <span style={{ width: share(used) }} />
         <span className="reserved" style={{ width: share(Math.min(reserved, total - used)) }} />
       </div>
-      <span aria-hidden="true">
-        {bytes(used)} / {bytes(total)}
+      <span aria-hidden="true" className={`fill ${fill}`}>
+        {pair(used, total)}
       </span>
     </div>
   );

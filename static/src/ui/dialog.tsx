@@ -100,7 +100,7 @@ export function Confirm(props: ConfirmProps): ReactNode {
           <AlertDialog.Description asChild>
             <div className="stack">{props.children}</div>
           </AlertDialog.Description>
-          {error !== null && <Problem error={error} />}
+          <Problem error={error} />
           <Answer {...props} first={first} />
         </AlertDialog.Content>
       </AlertDialog.Portal>

@@ -7,7 +7,8 @@ import { Icon, type IconName } from "./icons";
 
 export interface MenuItem {
   label: string;
-  onSelect: () => void;
+  /** Preventing the event's default keeps the menu open. */
+  onSelect: (event: Event) => void;
   danger?: boolean;
   /** Why it cannot be chosen now. */
   refusal?: string;

@@ -174,7 +174,7 @@ class TestScaling:
         rule(2)
         replicas.run_pass(tick=True)
         assert records() == [("m", "scale", "scaled", "")]
-        assert last_scaled().reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
+        assert last_scaled().reason == "2 wanted, 0 running, 0 loading: starting 2"
         Operation.objects.all().delete()
         for index in range(3):
             hot.replica(node, "m", index, last_used=clock.now() - HOUR)

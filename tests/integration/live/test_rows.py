@@ -410,7 +410,9 @@ def test_weak_secrets_and_weak_identities_are_named() -> None:
     assert "LOCALAI_REGISTRATION_TOKEN" in hints[2]
     texts = [one["text"] for one in notices.active_notices(facts, weak, NOW)]
     assert texts[0].startswith("2 identity conflicts:")
-    assert "1 node has no identity" in texts[1]
+    assert "1 node has no identity of its own" in texts[1]
+    none = notices.ClusterFacts(SOUND, open_conflicts=0, weak_nodes=0)
+    assert "identity" not in notices.active_notices(none, weak, NOW)[0]["text"], "review P9"
 
 
 @pytest.mark.django_db

@@ -272,9 +272,9 @@ async def test_a_model_without_a_file_here_loads_by_its_name(
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     result = await stage.handler(stage.work)
-    assert result["warnings"] == ["ModelFile echo: is not in the models folder"]
+    assert result["warnings"] == ["ModelFile echo: not found in the models folder"]
     assert "message" not in result
-    (line,) = (record for record in caplog.records if "goes without" in record.message)
+    (line,) = (record for record in caplog.records if "not found in the models folder" in record.message)
     assert line.levelname == "INFO", "the example model of the README loads so"
     assert (told[0].Model, told[0].ModelFile, told[0].ModelPath) == ("echo", "", "")
 

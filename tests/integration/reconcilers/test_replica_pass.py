@@ -88,7 +88,7 @@ def test_a_minimum_of_a_model_that_was_never_served_is_loaded() -> None:
     assert replicas.run_pass(tick=True)
     (asked,) = loads()
     assert (asked.actor, asked.status) == ("system", Status.PENDING)
-    assert stored().reason == "at least 1 wanted, 0 there and 0 loading: 1 more"
+    assert stored().reason == "1 wanted, 0 running, 0 loading: starting 1"
     for _ in range(2):
         assert replicas.run_pass(tick=True)
     assert loads() == [asked]

@@ -51,7 +51,7 @@ def test_it_says_what_the_pass_then_does_and_writes_nothing() -> None:
     assert not PlacementRecord.objects.exists()
     assert not PlacementLog.objects.exists()
     assert (told["replicas_now"], told["loading"], told["wanted"]) == (0, 0, 2)
-    assert told["says"] == "at least 2 wanted, 0 there and 0 loading: 2 more"
+    assert told["says"] == "2 wanted, 0 running, 0 loading: starting 2"
     assert told["loads"] == [
         {"node": "a", "why": "most VRAM available: 20.0 GiB against 9.0 GiB on b"},
         {"node": "b", "why": "the only node that can take it; the others: 1 no free slot for this model"},
@@ -114,7 +114,7 @@ def test_a_spread_rule_has_a_load_for_each_node() -> None:
         hot.node(name)
     told = preview(spread_all=True, nodes=[{"count": 1}])
     assert [one["node"] for one in told["loads"]] == ["a", "b", "(new 1)"] or len(told["loads"]) == 3
-    assert {one["why"] for one in told["loads"]} == {"one on each of 3 nodes wanted, none on (new 1), a, b"}
+    assert {one["why"] for one in told["loads"]} == {"one on each of 3 nodes wanted: starting on (new 1), a, b"}
     assert told["wanted"] == 3
 
 
@@ -183,7 +183,7 @@ def test_the_command_line_asks_the_same() -> None:
     added = [{"count": 2, "vram_gib": 24, "labels": {"tier": "fast"}}]
     assert json.loads(run(*asked, "--json")) == preview(nodes=added, **rule)
     text = run(*asked)
-    assert text.startswith("0 there, 0 loading, 3 wanted: at least 3 wanted, 0 there and 0 loading: 2 more")
+    assert text.startswith("0 running, 0 loading, 3 wanted: 3 wanted, 0 running, 0 loading: starting 2")
     assert "load  (new 1)" in text
     assert "not possible: no healthy node has" in run("--rule", json.dumps(rule))
     with pytest.raises(CommandError, match="give a JSON object"):

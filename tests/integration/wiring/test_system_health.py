@@ -70,7 +70,7 @@ def test_every_part_says_how_it_is() -> None:
     Operation.objects.create(kind="model_load", key="k", element="m", status=Status.FAILED, finished_at=now)
     found = parts()
     assert found["database"][1].startswith("PostgreSQL ")
-    assert (found["nats"], found["redis"]) == (("ok", "answers"), ("ok", "answers"))
+    assert (found["nats"], found["redis"]) == (("ok", "Reachable"), ("ok", "Reachable"))
     assert (found["web"], found["controllers"]) == (("ok", "1 process"), ("ok", "1 controller"))
     assert (found["tasks"][0], found["schedules"]) == ("ok", ("ok", "1 on time"))
     assert found["workers"] == ("warning", "1 offline")

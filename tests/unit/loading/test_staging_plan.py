@@ -160,7 +160,7 @@ def test_what_is_missing_is_cleared_with_its_field_and_path_told(tmp_path: Path)
     nothing = plan_files(tmp_path, "m", {"Model": "org/repository"})
     assert (nothing.files, nothing.engine_options("", {})) == (
         {},
-        ({"Model": "org/repository"}, ["ModelFile org/repository: is not in the models folder"]),
+        ({"Model": "org/repository"}, ["ModelFile org/repository: not found in the models folder"]),
     )
 
 

@@ -79,7 +79,7 @@ def test_what_is_missing_is_loaded_without_a_first_request() -> None:
     assert loads(decision.actions) == list(decision.actions)
     assert [action.allowed_nodes for action in loads(decision.actions)] == [None, None]
     assert (decision.wanted, decision.current, decision.loading) == (2, 0, 0)
-    assert decision.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
+    assert decision.reason == "2 wanted, 0 running, 0 loading: starting 2"
 
 
 @pytest.mark.rule("R4.10", "R1.65", "T-REC-16", "T-REC-21")
@@ -135,7 +135,7 @@ def test_a_replica_where_the_rule_does_not_want_it_is_replaced_and_then_goes() -
         ([], {}, "there is no healthy node"),
         ([host(1)], {"b": "2", "a": "1"}, "no healthy node has a=1, b=2"),
         ([host(1)], None, "its node selector cannot be read, so it matches no node"),
-        ([host(2)], {}, "1 wanted, 0 there and 0 loading, but no free slot on the 1 node that it may run on"),
+        ([host(2)], {}, "1 wanted, 0 running, 0 loading, but no free slot on the 1 node that it may run on"),
     ],
     ids=["no node", "no match", "unreadable", "no slot"],
 )

@@ -82,7 +82,7 @@ def test_all_is_well_and_nothing_asks_for_anything() -> None:
             ago(20),
         ),
         ("tasks", {"tasks_wait_since": ago(31)}, "error", "no process takes them", ago(31)),
-        ("tasks", {"tasks_wait_since": ago(5)}, "ok", "carried out", ago(3)),
+        ("tasks", {"tasks_wait_since": ago(5)}, "ok", "Running", ago(3)),
         ("tasks", {"tasks_ended_at": None}, "ok", "none has run yet", None),
         (
             "schedules",

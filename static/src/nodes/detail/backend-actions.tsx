@@ -14,7 +14,8 @@ import { ProgressBar } from "../../ui/bars";
 import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { refusal } from "../shared/verbs";
-import { useAction, type Action } from "./data";
+import type { Action } from "../../api/action";
+import { useNodeAction } from "./data";
 import { onBackend, usersOf } from "./words";
 
 type Verb = "upgrade" | "delete";
@@ -38,8 +39,8 @@ export function BackendActions({ node, name, operations }: BackendActionsProps):
     setDialog((present) => (present === verb ? null : present));
   };
   const actions: Readonly<Record<Verb, Action<string>>> = {
-    upgrade: useAction<string, unknown>(node.id, (backend) => upgradeOn(node.id, backend), done("upgrade")),
-    delete: useAction<string, unknown>(node.id, (backend) => deleteOn(node.id, backend), done("delete")),
+    upgrade: useNodeAction<string, unknown>(node.id, (backend) => upgradeOn(node.id, backend), done("upgrade")),
+    delete: useNodeAction<string, unknown>(node.id, (backend) => deleteOn(node.id, backend), done("delete")),
   };
   const busy = running === undefined ? "" : `${phrase(running, stateOf(running))} ${name}`;
   return (
@@ -114,7 +115,7 @@ function ActionDialogs({ verb, node, name, action, onClose }: ActionDialogsProps
         {verb === "upgrade" ? (
           <li>It is installed again from its gallery.</li>
         ) : (
-          <li>Its files are removed from this node. A model that needs it here has it installed again.</li>
+          <li>Its files are removed from this node. The next load that needs it here installs it again.</li>
         )}
       </ul>
     </Confirm>

@@ -1,9 +1,11 @@
 // The backends of the node from its worker's last list, with its age and why there is no newer one.
 import type { UseQueryResult } from "@tanstack/react-query";
-import { useState, type ReactNode } from "react";
+import { useMemo, useState, type ReactNode } from "react";
 import type { LiveNode, Operation } from "../../live/messages";
 import { Button } from "../../ui/button";
 import { Empty } from "../../ui/empty";
+import type { Column } from "../../ui/rows";
+import { Table } from "../../ui/table";
 import { Ago } from "../../ui/time";
 import { Tip } from "../../ui/tip";
 import { refusal } from "../shared/verbs";
@@ -68,39 +70,42 @@ interface ListProps {
 }
 
 function List({ node, backends, operations }: ListProps): ReactNode {
+  const columns = useMemo(
+    (): readonly Column<NodeBackend>[] => [
+      ...COLUMNS,
+      { key: "actions", title: "Actions", cell: (backend) => !backend.is_system && <BackendActions node={node} name={backend.name} operations={operations} /> },
+    ],
+    [node, operations],
+  );
   return (
-    <div className="nd-scroll">
-      <table className="nd-table">
-        <thead>
-          <tr>
-            <th scope="col">Name</th>
-            <th scope="col">Version</th>
-            <th scope="col">Type</th>
-            <th scope="col">Installed</th>
-            <th scope="col">Actions</th>
-          </tr>
-        </thead>
-        <tbody>
-          {backends.map((backend) => (
-            <tr key={backend.name}>
-              <th scope="row">
-                <bdi>{backend.name}</bdi>
-              </th>
-              <td data-label="Version">
-                <Version backend={backend} />
-              </td>
-              <td data-label="Type">
-                <span className="tag">{backend.is_system ? "system" : "gallery"}</span> {backend.is_meta && <span className="tag">meta</span>}
-              </td>
-              <td data-label="Installed">{backend.installed_at === undefined ? <span className="muted">unknown</span> : <Ago at={backend.installed_at} />}</td>
-              <td data-label="Actions">{!backend.is_system && <BackendActions node={node} name={backend.name} operations={operations} />}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+    <div className="table-scroll">
+      <Table name="Installed backends" columns={columns} rows={backends} rowId={nameOf} rowName={nameOf} />
     </div>
   );
 }
+
+const nameOf = ({ name }: NodeBackend) => name;
+
+const COLUMNS: readonly Column<NodeBackend>[] = [
+  { key: "name", title: "Name", value: nameOf, cell: ({ name }) => <bdi>{name}</bdi> },
+  { key: "version", title: "Version", value: ({ version }) => version ?? null, cell: (backend) => <Version backend={backend} /> },
+  {
+    key: "type",
+    title: "Type",
+    value: ({ is_system }) => (is_system ? "system" : "gallery"),
+    cell: (backend) => (
+      <>
+        <span className="tag">{backend.is_system ? "system" : "gallery"}</span> {backend.is_meta && <span className="tag">meta</span>}
+      </>
+    ),
+  },
+  {
+    key: "installed",
+    title: "Installed",
+    value: ({ installed_at }) => installed_at ?? null,
+    cell: ({ installed_at }) => (installed_at === undefined ? <span className="muted">unknown</span> : <Ago at={installed_at} />),
+  },
+];
 
 /** `v1.2.3`; the digest, which tells two builds of it apart, shortened. */
 function Version({ backend }: { backend: NodeBackend }): ReactNode {

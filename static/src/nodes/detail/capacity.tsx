@@ -12,7 +12,8 @@ import { Button } from "../../ui/button";
 import { goOnAt } from "../../ui/move-focus";
 import { Problem } from "../../ui/problem";
 import { Ago } from "../../ui/time";
-import { useAction, type Action, type NodeDetail } from "./data";
+import type { Action } from "../../api/action";
+import { useNodeAction, type NodeDetail } from "./data";
 import { budgetProblem, capProblem, ceiling, mostReplicas } from "./editing";
 import { InlineEdit } from "./inline-edit";
 import { Panel } from "./panel";
@@ -45,12 +46,12 @@ type Override = { by: string; at: string | null } | undefined;
 function ReplicaCap({ node, override }: { node: LiveNode; override: Override }): ReactNode {
   const params = { path: { node_id: node.id } };
   const path = "/api/nodes/{node_id}/max-replicas-per-model";
-  const set = useAction(
+  const set = useNodeAction(
     node.id,
     (value: string) => call(client.PUT(path, { params, body: { value: Number(value) } })),
     (_, value) => announce(`Maximum replicas per model set to ${value}.`),
   );
-  const back = useAction<undefined, unknown>(
+  const back = useNodeAction<undefined, unknown>(
     node.id,
     () => call(client.DELETE(path, { params })),
     () => announce("Maximum replicas per model reset to the worker default."),
@@ -91,12 +92,12 @@ function belowWhatRuns(node: LiveNode, cap: number): ReactNode | null {
 function VramBudget({ node, override }: { node: LiveNode; override: Override }): ReactNode {
   const params = { path: { node_id: node.id } };
   const path = "/api/nodes/{node_id}/vram-budget";
-  const set = useAction(
+  const set = useNodeAction(
     node.id,
     (value: string) => call(client.PUT(path, { params, body: { value } })),
     (_, value) => announce(value === "" ? "VRAM budget removed." : `VRAM budget set to ${value}.`),
   );
-  const back = useAction<undefined, unknown>(
+  const back = useNodeAction<undefined, unknown>(
     node.id,
     () => call(client.DELETE(path, { params })),
     () => announce("VRAM budget reset to the worker default."),
@@ -179,7 +180,7 @@ function Value({ title, manual, override, back, handed, children }: ValueProps):
             {handed}
           </p>
         )}
-        {back.error !== null && <Problem error={back.error} onRetry={() => back.run(undefined)} onDismiss={back.forget} />}
+        <Problem error={back.error} onRetry={() => back.run(undefined)} onDismiss={back.forget} />
       </div>
     </div>
   );

@@ -8,7 +8,8 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { deregister, LONGEST_REASON, refusal, revoke, rotate, stop, type Verb } from "../shared/verbs";
-import { useAction, type Action } from "./data";
+import type { Action } from "../../api/action";
+import { useNodeAction } from "./data";
 import { Panel } from "./panel";
 import { confirmationWord } from "./words";
 
@@ -68,21 +69,21 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
     navigationState.current = state;
   });
   const { id, name } = node;
-  const deregistration = useAction<string, unknown>(id, () => deregister(id), () => {
+  const deregistration = useNodeAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} deregistered.`);
     // A person who has opened another page in the meantime stays there.
     if (navigationState.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
     return false;
   });
-  const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
+  const refused = useNodeAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
     announce(`Secret of ${name} revoked.`);
     close("revoke");
   });
-  const renewed = useAction<string, unknown>(id, () => rotate(id), () => {
+  const renewed = useNodeAction<string, unknown>(id, () => rotate(id), () => {
     announce(`Secret rotation requested for ${name}.`);
     close("rotate");
   });
-  const stopped = useAction<string, unknown>(id, (reason) => stop(id, reason), () => {
+  const stopped = useNodeAction<string, unknown>(id, (reason) => stop(id, reason), () => {
     announce(`The worker of ${name} is being stopped.`);
     close("stop");
   });

@@ -7,6 +7,7 @@ import {
   type UseQueryResult,
 } from "@tanstack/react-query";
 import { useCallback, useContext } from "react";
+import { useAction, type Action } from "../../api/action";
 import { call, client } from "../../api/client";
 import type { components } from "../../api/schema";
 import type { LiveNode } from "../../live/messages";
@@ -72,41 +73,15 @@ export function useConflicts(id: string): UseQueryResult<readonly Conflict[]> {
   });
 }
 
-/** A request to the server and its state. */
-export interface Action<Input> {
-  run: (input: Input, done?: () => void) => void;
-  busy: boolean;
-  /** It has succeeded, and no request followed. */
-  succeeded: boolean;
-  error: Error | null;
-  /** The last argument. */
-  input: Input | undefined;
-  forget: () => void;
-}
-
 /**
  * Does something to the node and fetches what is shown of it again, unless `done` answers false: the node is no more.
  * `done` runs also if the part that asked is gone.
  */
-export function useAction<Input, Output>(
-  id: string,
-  work: (input: Input) => Promise<Output>,
-  done: (output: Output, input: Input) => unknown = () => undefined,
-): Action<Input> {
+export function useNodeAction<Input, Output>(id: string, work: (input: Input) => Promise<Output>, done: (output: Output, input: Input) => unknown = () => undefined): Action<Input> {
   const refresh = useRefresh(id);
-  const { mutate, isPending, isSuccess, error, variables, reset } = useMutation({
-    mutationFn: work,
-    // Without a network it is to fail where the eye is, not to happen by itself an hour later.
-    networkMode: "always",
-    onSuccess: (output: Output, input: Input) => {
-      if (done(output, input) !== false) refresh();
-    },
+  return useAction(work, (output, input) => {
+    if (done(output, input) !== false) refresh();
   });
-  const run = useCallback(
-    (input: Input, then: () => void = () => undefined) => mutate(input, { onSuccess: then }),
-    [mutate],
-  );
-  return { run, busy: isPending, succeeded: isSuccess, error, input: variables, forget: reset };
 }
 
 const NOTHING: readonly Schemas["MemorySample"][] = [];

@@ -6,7 +6,7 @@ import { Button, IconButton } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { Problem } from "../../ui/problem";
 import { FieldMessage } from "../../ui/text-field";
-import type { Action } from "./data";
+import type { Action } from "../../api/action";
 import { decide, overtaken } from "./editing";
 
 interface InlineEditProps {

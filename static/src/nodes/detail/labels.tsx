@@ -10,7 +10,7 @@ import { FieldMessage } from "../../ui/text-field";
 import { Tip } from "../../ui/tip";
 import { isAutomatic, keyProblem, listedLabels, valueProblem, written } from "../shared/labels";
 import { mergeLabels, removeLabel } from "../shared/verbs";
-import { useAction, type NodeDetail } from "./data";
+import { useNodeAction, type NodeDetail } from "./data";
 import { Panel } from "./panel";
 
 type Sources = NodeDetail["label_sources"];
@@ -29,7 +29,7 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
   const [draft, setDraft] = useState({ key: "", value: "" });
   const labels = listedLabels(node);
   const [removed, setRemoved] = useState<Draft | null>(null);
-  const remove = useAction(
+  const remove = useNodeAction(
     node.id,
     ({ key: name }: Draft) => removeLabel(node.id, name),
     (_, label) => {
@@ -38,7 +38,7 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
       goOnAt(key.current, list.current);
     },
   );
-  const restore = useAction(
+  const restore = useNodeAction(
     node.id,
     ({ key: name, value }: Draft) => mergeLabels(node.id, { [name]: value }),
     (_, label) => {
@@ -78,7 +78,7 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
           </Button>
         </p>
       )}
-      {restore.error !== null && <Problem error={restore.error} onDismiss={restore.forget} />}
+      <Problem error={restore.error} onDismiss={restore.forget} />
       <AddLabel node={node} draft={draft} setDraft={setDraft} keyInput={key} />
     </Panel>
   );
@@ -137,7 +137,7 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
   const messageId = useId();
   const form = useRef<HTMLFormElement>(null);
   const label = { key: draft.key.trim(), value: draft.value };
-  const add = useAction(
+  const add = useNodeAction(
     node.id,
     ({ key, value }: Draft) => mergeLabels(node.id, { [key]: value }),
     (_, { key, value }) => {

@@ -92,7 +92,7 @@ function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode 
     <div className="nd">
       <BackLink />
       <h1 tabIndex={-1}>{detail.data === undefined ? "Node" : <bdi>{detail.data.name}</bdi>}</h1>
-      {error !== null && <Problem error={error} onRetry={() => void detail.refetch()} />}
+      <Problem error={error} onRetry={() => void detail.refetch()} />
       {cut ? (
         <p role="status">The live feed is unreachable; reconnecting automatically.</p>
       ) : (
@@ -113,7 +113,7 @@ function NotFound(): ReactNode {
       <h1 tabIndex={-1}>Node not found</h1>
       <Empty title="No node has this ID.">
         <p>It may have been removed. A worker that registers again gets a new ID.</p>
-        <Link to="/app/nodes">Show all nodes</Link>
+        <Link className="button" to="/app/nodes">Show all nodes</Link>
       </Empty>
     </div>
   );
@@ -131,7 +131,7 @@ function Removed({ id, name }: { id: string; name: string }): ReactNode {
         <span className="grow">
           <strong>This node was removed.</strong> Actions are no longer possible. A running worker re-registers as a new, pending node.
         </span>
-        <Link to="/app/nodes">Show all nodes</Link>
+        <Link className="button" to="/app/nodes">Show all nodes</Link>
       </div>
       <TimelinePanel id={id} />
     </div>

@@ -38,7 +38,7 @@ export function Fetched<Data>({ query, subject, children }: FetchedProps<Data>):
   if (data === undefined && error === null) return <Loading subject={subject} />;
   return (
     <>
-      {error !== null && <Problem error={error} onRetry={() => void query.refetch()} />}
+      <Problem error={error} onRetry={() => void query.refetch()} />
       {data !== undefined && children(data)}
     </>
   );

@@ -3,12 +3,14 @@ import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { count } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
+import type { Place } from "../../models/rows";
 import { Empty } from "../../ui/empty";
-import { StatusPill } from "../../ui/status";
+import type { Column } from "../../ui/rows";
+import { Table } from "../../ui/table";
 import { Ago } from "../../ui/time";
 import { logAddress } from "../logs/lines";
 import { Panel } from "./panel";
-import { EndingReplica, LogsAndUnload } from "./unload";
+import { ACTION, IN_FLIGHT, LOGS, placeId, STATE } from "./unload";
 
 export function Replicas({ node }: { node: LiveNode }): ReactNode {
   const models = [...node.models].sort(byModel);
@@ -30,29 +32,15 @@ export function Replicas({ node }: { node: LiveNode }): ReactNode {
         </p>
       )}
       {models.length === 0 ? (
-        <Empty title="No replicas running">Models are loaded on request.</Empty>
+        <Empty title="No replicas running">
+          Models are loaded on request.
+          <Link className="button" to="/app/models">
+            Open Models
+          </Link>
+        </Empty>
       ) : (
-        <div className="nd-scroll">
-          <table className="nd-table">
-            <thead>
-              <tr>
-                <th scope="col">Model</th>
-                <th scope="col">State</th>
-                <th scope="col" className="nd-number">
-                  In flight
-                </th>
-                <th scope="col">Last used</th>
-                <th scope="col">Backend</th>
-                <th scope="col">Logs</th>
-                <th scope="col">Action</th>
-              </tr>
-            </thead>
-            <tbody>
-              {models.map((model) => (
-                <Row key={model.id} node={node} model={model} several={several.has(model.model_name)} />
-              ))}
-            </tbody>
-          </table>
+        <div className="table-scroll">
+          <Table name="Replicas" columns={COLUMNS} rows={models.map((model) => ({ node, model, several: several.has(model.model_name) }))} rowId={placeId} rowName={({ model }) => model.model_name} />
         </div>
       )}
     </Panel>
@@ -63,26 +51,21 @@ function byModel(left: LiveModel, right: LiveModel): number {
   return left.model_name.localeCompare(right.model_name) || left.replica_index - right.replica_index;
 }
 
-function Row({ node, model, several }: { node: LiveNode; model: LiveModel; several: boolean }): ReactNode {
-  return (
-    <tr>
-      <th scope="row">
+const COLUMNS: readonly Column<Place & { several: boolean }>[] = [
+  {
+    key: "model",
+    title: "Model",
+    value: ({ model }) => model.model_name,
+    cell: ({ model, several }) => (
+      <>
         <bdi>{model.model_name}</bdi> {several && <span className="tag">rep {model.replica_index}</span>}
-      </th>
-      <td data-label="State">
-        <StatusPill status={model.state} />
-        <EndingReplica model={model} />
-      </td>
-      <td data-label="In flight" className="nd-number">
-        {model.in_flight}
-      </td>
-      <td data-label="Last used">
-        <Ago at={model.last_used} />
-      </td>
-      <td data-label="Backend">
-        <bdi>{model.backend_type || "unknown"}</bdi>
-      </td>
-      <LogsAndUnload node={node} model={model} />
-    </tr>
-  );
-}
+      </>
+    ),
+  },
+  STATE,
+  IN_FLIGHT,
+  { key: "used", title: "Last used", value: ({ model }) => model.last_used, cell: ({ model }) => <Ago at={model.last_used} /> },
+  { key: "backend", title: "Backend", value: ({ model }) => model.backend_type, cell: ({ model }) => <bdi>{model.backend_type || "unknown"}</bdi> },
+  LOGS,
+  ACTION,
+];

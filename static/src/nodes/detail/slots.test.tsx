@@ -15,8 +15,8 @@ const models = [model("b", 1, { state: "unloading", vram_needed: GIB }), model("
 
 it("a row in any state takes a slot; loads under way hold what they need (UI-4.17)", () => {
   expect(slotRows({ models, max_replicas_per_model: 2 })).toEqual([
-    { model: "a", used: 1, free: 1, loading: 4 * GIB, estimated: 0 },
-    { model: "b", used: 2, free: 0, loading: 0, estimated: 3 * GIB },
+    { model: "a", used: 1, most: 2, free: 1, loading: 4 * GIB, estimated: 0 },
+    { model: "b", used: 2, most: 2, free: 0, loading: 0, estimated: 3 * GIB },
   ]);
   expect(slotRows({ models, max_replicas_per_model: 1 })[1]?.free).toBe(0);
 });

@@ -3,11 +3,15 @@
 import type { ReactNode } from "react";
 import { bytes } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
+import type { Column } from "../../ui/rows";
+import { Table } from "../../ui/table";
 import { Panel } from "./panel";
 
 export interface SlotRow {
   model: string;
   used: number;
+  /** The number of slots that the model may have here. */
+  most: number;
   free: number;
   /** Bytes that loads under way hold. */
   loading: number;
@@ -21,7 +25,7 @@ const UNDER_WAY = new Set<LiveModel["state"]>(["staging", "loading"]);
 export function slotRows({ models, max_replicas_per_model: cap }: Pick<LiveNode, "models" | "max_replicas_per_model">): SlotRow[] {
   const rows = new Map<string, SlotRow>();
   for (const { model_name: model, state, vram_needed: needed } of models) {
-    const row = rows.get(model) ?? { model, used: 0, free: cap, loading: 0, estimated: 0 };
+    const row = rows.get(model) ?? { model, used: 0, most: cap, free: cap, loading: 0, estimated: 0 };
     row.used += 1;
     row.free = Math.max(0, cap - row.used);
     row[UNDER_WAY.has(state) ? "loading" : "estimated"] += needed;
@@ -36,36 +40,21 @@ export function Slots({ node }: { node: LiveNode }): ReactNode {
   return (
     <Panel title="Slots and reservations" aside={<span className="muted">{node.reserved_vram > 0 ? `${bytes(node.reserved_vram)} reserved since the last reading` : "nothing reserved since the last reading"}</span>}>
       {rows.length > 0 && (
-        <div className="nd-scroll">
-          <table className="nd-table">
-            <thead>
-              <tr>
-                <th scope="col">Model</th>
-                <th scope="col" className="nd-number">Slots used</th>
-                <th scope="col" className="nd-number">Free</th>
-                <th scope="col" className="nd-number">Reserved by its load</th>
-                <th scope="col" className="nd-number">Estimated of replicas</th>
-              </tr>
-            </thead>
-            <tbody>
-              {rows.map((row) => (
-                <tr key={row.model}>
-                  <th scope="row">
-                    <bdi>{row.model}</bdi>
-                  </th>
-                  <td data-label="Slots used" className="nd-number">
-                    {row.used} of {node.max_replicas_per_model}
-                  </td>
-                  <td data-label="Free" className="nd-number">{row.free}</td>
-                  <td data-label="Reserved by its load" className="nd-number">{row.loading > 0 ? bytes(row.loading) : "–"}</td>
-                  <td data-label="Estimated of replicas" className="nd-number">{row.estimated > 0 ? bytes(row.estimated) : "–"}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
+        <div className="table-scroll">
+          <Table name="Slots" columns={COLUMNS} rows={rows} rowId={modelOf} rowName={modelOf} />
         </div>
       )}
       <p className="muted">A model without a row here has {node.max_replicas_per_model} free.</p>
     </Panel>
   );
 }
+
+const modelOf = ({ model }: SlotRow) => model;
+
+const COLUMNS: readonly Column<SlotRow>[] = [
+  { key: "model", title: "Model", value: modelOf, cell: ({ model }) => <bdi>{model}</bdi> },
+  { key: "used", title: "Slots used", numeric: true, value: ({ used }) => used, cell: ({ used, most }) => `${used} of ${most}` },
+  { key: "free", title: "Free", numeric: true, value: ({ free }) => free, cell: ({ free }) => free },
+  { key: "loading", title: "Reserved by its load", numeric: true, value: ({ loading }) => loading, cell: ({ loading }) => (loading > 0 ? bytes(loading) : "–") },
+  { key: "estimated", title: "Estimated of replicas", numeric: true, value: ({ estimated }) => estimated, cell: ({ estimated }) => (estimated > 0 ? bytes(estimated) : "–") },
+];

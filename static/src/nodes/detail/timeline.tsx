@@ -3,6 +3,7 @@ import { useState, type ReactNode } from "react";
 import { Button } from "../../ui/button";
 import { Empty } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
+import { Select, type Option } from "../../ui/select";
 import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
 import { useTimeline, type EventKind, type NodeEvent } from "./data";
@@ -13,12 +14,12 @@ export function TimelinePanel({ id }: { id: string }): ReactNode {
   const [kind, setKind] = useState<EventKind | "">("");
   const { newest, older } = useTimeline(id, kind);
   return (
-    <Panel title="Timeline" aside={<KindFilter kind={kind} onChange={setKind} />}>
+    <Panel title="Timeline" aside={<Select label="Event type" labelled="hidden" value={kind} options={OPTIONS} onChange={(next) => setKind(next as EventKind | "")} />}>
       <Fetched query={newest} subject="the timeline">
         {({ events, next }) => (
           <>
             <Events events={events} kind={kind} onAll={() => setKind("")} />
-            {older.error !== null && <Problem error={older.error} onRetry={() => next !== undefined && older.mutate(next)} />}
+            <Problem error={older.error} onRetry={() => next !== undefined && older.mutate(next)} />
             {next !== undefined && (
               <div>
                 <Button busy={older.isPending} onClick={() => older.mutate(next)}>
@@ -33,21 +34,7 @@ export function TimelinePanel({ id }: { id: string }): ReactNode {
   );
 }
 
-function KindFilter({ kind, onChange }: { kind: EventKind | ""; onChange: (kind: EventKind | "") => void }): ReactNode {
-  return (
-    <label className="row">
-      <span className="visually-hidden">Event type</span>
-      <select className="input" value={kind} onChange={(event) => onChange(event.target.value as EventKind | "")}>
-        <option value="">All types</option>
-        {Object.entries(KINDS).map(([value, words]) => (
-          <option key={value} value={value}>
-            {words}
-          </option>
-        ))}
-      </select>
-    </label>
-  );
-}
+const OPTIONS: readonly Option[] = [["", "All types"], ...Object.entries(KINDS)];
 
 function Events({ events, kind, onAll }: { events: readonly NodeEvent[]; kind: EventKind | ""; onAll: () => void }): ReactNode {
   if (events.length > 0) {

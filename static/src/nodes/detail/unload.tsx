@@ -1,16 +1,19 @@
-// Unloading one replica, in its row: a question that says what it costs, and how far it is while it leaves.
+// The columns of replicas, with unloading one: a question that says what it costs, and how far it is while it ends.
 import { useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { call, client } from "../../api/client";
 import { count, formatTimeLeft } from "../../lib/format";
 import { useNow } from "../../live/hooks";
-import type { LiveModel, LiveNode } from "../../live/messages";
+import type { LiveModel } from "../../live/messages";
+import type { Place } from "../../models/rows";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
+import type { Column } from "../../ui/rows";
+import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
 import { logAddress } from "../logs/lines";
-import { useAction } from "./data";
+import { useNodeAction } from "./data";
 
 /** Asks for it; the answer does not wait for the end, which the feed tells. */
 function unload(nodeID: string, model: LiveModel): Promise<unknown> {
@@ -18,27 +21,36 @@ function unload(nodeID: string, model: LiveModel): Promise<unknown> {
   return call(client.POST("/api/nodes/{node_id}/models/unload", { params: { path: { node_id: nodeID } }, body }));
 }
 
-/** The last cells of a replica's row, under "Logs" and "Action"; `where` ends the link's name in a table of several nodes. */
-export function LogsAndUnload({ node, model, where = "" }: { node: LiveNode; model: LiveModel; where?: string }): ReactNode {
-  const key = `${model.model_name}#${model.replica_index}`;
-  return (
-    <>
-      <td data-label="Logs">
-        <Link to={logAddress(node.id, key)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}${where}`}>
-          Logs
-        </Link>
-      </td>
-      <td data-label="Action">
-        <Unload node={node} model={model} />
-      </td>
-    </>
-  );
-}
+export const placeId = ({ model }: Place) => model.id;
 
-function Unload({ node, model }: { node: LiveNode; model: LiveModel }): ReactNode {
+/** The columns of every table of replicas. */
+export const STATE: Column<Place> = {
+  key: "state",
+  title: "State",
+  value: ({ model }) => model.state,
+  cell: ({ model }) => (
+    <>
+      <StatusPill status={model.state} />
+      <EndingReplica model={model} />
+    </>
+  ),
+};
+export const IN_FLIGHT: Column<Place> = { key: "flight", title: "In flight", numeric: true, largestFirst: true, value: ({ model }) => model.in_flight, cell: ({ model }) => model.in_flight };
+export const LOGS: Column<Place> = {
+  key: "logs",
+  title: "Logs",
+  cell: ({ node, model }) => (
+    <Link to={logAddress(node.id, `${model.model_name}#${model.replica_index}`)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}, on ${node.name}`}>
+      Logs
+    </Link>
+  ),
+};
+export const ACTION: Column<Place> = { key: "action", title: "Action", cell: (place) => <Unload {...place} /> };
+
+function Unload({ node, model }: Place): ReactNode {
   const [isDialogOpen, setIsDialogOpen] = useState(false);
   const name = `${model.model_name}, replica ${model.replica_index}`;
-  const action = useAction<LiveModel, unknown>(
+  const action = useNodeAction<LiveModel, unknown>(
     node.id,
     (replica) => unload(node.id, replica),
     () => {

@@ -4,7 +4,7 @@ import { createMemoryRouter } from "react-router";
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { client } from "../../api/client";
 import { node, show } from "../../live/fixtures";
-import { stage } from "../../live/stage";
+import { choose, stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
 import { AddNode } from "./add-node";
 import type { MadeJoinToken } from "./joining";
@@ -48,10 +48,10 @@ function open(created: Partial<typeof CREATED> & { expires_at?: string } = {}) {
 
 it("makes a token as wished and shows the whole line with what remains of it (UI-3.8)", async () => {
   const post = open();
-  fireEvent.change(screen.getByLabelText("Valid for"), { target: { value: "600" } });
+  await choose(screen.getByLabelText("Valid for"), "10 minutes");
   fireEvent.change(screen.getByLabelText("Machines"), { target: { value: "3" } });
   fireEvent.change(screen.getByLabelText("Note (optional)"), { target: { value: " rack 4 " } });
-  fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+  fireEvent.click(screen.getByRole("button", { name: "Generate join command" }));
   expect(await screen.findByText(CREATED.command)).toBeTruthy();
   expect(post.mock.calls[0]?.[1]).toEqual({ body: { lifetime_seconds: 600, uses: 3, note: "rack 4", url: window.location.origin } });
   expect(screen.getByTestId("token-remaining").textContent).toMatch(/valid for another (60 min|1h 0m), not used yet/);
@@ -61,14 +61,14 @@ it("makes a token as wished and shows the whole line with what remains of it (UI
 it("a wrong number of machines is refused where it stands", () => {
   const post = open();
   fireEvent.change(screen.getByLabelText("Machines"), { target: { value: "0" } });
-  fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+  fireEvent.click(screen.getByRole("button", { name: "Generate join command" }));
   expect(screen.getByRole("alert").textContent).toBe("Enter 1 to 1000.");
   expect(post).not.toHaveBeenCalled();
 });
 
 it("says before the line why it cannot work (review R16)", async () => {
   open({ url: "http://localhost:8080", url_is_set: false, warnings: ["Other machines cannot reach it: HOST=0.0.0.0 make run", "no package"] });
-  fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+  fireEvent.click(screen.getByRole("button", { name: "Generate join command" }));
   const line = await screen.findByText(CREATED.command);
   for (const warning of ["Other machines cannot reach it: HOST=0.0.0.0 make run", "no package"]) {
     const shown = screen.getByText(warning);
@@ -78,7 +78,7 @@ it("says before the line why it cannot work (review R16)", async () => {
 
 it("shows the machine that joins with it, to compare and decide, then that it is connected (UI-3.8)", async () => {
   open();
-  fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+  fireEvent.click(screen.getByRole("button", { name: "Generate join command" }));
   await screen.findByText(CREATED.command);
   const joined = { token: "t1", note: "rack 4", by: "root" };
   const newcomer = node("gpu-a", { status: "pending", joined, fingerprint: "abcd".repeat(16), source_address: "192.0.2.7", address: "192.0.2.7:50051" });
@@ -99,7 +99,7 @@ it("shows the machine that joins with it, to compare and decide, then that it is
 
 it("an ended token shows no line any more", async () => {
   open({ expires_at: new Date(Date.now() - 1000).toISOString() });
-  fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+  fireEvent.click(screen.getByRole("button", { name: "Generate join command" }));
   expect((await screen.findByTestId("token-remaining")).textContent).toContain("expired");
   expect(screen.queryByText(CREATED.command)).toBeNull();
 });
@@ -107,11 +107,11 @@ it("an ended token shows no line any more", async () => {
 it("revokes it, and those that were made before", async () => {
   otherTokens = [{ ...CREATED, id: "t0", note: "old one", expires_at: new Date(Date.now() + 60_000).toISOString() }];
   open();
-  fireEvent.click(await screen.findByText("Other tokens that still work: 1"));
+  fireEvent.click(await screen.findByText("Active tokens: 1"));
   fireEvent.click(screen.getByRole("button", { name: "Revoke the token old one" }));
   const expectedRequest = ["/api/join-tokens/{token_id}", { params: { path: { token_id: "t0" } } }];
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalledWith(...expectedRequest));
-  fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+  fireEvent.click(screen.getByRole("button", { name: "Generate join command" }));
   await screen.findByText(CREATED.command);
   fireEvent.click(screen.getByRole("button", { name: "Revoke the token rack 4" }));
   await vi.waitFor(() => expect(screen.getByTestId("token-remaining").textContent).toContain("revoked"));

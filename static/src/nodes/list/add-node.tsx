@@ -1,6 +1,7 @@
 // Adding a machine: a token is created, one line is pasted there, and the progress shows here, live.
-import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
+import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useId, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
+import { useAction } from "../../api/action";
 import { formatTimeLeft } from "../../lib/format";
 import { useChange, useLive, useNow } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
@@ -8,6 +9,7 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Command } from "../../ui/copy";
 import { Problem } from "../../ui/problem";
+import { Select } from "../../ui/select";
 import { ApproveDialog, RejectDialog } from "../shared/dialogs";
 import { IdentityFacts, Risk } from "../shared/identity";
 import { refusal } from "../shared/verbs";
@@ -45,33 +47,24 @@ function TokenForm({ onMade }: { onMade: (token: MadeJoinToken) => void }): Reac
   const [note, setNote] = useState("");
   const id = useId();
   const queries = useQueryClient();
-  const creation = useMutation({
-    mutationFn: () => joining.make({ lifetime, uses: Number(uses), note }),
-    onSuccess: async (created) => {
+  const creation = useAction(
+    () => joining.make({ lifetime, uses: Number(uses), note }),
+    async (created) => {
       onMade(created);
-      announce("The line to run on the other machine is shown.");
+      announce("The join command is shown.");
       await queries.invalidateQueries({ queryKey: TOKENS });
     },
-  });
+  );
   const problem = joining.usesProblem(uses);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (problem === "" && !creation.isPending) creation.mutate();
+    if (problem === "" && !creation.busy) creation.run();
   };
   return (
     <form className="stack" onSubmit={submit}>
-      <p>Makes one line to run on another machine. It installs the worker there and starts it; you approve it here.</p>
+      <p>Run the command on another machine. It installs and starts the worker there; you approve it here.</p>
       <div className="row wrap add-node-wish">
-        <label className="field">
-          <span>Valid for</span>
-          <select className="input" value={lifetime} onChange={(event) => setLifetime(Number(event.target.value))}>
-            {joining.LIFETIMES.map(([seconds, words]) => (
-              <option key={seconds} value={seconds}>
-                {words}
-              </option>
-            ))}
-          </select>
-        </label>
+        <Select label="Valid for" value={String(lifetime)} options={joining.LIFETIMES.map(([seconds, words]) => [String(seconds), words])} onChange={(seconds) => setLifetime(Number(seconds))} />
         <label className="field">
           <span>Machines</span>
           <input
@@ -94,10 +87,10 @@ function TokenForm({ onMade }: { onMade: (token: MadeJoinToken) => void }): Reac
           {problem}
         </p>
       )}
-      {creation.error !== null && <Problem error={creation.error} />}
+      <Problem error={creation.error} />
       <div>
-        <Button type="submit" kind="primary" busy={creation.isPending} refusal={problem}>
-          Show the line
+        <Button type="submit" kind="primary" busy={creation.busy} refusal={problem}>
+          Generate join command
         </Button>
       </div>
     </form>
@@ -124,7 +117,7 @@ function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => 
               {warning}
             </p>
           ))}
-          <p>Run this line on the other machine. It contains the token and is not shown again:</p>
+          <p>Run this command on the other machine. It contains the token and is shown only once:</p>
           <Command text={token.command} />
           <Reach token={token} />
         </>
@@ -174,20 +167,20 @@ function remaining(most: number, number: number, seconds: number, revoked: boole
 
 function Revoke({ token, onRevoked }: { token: JoinToken; onRevoked?: () => void }): ReactNode {
   const queries = useQueryClient();
-  const revocation = useMutation({
-    mutationFn: () => joining.revoke(token.id),
-    onSuccess: async () => {
+  const revocation = useAction(
+    () => joining.revoke(token.id),
+    async () => {
       announce("The token is revoked.");
       onRevoked?.();
       await queries.invalidateQueries({ queryKey: TOKENS });
     },
-  });
+  );
   return (
     <>
-      <Button small kind="danger" busy={revocation.isPending} aria-label={`Revoke the token ${token.note || token.id.slice(0, 8)}`} onClick={() => revocation.mutate()}>
+      <Button small kind="danger" busy={revocation.busy} aria-label={`Revoke the token ${token.note || token.id.slice(0, 8)}`} onClick={() => revocation.run()}>
         Revoke
       </Button>
-      {revocation.error !== null && <Problem error={revocation.error} />}
+      <Problem error={revocation.error} />
     </>
   );
 }
@@ -248,7 +241,7 @@ function OtherTokens({ except }: { except: string }): ReactNode {
   if (usable.length === 0) return null;
   return (
     <details>
-      <summary>Other tokens that still work: {usable.length}</summary>
+      <summary>Active tokens: {usable.length}</summary>
       <ul className="join-tokens">
         {usable.map((token) => (
           <li key={token.id} className="row wrap">

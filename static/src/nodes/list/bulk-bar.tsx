@@ -1,16 +1,21 @@
-// The line above the list: how many are shown, or, once something is selected, what can be done with it.
+// The line above the list: how many are shown and how, or, once something is selected, what can be done with it.
 import type { ReactNode } from "react";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { MeterLegend } from "../../ui/bars";
 import { Button } from "../../ui/button";
+import { Menu } from "../../ui/menu";
+import { csv, download, type Selection } from "../../ui/rows";
 import { refusalOfAll, VERB_LABELS, type Action, type ListVerb } from "./actions";
-import type { Selection } from "./use-selection";
+import { COLUMNS, EXPORTED } from "./columns";
+import { withView, type Filter, type SetFilter } from "./filter";
 
 interface BulkBarProps {
   shown: readonly LiveNode[];
-  total: number;
+  nodes: ReadonlyMap<string, LiveNode>;
   selection: Selection;
+  filter: Filter;
+  onFilter: SetFilter;
   onAct: (action: Action) => void;
   /** Shows everything again; null if nothing is hidden. */
   onClear: (() => void) | null;
@@ -18,38 +23,42 @@ interface BulkBarProps {
 
 const OFFERED: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];
 
-export function BulkBar({ shown, total, selection, onAct, onClear }: BulkBarProps): ReactNode {
-  const { nodes } = selection;
+export function BulkBar({ shown, nodes, selection, filter, onFilter, onAct, onClear }: BulkBarProps): ReactNode {
+  const selected = [...selection.ids].flatMap((id) => nodes.get(id) ?? []);
   const clear = onClear !== null && (
     <Button small kind="ghost" onClick={onClear}>
       Clear filters
     </Button>
   );
-  if (nodes.length === 0) {
+  if (selected.length === 0) {
     return (
       <div className="bulk-bar">
-        <span className="muted">{shown.length === total ? count(total, "node") : `${shown.length} of ${count(total, "node")}`}</span>
+        <span className="muted">{shown.length === nodes.size ? count(nodes.size, "node") : `${shown.length} of ${count(nodes.size, "node")}`}</span>
         {clear}
         <span className="grow" />
         <MeterLegend />
+        <ViewMenu filter={filter} onFilter={onFilter} />
+        <Button small onClick={() => download("nodes.csv", csv(EXPORTED, shown))}>
+          Export CSV
+        </Button>
       </div>
     );
   }
   const visible = new Set(shown);
-  const hidden = nodes.filter((node) => !visible.has(node)).length;
+  const hidden = selected.filter((node) => !visible.has(node)).length;
   return (
     <div className="bulk-bar on" role="toolbar" aria-label="Selected nodes">
       <strong>
-        {nodes.length} selected
+        {selected.length} selected
         {hidden > 0 && <span className="muted"> ({hidden} hidden by the filter)</span>}
       </strong>
       {OFFERED.map((verb) => (
-        <Button key={verb} small kind={verb === "deregister" ? "danger" : "plain"} refusal={refusalOfAll(verb, nodes)} onClick={() => onAct({ verb, nodes })}>
+        <Button key={verb} small kind={verb === "deregister" ? "danger" : "plain"} refusal={refusalOfAll(verb, selected)} onClick={() => onAct({ verb, nodes: selected })}>
           {VERB_LABELS[verb]}…
         </Button>
       ))}
-      {shown.length > nodes.length - hidden && (
-        <Button small kind="ghost" onClick={() => selection.toggleAll(shown)}>
+      {shown.length > selected.length - hidden && (
+        <Button small kind="ghost" onClick={() => selection.toggle(shown.map((node) => node.id))}>
           Select all {shown.length} shown
         </Button>
       )}
@@ -59,4 +68,21 @@ export function BulkBar({ shown, total, selection, onAct, onClear }: BulkBarProp
       {clear}
     </div>
   );
+}
+
+/** Row height and columns; what the table has no width for stays hidden. */
+function ViewMenu({ filter, onFilter }: Pick<BulkBarProps, "filter" | "onFilter">): ReactNode {
+  const item = (label: string, checked: boolean, view: Partial<Filter>) => ({
+    label,
+    checked,
+    onSelect: (event: Event) => {
+      event.preventDefault();
+      onFilter((previous) => withView(previous, { ...previous, ...view }));
+    },
+  });
+  const columns = COLUMNS.slice(1).map(({ key, title }) => {
+    const on = filter.columns.includes(key);
+    return item(title, on, { columns: COLUMNS.flatMap((column) => ((column.key === key ? !on : filter.columns.includes(column.key)) ? [column.key] : [])) });
+  });
+  return <Menu name="View" trigger={<Button small>View ▾</Button>} items={[item("One line per row", filter.dense, { dense: !filter.dense }), ...columns]} />;
 }

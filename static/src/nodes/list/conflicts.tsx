@@ -59,7 +59,7 @@ function Open({ nodes, onOpenDialog }: ConflictsProps & { onOpenDialog: (dialog:
         </li>
       ))}
     >
-      {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
+      <Problem error={error} onRetry={() => void refetch()} />
       {data === undefined && error === null && <Loading subject="the conflicts" />}
       {hasMore && <p className="muted">The {data.length} latest are shown.</p>}
     </Pinned>

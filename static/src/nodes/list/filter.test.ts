@@ -1,8 +1,9 @@
 import { describe, expect, it } from "vitest";
 import type { LiveNode } from "../../live/messages";
-import { find, isFiltering, NOTHING_CHOSEN, readFilter, toggled, writeFilter, type Filter } from "./filter";
+import { find, isFiltering, NOTHING_CHOSEN, readFilter, toggled, withView, writeFilter, type Filter } from "./filter";
 import { matches, parse } from "./query";
-import { DEFAULT_SORT, pressed, readSort, sorted } from "./sort";
+import { csv, pressed, readSort, sorted, type Sort } from "../../ui/rows";
+import { COLUMNS, DEFAULT_SORT, EXPORTED } from "./columns";
 
 const GIB = 1024 ** 3;
 
@@ -90,7 +91,7 @@ describe("the box (UW3, UI-3.19)", () => {
 });
 
 function filter(overrides: Partial<Filter["chosen"]>, q = ""): Filter {
-  return { q, chosen: { ...NOTHING_CHOSEN, ...overrides }, sort: DEFAULT_SORT };
+  return { ...readFilter(new URLSearchParams()), q, chosen: { ...NOTHING_CHOSEN, ...overrides } };
 }
 
 describe("facets", () => {
@@ -99,7 +100,7 @@ describe("facets", () => {
     expect(nodes.map((node) => node.name)).toEqual(["gpu-1"]);
     expect(Object.fromEntries(counts.state)).toEqual({ offline: 1, healthy: 1 });
     expect(Object.fromEntries(counts.label)).toEqual({ "zone=west": 1 });
-    expect(Object.fromEntries(counts.vendor)).toEqual({ nvidia: 1 });
+    expect(Object.fromEntries(counts.gpu)).toEqual({ nvidia: 1, "Nvidia h100 80GB HBM3": 1 });
   });
 
   it("count nothing that the text hides", () => {
@@ -115,7 +116,7 @@ describe("facets", () => {
 });
 
 describe("the address", () => {
-  it.each(["", "q=zone%3Dwest&state=offline%2Chealthy&vendor=none&label=a%3Db%2Cc&label=d&sort=-vram"])("%s reads back the same", (text) => {
+  it.each(["", "q=zone%3Dwest&state=offline%2Chealthy&gpu=none&gpu=NVIDIA+L4&label=a%3Db%2Cc&label=d&sort=-vram&columns=name%2Cstate%2Cversion&rows=roomy"])("%s reads back the same", (text) => {
     expect(writeFilter(readFilter(new URLSearchParams(text))).toString()).toBe(text);
   });
 
@@ -124,10 +125,29 @@ describe("the address", () => {
     expect([read.sort, isFiltering(read), writeFilter(read).toString()]).toEqual([DEFAULT_SORT, false, ""]);
   });
 
+  it("keeps columns and row height, and this browser remembers them", () => {
+    const view = withView(filter({}), { columns: ["name", "busy"], dense: false });
+    expect(writeFilter(view).toString()).toBe("columns=name%2Cbusy&rows=roomy");
+    expect(readFilter(new URLSearchParams())).toMatchObject({ columns: ["name", "busy"], dense: false });
+    expect(readFilter(new URLSearchParams("columns=name,gpu&rows=dense"))).toMatchObject({ columns: ["name", "gpu"], dense: true });
+    window.localStorage.clear();
+  });
+
   it("turns a value on and off", () => {
     const on = toggled(filter({}), "state", "offline");
     expect([on.chosen.state, toggled(on, "state", "offline").chosen.state]).toEqual([["offline"], []]);
   });
+});
+
+const inOrder = (nodes: readonly LiveNode[], sort: Sort | null) => sorted(nodes, COLUMNS, sort, ({ name }) => name, ({ id }) => id).map((node) => node.name);
+const key = (name: string) => COLUMNS.find((column) => column.key === name) ?? { key: name };
+
+it("the export has names, states and bytes, and no text that a spreadsheet runs", () => {
+  const lines = csv(EXPORTED, [node("=cmd()", { total_vram: 24 * GIB, available_vram: 20 * GIB, labels: { note: 'a "b", c' } })]).split("\r\n");
+  expect(lines[0]).toContain("VRAM free bytes,VRAM bytes");
+  expect(lines[1]).toMatch(/^'=cmd\(\),healthy,/);
+  expect(lines[1]).toContain(`${20 * GIB},${24 * GIB}`);
+  expect(lines[1]).toContain('"note=a ""b"", c"');
 });
 
 describe("the order", () => {
@@ -135,21 +155,21 @@ describe("the order", () => {
   const large = node("b9", { total_vram: 24 * GIB, available_vram: 20 * GIB });
 
   it("is by name as people count", () => {
-    expect(sorted([small, large, agent], readSort("name")).map((node) => node.name)).toEqual(["b9", "b10", "helper"]);
+    expect(inOrder([small, large, agent], readSort("name", COLUMNS))).toEqual(["b9", "b10", "helper"]);
   });
 
   it.each([
     ["-vram", ["b9", "b10", "helper"]],
     ["vram", ["b10", "b9", "helper"]],
   ])("%s keeps what has none last", (text, expected) => {
-    expect(sorted([agent, small, large], readSort(text)).map((node) => node.name)).toEqual(expected);
+    expect(inOrder([agent, small, large], readSort(text, COLUMNS))).toEqual(expected);
   });
 
   it("starts with what needs an eye (UI-3.18), and with the largest figures", () => {
     const rejected = node("refused", { status: "pending", rejected: { at: "", by: "", reason: "" } });
     const claimed = node("claimed", { open_conflicts: 1 });
-    expect(sorted([...allNodes, rejected, claimed, node("new", { status: "pending" })], DEFAULT_SORT).map((node) => node.name)).toEqual(["new", "claimed", "gpu-1", "gpu-2", "helper", "refused"]);
-    expect(pressed(DEFAULT_SORT, "vram")).toEqual({ key: "vram", descending: true });
-    expect(pressed({ key: "vram", descending: true }, "vram").descending).toBe(false);
+    expect(inOrder([...allNodes, rejected, claimed, node("new", { status: "pending" })], DEFAULT_SORT)).toEqual(["new", "claimed", "gpu-1", "gpu-2", "helper", "refused"]);
+    expect(pressed(DEFAULT_SORT, key("vram"))).toEqual({ key: "vram", descending: true });
+    expect(pressed({ key: "vram", descending: true }, key("vram")).descending).toBe(false);
   });
 });

@@ -1,34 +1,54 @@
-// The filter of nodes in the page's address: `?q=&state=&type=&vendor=&label=&sort=`. The facets
+// The view of the nodes in the page's address: `?q=&state=&type=&gpu=&label=&sort=&columns=&rows=`. The facets
 // count what choosing one more value would show: all other conditions hold, their own does not. Pure.
+import { keep, recall } from "../../lib/storage";
+import { gpusOf } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
+import { readSort, writeSort, type Sort } from "../../ui/rows";
 import { written } from "../shared/labels";
 import { shownStatus, type ShownStatus } from "../shared/node-status";
+import { COLUMNS, DEFAULT_SORT } from "./columns";
 import { matches, parse, type Query } from "./query";
-import { DEFAULT_SORT, readSort, writeSort, type Sort } from "./sort";
 
-export const FACETS = ["state", "type", "vendor", "label"] as const;
+export const FACETS = ["state", "type", "gpu", "label"] as const;
 export type Facet = (typeof FACETS)[number];
 
 export interface Filter {
   q: string;
   chosen: Readonly<Record<Facet, readonly string[]>>;
   sort: Sort;
+  /** The keys of the shown columns. */
+  columns: readonly string[];
+  /** One line in each row. */
+  dense: boolean;
 }
 
 export type SetFilter = (change: (previous: Filter) => Filter) => void;
 
-export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [], label: [] };
+export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], gpu: [], label: [] };
 
 /** In the order of "needs attention first". */
 export const STATES: readonly ShownStatus[] = ["pending", "offline", "unhealthy", "draining", "healthy", "rejected"];
 
-/** The vendor of a node without a GPU. */
+/** The GPU of a node without one. */
 export const NO_GPU = "none";
 
+const STANDARD = COLUMNS.filter(({ extra }) => extra !== true).map(({ key }) => key);
+const VIEW = "nodes-view";
+
+/** Columns and row height come from the address, else from the last visit in this browser. */
 export function readFilter(params: URLSearchParams): Filter {
   const listed = (name: string) => unique((params.get(name) ?? "").split(","));
-  const chosen = { state: listed("state"), type: listed("type"), vendor: listed("vendor"), label: unique(params.getAll("label")) };
-  return { q: params.get("q") ?? "", chosen, sort: readSort(params.get("sort")) };
+  const chosen = { state: listed("state"), type: listed("type"), gpu: unique(params.getAll("gpu")), label: unique(params.getAll("label")) };
+  const remembered = new URLSearchParams(recall(VIEW) ?? "");
+  const view = (name: string) => params.get(name) ?? remembered.get(name) ?? "";
+  const columns = ["name", ...COLUMNS.flatMap(({ key }) => (key !== "name" && view("columns").split(",").includes(key) ? [key] : []))];
+  return { q: params.get("q") ?? "", chosen, sort: readSort(params.get("sort"), COLUMNS) ?? DEFAULT_SORT, columns: columns.length > 1 ? columns : STANDARD, dense: view("rows") !== "roomy" };
+}
+
+/** The filter with these columns and row height, which this browser remembers. */
+export function withView(filter: Filter, view: Pick<Filter, "columns" | "dense">): Filter {
+  keep(VIEW, new URLSearchParams({ columns: view.columns.join(","), rows: view.dense ? "dense" : "roomy" }).toString());
+  return { ...filter, ...view };
 }
 
 function unique(values: readonly string[]): string[] {
@@ -36,15 +56,17 @@ function unique(values: readonly string[]): string[] {
 }
 
 /** The shortest address that reads back as the same filter. */
-export function writeFilter({ q, chosen, sort }: Filter): URLSearchParams {
+export function writeFilter({ q, chosen, sort, columns, dense }: Filter): URLSearchParams {
   const params = new URLSearchParams();
   if (q.trim() !== "") params.set("q", q.trim());
-  for (const name of ["state", "type", "vendor"] as const) {
+  for (const name of ["state", "type"] as const) {
     if (chosen[name].length > 0) params.set(name, chosen[name].join(","));
   }
-  // A label may have a comma in it.
-  for (const label of chosen.label) params.append("label", label);
+  // Labels and the names of GPUs may have commas in them.
+  for (const name of ["gpu", "label"] as const) for (const value of chosen[name]) params.append(name, value);
   if (sort.key !== DEFAULT_SORT.key || sort.descending !== DEFAULT_SORT.descending) params.set("sort", writeSort(sort));
+  if (columns.join() !== STANDARD.join()) params.set("columns", columns.join(","));
+  if (!dense) params.set("rows", "roomy");
   return params;
 }
 
@@ -75,7 +97,7 @@ export interface FilterResult {
 }
 
 function noCounts(): Record<Facet, Map<string, number>> {
-  return { state: new Map(), type: new Map(), vendor: new Map(), label: new Map() };
+  return { state: new Map(), type: new Map(), gpu: new Map(), label: new Map() };
 }
 
 /** The filtered nodes, unsorted, and the number of nodes for each value of each facet. */
@@ -121,7 +143,7 @@ const NO_FACET = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
 const VALUES: Readonly<Record<Facet, (node: LiveNode) => readonly string[]>> = {
   state: (node) => [shownStatus(node)],
   type: (node) => [node.node_type],
-  vendor: (node) => [node.gpu_vendor === "" ? NO_GPU : node.gpu_vendor],
+  gpu: (node) => (node.gpu_vendor === "" ? [NO_GPU] : [...new Set([node.gpu_vendor, ...gpusOf(node).map(({ name }) => name)])]),
   label: (node) =>
     Object.entries(node.labels)
       .filter(([key]) => !NO_FACET.has(key))

@@ -17,7 +17,7 @@ interface FiltersProps {
 
 type Shared = Omit<FiltersProps, "problems">;
 
-const TITLES: Readonly<Record<Exclude<Facet, "state">, string>> = { type: "Type", vendor: "GPU", label: "Label" };
+const TITLES: Readonly<Record<Exclude<Facet, "state">, string>> = { type: "Type", gpu: "GPU", label: "Label" };
 
 export function Filters({ filter, counts, problems, onFilter }: FiltersProps): ReactNode {
   return (
@@ -29,7 +29,7 @@ export function Filters({ filter, counts, problems, onFilter }: FiltersProps): R
         ))}
       </div>
       <div className="row filter-switches">
-        {(["type", "vendor", "label"] as const).map((facet) => (
+        {(["type", "gpu", "label"] as const).map((facet) => (
           <FacetList key={facet} facet={facet} filter={filter} counts={counts} onFilter={onFilter} />
         ))}
       </div>
@@ -80,7 +80,7 @@ function Help(): ReactNode {
       </Popover.Trigger>
       <Popover.Portal>
         <Popover.Content className="menu filter-help" align="end" sideOffset={4} collisionPadding={8} aria-label="How to filter">
-          <p>Everything typed must hold.</p>
+          <p>All terms must match.</p>
           <dl>
             {SYNTAX.map(([typed, meaning]) => (
               <div key={typed}>

@@ -1,7 +1,8 @@
 // The nodes of the cluster, live: what waits for a decision on top, then all of them, dense, filtered and sorted as
 // the address says. The store changes many times a second; what is expensive follows behind (`useDeferredValue`),
 // so that typing never waits for it.
-import { memo, Suspense, useCallback, useDeferredValue, useId, useLayoutEffect, useMemo, useRef, useState, useSyncExternalStore, type CSSProperties, type ReactNode, type RefObject } from "react";
+import { memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useRef, useState, type CSSProperties, type ReactNode } from "react";
+import { useNavigate } from "react-router";
 import type { InstallPickerProps } from "../../backends/picker";
 import { useChange, useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
@@ -10,22 +11,22 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Empty, Loading } from "../../ui/empty";
 import { lazyDialog } from "../../ui/lazy";
+import { Menu } from "../../ui/menu";
+import { sorted, useSelection, type Selection } from "../../ui/rows";
+import { DataGrid, useMeasured } from "../../ui/table";
 import { PageHead } from "../../ui/title";
 import { count } from "../../lib/format";
 import { useInAddress } from "../../lib/in-address";
-import { ActionDialog, type Action } from "./actions";
+import { ActionDialog, menuOf, type Action } from "./actions";
 import { AddNode } from "./add-node";
 import type { MadeJoinToken } from "./joining";
 import { BulkBar } from "./bulk-bar";
-import { NodeCards } from "./cards";
+import { COLUMNS } from "./columns";
 import { Conflicts } from "./conflicts";
 import { cleared, find, isFiltering, readFilter, writeFilter, type Filter, type SetFilter } from "./filter";
 import { Filters } from "./filters";
 import { Pending } from "./pending";
 import { Pulse } from "./pulse";
-import { sorted, type Sort } from "./sort";
-import { NodesTable } from "./table";
-import { useSelection, type Selection } from "./use-selection";
 import "./list.css";
 
 const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
@@ -117,80 +118,73 @@ function NodeList({ nodes, onAct }: NodeListProps): ReactNode {
   const [filter, setFilter] = useInAddress(readFilter, writeFilter);
   const settled = useDeferredValue(filter);
   const { matches, counts, problems } = useMatches(nodes, settled);
-  const selection = useSelection(nodes);
+  const selection = useSelection();
   const tools = useRef<HTMLDivElement>(null);
-  const covered = useHeight(tools);
+  const covered = useMeasured(tools, (element) => element.offsetHeight);
   const clear = useCallback(() => setFilter(cleared), [setFilter]);
-  const filtering = isFiltering(settled);
   return (
     <section className="roster" aria-label="All nodes" tabIndex={-1} data-content="" style={{ "--tools": `${covered}px` } as CSSProperties}>
       <div ref={tools} className="roster-tools">
         <Filters filter={filter} counts={counts} problems={problems} onFilter={setFilter} />
-        <BulkBar shown={matches} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
+        <BulkBar shown={matches} {...{ nodes, selection, filter, onAct }} onFilter={setFilter} onClear={isFiltering(settled) ? clear : null} />
       </div>
-      <Listing matches={matches} sort={settled.sort} selection={selection} covered={covered} problems={problems} onFilter={setFilter} onAct={onAct} />
+      {matches.length > 0 ? <Listing matches={matches} filter={settled} {...{ selection, covered, onAct }} onFilter={setFilter} /> : <NoMatches problems={problems} onClear={clear} />}
     </section>
   );
-}
-
-/** The height of what sticks to the top of the window, in pixels. */
-function useHeight(element: RefObject<HTMLElement | null>): number {
-  const [height, setHeight] = useState(0);
-  useLayoutEffect(() => {
-    const measure = () => setHeight(element.current?.offsetHeight ?? 0);
-    measure();
-    const observer = new ResizeObserver(measure);
-    if (element.current !== null) observer.observe(element.current);
-    return () => observer.disconnect();
-  }, [element]);
-  return height;
 }
 
 /** The filtered nodes, in order. Announces their number when the filter changes, not when the nodes do. */
 function useMatches(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
   const { nodes: unsorted, counts, problems } = useMemo(() => find(nodes.values(), filter), [nodes, filter]);
-  const matches = useMemo(() => sorted(unsorted, filter.sort), [unsorted, filter.sort]);
+  const matches = useMemo(() => sorted(unsorted, COLUMNS, filter.sort, nameOf, idOf), [unsorted, filter.sort]);
   useChange(filter, () => {
     if (isFiltering(filter)) announce(`${count(matches.length, "node")} shown`);
   });
   return { matches, counts, problems };
 }
 
+const nameOf = (node: LiveNode) => node.name;
+const idOf = (node: LiveNode) => node.id;
+
+function NoMatches({ problems, onClear }: { problems: readonly string[]; onClear: () => void }): ReactNode {
+  return (
+    <Empty title="No matching nodes">
+      {problems.length === 0 && <p>All terms must match. “?” beside the filter shows the syntax.</p>}
+      <Button onClick={onClear}>Clear filters</Button>
+    </Empty>
+  );
+}
+
 interface ListingProps extends Pick<NodeListProps, "onAct"> {
   matches: readonly LiveNode[];
-  sort: Sort;
+  filter: Filter;
   selection: Selection;
-  /** Pixels of the window's top that the tools cover. */
+  /** Pixels of the window's top that are covered. */
   covered: number;
-  problems: readonly string[];
   onFilter: SetFilter;
 }
 
-const Listing = memo(function Listing({ matches, sort, selection, covered, problems, onFilter, onAct }: ListingProps): ReactNode {
-  const narrow = useNarrow();
-  const order = useCallback((next: Sort) => onFilter((previous) => ({ ...previous, sort: next })), [onFilter]);
-  const shared = { nodes: matches, sort, onSort: order, selection, covered, onAct };
+/** The bar on top of every page. */
+const TOP_BAR = 48;
+
+const Listing = memo(function Listing({ matches, filter, selection, covered, onFilter, onAct }: ListingProps): ReactNode {
+  const navigate = useNavigate();
+  const open = useCallback((node: LiveNode) => void navigate(`/app/nodes/${node.id}`), [navigate]);
+  const menu = useCallback((node: LiveNode) => <Menu name={`Actions for ${node.name}`} items={menuOf(node, onAct, () => open(node))} />, [onAct, open]);
+  const columns = useMemo(() => COLUMNS.filter(({ key }) => filter.columns.includes(key)), [filter.columns]);
   return (
-    <>
-      {matches.length === 0 && (
-        <Empty title="No matching nodes">
-          {problems.length === 0 && <p>Every word and condition must hold. “?” beside the filter says what can be typed.</p>}
-          <Button onClick={() => onFilter(cleared)}>Clear filters</Button>
-        </Empty>
-      )}
-      {matches.length > 0 && (narrow ? <NodeCards {...shared} /> : <NodesTable {...shared} />)}
-    </>
+    <DataGrid
+      name="Nodes"
+      noun="node"
+      rows={matches}
+      rowId={idOf}
+      rowName={nameOf}
+      sort={filter.sort}
+      onSort={(sort) => onFilter((previous) => ({ ...previous, sort }))}
+      dense={filter.dense}
+      covered={covered + TOP_BAR}
+      onOpen={open}
+      {...{ columns, selection, menu }}
+    />
   );
 });
-
-const phone = window.matchMedia("(max-width: 640px)");
-
-function useNarrow(): boolean {
-  return useSyncExternalStore(
-    (listener) => {
-      phone.addEventListener("change", listener);
-      return () => phone.removeEventListener("change", listener);
-    },
-    () => phone.matches,
-  );
-}

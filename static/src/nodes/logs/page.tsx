@@ -12,6 +12,7 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Empty, Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
+import { Select } from "../../ui/select";
 import { useShortcut } from "../../ui/shortcuts";
 import { usePageTitle } from "../../ui/title";
 import { addressOf, asText, chosen, fileName, modelOf, placeIn, type Line, type Place, type Stream } from "./lines";
@@ -90,7 +91,6 @@ interface ReplicaChoiceProps {
 
 /** The choice of a model and, of several replicas, of one. */
 function ReplicaChoice({ models, running, of, onChange }: ReplicaChoiceProps): ReactNode {
-  const id = useId();
   const name = modelOf(of);
   const replicas = running.filter((model) => model.model_name === name).map((model) => model.replica_index);
   const requestedIndex = of.includes("#") ? Number(of.slice(of.indexOf("#") + 1)) : null;
@@ -98,17 +98,7 @@ function ReplicaChoice({ models, running, of, onChange }: ReplicaChoiceProps): R
   if (models.length === 0) return null;
   return (
     <div className="row wrap">
-      <label className="row" htmlFor={id}>
-        Model
-        <select id={id} className="input" value={name} onChange={(event) => onChange(event.target.value)}>
-          {name === "" && <option value="">Choose a model</option>}
-          {models.map((model) => (
-            <option key={model} value={model}>
-              {model}
-            </option>
-          ))}
-        </select>
-      </label>
+      <Select label="Model" labelled="before" value={name} options={[...(name === "" ? [["", "Choose a model"] as const] : []), ...models.map((model) => [model, model] as const)]} onChange={onChange} />
       {shown.length > 0 && (
         <Choices
           legend="Replica"

@@ -1,10 +1,9 @@
 // Identity conflicts: somebody claims to be a node and is refused until an admin decides. What happened, both sides,
 // and what each answer means; see "Conflicts" in the operating guide.
 import type { ReactNode } from "react";
-import { useMutation } from "@tanstack/react-query";
+import { useAction } from "../../api/action";
 import { ACCEPT_CONSEQUENCES, ACTIONS } from "../../api/actions";
 import type { components } from "../../api/schema";
-import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { Ago } from "../../ui/time";
@@ -145,12 +144,7 @@ function ConflictFacts({ conflict, fingerprint }: { conflict: Conflict; fingerpr
 /** Asks once more before the answer is given. */
 export function Decide({ conflict, answer, onClose }: ConflictDialog & { onClose: () => void }): ReactNode {
   const accept = answer === "accept";
-  const decision = useMutation({
-    mutationFn: () => (accept ? acceptConflict : refuseConflict)(conflict.node_id, conflict.id),
-    onSuccess: () => {
-      announce(`Claim to ${conflict.node_name} ${accept ? "accepted" : "refused"}`);
-    },
-  });
+  const decision = useAction(() => (accept ? acceptConflict : refuseConflict)(conflict.node_id, conflict.id), `Claim to ${conflict.node_name} ${accept ? "accepted" : "refused"}`);
   return (
     <Confirm
       open
@@ -162,9 +156,9 @@ export function Decide({ conflict, answer, onClose }: ConflictDialog & { onClose
         </>
       }
       action={accept ? "Accept" : "Refuse"}
-      busy={decision.isPending}
+      busy={decision.busy}
       error={decision.error}
-      onConfirm={() => decision.mutate(undefined, { onSuccess: onClose })}
+      onConfirm={() => decision.run(undefined, onClose)}
     >
       <p>{accept ? MEANINGS[conflict.kind].accept : MEANINGS[conflict.kind].refuse}</p>
     </Confirm>

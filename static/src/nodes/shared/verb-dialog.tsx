@@ -2,7 +2,7 @@
 // then shows what became of each. What it names is what was there when it was opened: a node that changes under
 // the reader is refused by the server, not silently swapped. Mount it when it is asked for.
 import { memo, useContext, useEffect, useRef, useState, type ReactNode, type RefObject, type SubmitEvent } from "react";
-import { advice, ApiError } from "../../api/client";
+import { ApiError } from "../../api/client";
 import { count } from "../../lib/format";
 import { LiveContext } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
@@ -10,6 +10,7 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { CopyButton } from "../../ui/copy";
 import { Dialog } from "../../ui/dialog";
+import { Problem } from "../../ui/problem";
 import { tally, useBulk, type Bulk, type Outcome, type Outcomes, type Work, type WorkOnAll } from "./bulk";
 import { Names } from "./names";
 import "./shared.css";
@@ -222,25 +223,11 @@ const Result = memo(function Result({ node, outcome, done }: ResultProps): React
       {state === "done" && <span className="pill good verb-said">{done}</span>}
       {state === "failed" && <span className="pill bad verb-said">failed</span>}
       {state !== "done" && state !== "failed" && <span className="muted verb-said">{OUTCOME_TEXTS[state]}</span>}
-      {outcome?.error !== undefined && <Failure error={outcome.error} />}
+      <Problem quiet error={outcome?.error ?? null} />
       {outcome?.note !== undefined && <Once text={outcome.note} />}
     </li>
   );
 });
-
-function Failure({ error }: { error: Error }): ReactNode {
-  const apiError = error instanceof ApiError ? error : null;
-  return (
-    <div className="problem">
-      <span className="grow">
-        <strong>{error.message}</strong> {apiError !== null && advice(apiError)}
-      </span>
-      {apiError !== null && apiError.requestId !== "" && (
-        <CopyButton small text={`${error.message} (request ${apiError.requestId})`} label="Copy error" />
-      )}
-    </div>
-  );
-}
 
 /** An agent's token exists nowhere else. */
 function Once({ text }: { text: string }): ReactNode {
