@@ -35,6 +35,9 @@ def pytest_configure() -> None:
     # Programs that use `eventually` import this file without Django's settings.
     from django.conf import settings as django_settings
 
+    from tests.support.cluster import Cluster
+
+    Cluster.forks = True
     django_settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
     # Before each test looptime takes the policy's event loop. Unless one was set, even to None, the policy
     # makes one, which nobody closes.

@@ -1,7 +1,6 @@
 """The deeds of the kill sweep: what somebody does so that a process comes to its point."""
 
 import os
-import signal
 from typing import Any
 
 import psycopg
@@ -130,14 +129,14 @@ def last_attempt(sweep: Sweep, name: str, victim: Any) -> None:
 def stopped(sweep: Sweep, name: str, victim: Any) -> None:
     """The controller is told to stop while a worker is at it."""
     slow_install(sweep, name, victim)
-    victim.signal(signal.SIGTERM)
+    victim.child.terminate()
 
 
 def abandoned(sweep: Sweep, name: str, victim: Any) -> None:
     """A controller was killed while a worker is at it."""
     former = sweep.controller()
     slow_install(sweep, name, None)
-    former.signal(signal.SIGKILL)
+    former.kill()
 
 
 def without_a_controller(sweep: Sweep, name: str, victim: Any) -> None:
@@ -216,7 +215,7 @@ def busy_wave(sweep: Sweep, name: str, victim: Any) -> None:
     busy.script.acts = {}
     sweep.post(f"/api/operations/{first}/cancel")
     sweep.wait("SELECT 1 WHERE NOT EXISTS (SELECT FROM pending_backend_ops)", what="the node is free")
-    former.signal(signal.SIGKILL)
+    former.kill()
     sweep.execute(
         "UPDATE operation_targets SET next_check_at = %s WHERE reason LIKE 'other work%%'", clock.now()
     )
@@ -339,14 +338,14 @@ def load_cancelled_by(sweep: Sweep, name: str, victim: Any) -> None:
 def stopped_load(sweep: Sweep, name: str, victim: Any) -> None:
     """The controller is told to stop while an engine loads."""
     slow_load(sweep, name, victim)
-    victim.signal(signal.SIGTERM)
+    victim.child.terminate()
 
 
 def abandoned_load(sweep: Sweep, name: str, victim: Any) -> None:
     """A controller was killed while an engine loads."""
     former = sweep.controller()
     slow_load(sweep, name, None)
-    former.signal(signal.SIGKILL)
+    former.kill()
 
 
 def failing_load(sweep: Sweep, name: str, victim: Any) -> None:

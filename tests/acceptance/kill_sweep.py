@@ -24,8 +24,6 @@ from localai_cluster.kit.failpoints import KILL_AT, KILL_TEST, KILLED
 from localai_cluster.messaging.messages import InstalledBackend
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process
-from tests.support.forking import CALL
-from tests.support.nursery import Fork, Nursery
 from tests.support.simulator import Act, Fleet
 from tests.wire.registry import Registry
 
@@ -135,15 +133,14 @@ class Watch:
 
 @dataclass
 class Sweep:
-    """A cluster of simulated workers with a web process that lives, and a nursery for those that do not."""
+    """A cluster of simulated workers with a web process that lives."""
 
     cluster: Cluster
     web: Process
-    nursery: Nursery
     fleet: Fleet
     loop: asyncio.AbstractEventLoop | None = None
     """Where the workers live."""
-    controllers: list[Fork | Process] = field(default_factory=list)
+    controllers: list[Process] = field(default_factory=list)
     worker: Process | None = None
     """The real one, for loads."""
     count: int = 0
@@ -197,22 +194,21 @@ class Sweep:
         answer = self.cluster.post(web or self.web, path, {} if body is None else body, timeout=20)
         assert answer.status_code in (200, 202, 409), answer.text
 
-    def controller(self, **env: str) -> Fork:
+    def controller(self, **env: str) -> Process:
         """A controller, ready or dead."""
-        fork = self.nursery.fork("controller", env=env)
-        self.controllers.append(fork)
+        started = self.cluster.spawn("controller", "manage.py", "controller", env=env)
+        self.controllers.append(started)
         eventually(
-            lambda: not fork.alive or "is ready" in fork.output(), seconds=30, what=f"controller: {fork.log}"
+            lambda: not started.alive or "is ready" in started.output(),
+            seconds=30,
+            what=f"controller: {started.log}",
         )
-        return fork
+        return started
 
     def end_controllers(self) -> None:
         """Kills those that are left."""
         for one in self.controllers:
-            if isinstance(one, Fork):
-                one.signal(9)
-            elif one.alive:
-                one.kill()
+            one.kill()
 
     def starts(self) -> Counter[tuple[str, str]]:
         """(intent, fence) that controllers of this round have begun, and how often."""
@@ -247,8 +243,13 @@ class Sweep:
 
     def clean(self) -> None:
         """Runs the task that ends intents without a future."""
-        fork = self.nursery.fork(CALL, "nodes.reconcilers.tasks.clean_intents")
-        eventually(lambda: not fork.alive, seconds=30, what="the task has run")
+        task = self.clean_intents()
+        eventually(lambda: not task.alive, seconds=30, what="the task has run")
+
+    def clean_intents(self, **env: str) -> Process:
+        """Start a process that runs that task."""
+        code = "from nodes.reconcilers.tasks import clean_intents; clean_intents()"
+        return self.cluster.spawn("task", "manage.py", "shell", "--no-imports", "-c", code, env=env)
 
     def delete(self, path: str, web: Process) -> None:
         """As an admin."""
@@ -319,7 +320,7 @@ class Sweep:
         query = "SELECT 1 FROM operations WHERE id = %s AND status = 'completed'"
         id = self.id_of("echo")
         eventually(lambda: self.cluster.rows(query, id), what="echo is installed")
-        former.signal(9)
+        former.kill()
 
     def ask(self, name: str, web: Process | None = None) -> None:
         """One request for a model in a thread of its own; what becomes of it does not matter."""
@@ -449,7 +450,7 @@ def _killed(sweep: Sweep, one: Round, name: str) -> None:
     assert said in victim.output(), f"the victim ended by itself: {victim.story()[-500:]}"
 
 
-def _victim(sweep: Sweep, one: Round, env: Mapping[str, str]) -> Fork | Process:
+def _victim(sweep: Sweep, one: Round, env: Mapping[str, str]) -> Process:
     if one.victim == "web":
         sweep.controller()
         return sweep.cluster.web(**env)
@@ -457,13 +458,8 @@ def _victim(sweep: Sweep, one: Round, env: Mapping[str, str]) -> Fork | Process:
         sweep.controller()
         return sweep.start_worker(**env)
     if one.victim == "tasks":
-        return sweep.nursery.fork(CALL, "nodes.reconcilers.tasks.clean_intents", env=env)
-    if not one.env:
-        return sweep.controller(**env)
-    # What the settings read must be there when they are read.
-    victim = sweep.cluster.controller(**env)
-    sweep.controllers.append(victim)
-    return victim
+        return sweep.clean_intents(**env)
+    return sweep.controller(**env)
 
 
 def too_often(sweep: Sweep, watch: Watch) -> list[str]:

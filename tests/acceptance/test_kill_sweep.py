@@ -10,7 +10,6 @@ from tests.acceptance.kill_sweep import Result, Round, Sweep, kill
 from tests.acceptance.test_operations import bus_of
 from tests.support.cluster import TOKEN, running_cluster
 from tests.support.effort import EFFORT, swept
-from tests.support.nursery import Nursery
 from tests.support.simulator import Fleet, Script, fleet
 from tests.support.simulator.script import STOCK
 
@@ -46,7 +45,7 @@ async def test_nothing_of_commands_on_backends_is_lost_by_a_kill_at_any_point() 
             beat_every=4,
         )
         async with workers as simulated:
-            sweep = Sweep(cluster, web, Nursery(cluster), simulated, asyncio.get_running_loop())
+            sweep = Sweep(cluster, web, simulated, asyncio.get_running_loop())
             results = await asyncio.to_thread(played, sweep, chosen(on_simulated_workers()))
     assert [str(result) for result in results if result.wrong] == []
 
@@ -56,7 +55,7 @@ def test_nothing_of_loads_is_lost_by_a_kill_at_any_point() -> None:
     """The same with a real worker, whose disk is whole as well."""
     with running_cluster(CLUSTER_OPERATION_LEASE="2s") as cluster:
         web = cluster.web()
-        sweep = Sweep(cluster, web, Nursery(cluster), Fleet([]))
+        sweep = Sweep(cluster, web, Fleet([]))
         sweep.start_worker()
         sweep.ready_files()
         results = played(sweep, chosen(on_a_real_worker()))
@@ -74,6 +73,5 @@ def played(sweep: Sweep, rounds: list[Round]) -> list[Result]:
             results.append(result)
             print(f"{results[-1]} {results[-1].seconds:.1f} s |", flush=True)
     finally:
-        sweep.nursery.close()
         sweep.registry.stop()
     return results

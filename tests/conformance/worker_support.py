@@ -21,6 +21,7 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import Gallery, decode, encode, encode_galleries
 from localai_cluster.rpc.build import build as build_stubs
 from tests.conftest import BUSY
+from tests.support import forking
 from tests.support.ports import free_port
 from tests.wire.servers import Call, HttpServer
 
@@ -183,13 +184,9 @@ class Worker:
         }
 
     def launch(self, **more: str) -> None:
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "localai_cluster.worker"],
-                env=self.environment | more,
-                stderr=log,
-                cwd=self.folder,
-            )
+        self.process = forking.Fork(
+            forking.WORKER, env=self.environment | more, cwd=self.folder, log=self.log
+        )
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:

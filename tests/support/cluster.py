@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import psycopg
@@ -24,6 +24,7 @@ from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedV
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
+from tests.support import forking
 from tests.support.ports import free_port
 from tests.support.postgres import FastPostgres
 
@@ -86,8 +87,11 @@ class Cluster:
     root: Path = ROOT
     """The tree whose product runs; `make measure` runs an older commit beside this one."""
     python: str = sys.executable
+    forks: ClassVar[bool] = False
+    """True in a test run: the processes are forked, for a start costs one to two seconds of the processor."""
 
     def __post_init__(self) -> None:
+        self.started = 0
         self.reaper = processes.ProcessReaper()
         self.postgres: EmbeddedPostgres = FastPostgres(self.home / "pg")
         self.valkey = EmbeddedValkey(self.home / "vk", password="valkey-password-of-the-tests")
@@ -156,15 +160,15 @@ class Cluster:
 
     def spawn(self, name: str, *argv: str, env: Mapping[str, str], port: int = 0) -> Process:
         """Starts a long-running process in its own session."""
-        log = self.home / f"{name}-{len(self.processes)}.log"
+        self.started += 1
+        log, env = self.home / f"{name}-{self.started}.log", {**self.environment, **env}
         with log.open("wb") as file:
-            child = processes.spawn(
-                [self.python, *argv],
-                env={**self.environment, **env},
-                cwd=self.root,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+            if self.forks and forking.can_fork(argv):
+                child: subprocess.Popen[bytes] = forking.Fork(argv, env=env, cwd=self.root, log=log)
+            else:
+                child = processes.spawn(
+                    [self.python, *argv], env=env, cwd=self.root, stdout=file, stderr=subprocess.STDOUT
+                )
         self.reaper.add(child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
         process = Process(name, child, log, port)
         self.processes.append(process)

@@ -1,64 +1,110 @@
-"""The program that forks processes of the control plane (`nursery.py`).
+"""Forks processes of a cluster from one that has imported the product.
 
-It takes one request a line (JSON: the arguments of `manage.py`, environment, log) and answers with the
-process id. It imports nothing of the tests, which would bring their environment along.
+A start by `exec` spends one to two seconds of the processor on imports. The standard library's fork server, of
+which each process of the test run has one, imports once; a fork then reads its own arguments and environment.
+Tests of the start itself, of `make run` and of the deployments start their processes by `exec`.
 """
 
-import json
+import atexit
+import gc
+import logging
+import multiprocessing
 import os
-import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-CALL = "call"
-"""In place of a management command: calls the function that the next argument names."""
-
-
-def main() -> None:
-    """Imports what controllers need and forks until its input ends."""
-    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
-    import django
-
-    django.setup()
-    import nodes.reconcilers.tasks  # noqa: F401
-
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for them
-    for line in sys.stdin:
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _become(request["argv"], request["env"], request["log"])
-        print(pid, flush=True)
+MANAGE, WORKER = ("manage.py",), ("-m", "localai_cluster.worker")
+"""How the commands begin that can be forked."""
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        # First: it limits the threads of NumPy.
+        "localai_cluster.management.commands.serve",
+        "localai_cluster.management.commands.controller",
+        "localai_cluster.management.commands.qcluster",
+        "localai_cluster.manage",
+        "localai_cluster.urls",
+        "localai_cluster.worker.__main__",
+        "drf_spectacular.openapi",
+        "numpy",
+    ]
+)
 
 
-def _become(argv: list[str], env: Mapping[str, str], log: str) -> None:
-    from django.core.management import execute_from_command_line
-    from django.utils.module_loading import import_string
+class Fork(subprocess.Popen[bytes]):
+    """A forked process, the leader of a session of its own; `Popen` sends its signals."""
 
-    from localai_cluster.kit import failpoints
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> None:
+        self._child_created = False  # so that `Popen.__del__` has nothing to do
+        self.args, self.returncode = argv, None
+        self._process = _CONTEXT.Process(
+            target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid
+        self.pid = self._process.pid
 
+    def poll(self) -> int | None:
+        """Return the exit code, as `Popen` does; None while it runs."""
+        self.returncode = self._process.exitcode
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code."""
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+
+def can_fork(argv: Sequence[str]) -> bool:
+    """Return True if the command can be forked."""
+    return tuple(argv[:1]) == MANAGE or tuple(argv[:2]) == WORKER
+
+
+def _become(argv: tuple[str, ...], env: Mapping[str, str], cwd: Path, log: Path) -> None:
+    """Run the command in this fork; its exit code is that of the process."""
+    gc.freeze()
     os.setsid()
-    target = os.open(log, os.O_WRONLY | os.O_APPEND)
+    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for number in (1, 2):
         os.dup2(target, number)
+    os.chdir(cwd)
+    os.environ.clear()
     os.environ.update(env)
-    code = 0
     try:
-        failpoints.arm()
-        if argv[0] == CALL:
-            import_string(argv[1])()
-        else:
-            execute_from_command_line(["manage.py", *argv])
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        code = 1
-    os._exit(code)
+        _run(argv)
+    finally:
+        atexit._run_exitfuncs()  # which the fork server omits
 
 
-if __name__ == "__main__":
-    main()
+def _run(argv: tuple[str, ...]) -> None:
+    from localai_cluster import manage
+    from localai_cluster.kit import failpoints
+    from localai_cluster.worker import __main__ as worker
+
+    failpoints.arm()
+    if argv[:2] == WORKER:
+        sys.argv = [str(worker.__file__), *argv[2:]]
+        logging.root.handlers.clear()
+        logging.getLogger("uvicorn").setLevel(logging.NOTSET)
+        worker.main()
+    else:
+        sys.argv = sys.orig_argv[1:] = list(argv)
+        _forget_settings()
+        manage.main()
+
+
+def _forget_settings() -> None:
+    """Have Django read the settings again from this environment and these arguments."""
+    from django.conf import settings
+    from django.db import connections
+    from django.utils.functional import empty
+
+    del sys.modules["localai_cluster.settings"]
+    settings._wrapped = empty
+    connections.__dict__.pop("settings", None)
+    type(connections).__init__(connections)
