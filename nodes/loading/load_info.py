@@ -51,7 +51,7 @@ _KEY = JSONObject(build=_BUILD, device=_DEVICE)
 
 def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
     """Return the columns that keep the definition of a load."""
-    stored = {}
+    stored: dict[str, Any] = {}
     with suppress(UnicodeEncodeError):  # lone surrogates; nor does PostgreSQL store NUL
         content = msgspec.json.encode(definition)
         stored = {} if b"\\u0000" in content else json.loads(content)
@@ -184,11 +184,11 @@ def _store(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
     """
     installed = NodeBackend.objects.named(row.backend_type).filter(node=row.node)
     key = installed.order_by("is_meta", "name").values_list(_KEY, flat=True).first()
-    has_figure = size > 0 and key is not None
-    if own and not has_figure:
+    if own and (size <= 0 or key is None):
         return False
     with committed("load.learn"):
-        if not _unmeasured().filter(pk=row.pk).update(measured_at=now) or not has_figure:
+        is_first = _unmeasured().filter(pk=row.pk).update(measured_at=now)
+        if not is_first or size <= 0 or key is None:
             return False
         info = ModelLoadInfo.objects.select_for_update().filter(model_name=row.model_name).first()
         if info is None or info.model_options != row.model_options:

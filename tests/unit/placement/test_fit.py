@@ -317,7 +317,7 @@ def test_the_need_has_its_terms_and_a_definition_may_state_it(folder: Path) -> N
             parse_definition({**DOCUMENT, "vram_needed": unusable}, "m.yaml")
 
 
-def _switches() -> dict[str, bool]:
+def _switches() -> dict[str, Any]:
     need = need_of(ModelFiles())
     return {"vram_required": need.vram_required, "disk_required": need.disk_required}
 
