@@ -33,7 +33,7 @@ from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading.load_attempts import Attempt
 from nodes.models import ModelLoadInfo, NodeBackend, NodeModel, Phase
-from nodes.placement.fit import LARGEST, MOST_READINGS, Reading
+from nodes.placement.fit import LARGEST, MOST_READINGS, EngineReading
 from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, n
     return infos.exclude(definition__source__in=sorted(unreadable)).update(withdrawn_at=now)
 
 
-def readings_of(definition: Definition) -> list[Reading]:
+def readings_of(definition: Definition) -> list[EngineReading]:
     """Return the readings for builds of its backend that nodes with VRAM have installed; one query."""
     installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
     infos = ModelLoadInfo.objects.filter(
@@ -120,7 +120,7 @@ def readings_of(definition: Definition) -> list[Reading]:
         return []
     memory, keys = row
     return [
-        Reading(*reading)
+        EngineReading(*reading)
         for entry in memory
         if entry["revision"] == definition.revision
         and {"build": entry["build"], "device": entry["device"]} in keys
