@@ -197,10 +197,9 @@ def _process_tree(pid: int) -> tuple[set[int], int]:
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                try:
+                memory: Any = process.memory_info()
+                with contextlib.suppress(psutil.AccessDenied):
                     memory = process.memory_full_info()
-                except psutil.AccessDenied:
-                    memory = process.memory_info()
                 ram += getattr(memory, "pss", memory.rss)
                 pids.add(process.pid)
     return pids, ram

@@ -32,7 +32,7 @@ from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading.load_attempts import Attempt
 from nodes.models import ModelLoadInfo, NodeBackend, NodeModel, Phase
-from nodes.placement.fit import LARGEST, MOST_READINGS, Reading
+from nodes.placement.fit import LARGEST, MOST_READINGS, EngineReading
 from nodes.replicas import reserved_memory
 from operations.executor.work import in_thread
 
@@ -51,7 +51,7 @@ _KEY = JSONObject(build=_BUILD, device=_DEVICE)
 
 def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
     """Return the columns that keep the definition of a load."""
-    stored = {}
+    stored: dict[str, Any] = {}
     with suppress(UnicodeEncodeError):  # lone surrogates; nor does PostgreSQL store NUL
         content = msgspec.json.encode(definition)
         stored = {} if b"\\u0000" in content else json.loads(content)
@@ -84,13 +84,13 @@ def revisions_of_unreadable(unreadable: frozenset[str] | None) -> dict[str, str]
     """Return the revisions of the models whose definitions cannot be read, None = all files; one query."""
     if unreadable == frozenset():
         return {}
-    found = _definitions(ModelLoadInfo.objects.all(), unreadable)
-    return {definition.name: definition.revision for definition in found}
+    definitions = _definitions(ModelLoadInfo.objects.all(), unreadable)
+    return {definition.name: definition.revision for definition in definitions}
 
 
 def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Definition]:
-    kept = infos.filter(withdrawn_at__isnull=True)
-    for content in kept.exclude(definition={}).values_list("definition", flat=True):
+    usable = infos.filter(withdrawn_at__isnull=True).exclude(definition={})
+    for content in usable.values_list("definition", flat=True):
         with suppress(msgspec.ValidationError):  # another version has stored it
             definition = msgspec.convert(content, Definition)
             if unreadable is None or definition.source in unreadable:
@@ -105,11 +105,11 @@ def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, n
     if unreadable is None:
         return 0
     enabled = [definition.name for definition in defined if not definition.disabled]
-    gone = ModelLoadInfo.objects.filter(withdrawn_at__isnull=True).exclude(model_name__in=enabled)
-    return gone.exclude(definition__source__in=sorted(unreadable)).update(withdrawn_at=now)
+    infos = ModelLoadInfo.objects.filter(withdrawn_at__isnull=True).exclude(model_name__in=enabled)
+    return infos.exclude(definition__source__in=sorted(unreadable)).update(withdrawn_at=now)
 
 
-def readings_of(definition: Definition) -> list[Reading]:
+def readings_of(definition: Definition) -> list[EngineReading]:
     """Return the readings for builds of its backend that nodes with VRAM have installed; one query."""
     installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
     infos = ModelLoadInfo.objects.filter(
@@ -120,7 +120,7 @@ def readings_of(definition: Definition) -> list[Reading]:
         return []
     memory, keys = row
     return [
-        Reading(*reading)
+        EngineReading(*reading)
         for entry in memory
         if entry["revision"] == definition.revision
         and {"build": entry["build"], "device": entry["device"]} in keys
@@ -137,8 +137,9 @@ async def learn(attempt: Attempt) -> None:
                 "%s: its report of %s: %s", attempt.slot.node_name, attempt.process_key, outcome.reason
             )
         if isinstance(outcome, Done):
-            found = (model for model in outcome.reply.models if _key_of(model) == _slot_key(attempt))
-            if (engine := next(found, None)) is not None:
+            key = attempt.definition.name, attempt.slot.replica_index
+            engines = [engine for engine in outcome.reply.models if _key_of(engine) == key]
+            for engine in engines[:1]:
                 await in_thread(store_report, attempt.slot.id, engine, now=clock.now())
     except DatabaseError as error:
         log.warning("the memory of %s was not stored: %s", attempt.process_key, error)
@@ -146,10 +147,6 @@ async def learn(attempt: Attempt) -> None:
 
 def _key_of(model: RunningModel) -> tuple[str, int]:
     return model.model_id, model.replica_index
-
-
-def _slot_key(attempt: Attempt) -> tuple[str, int]:
-    return attempt.definition.name, attempt.slot.replica_index
 
 
 def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bool:
@@ -187,20 +184,23 @@ def _store(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
     """
     installed = NodeBackend.objects.named(row.backend_type).filter(node=row.node)
     key = installed.order_by("is_meta", "name").values_list(_KEY, flat=True).first()
-    known = size > 0 and key is not None
-    if own and not known:
+    if own and (size <= 0 or key is None):
         return False
     with committed("load.learn"):
-        if not _unmeasured().filter(pk=row.pk).update(measured_at=now) or not known:
+        is_first = _unmeasured().filter(pk=row.pk).update(measured_at=now)
+        if not is_first or size <= 0 or key is None:
             return False
         info = ModelLoadInfo.objects.select_for_update().filter(model_name=row.model_name).first()
         if info is None or info.model_options != row.model_options:
             return False  # loaded otherwise than its definition says
         entry = {"revision": row.config_revision, **key}
         reading = [size, now.isoformat(), own]
-        former = [old for old in info.memory if {**old, **entry} == old]
-        readings = [*(former[0]["readings"] if former else ()), reading][-MOST_READINGS:]
-        others = [old for old in info.memory if old not in former]
-        info.memory = [*others, {**entry, "readings": readings}][-MOST_KEYS:]
+        readings, other_entries = [reading], []
+        for stored in info.memory:
+            if {**stored, **entry} == stored:
+                readings = [*stored["readings"], reading][-MOST_READINGS:]
+            else:
+                other_entries.append(stored)
+        info.memory = [*other_entries, {**entry, "readings": readings}][-MOST_KEYS:]
         info.save(update_fields=["memory"])
     return True

@@ -202,7 +202,9 @@ SHARE, CARDS = "vram_share", "cards"
 """Payload keys of a waiting load's need: three in bytes, a boolean, a share of a card and of how many."""
 
 
-def estimate_need(definition: Definition, files: ModelFiles, readings: Sequence[fit.Reading] = ()) -> Need:
+def estimate_need(
+    definition: Definition, files: ModelFiles, readings: Sequence[fit.EngineReading] = ()
+) -> Need:
     """Return the need of a load (R2.40, R2.37, D-FIT).
 
     What the definition states comes first, then the share of a card that its backend takes, then `readings`
@@ -212,7 +214,7 @@ def estimate_need(definition: Definition, files: ModelFiles, readings: Sequence[
     share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
     kind = fit.device_kind(backend)
     terms: fit.Terms = (("stated", definition.vram),) if definition.vram else ()
-    counted: Sequence[fit.Reading] = ()
+    counted: Sequence[fit.EngineReading] = ()
     by_gpu: fit.Pairs = ()
     contexts: fit.Pairs = ()
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))

@@ -306,7 +306,7 @@ MOST_READINGS = 5
 
 
 @dataclass(frozen=True)
-class Reading:
+class EngineReading:
     """The bytes that an engine took after one load, and the time in ISO 8601."""
 
     size: int
@@ -315,7 +315,7 @@ class Reading:
     """True for the figure of the process itself; False for a difference of two readings of its device."""
 
 
-def learned(terms: Terms, readings: Sequence[Reading]) -> tuple[Terms, Sequence[Reading]]:
+def learned(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Terms, Sequence[EngineReading]]:
     """Return the terms by the largest reading, never less than weights and context, and what they rest on.
 
     A difference below that was disturbed, so it does not count: something else has freed memory. Without a

@@ -186,10 +186,11 @@ def taken_since_load(row: NodeModel) -> int:
         return 0
     if not row.gpus:
         return 0 if node.vram_budget_bytes else max(row.vram_seen - node.available_vram, 0)
-    free = {gpu["index"]: gpu["free_vram"] for gpu in node.gpus}
+    free: dict[int, int] = {gpu["index"]: gpu["free_vram"] for gpu in node.gpus}
     if any(gpu["index"] not in free for gpu in row.gpus):
         return 0
-    return max(sum(gpu["seen"] - free[gpu["index"]] for gpu in row.gpus), 0)
+    taken: int = sum(gpu["seen"] - free[gpu["index"]] for gpu in row.gpus)
+    return max(taken, 0)
 
 
 def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:

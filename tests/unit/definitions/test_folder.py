@@ -45,7 +45,7 @@ def test_files_that_are_no_definitions_are_told_from_those_that_are_gone(
     write("c.yml", "name: [")
     clock = Clock()
     folder = Folder(tmp_path, clock)
-    assert asyncio.run(folder.unreadable_files()) == {"c.yml"}
+    assert asyncio.run(folder.unreadable_files()) == frozenset({"c.yml"})
     for name in ("a.yaml", "b.yaml", "c.yml"):
         (tmp_path / name).unlink()
     clock.now += 2

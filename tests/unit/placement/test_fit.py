@@ -322,7 +322,7 @@ def test_the_need_has_its_terms_and_a_definition_may_state_it(folder: Path) -> N
             parse_definition({**DOCUMENT, "vram_needed": unusable}, "m.yaml")
 
 
-def _switches() -> dict[str, bool]:
+def _switches() -> dict[str, Any]:
     need = need_of(ModelFiles())
     names = ("vram_required", "disk_required", "unknown_fits")
     return {name: getattr(need, name) for name in names}
@@ -398,7 +398,7 @@ def test_what_is_learned_is_the_largest_reading_and_never_below_weights_and_cont
     """Issue 23: a difference of readings below them was disturbed; without any other the estimate stays."""
     estimated = tuple(terms.items())
     floor = terms.get("weights", 0) + terms.get("context", 0)
-    given_readings = [fit.Reading(size, "2026-01-01", own) for size, own in readings]
+    given_readings = [fit.EngineReading(size, "2026-01-01", own) for size, own in readings]
     learned, counted = fit.learned(estimated, given_readings)
     assert [each for each in given_readings if each.own or each.size >= floor] == list(counted)
     expected = max([floor, *(each.size for each in counted)]) if counted else sum(terms.values())
@@ -409,7 +409,7 @@ def test_what_is_learned_is_the_largest_reading_and_never_below_weights_and_cont
 
 def test_backends_of_the_cpu_and_of_a_share_learn_nothing() -> None:
     """The one needs no VRAM, the other takes the same share whatever it was seen to take."""
-    readings = [fit.Reading(9 * GIB, "2026-01-01", True)]
+    readings = [fit.EngineReading(9 * GIB, "2026-01-01", True)]
     for backend in ("cpu-llama-cpp", "vllm"):
         definition = parse_definition({**DOCUMENT, "backend": backend}, "m.yaml")
         need = load_request.estimate_need(definition, ModelFiles(GIB), readings)
