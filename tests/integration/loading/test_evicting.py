@@ -413,8 +413,8 @@ async def test_a_load_takes_fewer_layers_where_not_all_fit_and_its_row_has_them(
 
 
 CONTROLLERS, LOADS = 16, 3
-SIZES, USED = ((24, 16, 8, 48), (80, 12), (40, 6)), {(0, 0), (0, 2), (1, 0)}
-"""The GPUs of three nodes in GiB, and those that an idle replica uses."""
+SIZES, USED = ((24, 16, 8, 48), (80, 12), (40,), (2,)), {(0, 0), (0, 2), (1, 0)}
+"""The GPUs of four nodes in GiB, the last too small for a whole model; those that an idle replica uses."""
 
 
 def controller(number: int) -> list[Slot]:
