@@ -89,14 +89,9 @@ class PlanRequest:
 
 def need_for(vram: int, disk: int) -> Need:
     """Return a need in bytes; the settings determine what is required (R2.32, R2.39)."""
-    settings = conf.cluster()
-    return Need(
-        vram,
-        disk=disk,
-        disk_required=settings.disk_headroom_check,
-        files=disk,
-        source="stated",
-        **load_request.memory_rules(),
+    checks_disk = conf.cluster().disk_headroom_check
+    return load_request.under_policy(
+        Need(vram, disk=disk, disk_required=checks_disk, files=disk, source="stated")
     )
 
 

@@ -264,17 +264,11 @@ def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
     """Return the need; the operator's settings decide if a lack excludes a node (R2.32, R2.39)."""
     settings = conf.cluster()
     disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
-    return Need(
-        vram=vram,
-        disk=disk,
-        disk_required=settings.disk_headroom_check,
-        files=files,
-        own_gpus=own_gpus,
-        **memory_rules(),
-    )
+    need = Need(vram, disk=disk, disk_required=settings.disk_headroom_check, files=files, own_gpus=own_gpus)
+    return under_policy(need)
 
 
-def memory_rules() -> dict[str, bool]:
-    """Return the fields of a need that follow from the operator's policy (R2.32)."""
+def under_policy(need: Need) -> Need:
+    """Return the need as the operator's policy for memory has it (R2.32)."""
     policy = conf.cluster().vram_policy
-    return {"vram_required": policy in ("fit", "require"), "unknown_fits": policy == "fit"}
+    return replace(need, vram_required=policy in ("fit", "require"), unknown_fits=policy == "fit")

@@ -151,7 +151,10 @@ def _memory(
     if memory is None:
         return NoSlot(RefusalReason.GPUS if node.gpus else RefusalReason.MEMORY)
     if room is not None:
-        terminations.evict([victim.id for victim in room.victims], now=now)
+        for are_busy in (False, True):
+            ids = [victim.id for victim in room.victims if bool(victim.in_flight) == are_busy]
+            if ids:
+                terminations.evict(ids, now=now, are_busy=are_busy)
     return memory
 
 

@@ -19,9 +19,10 @@ from nodes.replicas.states import REPORTED, ReplicaEvent
 from operations.changes import events
 
 
-def evict(ids: Collection[UUID], *, now: datetime) -> None:
+def evict(ids: Collection[UUID], *, now: datetime, are_busy: bool = False) -> None:
     """Terminate these locked replicas for a load that takes their memory. Requests that run there end."""
-    _terminate(ids, ReplicaEvent.EVICTED, PhaseReason.EVICTED, deadline=_requests_end(now), now=now)
+    deadline = _requests_end(now) if are_busy else now
+    _terminate(ids, ReplicaEvent.EVICTED, PhaseReason.EVICTED, deadline=deadline, now=now)
 
 
 def replace(ids: Collection[UUID], *, now: datetime) -> None:

@@ -39,9 +39,7 @@ class Fork(subprocess.Popen[bytes]):
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> None:
         self._child_created = False  # so that `Popen.__del__` has nothing to do
         self.args, self.returncode = argv, None
-        self._process = _CONTEXT.Process(
-            target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True
-        )
+        self._process = _CONTEXT.Process(target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True)
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid

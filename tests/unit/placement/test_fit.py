@@ -316,16 +316,14 @@ def test_the_need_has_its_terms_and_a_definition_may_state_it(folder: Path) -> N
     for stated in ("12GiB", "12 gib", 12 * GIB):
         assert need_of(files, vram_needed=stated).terms == (("stated", 12 * GIB),)
     assert need_of(files, vram_needed="1.5GB").vram == 1_500_000_000
-    assert need_of(files, backend="cpu-llama-cpp") == replace(need_of(ModelFiles()), disk=2 * GIB)
+    assert need_of(files, backend="cpu-llama-cpp") == replace(_plain(), disk=2 * GIB)
     for unusable in ("much", "12", -1, True, 2**60, ["1GB"]):
         with pytest.raises(UnusableDefinition, match="`vram_needed` is not a size"):
             parse_definition({**DOCUMENT, "vram_needed": unusable}, "m.yaml")
 
 
-def _switches() -> dict[str, Any]:
-    need = need_of(ModelFiles())
-    names = ("vram_required", "disk_required", "unknown_fits")
-    return {name: getattr(need, name) for name in names}
+def _plain() -> Need:
+    return need_of(ModelFiles())
 
 
 def test_a_stated_need_does_not_change_the_revision() -> None:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from random import Random
 from uuid import UUID
 
@@ -176,7 +177,7 @@ class Simulation:
 
     def run(self, arrivals: Sequence[tuple[float, str]]) -> None:
         for at, model in arrivals:
-            self.at(at, lambda at=at, model=model: self.request(model, at))
+            self.at(at, partial(self.request, model, at))
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
