@@ -29,6 +29,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.bodies import BoundedBody, Utf8Only
 from localai_cluster.web.page import StaticFiles
 from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
+from nodes.api import placement
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
@@ -150,7 +151,9 @@ class Edge:
     """The outermost application. With `stopping` it refuses new requests on open connections."""
 
     def __init__(self, django: Any) -> None:
-        self._django = Utf8Only(BoundedBody(StaticFiles(django)))
+        self._django = Utf8Only(
+            BoundedBody(StaticFiles(django), {placement.PLAN_PATH: placement.MOST_BODY_BYTES})
+        )
         self.stopping = False
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:

@@ -177,8 +177,10 @@ class Body:
             discarded += len((await self.receive()).get("body", b""))
 
 
-LARGEST_DJANGO_BODY = 1024 * 1024 + 64 * 1024
-"""Bytes of a body that are passed on, above every route's own limit; further bytes are read and dropped."""
+LARGEST_DJANGO_BODY = 1024 * 1024
+"""Bytes of a body that most routes accept; what is far above a route's limit is read and dropped."""
+_ABOVE = 64 * 1024
+"""Bytes that are passed on above the limit, so that the route refuses the body."""
 FREE_BODY = 64 * 1024
 """Bytes of a body that are always admitted. Django reads a body before it knows the caller."""
 MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
@@ -188,27 +190,25 @@ MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
 class BoundedBody:
     """ASGI middleware: bounds the memory of each body, and of all larger bodies together.
 
-    Raises Unavailable when the larger bodies exceed their limit.
+    `larger` has the paths that accept more than `LARGEST_DJANGO_BODY`, with their limits. Raises Unavailable
+    when the larger bodies exceed their limit.
     """
 
-    def __init__(self, application: Any) -> None:
-        self._application = application
+    def __init__(self, application: Any, larger: Mapping[str, int]) -> None:
+        self._application, self._larger = application, larger
         self._budget = Budget(MOST_HELD_BY_DJANGO)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on."""
         passed, counted, refused = 0, 0, False
+        most = self._larger.get(scope.get("path", ""), LARGEST_DJANGO_BODY) + _ABOVE
 
         async def bounded() -> Any:
             nonlocal passed, counted, refused
             message = await receive()
-            while (
-                passed > LARGEST_DJANGO_BODY
-                and message["type"] == "http.request"
-                and message.get("more_body")
-            ):
+            while passed > most and message["type"] == "http.request" and message.get("more_body"):
                 message = await receive()
-            if message["type"] == "http.request" and passed > LARGEST_DJANGO_BODY:
+            if message["type"] == "http.request" and passed > most:
                 return {**message, "body": b""}
             passed += len(message.get("body", b""))
             if passed > FREE_BODY:

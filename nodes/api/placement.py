@@ -31,6 +31,8 @@ MOST_ADDED = 256
 LARGEST_GIB = 1_000_000
 MOST_HEADER_BYTES = 16 * 1024 * 1024
 _MOST_BASE64 = -(-MOST_HEADER_BYTES // 3) * 4
+PLAN_PATH, MOST_BODY_BYTES = "/api/placement/plan", _MOST_BASE64 + 1024 * 1024
+"""The route that accepts a header, and the limit of its body."""
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
@@ -295,7 +297,7 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
 class PlanView(NodeView):
     """`/api/placement/plan`."""
 
-    most_body_bytes = _MOST_BASE64 + 1024 * 1024
+    most_body_bytes = MOST_BODY_BYTES
 
     @extend_schema(
         operation_id="placement_plan",

@@ -17,7 +17,7 @@ let requests: string[];
 beforeEach(() => {
   requests = [];
   vi.spyOn(client, "GET").mockImplementation(((path: string) => {
-    if (path === "/api/models/capabilities") return Promise.resolve({ data: { data: [{ id: "tiny", backend: "b" }], definitionErrors: [] }, response: new Response() });
+    if (path === "/api/models/capabilities") return Promise.resolve({ data: { data: [{ id: "tiny", backend: "b", capabilities: [] }], definitionErrors: [] }, response: new Response() });
     if (path !== "/api/placement/fit/{model}") return Promise.resolve({ data: [], response: new Response() });
     requests.push(path);
     const memory = { says: "", terms: { weights: 7.2 * GIB }, context: 8192, considered: 2, nodes: [ENTRY, { ...ENTRY, node_id: "n2", node: "n2", verdict: "unknown", usable: 0 }] };

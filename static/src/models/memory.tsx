@@ -36,7 +36,7 @@ function Fits({ model }: { model: string }): ReactNode {
       {data !== undefined && <Memory memory={data.memory} name={model} />}
       {data !== undefined && (
         <div>
-          <Button small kind="ghost" aria-label={`Read memory again: ${model}`} busy={isFetching} onClick={retry}>
+          <Button small kind="ghost" aria-label={`Read again: memory for ${model}`} busy={isFetching} onClick={retry}>
             Read again
           </Button>
         </div>
