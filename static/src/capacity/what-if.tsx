@@ -62,7 +62,7 @@ function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
       <div className="cap-wish">
         <fieldset>
           <legend>To be placed</legend>
-          {field("model", "Model", "A defined one. Its own need and rule count.")}
+          {field("model", "Model", "A defined model. Its own need and rule apply.")}
           <datalist id={list}>
             {data.map(({ id }) => (
               <option key={id} value={id} />
@@ -75,7 +75,7 @@ function Form({ form, busy, onChange, onSubmit }: FormProps): ReactNode {
             </div>
           )}
           {field("replicas", "Replicas", "Empty: one.")}
-          {field("selector", "Only nodes with", "Labels as key=value. Empty: as the model's rule says.")}
+          {field("selector", "Only nodes with", "Labels as key=value. Empty: the model's rule.")}
         </fieldset>
         <fieldset>
           <legend>Current fleet plus</legend>
