@@ -62,7 +62,7 @@ PROCESS = Shape(
     [
         field("kind", {"type": "string", "enum": ["web", "controller"]}),
         field("name", TEXT),
-        field("version", TEXT, "Empty: of a release that does not say."),
+        field("version", TEXT, "Empty: a release that does not report it."),
         field("started_at", TIME),
         field("seen_at", TIME),
     ],

@@ -202,7 +202,7 @@ def _tasks(facts: Facts, now: datetime) -> Verdict:
     waits = facts.tasks_wait_since
     if waits is not None and now - waits > _TASKS_WAIT:
         hint = "Start `manage.py qcluster`. Silent nodes and expired leases go unnoticed until then."
-        return Verdict("tasks", "Scheduled tasks", State.ERROR, "no process takes them", hint, waits)
+        return Verdict("tasks", "Scheduled tasks", State.ERROR, "no process runs them", hint, waits)
     ended = facts.tasks_ended_at
     text = "Running" if ended else "none has run yet"
     return Verdict("tasks", "Scheduled tasks", State.OK, text, since=ended)
@@ -238,7 +238,7 @@ def _workers(facts: Facts) -> Verdict:
     counted = [f"{number} {status}" for status, number in sorted(facts.workers.items())]
     text = ", ".join(counted) or "no worker has registered"
     if facts.held:
-        hint = "Check the network between this server and the workers. Those that are heard by then stay."
+        hint = "Check the network between this server and the workers. Nodes that are back by then are kept."
         return Verdict("workers", "Workers", State.ERROR, f"{text}; {facts.held}", hint, facts.held.since)
     if any(facts.workers.get(status) for status in ("offline", "unhealthy")):
         hint = "The Nodes page says since when and why."

@@ -124,7 +124,7 @@ class Nvml:
         except pynvml.NVMLError as error:
             if error.value in {*_NO_DRIVER, pynvml.NVML_ERROR_UNINITIALIZED}:
                 raise
-            self._warn_once(f"GPU {index} does not tell its memory and is left out: {error}")
+            self._warn_once(f"GPU {index} does not report its memory and is left out: {error}")
             return None
         capability = self._query(library.nvmlDeviceGetCudaComputeCapability, handle)
         rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)

@@ -70,10 +70,10 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
     spread_all = Flag(
         help_text="One replica on every node that matches; excludes the two counts.", **_OPTIONAL
     )
-    route_policy = Text(max_length=32, help_text="Empty means as the cluster does.", **_OPTIONAL)
-    balance_abs_threshold = Whole(help_text="0 means as the cluster does.", **_OPTIONAL)
-    balance_rel_threshold = Number(help_text="0, as the cluster does, or at least 1.", **_OPTIONAL)
-    min_prefix_match = Number(help_text="0 means as the cluster does.", **_OPTIONAL)
+    route_policy = Text(max_length=32, help_text="Empty: cluster default.", **_OPTIONAL)
+    balance_abs_threshold = Whole(help_text="0: cluster default.", **_OPTIONAL)
+    balance_rel_threshold = Number(help_text="0 (cluster default), or at least 1.", **_OPTIONAL)
+    min_prefix_match = Number(help_text="0: cluster default.", **_OPTIONAL)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

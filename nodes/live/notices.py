@@ -122,7 +122,7 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
             hint = "Start `manage.py qcluster`. The page System health shows the schedules."
             notices.append(_notice("no-tasks", "error", text, hint))
     if facts.redis_away:
-        text = "Redis or Valkey is unreachable; pages hear of operations later."
+        text = "Redis or Valkey is unreachable; pages show operations late."
         notices.append(_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
     return notices
 
@@ -130,7 +130,7 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
 def _silence_notices(facts: ClusterFacts) -> list[Notice]:
     if facts.held is None:
         return []
-    hint = "Check the network between this server and the workers. Those that are heard by then stay."
+    hint = "Check the network between this server and the workers. Nodes that are back by then are kept."
     return [_notice("mass-silence", "error", f"{facts.held}.", hint)]
 
 
@@ -151,7 +151,8 @@ def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Not
         count = facts.weak_nodes
         text = "Workers that have only the shared token can register."
         if count:
-            text += f" {count} {'node has' if count == 1 else 'nodes have'} no identity of {'its' if count == 1 else 'their'} own."
+            nodes, own = ("node has", "its") if count == 1 else ("nodes have", "their")
+            text += f" {count} {nodes} no identity of {own} own."
         hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once all stock workers are upgraded."
         notices.append(_notice("shared-token-nodes", "warning", text, hint))
     return notices

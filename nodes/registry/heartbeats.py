@@ -80,9 +80,9 @@ class Beat:
 
 
 class Overtaken(errors.ClusterError):
-    """Somebody else changed the node while the batch was being written."""
+    """The node was changed while the batch was being written."""
 
-    message = "Somebody else changed the node while the batch was being written."
+    message = "The node was changed while the batch was being written."
 
 
 def read(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ _DRAIN_END = [
     column(
         "engines_gone_at",
         TIME,
-        "When its worker said that no engine runs there: it is safe to power off.",
+        "When its worker reported that no engine runs there: it is safe to power off.",
         nullable=True,
     ),
     column("engines_error", TEXT, "Why it cannot be confirmed that its engines have stopped."),
@@ -153,7 +153,7 @@ OVERRIDE = Shape(
 )
 OVERRIDES = Shape(
     "Overrides",
-    "What an admin says instead of the worker.",
+    "An administrator's value instead of the worker's.",
     [
         field("max_replicas_per_model", OVERRIDE.ref, optional=True),
         field("vram_budget", OVERRIDE.ref, optional=True),
@@ -179,15 +179,15 @@ FILE_PORT = Shape(
 
 GPU = Shape(
     "Gpu",
-    "One GPU of a node, as its worker told it last; memory in bytes.",
+    "One GPU of a node, as its worker last reported it; memory in bytes.",
     [
         field("index", count()),
-        field("uuid", TEXT, "Empty if the driver does not say."),
+        field("uuid", TEXT, "Empty if the driver does not report it."),
         field("name", TEXT),
         field("total_vram", BYTES),
         field("free_vram", BYTES),
         field("reserved_vram", BYTES, "Of what is free, what loads will still take."),
-        field("utilization", count(0, maximum=100), "Percent; null if it does not tell.", nullable=True),
+        field("utilization", count(0, maximum=100), "Percent; null if it is not reported.", nullable=True),
         field("temperature", count(), "Degrees Celsius.", optional=True),
         field("power", count(), "Watts.", optional=True),
         field("ecc_errors", count(), "Uncorrected memory errors.", optional=True),
@@ -231,7 +231,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     (EVERYWHERE, column("available_ram", BYTES)),
     (EVERYWHERE, column("total_disk", BYTES)),
     (EVERYWHERE, column("available_disk", BYTES)),
-    ((DETAIL, LIVE), field("gpus", GPU.many, "One by one; empty if its worker does not tell them.")),
+    ((DETAIL, LIVE), field("gpus", GPU.many, "One by one; empty if its worker does not report them.")),
     ((DETAIL,), column("system", SYSTEM.ref)),
     (EVERYWHERE, column("gpu_vendor", TEXT)),
     (EVERYWHERE, column("gpu_compute_capability", TEXT)),
@@ -247,7 +247,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
         column(
             "last_heartbeat",
             TIME,
-            "The year-1 stamp if it was never heard.",
+            "The year-1 stamp before the first heartbeat.",
             source=Coalesce(Time("last_heartbeat"), Value(ZERO_TIME)),
         ),
     ),
@@ -334,9 +334,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ((LIVE,), field("backends", TEXTS, "Names of what is installed.")),
     (
         (LIVE,),
-        column(
-            "inventory_at", TIME, "As of when `backends` is true; null if it was never asked.", nullable=True
-        ),
+        column("inventory_at", TIME, "Time of `backends`; null before the first list.", nullable=True),
     ),
     ((LIVE,), column("inventory_error", TEXT, "Why there is no newer one.")),
     ((LIVE,), column("fingerprint", TEXT, "SHA-256 of the worker's own secret.")),
@@ -381,7 +379,7 @@ def _claim(*kinds: NodeConflict.Mismatch) -> Case:
 
 CONFLICT = Shape(
     "Conflict",
-    "Somebody else claims to be a node.",
+    "A claim to the identity of a node.",
     [
         column("id", UUID),
         column("node_id", UUID),

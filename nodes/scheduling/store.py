@@ -51,7 +51,7 @@ STATE = Shape(
 )
 RULE = Shape(
     "SchedulingRule",
-    "Where and how often a model shall run. What is left out is empty: no selector, or as the cluster does.",
+    "Nodes and replicas of a model. Omitted fields are empty: no selector, or the cluster default.",
     [
         column("id", UUID),
         column("model_name", TEXT),
@@ -154,7 +154,7 @@ def set_pinned(model_name: str, pinned: bool, now: datetime) -> None:
             model_name=model_name
         )
         if row.spread_all and not pinned:
-            raise Conflict("its scheduling rule wants a replica on every matching node; change the rule")
+            raise Conflict("its scheduling rule requires a replica on every matching node; change the rule")
         if row.spread_all or (row.min_replicas > 0) is pinned:
             return
         row.min_replicas = 1 if pinned else 0

@@ -107,9 +107,10 @@ _OVERLAPS = """() => [...document.querySelectorAll("[role=grid] tbody tr")].flat
     const box = element.getBoundingClientRect();
     for (let up = element.parentElement; up.tagName !== "TD"; up = up.parentElement)
       if (getComputedStyle(up).overflowX !== "visible") return false;
+    const { top, bottom } = row.getBoundingClientRect();
     return box.width > 1 && (box.left < cell.left - 1 || box.right > cell.right + 1
-      || box.top < row.getBoundingClientRect().top - 1 || box.bottom > row.getBoundingClientRect().bottom + 1);
-  }).map((element) => `${row.dataset.id}: ${element.closest("td").className}: ${element.textContent}`))"""
+      || box.top < top - 1 || box.bottom > bottom + 1);
+  }).map((element) => `${element.closest("td").className}: ${element.textContent}`))"""
 
 
 def overlaps(page: Page) -> list[str]:

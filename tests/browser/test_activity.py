@@ -102,7 +102,7 @@ def test_a_cancel_reaches_the_worker_and_says_so(
     page.get_by_role("button", name=re.compile("^Cancel: Installing backend calm")).click()
     question = page.get_by_role("alertdialog")
     expect(question).to_contain_text("slow: the worker stops, removes its temporary files")
-    expect(question).to_contain_text("1 node done: what is there stays.")
+    expect(question).to_contain_text("1 node done: they stay as they are.")
     expect(question.get_by_role("button", name="Keep it")).to_be_focused()
     question.get_by_role("button", name="Cancel operation").click()
     expect(question).to_have_count(0)

@@ -150,7 +150,7 @@ def test_a_screen_shows_twenty_five_nodes_and_roomy_rows_on_demand(packed: Scree
     expect(rows.first).to_be_visible()
     page.get_by_role("region", name="All nodes").evaluate("(element) => element.scrollIntoView()")
     expect(rows.nth(24)).to_be_in_viewport(ratio=1)
-    page.get_by_role("button", name="View").click()
+    page.get_by_role("button", name="View", exact=True).click()
     page.get_by_role("menuitemcheckbox", name="One line per row").click()
     page.get_by_role("menuitemcheckbox", name="Version").click()
     page.keyboard.press("Escape")

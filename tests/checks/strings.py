@@ -35,7 +35,8 @@ for (const file of process.argv.slice(1)) {
   const walk = (node) => {
     if (hidden(node)) return;
     if (ts.isJsxText(node)) print(node, node.text);
-    else if (ts.isTemplateExpression(node)) print(node, node.head.text + node.templateSpans.map((span) => "{}" + span.literal.text).join(""));
+    else if (ts.isTemplateExpression(node))
+      print(node, node.head.text + node.templateSpans.map((span) => "{}" + span.literal.text).join(""));
     else if (ts.isStringLiteralLike(node) && /^[A-Z“]|\s/.test(node.text)) print(node, node.text);
     ts.forEachChild(node, walk);
   };

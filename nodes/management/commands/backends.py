@@ -159,7 +159,7 @@ def upgrade(options: Options) -> str:
     if not options["at_once"] and (several or most is not None or confirmed):
         body["waves"] = {} if most is None else {"max_unavailable": most}
     elif confirmed:
-        raise CommandError("--confirm-last is for waves: --at-once asks nothing")
+        raise CommandError("--confirm-last applies to waves only, not to --at-once")
     return _request(options, request, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
 
 
@@ -184,7 +184,7 @@ def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -
         question += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in stopped)}."
     if pending := intents.count_pending_by_backend().get(request.backend.lower()):
         question += f" Operations pending on it: {pending}."
-    if input(f"{printable(question)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+    if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
         raise CommandError("nothing was done")
 
 

@@ -380,7 +380,7 @@ def _confirm_stop(node: BackendNode) -> None:
     replicas = ", ".join(f"{row.model_name}#{row.replica_index}" for row in loaded)
     question = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
     question += " It comes back only if its machine starts it again."
-    if input(f"{printable(question)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+    if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
         raise CommandError("nothing was stopped")
 
 

@@ -222,7 +222,7 @@ def _rule_text(row: Mapping[str, Any]) -> str:
     figures = f"{row['replicas_now']} running, {row['loading']} loading, {row['wanted']} wanted"
     parts = [f"{figures}: {printable(row['says'])}"]
     if row["waits_until"]:
-        parts.append(f"a cooldown goes on until {row['waits_until']}")
+        parts.append(f"cooling down until {row['waits_until']}")
     changes = [["load", load["node"], load["why"]] for load in row["loads"]]
     changes += [["retire", replica["node"], replica["why"]] for replica in row["retires"]]
     if changes:
@@ -237,7 +237,7 @@ def _rule_text(row: Mapping[str, Any]) -> str:
 
 def _comparison_text(stored: ReplayedDecision, recomputed: ReplayedDecision | None) -> str:
     if recomputed is None:
-        return "what this decision saw is not kept any more"
+        return "the snapshot of this decision has been deleted"
     if recomputed == stored:
         return f"the same decision: {stored.outcome}: {printable(stored.reason)}"
     return printable(

@@ -18,7 +18,7 @@ _LIST = ("MODEL", "WANTS", "ON", "WANTED", "THERE", "LOADING", "STATE")
 class Command(VerbCommand):
     """One subcommand per verb."""
 
-    help = "Shows, sets and deletes scheduling rules: where and how often models shall run."
+    help = "Shows, sets and deletes scheduling rules: nodes and replicas of models."
 
     def add_verbs(self, add: AddVerb) -> None:
         add("list", list_rules, "List the rules, and what the last pass made of each.")

@@ -27,7 +27,7 @@ FILTERS = {
     "backend": ("NAME", "of this backend or model"),
     "kind": ("KIND", "such as backend_install or model_load"),
     "outcome": ("OUTCOME", "completed, failed or cancelled"),
-    "actor": ("NAME", "asked for by this user"),
+    "actor": ("NAME", "requested by this user"),
     "from": ("TIME", "ended at this time or later, such as 2026-08-22T09:00:00Z"),
     "to": ("TIME", "ended at this time or earlier"),
     "limit": ("N", "how many; 50 unless given"),
@@ -54,7 +54,7 @@ class Command(VerbCommand):
         _of_one(add("cancel", cancel, "End an operation for good.")).add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
         )
-        tried = _of_one(add("retry", retry, "Ask again for what failed; what still waits is tried at once."))
+        tried = _of_one(add("retry", retry, "Retry what failed; waiting targets are tried at once."))
         tried.add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
         )

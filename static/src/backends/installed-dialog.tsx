@@ -26,7 +26,7 @@ export interface Change {
 const LABEL: Readonly<Record<Verb, string>> = { upgrade: "Upgrade", reinstall: "Reinstall", delete: "Delete" };
 const EFFECT: Readonly<Record<Verb, string>> = {
   upgrade: "It is installed again from the gallery, with the version that is there now.",
-  reinstall: "It is installed again from the gallery, whatever is there.",
+  reinstall: "It is installed again from the gallery and replaces the present version.",
   delete: "Its files are removed from these nodes. The next load that needs it there installs it again.",
 };
 
@@ -154,7 +154,7 @@ function WavesChoice({ inWaves, onChange }: { inWaves: boolean; onChange: (inWav
       <legend>How</legend>
       <label className="row">
         <input type="radio" name={name} checked={inWaves} onChange={() => onChange(true)} />
-        In waves: one node at a time, when its requests have ended. If one fails, the rest waits for you.
+        In waves: one node at a time, after its requests end. After a failure the upgrade waits for you.
       </label>
       <label className="row">
         <input type="radio" name={name} checked={!inWaves} onChange={() => onChange(false)} />

@@ -116,7 +116,7 @@ const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: Ce
         onFocus={() => onActive(node.id)}
       >
         <span className="cap-name">
-          <bdi className="name">{node.name}</bdi>{" "}
+          <bdi className="cap-node">{node.name}</bdi>{" "}
           {verdict !== undefined ? <b className={`cap-verdict ${verdict.tone}`}>{verdict.mark}</b> : !isOpen(node) && <span className="cap-status">{status}</span>}
         </span>{" "}
         {pools.map((pool) => (

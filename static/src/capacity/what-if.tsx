@@ -69,7 +69,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
       <div className="cap-wish">
         <fieldset>
           <legend>To be placed</legend>
-          {field("model", "Model", "A defined one. Its own need and rule count.")}
+          {field("model", "Model", "A defined model. Its own need and rule apply.")}
           <datalist id={list}>
             {data.map(({ id }) => (
               <option key={id} value={id} />
@@ -88,7 +88,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
             </div>
           )}
           {field("replicas", "Replicas", "Empty: one.")}
-          {field("selector", "Only nodes with", "Labels as key=value. Empty: as the model's rule says.")}
+          {field("selector", "Only nodes with", "Labels as key=value. Empty: the model's rule.")}
         </fieldset>
         <fieldset>
           <legend>Current fleet plus</legend>

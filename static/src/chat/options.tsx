@@ -31,7 +31,7 @@ export function ModelField({ model, definitions, loaded, loading, onChange }: Mo
         {chosen !== undefined && <Standing replicas={replicas} loading={loading} />}
       </div>
       <p id={`${id}-said`} className="field-hint">
-        {chosen !== undefined && replicas === 0 && !loading ? "The first question loads it." : ""}
+        {chosen !== undefined && replicas === 0 && !loading ? "The first message loads it." : ""}
       </p>
       {warnings.map((warning) => (
         <p key={warning} className="risk">

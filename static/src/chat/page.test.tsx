@@ -60,7 +60,7 @@ describe("the models to talk to (UI-10.1)", () => {
     await waitFor(() => expect(field.textContent).toContain("smol (2 replicas loaded)"));
     expect(screen.getByText("Its template is not followed.")).toBeTruthy();
     await choose(field, "cold (not loaded)");
-    expect(await screen.findByText("The first question loads it.")).toBeTruthy();
+    expect(await screen.findByText("The first message loads it.")).toBeTruthy();
   });
 
   it("can be named by the address", async () => {
@@ -72,7 +72,7 @@ describe("the models to talk to (UI-10.1)", () => {
   it("promises no load for one that is not defined", async () => {
     open("/app/chat?model=gone");
     expect((await screen.findByRole("combobox", { name: "Model" })).textContent).toContain("gone (not defined)");
-    expect(screen.queryByText("The first question loads it.")).toBeNull();
+    expect(screen.queryByText("The first message loads it.")).toBeNull();
     expect(screen.queryByText("not loaded")).toBeNull();
   });
 });
@@ -232,5 +232,5 @@ it("shows the load of a model that is not there, as the feed tells it (E68, UI-1
   expect(bar.getAttribute("aria-valuenow")).toBe("40");
   expect(answers()[0]?.textContent).toMatch(/to n1.*sending b\.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB\/s, 3 s left/s);
   expect(screen.getByText("loading")).toBeTruthy();
-  expect(screen.queryByText("The first question loads it.")).toBeNull();
+  expect(screen.queryByText("The first message loads it.")).toBeNull();
 });

@@ -149,7 +149,7 @@ function Clear({ conversation, empty }: { conversation: Conversation; empty: boo
   };
   return (
     <>
-      <Button refusal={empty ? "Nothing has been said" : ""} onClick={() => setIsConfirming(true)}>
+      <Button refusal={empty ? "No messages" : ""} onClick={() => setIsConfirming(true)}>
         Clear…
       </Button>
       {isConfirming && (

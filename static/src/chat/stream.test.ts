@@ -47,7 +47,7 @@ describe("a stream (UI-10.3)", () => {
   });
 
   it("that breaks off is no whole answer", async () => {
-    await expect(read([contentEvent("half")])).rejects.toThrow("The connection ended before the answer did.");
+    await expect(read([contentEvent("half")])).rejects.toThrow("The connection ended before the answer was complete.");
     const broken = new ReadableStream<Uint8Array>({ pull: (controller) => controller.error(new TypeError("network error")) });
     await expect(pieces(broken, new Headers()).next()).rejects.toThrow("The connection broke");
   });

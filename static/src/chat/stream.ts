@@ -82,7 +82,7 @@ export async function* pieces(body: ReadableStream<Uint8Array>, headers: Headers
       yield pieceOf(JSON.parse(data) as Chunk, headers);
     }
   }
-  throw new ApiError("The connection ended before the answer did.", 0);
+  throw new ApiError("The connection ended before the answer was complete.", 0);
 }
 
 async function* chunksOf(body: ReadableStream<Uint8Array>): AsyncGenerator<Uint8Array> {

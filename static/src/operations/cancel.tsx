@@ -82,7 +82,7 @@ function Effects({ effect }: { effect: Effect }): ReactNode {
       )}
       {effect.stock.length > 0 && (
         <li>
-          {named(effect.stock)}: a stock LocalAI worker cannot be told to stop. It goes on, and its result is discarded.
+          {named(effect.stock)}: a stock LocalAI worker cannot be stopped. It continues, and its result is discarded.
         </li>
       )}
       {effect.waiting > 0 && <li>{count(effect.waiting, "node")} not begun: nothing is sent there.</li>}
@@ -118,7 +118,7 @@ function CancelQuestion({ operations, first, where, onClose }: QuestionProps): R
       <ul className="effects">
         {cancellable.length === 0 && <li>It has finished or can no longer be cancelled.</li>}
         <Effects effect={effect} />
-        {effect.done > 0 && <li>{count(effect.done, "node")} done: what is there stays.</li>}
+        {effect.done > 0 && <li>{count(effect.done, "node")} done: they stay as they are.</li>}
         <li>Cancelling is final. You can request it again in History.</li>
       </ul>
     </Confirm>

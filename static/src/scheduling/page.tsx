@@ -197,7 +197,7 @@ function State({ rule }: { rule: Rule }): ReactNode {
     <div className="rule-state">
       <span className={`pill ${tone}`}>{word}</span>
       {wait > 0 && <span title={exact(rule.unsatisfiable_until ?? "")}>next try in {formatTimeLeft(wait)}</span>}
-      {rule.unsatisfiable_ticks > 0 && <span className="muted">{count(rule.unsatisfiable_ticks, "pass", "passes")} in a row could not load what is wanted</span>}
+      {rule.unsatisfiable_ticks > 0 && <span className="muted">{count(rule.unsatisfiable_ticks, "pass", "passes")} in a row could not load all wanted replicas</span>}
       {counts(rule) && rule.state !== undefined && (
         <span className="anywhere">
           {rule.state.reason}{" "}

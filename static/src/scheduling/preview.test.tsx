@@ -38,7 +38,7 @@ function open(draft: Partial<Draft>): void {
 
 it("says what a rule would do now: loads where and why, and why it cannot be met (UI-6.9, UW12)", async () => {
   open({ model: "m", min: "3", selector: { tier: "fast" } });
-  const preview = within(await screen.findByRole("region", { name: "What the rule would do now" }));
+  const preview = within(await screen.findByRole("region", { name: "Preview of the rule" }));
   expect((await preview.findByRole("status")).textContent).toBe("1 replica now, 3 wanted.");
   expect(preview.getByRole("list", { name: "Loads" }).textContent).toBe("a: most VRAM free");
   expect(preview.getByText(/It cannot be met now/).textContent).toContain("no node with room for one more");

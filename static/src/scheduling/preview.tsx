@@ -56,8 +56,8 @@ export function Preview({ draft }: { draft: Draft }): ReactNode {
   });
   if (!isValid) return null;
   return (
-    <section className="rule-preview" aria-label="What the rule would do now" aria-busy={isFetching || draft !== paused}>
-      <h3>What it would do now</h3>
+    <section className="rule-preview" aria-label="Preview of the rule" aria-busy={isFetching || draft !== paused}>
+      <h3>Preview</h3>
       <Problem error={error} onRetry={() => void refetch()} />
       {error === null && data !== undefined && <PlanSummary plan={data} />}
       {error === null && data === undefined && <p className="muted">Asking…</p>}

@@ -57,9 +57,11 @@ export function Table<Row extends object>({ name, columns, rows, rowId, rowName,
         </tbody>
       </table>
       {rows.length > limit && (
-        <Button small onClick={() => setLimit(limit + Math.max(first, 100))}>
-          Show {rows.length - limit} more
-        </Button>
+        <div>
+          <Button small onClick={() => setLimit(limit + Math.max(first, 100))}>
+            Show {rows.length - limit} more
+          </Button>
+        </div>
       )}
     </>
   );

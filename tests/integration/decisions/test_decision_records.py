@@ -254,7 +254,7 @@ def test_the_command_line_decides_again() -> None:
     PlacementRecord.objects.update(reason="something else")
     assert run("again", str(row.pk)).startswith("ANOTHER decision: unloading")
     PlacementLog.objects.all().delete()
-    assert run("again", str(row.pk)).startswith("what this decision saw is not kept any more")
+    assert run("again", str(row.pk)).startswith("the snapshot of this decision has been deleted")
     with pytest.raises(CommandError, match="no record of this number"):
         run("again", "0")
     PlacementRecord.objects.all().delete()

@@ -417,16 +417,16 @@ def test_a_delete_asks_first_and_names_nodes_and_replicas(
     NodeModel.objects.update(in_flight=2)
     assert refused("delete", "echo") == "nothing was done"
     stops = "This stops m on a; requests in flight: 2."
-    assert questions == [f"Delete echo from a, b, c. {stops} Go on? [y/N] "]
+    assert questions == [f"Delete echo from a, b, c. {stops} Continue? [y/N] "]
     assert refused("install", "echo", "--force") == "nothing was done"
-    assert questions[1:] == [f"Reinstall echo on a, b, c. {stops} Go on? [y/N] "]
+    assert questions[1:] == [f"Reinstall echo on a, b, c. {stops} Continue? [y/N] "]
     assert not Operation.objects.exists()
     monkeypatch.setattr("builtins.input", lambda question: "y")
     asked("delete", "echo", "--node", "b", "--detach")
     assert latest().node_name == "b"
     monkeypatch.setattr("builtins.input", no)
     refused("delete", "echo", "--node", "a")
-    assert questions[-1] == f"Delete echo from a. {stops} Operations pending on it: 1. Go on? [y/N] "
+    assert questions[-1] == f"Delete echo from a. {stops} Operations pending on it: 1. Continue? [y/N] "
     asked("delete", "echo", "--node", "a", "--yes", "--detach")
     assert latest().kind == "backend_delete"
 

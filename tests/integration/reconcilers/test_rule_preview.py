@@ -114,9 +114,8 @@ def test_a_spread_rule_has_a_load_for_each_node() -> None:
         hot.node(name)
     told = preview(spread_all=True, nodes=[{"count": 1}])
     assert [one["node"] for one in told["loads"]] == ["a", "b", "(new 1)"] or len(told["loads"]) == 3
-    assert {one["why"] for one in told["loads"]} == {
-        "one on each of 3 nodes wanted: starting on (new 1), a, b"
-    }
+    reason = "one on each of 3 nodes wanted: starting on (new 1), a, b"
+    assert {one["why"] for one in told["loads"]} == {reason}
     assert told["wanted"] == 3
 
 

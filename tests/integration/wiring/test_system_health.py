@@ -103,7 +103,7 @@ def test_a_task_that_nobody_takes_is_an_error_and_a_notice() -> None:
     assert parts()["tasks"][0] == "ok"
     assert watch.read_snapshot().tasks_wait_since is None
     OrmQ.objects.create(key="cluster", payload="x", lock=now - timedelta(seconds=60))
-    assert parts()["tasks"] == ("error", "no process takes them")
+    assert parts()["tasks"] == ("error", "no process runs them")
     assert watch.read_snapshot().tasks_wait_since == now - timedelta(seconds=60)
 
 

@@ -81,7 +81,7 @@ def test_all_is_well_and_nothing_asks_for_anything() -> None:
             "9 healthy; 6 of 9 nodes fell silent at once; kept until 10:05 UTC",
             ago(20),
         ),
-        ("tasks", {"tasks_wait_since": ago(31)}, "error", "no process takes them", ago(31)),
+        ("tasks", {"tasks_wait_since": ago(31)}, "error", "no process runs them", ago(31)),
         ("tasks", {"tasks_wait_since": ago(5)}, "ok", "Running", ago(3)),
         ("tasks", {"tasks_ended_at": None}, "ok", "none has run yet", None),
         (

@@ -126,7 +126,7 @@ function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => 
         <Remaining token={token} number={joined.length} revoked={revoked} />
         {open && <Revoke token={token} onRevoked={() => setRevoked(true)} />}
         <Button small onClick={onAnother}>
-          Make another line
+          Generate another command
         </Button>
       </div>
       {open && (

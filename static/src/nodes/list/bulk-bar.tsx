@@ -84,5 +84,5 @@ function ViewMenu({ filter, onFilter }: Pick<BulkBarProps, "filter" | "onFilter"
     const on = filter.columns.includes(key);
     return item(title, on, { columns: COLUMNS.flatMap((column) => ((column.key === key ? !on : filter.columns.includes(column.key)) ? [column.key] : [])) });
   });
-  return <Menu name="View" trigger={<Button small>View ▾</Button>} items={[item("One line per row", filter.dense, { dense: !filter.dense }), ...columns]} />;
+  return <Menu name="View" trigger={<Button small>View <span aria-hidden="true">▾</span></Button>} items={[item("One line per row", filter.dense, { dense: !filter.dense }), ...columns]} />;
 }

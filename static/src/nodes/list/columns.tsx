@@ -198,27 +198,27 @@ const CLAIMED = 1;
 const agentWords = (node: LiveNode, words: string) => (node.node_type === "agent" ? "agents do not run models" : words);
 
 export const COLUMNS: readonly Column<LiveNode>[] = [
-  { key: "name", title: "Name", width: [9, 1.5], value: (node) => node.name, cell: (node) => <Name node={node} /> },
+  { key: "name", title: "Name", width: [9, 1.4], value: (node) => node.name, cell: (node) => <Name node={node} /> },
   {
-    key: "state", title: "State", by: "needs attention first", width: [8.5, 1.2], cell: (node) => <State node={node} />,
+    key: "state", title: "State", by: "needs attention first", width: [8.5, 1.8], cell: (node) => <State node={node} />,
     value: (node) => (node.open_conflicts > 0 ? Math.min(CLAIMED, SEVERITY[node.status]) : SEVERITY[shownStatus(node)]),
   },
   { key: "gpu", title: "GPU", width: [7, 1], leaveOut: 3, value: (node) => gpuWords(node) || null, cell: (node) => <Gpu node={node} /> },
   { key: "busy", title: "Busy", by: "GPU use", width: [4, 0.3], largestFirst: true, leaveOut: 2, value: gpuBusy, cell: (node) => <Busy node={node} /> },
   {
-    key: "vram", title: "VRAM", by: "free VRAM", width: [7, 0.6], largestFirst: true, value: (node) => (node.total_vram > 0 ? node.available_vram : null),
+    key: "vram", title: "VRAM", by: "free VRAM", width: [7.5, 0.4], largestFirst: true, value: (node) => (node.total_vram > 0 ? node.available_vram : null),
     cell: (node) => <Use node={node} name="VRAM" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} why={agentWords(node, "no GPU memory")} />,
   },
   {
-    key: "ram", title: "RAM", by: "free RAM", width: [7, 0.6], largestFirst: true, leaveOut: 4, value: (node) => (node.total_ram > 0 ? node.available_ram : null),
+    key: "ram", title: "RAM", by: "free RAM", width: [7.5, 0.4], largestFirst: true, leaveOut: 4, value: (node) => (node.total_ram > 0 ? node.available_ram : null),
     cell: (node) => <Use node={node} name="RAM" used={usedRam(node)} total={node.total_ram} why="RAM unknown" />,
   },
   {
-    key: "disk", title: "Disk", by: "free disk", width: [7, 0.6], largestFirst: true, leaveOut: 5, value: (node) => (node.total_disk > 0 ? node.available_disk : null),
+    key: "disk", title: "Disk", by: "free disk", width: [7.5, 0.4], largestFirst: true, leaveOut: 5, value: (node) => (node.total_disk > 0 ? node.available_disk : null),
     cell: (node) => <Use node={node} name="Disk" used={node.total_disk - node.available_disk} total={node.total_disk} why="disk unknown" />,
   },
   {
-    key: "models", title: "Models", by: "loaded models", width: [7.5, 1.3], largestFirst: true, leaveOut: 1, cell: (node) => <Models node={node} />,
+    key: "models", title: "Models", by: "loaded models", width: [7.5, 1.5], largestFirst: true, leaveOut: 1, cell: (node) => <Models node={node} />,
     value: (node) => (node.node_type === "agent" ? null : node.model_count + node.in_flight_count / 1e6),
   },
   {

@@ -110,7 +110,7 @@ function reachable(node: LiveNode): Check {
   }
   const odd = isAddress(host) && node.source_address !== "" && host !== node.source_address;
   const note = odd ? ` It advertises ${host}, but calls from ${node.source_address}.` : "";
-  return { ...base, state: "waiting", advice: `Is tried when the first model is loaded there.${note}` };
+  return { ...base, state: "waiting", advice: `Checked when the first model is loaded there.${note}` };
 }
 
 /** True if only the machine itself can reach it. */

@@ -181,10 +181,10 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
       <div className="row wrap log-tools">
         <Filters place={place} onPlace={onPlace} />
         <PauseButton paused={paused} lines={state.lines} onPress={pause} />
-        <Button refusal={shown.length === 0 ? "There is nothing to download." : ""} onClick={() => download(fileName(node, place.of, new Date()), asText(shown))}>
+        <Button refusal={shown.length === 0 ? "No lines to download" : ""} onClick={() => download(fileName(node, place.of, new Date()), asText(shown))}>
           Download
         </Button>
-        <Button refusal={state.lines.length === 0 ? "There is nothing to clear." : ""} onClick={clear}>
+        <Button refusal={state.lines.length === 0 ? "No messages to clear" : ""} onClick={clear}>
           Clear
         </Button>
         <Box label="Follow" on={isFollowing} onChange={setFollows} />

@@ -36,7 +36,7 @@ export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
     instead: "",
   },
   weak: {
-    happened: "A worker with a secret of its own claims this node, which is known by the shared token only. Accept it if you upgraded the worker.",
+    happened: "A worker with its own secret claims this node, which has only the shared token. Accept it if you upgraded the worker.",
     accept: ACCEPT_CONSEQUENCES.weak,
     refuse: STAYS,
     instead: "",
