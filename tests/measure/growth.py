@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +23,7 @@ SIZES = (100, 1000, 5000)
 TURNS = 3
 REPLICAS, LABELS, BACKENDS = 3, ("tier", "zone", "node.replica-slots"), ("llama-cpp", "whisper", "minilm")
 GPU = 24 * 2**30
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 AGO = timedelta(minutes=3)
 """Age of every sign of life of a replica: all are due for a check."""
 
@@ -101,7 +102,7 @@ class Works:
         yield "liveness pass", tasks.liveness
         yield "state pass", tasks.state_pass
         yield "placement decision with its record, a tenth has beaten", self.decide
-        yield "figures: a sample of all nodes", tasks.sample_figures
+        yield "figures: a sample of all nodes", self.sample
         yield "operation on all nodes: the request", self.request_installs
         yield "operation on all nodes: claimed by a controller", self.claim_installs
         yield "operation on all nodes: outcomes recorded", self.end_installs
@@ -118,6 +119,13 @@ class Works:
         headers = {"Authorization": f"Bearer {self.key}"}
         answer = Client(SERVER_NAME="127.0.0.1", headers=headers).get("/api/nodes")
         assert answer.status_code == 200, answer.content
+
+    def sample(self) -> None:
+        """Store a sample of all nodes, at a time that is far from a new partition."""
+        from nodes.figures import store
+
+        now = NOON + timedelta(seconds=10 * self.turn)
+        store.store_samples(heard_since=NOON - timedelta(days=999), now=now)
 
     def look(self) -> None:
         """Read the rows for all pages, find what has changed, and write the message."""

@@ -78,7 +78,7 @@ function options(width: number, labels: readonly string[], { top, current, onHov
     padding: [8, 8, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: true, y: false, setScale: false } },
-    scales: { x: { time: true }, y: { range: (_, __, max) => [0, top ?? Math.max(max, 0) * 1.05 || 1] } },
+    scales: { x: { time: true }, y: { range: (_, __, max) => [0, top ?? (Math.max(max, 0) * 1.05 || 1)] } },
     axes: [
       { ...axis, values: (_, splits, __, ___, every) => splits.map((at) => timeLabel(at, every)) },
       { ...axis, size: 72, values: (_, splits) => splits.map((value) => current().format(value)) },
