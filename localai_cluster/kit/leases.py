@@ -56,49 +56,53 @@ def update_rows(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
     """
     if not rows:
         return
-    meta, quote = rows[0]._meta, connection.ops.quote_name
-    fields = [field for field in meta.concrete_fields if field.primary_key or field.name in columns]
-    names = [quote(field.column or field.name) for field in fields]
-    arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
-    changes = ", ".join(f"{name} = v.{name}" for name in names)
-    values = [
-        [field.get_db_prep_save(getattr(row, field.attname), connection) for row in rows] for field in fields
-    ]
+    meta = rows[0]._meta
+    chosen = [field for field in meta.concrete_fields if field.primary_key or field.name in columns]
+    values, source, parameters = _joined_values(rows, chosen)
+    changes = ", ".join(f"{name} = {value}" for name, value in values.items() if name != '"id"')
     with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {quote(meta.db_table)} AS t SET {changes}"
-            f" FROM unnest({arrays}) AS v ({', '.join(names)}) WHERE t.id = v.id",
-            values,
-        )
+        cursor.execute(f'UPDATE "{meta.db_table}" AS t SET {changes} FROM {source} WHERE t.id = v.id', parameters)
 
 
 def insert_rows(rows: Sequence[models.Model]) -> None:
-    """Insert the rows by one INSERT that sends a value once if all rows have it. Generated keys are not set.
+    """Insert the rows by one INSERT that joins arrays of values. Generated keys are not set.
 
     Django's `bulk_create` sends every column of every row: most of the time of a request for many nodes.
     """
     if not rows:
         return
-    meta, database = rows[0]._meta, connections[connection.alias]
-    quote = database.ops.quote_name
+    meta = rows[0]._meta
     fields = [f for f in meta.concrete_fields if not (f.generated or isinstance(f, models.AutoField))]
-    values = {field: [getattr(row, field.attname) for row in rows] for field in fields}
-    shared = {field for field in fields if values[field].count(values[field][0]) == len(rows)}
-    varying = [field for field in fields if field not in shared]
-    prepared = {field: [field.get_db_prep_save(v, database) for v in values[field]] for field in varying}
-    constants = {field: field.get_db_prep_save(values[field][0], database) for field in shared}
-    columns = {field: quote(field.column or field.name) for field in fields}
-    # Without its length: a cast to varchar(n) would cut a text that is too long, instead of refusing it.
-    types = {field: str(field.db_type(database)).partition("(")[0] for field in fields}
-    chosen = [f"%s::{types[f]}" if f in shared else f"v.{columns[f]}" for f in fields]
-    arrays = ["%s::int[]", *(f"%s::{types[field]}[]" for field in varying)]
-    names = ", ".join(["number", *(columns[field] for field in varying)])
-    with database.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {quote(meta.db_table)} ({', '.join(columns.values())}) SELECT {', '.join(chosen)}"
-            f" FROM unnest({', '.join(arrays)}) AS v ({names})",
-            [*(constants[f] for f in fields if f in shared), list(range(len(rows))), *prepared.values()],
-        )
+    values, source, parameters = _joined_values(rows, fields)
+    names, chosen = ", ".join(values), ", ".join(values.values())
+    with connection.cursor() as cursor:
+        cursor.execute(f'INSERT INTO "{meta.db_table}" ({names}) SELECT {chosen} FROM {source}', parameters)
+
+
+def _joined_values(
+    rows: Sequence[models.Model], fields: Sequence[Any]
+) -> tuple[dict[str, str], str, list[object]]:
+    """Return the SQL of each column's value, the source `v` that it selects from, and the parameters of both.
+
+    A value that all rows have is sent once.
+    """
+    database = connections[connection.alias]  # each value would look it up again
+    constants, arrays, columns = list[object](), list[object]([list(range(len(rows)))]), dict[str, str]()
+    types, varying = ["%s::int[]"], ["number"]
+    for field in fields:
+        # Without its length: a cast to varchar(n) would cut a text that is too long, instead of refusing it.
+        kind = str(field.db_type(database)).partition("(")[0]
+        name = database.ops.quote_name(field.column)
+        values = [getattr(row, field.attname) for row in rows]
+        if not field.primary_key and values.count(values[0]) == len(rows):
+            constants.append(field.get_db_prep_save(values[0], database))
+            columns[name] = f"%s::{kind}"
+            continue
+        arrays.append([field.get_db_prep_save(value, database) for value in values])
+        types.append(f"%s::{kind}[]")
+        varying.append(name)
+        columns[name] = f"v.{name}"
+    return columns, f"unnest({', '.join(types)}) AS v ({', '.join(varying)})", constants + arrays
 
 
 def among(ids: Iterable[UUID]) -> RawSQL:

@@ -158,7 +158,7 @@ class NodesView(NodeView):
         """All nodes by name, or those that match the parameters."""
         node_query = listing.wanted_nodes(request.query_params)
         is_whole = node_query.page.whole and not node_query.filtered
-        rows = node_rows.list_rows(node_query.nodes[node_query.page.part], whole=is_whole)
+        rows = node_rows.list_json(node_query.nodes[node_query.page.part], whole=is_whole)
         total = len(rows) if node_query.page.whole else node_query.nodes.count()
         return Response(rows, headers=node_query.page.headers(request, total))
 

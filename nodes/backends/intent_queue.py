@@ -203,7 +203,7 @@ COMMANDS: dict[str, Command] = {
     PendingBackendOp.Op.DELETE: node_commands.DELETE,
 }
 SLOTS = 2048
-MOST_OUTCOMES = 256
+MOST_OUTCOMES = 1024
 """Outcomes that are written in one transaction, which bounds its locks and its memory."""
 UNKNOWN_AFTER = timedelta(hours=2)
 """O50: how long a worker may run a command without a reply before its outcome counts as unknown."""

@@ -93,6 +93,8 @@ PER_NODE = 4
 _PUT_BACK = [
     *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
+_NODE_COLUMNS = ["id", "name", "instance", "source_address", "fingerprint", "weak_identity", "inventory_due_at"]
+"""Columns of a node that sending a command reads: a node has seventy."""
 _NO_LIMITS: Mapping[str, float] = {}
 _LOOKED_AT = 64
 """Number of due intents that a claim reads, in addition to four for each intent of its limit.
@@ -260,7 +262,7 @@ def _start_change(row: PendingBackendOp, time_limits: Mapping[str, float]) -> ta
 
 
 def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
-    nodes = BackendNode.objects.in_bulk({row.node_id for row in rows})
+    nodes = BackendNode.objects.only(*_NODE_COLUMNS).in_bulk({row.node_id for row in rows})
     listed = NodeBackend.objects.filter(node_id__in=nodes, name__in={row.backend for row in rows})
     listed_builds = {
         (node_id, name): ListedBuild(version, digest)

@@ -9,8 +9,10 @@ from uuid import UUID
 
 import orjson
 from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextField, Value, When
+from django.db.models.expressions import RawSQL
 
 from localai_cluster import __version__
+from localai_cluster.kit.leases import among
 from localai_cluster.web.shapes import TEXT, Row, Shape, Time, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
@@ -29,11 +31,51 @@ class LabelsOf(Aggregate):
     output_field = TextField()
 
 
-def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = shape.NODE) -> list[Row]:
-    """Return the list elements of these nodes, in their order; `whole`: no node is left out."""
+_VERSION = RawSQL("backend_nodes.xmin::text || backend_nodes.ctid::text", (), TextField())
+"""The transaction that wrote the row, and its place: every write changes them."""
+_MOST_CACHED = 20_000
+_cached: dict[str, tuple[str, bytes]] = {}
+"""The version of a node's row and its list element as JSON, without the last brace, by id: a kilobyte each."""
+
+
+def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragment]:
+    """Return the list elements of these nodes, in their order; `whole`: no node is left out.
+
+    Only nodes that were written since the last list are read; labels and counts always are.
+    """
+    versions = dict(nodes.values_list(text("id"), _VERSION))
+    current = {id: row for id in versions if (row := _cached.get(id)) and row[0] == versions[id]}
+    if len(current) < len(versions):
+        changed = BackendNode.objects.filter(pk__in=among(map(UUID, versions.keys() - current.keys())))
+        for *values, version in changed.values_list(*shape.NODE.columns.values(), _VERSION):
+            row = shape.NODE.row(values)
+            row |= {"version_skew": difference} if (difference := version_skew_of(row)) else {}
+            current[row["id"]] = version, orjson.dumps(row)[:-1]
+        if len(_cached) > _MOST_CACHED:
+            _cached.clear()
+        _cached.update(current)
+    ids = None if whole else list(versions)
+    counts, labels, conflicts = _counts(ids), _labels(ids), _open_conflicts(ids)
+    return [
+        orjson.Fragment(
+            b'%b,"model_count":%d,"in_flight_count":%d%b%b}'
+            % (
+                current[id][1],
+                *counts.get(id, (0, 0)),
+                b',"labels":' + labels[id].encode() if id in labels else b"",
+                b',"open_conflicts":%d' % conflicts[id] if id in conflicts else b"",
+            )
+        )
+        for id in versions
+        if id in current  # it may have been removed meanwhile
+    ]
+
+
+def list_rows(nodes: BackendNodeQuerySet, *, of: Shape = shape.NODE) -> list[Row]:
+    """Return the list elements of these nodes, in their order."""
     rows = of.rows(nodes)
-    among = None if whole else [row["id"] for row in rows]
-    counts, labels, conflicts = _counts(among), _labels(among), _open_conflicts(among)
+    ids = [row["id"] for row in rows]
+    counts, labels, conflicts = _counts(ids), _labels(ids), _open_conflicts(ids)
     for row in rows:
         node = row["id"]
         row["model_count"], row["in_flight_count"] = counts.get(node, (0, 0))
@@ -52,23 +94,23 @@ def version_skew_of(row: Row) -> str:
     return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
-def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
-    rows = rows if among is None else rows.filter(node_id__in=among)
+def _of(rows: QuerySet[Any], ids: Collection[str] | None) -> QuerySet[Any]:
+    rows = rows if ids is None else rows.filter(node_id__in=ids)
     return rows.order_by().values("node_id").values_list(text("node_id"))
 
 
-def _counts(among: Collection[str] | None) -> dict[str, tuple[int, int]]:
-    rows = _of(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), among)
+def _counts(ids: Collection[str] | None) -> dict[str, tuple[int, int]]:
+    rows = _of(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), ids)
     counted = rows.annotate(loaded=Count("pk", filter=Q(state="loaded")), running=Sum("in_flight"))
     return {node: (loaded, running) for node, loaded, running in counted}
 
 
-def _labels(among: Collection[str] | None) -> dict[str, str]:
-    return dict(_of(NodeLabel.objects.all(), among).annotate(labels=LabelsOf(F("key"), F("value"))))
+def _labels(ids: Collection[str] | None) -> dict[str, str]:
+    return dict(_of(NodeLabel.objects.all(), ids).annotate(labels=LabelsOf(F("key"), F("value"))))
 
 
-def _open_conflicts(among: Collection[str] | None) -> dict[str, int]:
-    return dict(_of(NodeConflict.objects.filter(state="open"), among).annotate(claims=Count("pk")))
+def _open_conflicts(ids: Collection[str] | None) -> dict[str, int]:
+    return dict(_of(NodeConflict.objects.filter(state="open"), ids).annotate(claims=Count("pk")))
 
 
 def detail_row(node_id: UUID) -> Row | None:
