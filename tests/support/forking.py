@@ -1,8 +1,8 @@
 """Forks processes of a cluster from one that has imported the product.
 
-A start by `exec` spends one to two seconds of the processor on imports. The standard library's fork server, of
-which each process of the test run has one, imports once; a fork then reads its own arguments and environment.
-Tests of the start itself, of `make run` and of the deployments start their processes by `exec`.
+A start by `exec` spends one to two seconds of the processor on imports. The standard library's fork server,
+one for each process of the test run, imports once; a fork then reads its own arguments and environment. Tests
+of the start itself, of `make run` and of the deployments start their processes by `exec`.
 """
 
 import atexit
@@ -39,9 +39,7 @@ class Fork(subprocess.Popen[bytes]):
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> None:
         self._child_created = False  # so that `Popen.__del__` has nothing to do
         self.args, self.returncode = argv, None
-        self._process = _CONTEXT.Process(
-            target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True
-        )
+        self._process = _CONTEXT.Process(target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True)
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
