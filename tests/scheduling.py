@@ -1,8 +1,8 @@
 """Which tests run in one process of xdist, and in which order.
 
-A file's tests stay together, except in the longest file, whose tests share nothing. The files of the pages form
-four groups, each with one browser and one cluster. They come first, because they take longest. Other files that
-share a cluster are one group.
+A file's tests stay together, except in the longest file, whose tests share nothing. The files of the pages
+form four groups, each with one browser and one cluster. They come first, because they take longest. Other
+files that share a cluster are one group.
 """
 
 from collections import OrderedDict
