@@ -1,7 +1,7 @@
 """Which tests run in one process of xdist, and in which order.
 
-A file's tests stay together. The files of the pages form two groups, each with one browser; those of the
-first share one cluster, those of the second have their own. They come first, because they take longest. Other
+A file's tests stay together, except in the longest file, whose tests share nothing. The files of the pages
+form four groups, each with one browser and one cluster. They come first, because they take longest. Other
 files that share a cluster are one group.
 """
 
@@ -11,15 +11,21 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 BROWSER = "tests/browser/"
-OWN_CLUSTER = frozenset(f"{BROWSER}test_{name}.py" for name in ("accessibility", "activity", "crowd"))
-"""Files that need no real worker: they look at the cluster of five hundred nodes, or at simulated workers."""
+BROWSER_GROUPS = {
+    "own-cluster": ("activity",),
+    "crowd": ("accessibility", "crowd"),
+    "first-fleet": ("around", "installed", "logs", "node", "resilience", "shell"),
+}
+"""Files by the cluster that they look at; all others look at the second fleet."""
+GROUP_OF = {f"{BROWSER}test_{name}.py": group for group, names in BROWSER_GROUPS.items() for name in names}
 SHARED = "tests/acceptance/shared"
 LEAVES_AS_FOUND = frozenset(
-    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics", "route_matrix")
+    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics")
 )
 """Files that share one cluster of several processes, which ends with the last of them."""
+HISTORIES = "tests/integration/replicas/test_replica_histories.py"
 LONGEST = (
-    "integration/replicas/test_replica_histories",
+    "acceptance/test_route_matrix",
     "acceptance/test_make_run",
     "acceptance/test_faults",
     "acceptance/test_kills",
@@ -80,9 +86,9 @@ def shared_by(node_id: str) -> str:
     file = node_id.partition("::")[0]
     if file in LEAVES_AS_FOUND:
         return SHARED
-    if not file.startswith(BROWSER):
-        return file
-    return f"{BROWSER}own-cluster" if file in OWN_CLUSTER else f"{BROWSER}fleet"
+    if file == HISTORIES:
+        return node_id.partition("[")[0]
+    return BROWSER + GROUP_OF.get(file, "second-fleet") if file.startswith(BROWSER) else file
 
 
 class Scheduling(LoadScopeScheduling):
@@ -93,7 +99,7 @@ class Scheduling(LoadScopeScheduling):
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         waiting: OrderedDict[str, dict[str, bool]] = self.workqueue
-        first = [name for name in waiting if name.startswith(BROWSER)]
+        first = [name for name in waiting if name.startswith((BROWSER, HISTORIES))]
         first += [SHARED, *(f"tests/{name}.py" for name in LONGEST)]
         for group in reversed(first):
             if group in waiting:

@@ -1,8 +1,8 @@
 """Forks processes of a cluster from one that has imported the product.
 
-A start by `exec` spends one to two seconds of the processor on imports. The standard library's fork server, of
-which each process of the test run has one, imports once; a fork then reads its own arguments and environment.
-Tests of the start itself, of `make run` and of the deployments start their processes by `exec`.
+A start by `exec` spends one to two seconds of the processor on imports. The standard library's fork server,
+one for each process of the test run, imports once; a fork then reads its own arguments and environment. Tests
+of the start itself, of `make run` and of the deployments start their processes by `exec`.
 """
 
 import atexit
@@ -37,6 +37,7 @@ class Fork(subprocess.Popen[bytes]):
     """A forked process, the leader of a session of its own; `Popen` sends its signals."""
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> None:
+        log.touch()
         self._child_created = False  # so that `Popen.__del__` has nothing to do
         self.args, self.returncode = argv, None
         self._process = _CONTEXT.Process(target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True)
@@ -67,7 +68,7 @@ def _become(argv: tuple[str, ...], env: Mapping[str, str], cwd: Path, log: Path)
     """Run the command in this fork; its exit code is that of the process."""
     gc.freeze()
     os.setsid()
-    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    target = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(target, number)
     os.chdir(cwd)

@@ -13,7 +13,7 @@ from operations.models import ACTIVE, Operation, OperationTarget
 from operations.targets import ENDED
 from tests.support.replica_histories import World
 from tests.support.replica_jobs import GB, MEMORY, Cluster
-from tests.support.replica_log import ALLOWED, Row, take_changes
+from tests.support.replica_log import ALLOWED, Row, read_state, take_changes
 
 WAITING = (Phase.DRAINING, Phase.TERMINATING)
 LONGEST_GRACE = 60
@@ -33,6 +33,9 @@ class Invariants:
         self.last: dict[UUID, NodeModel] = {}
         self.published: set[UUID] = set()
         """Loads that have published their replica."""
+        self.state: tuple[str, ...] = ()
+        self.rows: dict[UUID, NodeModel] = {}
+        self.nodes: list[BackendNode] = []
         take_changes()
 
     def check(self, *, is_committing: bool, was_blocked: bool) -> None:
@@ -41,14 +44,18 @@ class Invariants:
         `is_committing`: a process stands between a commit and what follows it. `was_blocked`: a second one
         went on in this step, because it held a lock.
         """
-        rows = {row.pk: row for row in NodeModel.engines.all()}
-        self._changes_follow_the_table(rows, was_blocked)
+        if is_changed := (state := read_state()) != self.state:
+            self.state, self.nodes = state, list(BackendNode.objects.all())
+            self.rows = {row.pk: row for row in NodeModel.engines.all()}
+        rows = self.rows
+        if is_changed:
+            self._changes_follow_the_table(rows, was_blocked)
+            self._rows_have_owners(rows)
+            self._free_memory_is_exact(rows)
         self._engines_have_rows(rows)
-        self._rows_have_owners(rows)
         self._requests_are_counted(rows)
         self._learn_reserved(rows)
         self._engines_fit(rows)
-        self._free_memory_is_exact(rows)
         if not is_committing:
             self._memory_is_reserved()
 
@@ -176,17 +183,19 @@ class Invariants:
     def _free_memory_is_exact(self, rows: dict[UUID, NodeModel]) -> None:
         """What counts as free on a node follows from its reading and from the rows of its engines."""
         reservations = reserved_memory.by_node(NodeModel.engines.all())
-        for node in BackendNode.objects.all():
+        for node in self.nodes:
             free = fleet_cache.effectively_free(vars(node), reservations.get(node.pk, ()))
             expected = _free_bytes(node, [row for row in rows.values() if row.node_id == node.pk])
             assert free == expected, f"{node.name} counts {free} bytes as free, by its rows {expected}"
 
     def _memory_is_reserved(self) -> None:
         """A node's column is the sum over the loads that have added to it since its last reading."""
-        nodes = BackendNode.objects.filter(status="healthy").exclude(pk__in=self.unsure).order_by()
-        for pk, name, reserved in nodes.values_list("pk", "name", "reserved_vram"):
-            amount = sum(self.reserved.get(pk, {}).values())
-            assert reserved == amount, f"{name} has {reserved} reserved, its loads {amount}"
+        for node in self.nodes:
+            if node.status == "healthy" and node.pk not in self.unsure:
+                amount = sum(self.reserved.get(node.pk, {}).values())
+                assert node.reserved_vram == amount, (
+                    f"{node.name} has {node.reserved_vram} reserved, its loads {amount}"
+                )
 
     def _learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
         """See which loads have begun and which have ended without a replica."""

@@ -31,6 +31,10 @@ CREATE TRIGGER log_replica AFTER INSERT OR DELETE OR UPDATE OF phase, deadline O
     FOR EACH ROW EXECUTE FUNCTION observed.log_replica();
 """
 _DROP = "DROP SCHEMA IF EXISTS observed CASCADE"
+_STATE = """
+SELECT (SELECT max(n) FROM observed.replica_log), (SELECT json_agg(r ORDER BY id)::text FROM node_models r),
+    (SELECT json_agg(r ORDER BY id)::text FROM backend_nodes r)
+"""
 _TAKE = """
 WITH taken AS (DELETE FROM observed.replica_log RETURNING n, before, after)
 SELECT before, after FROM taken ORDER BY n
@@ -84,6 +88,13 @@ def replica_log() -> Iterator[None]:
     finally:
         with connection.cursor() as cursor:
             cursor.execute(_DROP)
+
+
+def read_state() -> tuple[str, ...]:
+    """Return the rows of nodes and replicas as text, and the last change that was not taken."""
+    with connection.cursor() as cursor:
+        cursor.execute(_STATE)
+        return tuple(map(str, cursor.fetchone()))
 
 
 def take_changes() -> list[tuple[Row | None, Row | None]]:

@@ -12,22 +12,17 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit.errors import ClusterError
+from nodes.decisions import snapshot_log
 from nodes.models import (
     BackendNode,
-    ModelLoadInfo,
-    NodeConflict,
-    NodeEvent,
     NodeModel,
     PendingBackendOp,
-    PlacementRecord,
-    ReplicaUse,
-    WebProcess,
 )
-from operations.models import Operation, OperationTarget
+from operations.models import Operation
+from tests.support.postgres import cleaner
 from tests.support.replica_histories import SKEWS, Actor, Worker, World, played, wait
 from tests.support.replica_invariants import Invariants
 from tests.support.replica_jobs import LEASE, Cluster
-from tests.support.replicas import forget_nodes
 
 STEPS = 50
 PRESENT = 3
@@ -86,7 +81,8 @@ class History:
         self.was_blocked = False
         for actor in everybody:
             actor.skew = timedelta()
-        _forget_everything()
+        cleaner.run()
+        snapshot_log.start_new_base()  # its rows are gone
         self.invariants = Invariants(self.world, self.cluster)
 
     def play(self, numbers: Sequence[int]) -> None:
@@ -397,16 +393,6 @@ class History:
         serving = {(row.node_id, str(row), row.address) for row in rows}
         running = {(worker.id, *each) for worker in self.world.workers.values() for each in worker.running()}
         return left + [f"{one}: no engine or no row" for one in serving ^ running]
-
-
-def _forget_everything() -> None:
-    PendingBackendOp.objects.all().delete()
-    forget_nodes()
-    for model in (
-        *(ReplicaUse, WebProcess, OperationTarget, Operation, NodeConflict, NodeEvent),
-        *(PlacementRecord, ModelLoadInfo),
-    ):
-        model.objects.all().delete()
 
 
 def numbers_of(seed: int) -> list[int]:

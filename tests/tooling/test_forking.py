@@ -15,7 +15,8 @@ _SETTINGS = """
 import sys
 from django.conf import settings
 from django.db import connection
-print(settings.CLUSTER.operation_lease, settings.CLUSTER.models_path, settings.DATABASES, connection.settings_dict, settings.IS_WEB, sys.argv[:2])
+print(settings.CLUSTER.operation_lease, settings.CLUSTER.models_path, settings.IS_WEB, sys.argv[:2])
+print(settings.DATABASES, connection.settings_dict)
 """
 _ENVIRONMENT = {
     "PATH": os.environ["PATH"],
