@@ -171,11 +171,11 @@ def refuse_hardware_build(command: BackendRequest) -> None:
         )
 
 
-class _Flat(APIView):
+class _CommandView(APIView):
     envelope = "flat"
 
 
-class _Everywhere(_Flat):
+class _Everywhere(_CommandView):
     """A command on a backend that is named in the path."""
 
     kind: str
@@ -213,7 +213,7 @@ class InstallEverywhereView(_Everywhere):
         return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
 
-class InstallExternalView(_Flat):
+class InstallExternalView(_CommandView):
     """`/api/backends/install-external`."""
 
     @describe_command("install_external", "Install a backend from an address", ExternalSerializer)
@@ -311,7 +311,7 @@ class BackendChangesSerializer(NullIsAbsent):
         return attrs
 
 
-class ChangesView(_Flat):
+class ChangesView(_CommandView):
     """`/api/backends/changes`."""
 
     @describe_command(
@@ -392,7 +392,7 @@ def _scheduled(request: Request, command: BackendRequest) -> Response:
     )
 
 
-class ApplyView(_Flat):
+class ApplyView(_CommandView):
     """`/backends/apply`."""
 
     @describe_command(
@@ -410,7 +410,7 @@ class ApplyView(_Flat):
         )
 
 
-class PlainUpgradeView(_Flat):
+class PlainUpgradeView(_CommandView):
     """`/backends/upgrade/:name`."""
 
     @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
@@ -419,7 +419,7 @@ class PlainUpgradeView(_Flat):
         return _scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
 
 
-class PlainDeleteView(_Flat):
+class PlainDeleteView(_CommandView):
     """`/backends/delete/:name`."""
 
     @describe_command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
@@ -428,7 +428,7 @@ class PlainDeleteView(_Flat):
         return _scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
 
 
-class DeleteAndWaitView(_Flat):
+class DeleteAndWaitView(_CommandView):
     """`/api/backends/system/delete/:name`."""
 
     @extend_schema(
@@ -477,7 +477,7 @@ class ChoiceSerializer(NullIsAbsent):
     last_replicas = last_replicas_field()
 
 
-class WavesView(_Flat):
+class WavesView(_CommandView):
     """`/api/operations/:jobID/waves`."""
 
     @describe_verb("waves", "Continue or stop an upgrade in waves", ChoiceSerializer)
