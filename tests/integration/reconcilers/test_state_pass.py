@@ -464,7 +464,7 @@ class TestRows:
             claimed = claim()
         findings = [CheckResult(gone=True, confirmed=True), ALIVE, CheckResult(missed_probes=1)]
         found = {one: findings[one.replica_index] for one in claimed}
-        with django_assert_num_queries(8):
+        with django_assert_num_queries(11):
             assert len(checks.record_results(found, now=clock.now())) == count
 
     @pytest.mark.rule("R4.3", "C1", "R4.4", "C49")
