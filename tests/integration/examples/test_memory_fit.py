@@ -107,7 +107,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "gemma-3-1b",
         *(
             pytest.param(n, marks=swept)
-            for n in ("Qwen3-0.6B", "LFM2-350M", "granite-4.0-h-micro", "gpt-oss-20b", "bge-small-en")
+            for n in ("Qwen3-0.6B", "LFM2-350M", "granite-4.0-h-micro", "command-r7b", "bge-small-en")
         ),
     ],
 )
