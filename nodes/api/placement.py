@@ -236,9 +236,9 @@ class PlanFileSerializer(NullIsAbsent):
         help_text="Settings as in a definition, such as `backend` or `context_size`.", **_OPTIONAL
     )
 
-    def validate_header(self, text: str) -> bytes:
+    def validate_header(self, text: str | None) -> bytes | None:
         try:
-            return b64decode(text, validate=True)
+            return None if text is None else b64decode(text, validate=True)
         except ValueError:
             raise serializers.ValidationError("is not Base64") from None
 
@@ -277,11 +277,11 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         **_OPTIONAL,
     )
 
-    def validate_model(self, name: str) -> str:
-        return check_model_name(name)
+    def validate_model(self, name: str | None) -> str | None:
+        return None if name is None else check_model_name(name)
 
-    def validate_nodes(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if sum(group["count"] for group in groups) > MOST_ADDED:
+    def validate_nodes(self, groups: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        if groups and sum(group["count"] for group in groups) > MOST_ADDED:
             raise serializers.ValidationError(f"must be at most {MOST_ADDED} altogether")
         return groups
 

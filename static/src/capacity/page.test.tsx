@@ -113,5 +113,5 @@ it("plans for a file of this computer, of which only the header is sent (UW12)",
   fireEvent.change(screen.getByLabelText("Context, tokens"), { target: { value: "16384" } });
   fireEvent.click(screen.getByRole("button", { name: "Plan" }));
   await screen.findByRole("region", { name: "The plan" });
-  expect(requests).toEqual([["/api/placement/plan", { model: null, need: null, file: { size: 4, header: btoa("GGUF"), definition: { context_size: 16384 } } }]]);
+  expect(requests).toEqual([["/api/placement/plan", { file: { size: 4, header: btoa("GGUF"), definition: { context_size: 16384 } } }]]);
 });

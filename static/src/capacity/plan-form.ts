@@ -96,8 +96,8 @@ async function fileBody(file: File, context: string): Promise<NonNullable<Body["
 }
 
 async function fullBody(form: PlanForm, file: File | null): Promise<Body> {
-  const body = requestBody(form);
-  return file === null ? body : { ...body, model: null, need: null, file: await fileBody(file, form.context) };
+  const { need, ...body } = requestBody(form);
+  return file === null ? { ...body, ...(need === undefined ? {} : { need }) } : { ...body, file: await fileBody(file, form.context) };
 }
 
 /** A request of a plan; a file is not part of the address. */

@@ -378,6 +378,12 @@ class TestPlan:
         only = planned(model="m", selector={"x": "y"}, nodes=[{"count": 1, "labels": {"x": "y"}}])
         assert only["decisions"][0]["hypothetical"] is True
 
+    def test_null_is_the_same_as_nothing(self) -> None:
+        """Also where the field has a check of its own."""
+        nothing = {"model": None, "need": None, "nodes": None, "selector": None, "rule": None}
+        file = {"size": GIB, "header": None, "config": None, "definition": None}
+        assert planned(**nothing, file=file)["placed"] == 0
+
     @pytest.mark.parametrize(
         ("body", "field"),
         [

@@ -107,7 +107,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "gemma-3-1b",
         *(
             pytest.param(n, marks=swept)
-            for n in ("Qwen3-0.6B", "LFM2-350M", "granite-4.0-h-micro", "gpt-oss-20b", "bge-small-en")
+            for n in ("Qwen3-0.6B", "LFM2-350M", "granite-4.0-h-micro", "bge-small-en")
         ),
     ],
 )
@@ -175,8 +175,9 @@ their names. They were marked afterwards: the constants had been chosen by all {
 held out show how good the formula is for models that it has not seen.
 
 Where it is bad, on 2026-11-27: without flash attention buffers are 11 % too high for DeepSeek-V2-Lite, 4 %
-for LFM2-1.2B, and 3 % too low for gemma-3-1b; as an embedding model LFM2 takes half of what is estimated. Not
-measured: the copies of weights in another layout (`CPU_REPACK`), projectors, draft models, several devices.
+for LFM2-1.2B, and 3 % too low for gemma-3-1b; as an embedding model LFM2 takes half of what is estimated; a
+process takes 11 to 25 MiB more than the estimate, which is much of a very small model. Not measured:
+the copies of weights in another layout (`CPU_REPACK`), projectors, draft models, several devices.
 
 | of {count} models | median | 95 % below | lowest | highest |
 |---|---|---|---|---|
