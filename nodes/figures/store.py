@@ -36,6 +36,9 @@ SUBJECTS_AT_ONCE = 50
 """Most subjects of one transaction: about 20 MB of samples."""
 _LARGEST = 2**31 - 1
 
+Scope = dict[str, Any]
+"""Parameters of a statement."""
+
 
 def _mib(value: str) -> str:
     """Return bytes as MiB that fit into an integer: a wrong sensor must not fail the samples of all nodes."""
@@ -94,7 +97,8 @@ def store_samples(*, heard_since: datetime, now: datetime) -> int:
     partitions.ensure((table, at) for table in TABLES for at in (now, now + table.width))
     with connection.cursor() as cursor:
         cursor.execute(_SAMPLE, {"at": floor(now, SAMPLE_EVERY), "heard_since": heard_since})
-        return cursor.rowcount
+        stored: int = cursor.rowcount
+    return stored
 
 
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
@@ -128,7 +132,7 @@ class RollUp:
         """Pack the next subjects of a period in one transaction; return False if none is left."""
         with transaction.atomic(), connection.cursor() as cursor:
             names = {"source": self.source.name, "target": self.target.name}
-            scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_AT_ONCE}
+            scope: Scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_AT_ONCE}
             cursor.execute(_NEXT_SUBJECTS.format(**names), scope)
             subjects = [subject for (subject,) in cursor.fetchall()]
             if subjects:
@@ -239,6 +243,7 @@ def _rows(
     column: str, table: PartitionedTable, subjects: Sequence[str], start: datetime, end: datetime
 ) -> list[tuple[str, datetime, Any]]:
     with connection.cursor() as cursor:
-        scope = {"start": start, "end": end, "subjects": list(subjects)}
+        scope: Scope = {"start": start, "end": end, "subjects": list(subjects)}
         cursor.execute(_ROWS.format(column=column, table=table.name), scope)
-        return cursor.fetchall()
+        rows: list[tuple[str, datetime, Any]] = cursor.fetchall()
+    return rows

@@ -55,6 +55,7 @@ export function Charts(): ReactNode {
         <Button
           key={choice}
           small
+          className="chip"
           aria-pressed={zoom === null && choice === name}
           onClick={() => {
             setZoom(null);

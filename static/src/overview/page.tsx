@@ -65,14 +65,16 @@ function Traffic({ traffic }: { traffic: Overview["traffic"] }): ReactNode {
     ["Errors", `${traffic.errors_per_second}/s`],
   ];
   return (
-    <dl className="ov-figures" aria-label="The last minute">
-      {figures.map(([name, value]) => (
-        <div key={name}>
-          <dt>{name}</dt>
-          <dd>{value}</dd>
-        </div>
-      ))}
-    </dl>
+    <Panel title="Last minute">
+      <dl className="ov-figures">
+        {figures.map(([name, value]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+    </Panel>
   );
 }
 

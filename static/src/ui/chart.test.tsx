@@ -3,7 +3,11 @@ import { afterEach, beforeAll, expect, it, vi } from "vitest";
 import { Chart, stepText, type ChartProps } from "./chart";
 
 const drawn = { setData: vi.fn(), setSize: vi.fn(), redraw: vi.fn(), destroy: vi.fn(), setCursor: vi.fn(), valToPos: (at: number) => at };
-vi.mock("uplot", () => ({ default: vi.fn(() => drawn) }));
+vi.mock("uplot", () => ({
+  default: vi.fn(function () {
+    return drawn;
+  }),
+}));
 
 beforeAll(() => {
   globalThis.ResizeObserver = class {

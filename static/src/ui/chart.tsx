@@ -135,7 +135,7 @@ export function Chart(props: ChartProps): ReactNode {
   const last = Math.max(size - 1, 0);
   const labels = lines.map(({ label }) => label).join("\n");
   const data = useMemo<uPlot.AlignedData>(
-    () => [Array.from({ length: size }, (_, number) => start + number * step), ...lines.map(({ values }) => [...values])],
+    () => [Array.from({ length: size }, (_, number) => start + number * step), ...(lines.length === 0 ? [[]] : lines.map(({ values }) => [...values]))],
     [start, step, size, lines],
   );
   useEffect(() => {
