@@ -30,12 +30,11 @@ async def test_leases_outlast_slow_claims_which_stay_large(monkeypatch: pytest.M
     async def execute(item: Any) -> None:
         """An item ends at once."""
 
-    nothing = {name: lambda *args, **options: None for name in ("on_lost", "forget", "release", "close")}
+    nothing: Any = {name: lambda *args, **options: None for name in ("on_lost", "forget", "release", "close")}
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     monkeypatch.setattr(executor, "in_thread", directly)
-    renewed = {"renew": lambda *args, **options: {}}
     queue: Any = SimpleNamespace(
-        name="slow", slots=10**6, claim=claim, execute=execute, **nothing, **renewed
+        name="slow", slots=10**6, claim=claim, execute=execute, renew=lambda *args, **options: {}, **nothing
     )
     running: Executor[Any] = Executor("owner", queue, lease=10.0)
     await running.claim_once()
@@ -43,5 +42,5 @@ async def test_leases_outlast_slow_claims_which_stay_large(monkeypatch: pytest.M
     seconds = 0.0
     await running.claim_once()
     await running.claim_once()
-    assert claims == [(10, CLAIMED_AT_ONCE), (22, CLAIMED_AT_ONCE), (22, CLAIMED_AT_ONCE), (16, CLAIMED_AT_ONCE)]
+    assert claims == [(lease, CLAIMED_AT_ONCE) for lease in (10, 22, 22, 16)]
     await running.stop()
