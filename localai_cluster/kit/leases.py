@@ -167,8 +167,10 @@ def renew(
     progress or outcome is being written, is skipped: one blocked row must not cost all others their leases.
     The owner keeps it, because `lock_expired` skips locked rows too.
     """
-    mine = leased.filter(pk__in=ids, lease_owner=owner)
-    claim_rows(mine.only("pk"), lease_until=now + timedelta(seconds=lease))
+    mine = leased.filter(pk__in=among(ids), lease_owner=owner)
+    free = mine.select_for_update(no_key=True, skip_locked=True).values("pk")
+    with transaction.atomic(savepoint=False):
+        leased.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
     return dict(mine.values_list("id", "fence"))
 
 
