@@ -61,7 +61,9 @@ def update_rows(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
     values, source, parameters = _joined_values(rows, chosen)
     changes = ", ".join(f"{name} = {value}" for name, value in values.items() if name != '"id"')
     with connection.cursor() as cursor:
-        cursor.execute(f'UPDATE "{meta.db_table}" AS t SET {changes} FROM {source} WHERE t.id = v.id', parameters)
+        cursor.execute(
+            f'UPDATE "{meta.db_table}" AS t SET {changes} FROM {source} WHERE t.id = v.id', parameters
+        )
 
 
 def insert_rows(rows: Sequence[models.Model]) -> None:
@@ -81,13 +83,13 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
 
 def _joined_values(
     rows: Sequence[models.Model], fields: Sequence[Any]
-) -> tuple[dict[str, str], str, list[object]]:
+) -> tuple[dict[str, str], str, list[Any]]:
     """Return the SQL of each column's value, the source `v` that it selects from, and the parameters of both.
 
     A value that all rows have is sent once.
     """
     database = connections[connection.alias]  # each value would look it up again
-    constants, arrays, columns = list[object](), list[object]([list(range(len(rows)))]), dict[str, str]()
+    constants, arrays, columns = list[Any](), list[Any]([list(range(len(rows)))]), dict[str, str]()
     types, varying = ["%s::int[]"], ["number"]
     for field in fields:
         # Without its length: a cast to varchar(n) would cut a text that is too long, instead of refusing it.
@@ -165,8 +167,10 @@ def renew(
     progress or outcome is being written, is skipped: one blocked row must not cost all others their leases.
     The owner keeps it, because `lock_expired` skips locked rows too.
     """
-    mine = leased.filter(pk__in=ids, lease_owner=owner)
-    claim_rows(mine.only("pk"), lease_until=now + timedelta(seconds=lease))
+    mine = leased.filter(pk__in=among(ids), lease_owner=owner)
+    free = mine.select_for_update(no_key=True, skip_locked=True).values("pk")
+    with transaction.atomic(savepoint=False):
+        leased.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
     return dict(mine.values_list("id", "fence"))
 
 

@@ -93,7 +93,9 @@ PER_NODE = 4
 _PUT_BACK = [
     *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
-_NODE_COLUMNS = ["id", "name", "instance", "source_address", "fingerprint", "weak_identity", "inventory_due_at"]
+_NODE_COLUMNS = [
+    "id", "name", "instance", "source_address", "fingerprint", "weak_identity", "inventory_due_at",
+]  # fmt: skip
 """Columns of a node that sending a command reads: a node has seventy."""
 _NO_LIMITS: Mapping[str, float] = {}
 _LOOKED_AT = 64

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 import orjson
+from django.db import connection
 from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextField, Value, When
 from django.db.models.expressions import RawSQL
 
@@ -31,11 +32,26 @@ class LabelsOf(Aggregate):
     output_field = TextField()
 
 
-_VERSION = RawSQL("backend_nodes.xmin::text || backend_nodes.ctid::text", (), TextField())
-"""The transaction that wrote the row, and its place: every write changes them."""
+_OF_ANY = "(%(ids)s::uuid[] IS NULL OR node_id = ANY(%(ids)s))"
+_PARTS = f"""
+    SELECT n.id::text, n.xmin::text || n.ctid::text, concat(
+        ',"model_count":', coalesce(loaded, 0), ',"in_flight_count":', coalesce(running, 0),
+        ',"labels":' || labels, ',"open_conflicts":' || claims, '}}')
+    FROM backend_nodes n
+    LEFT JOIN (SELECT node_id, count(*) FILTER (WHERE state = 'loaded') AS loaded, sum(in_flight) AS running
+        FROM node_models WHERE state = ANY(%(counted)s) AND {_OF_ANY} GROUP BY node_id) m ON m.node_id = n.id
+    LEFT JOIN (SELECT node_id, json_object_agg(key, value)::text AS labels
+        FROM node_labels WHERE {_OF_ANY} GROUP BY node_id) l ON l.node_id = n.id
+    LEFT JOIN (SELECT node_id, count(*) AS claims
+        FROM node_conflicts WHERE state = 'open' AND {_OF_ANY} GROUP BY node_id) c ON c.node_id = n.id
+    WHERE %(ids)s::uuid[] IS NULL OR n.id = ANY(%(ids)s)"""
+"""SQL: the version of each node's row, and the end of its list element as JSON.
+
+The transaction that wrote the row and its place are its version: every write changes them.
+"""
 _MOST_CACHED = 20_000
-_cached: dict[str, tuple[str, bytes]] = {}
-"""The version of a node's row and its list element as JSON, without the last brace, by id: a kilobyte each."""
+_cached: dict[str, tuple[str, str]] = {}
+"""The version of a node's row and the begin of its list element as JSON, by id: a kilobyte each."""
 
 
 def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragment]:
@@ -43,32 +59,24 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
 
     Only nodes that were written since the last list are read; labels and counts always are.
     """
-    versions = dict(nodes.values_list(text("id"), _VERSION))
-    current = {id: row for id in versions if (row := _cached.get(id)) and row[0] == versions[id]}
-    if len(current) < len(versions):
-        changed = BackendNode.objects.filter(pk__in=among(map(UUID, versions.keys() - current.keys())))
-        for *values, version in changed.values_list(*shape.NODE.columns.values(), _VERSION):
+    ids = list(nodes.values_list(text("id"), flat=True))
+    with connection.cursor() as cursor:
+        cursor.execute(_PARTS, {"ids": None if whole else ids, "counted": list(COUNTED_IN_FLIGHT)})
+        parts = {id: (version, end) for id, version, end in cursor}
+    known = [(id, _cached.get(id, ("", ""))) for id in parts]
+    current = {id: cached for id, cached in known if cached[0] == parts[id][0]}
+    if len(current) < len(parts):
+        changed = BackendNode.objects.filter(pk__in=among(map(UUID, parts.keys() - current.keys())))
+        version = RawSQL("backend_nodes.xmin::text || backend_nodes.ctid::text", (), TextField())
+        for *values, written in changed.values_list(*shape.NODE.columns.values(), version):
             row = shape.NODE.row(values)
             row |= {"version_skew": difference} if (difference := version_skew_of(row)) else {}
-            current[row["id"]] = version, orjson.dumps(row)[:-1]
+            current[row["id"]] = written, orjson.dumps(row)[:-1].decode()
         if len(_cached) > _MOST_CACHED:
             _cached.clear()
         _cached.update(current)
-    ids = None if whole else list(versions)
-    counts, labels, conflicts = _counts(ids), _labels(ids), _open_conflicts(ids)
-    return [
-        orjson.Fragment(
-            b'%b,"model_count":%d,"in_flight_count":%d%b%b}'
-            % (
-                current[id][1],
-                *counts.get(id, (0, 0)),
-                b',"labels":' + labels[id].encode() if id in labels else b"",
-                b',"open_conflicts":%d' % conflicts[id] if id in conflicts else b"",
-            )
-        )
-        for id in versions
-        if id in current  # it may have been removed meanwhile
-    ]
+    # A node may have been added or removed meanwhile.
+    return [orjson.Fragment(current[id][1] + parts[id][1]) for id in ids if id in current and id in parts]
 
 
 def list_rows(nodes: BackendNodeQuerySet, *, of: Shape = shape.NODE) -> list[Row]:
@@ -94,22 +102,21 @@ def version_skew_of(row: Row) -> str:
     return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
-def _of(rows: QuerySet[Any], ids: Collection[str] | None) -> QuerySet[Any]:
-    rows = rows if ids is None else rows.filter(node_id__in=ids)
-    return rows.order_by().values("node_id").values_list(text("node_id"))
+def _of(rows: QuerySet[Any], ids: Collection[str]) -> QuerySet[Any]:
+    return rows.filter(node_id__in=ids).order_by().values("node_id").values_list(text("node_id"))
 
 
-def _counts(ids: Collection[str] | None) -> dict[str, tuple[int, int]]:
+def _counts(ids: Collection[str]) -> dict[str, tuple[int, int]]:
     rows = _of(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), ids)
     counted = rows.annotate(loaded=Count("pk", filter=Q(state="loaded")), running=Sum("in_flight"))
     return {node: (loaded, running) for node, loaded, running in counted}
 
 
-def _labels(ids: Collection[str] | None) -> dict[str, str]:
+def _labels(ids: Collection[str]) -> dict[str, str]:
     return dict(_of(NodeLabel.objects.all(), ids).annotate(labels=LabelsOf(F("key"), F("value"))))
 
 
-def _open_conflicts(ids: Collection[str] | None) -> dict[str, int]:
+def _open_conflicts(ids: Collection[str]) -> dict[str, int]:
     return dict(_of(NodeConflict.objects.filter(state="open"), ids).annotate(claims=Count("pk")))
 
 

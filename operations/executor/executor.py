@@ -150,8 +150,13 @@ def _disconnect() -> None:
 
 POLL_EVERY = 1.0
 """Seconds between two polls of the rows without a wake-up."""
-CLAIMED_AT_ONCE = 1024
-"""Most items of one claim. A claim of a few targets of an operation costs a third of one of a thousand."""
+CLAIMED_AT_ONCE, FEWEST_AT_ONCE = 1024, 128
+"""Items of one claim: half as many after one that took a quarter of a lease, up to twice as many after a full
+one that did not.
+
+A lease counts from the beginning of the claim, so on a busy machine a large one would outlast it. A claim
+reads all targets of its operation: one of 64 costs a third of one of a thousand, and fewer gain nothing.
+"""
 _RENEWALS_PER_LEASE = 8
 """A renewal skips rows that are locked at that moment, so each lease gets several renewals."""
 
@@ -171,7 +176,7 @@ class Executor(Generic[C]):
         self._keeper = LeaseKeeper(owner, lease, queue.renew)
         self._good_until = clock.monotonic() + lease
         self._claiming = asyncio.Lock()
-        self._claim_seconds = 0.0
+        self._at_once = CLAIMED_AT_ONCE
         self._terminating: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
         self._stopping = False
@@ -225,15 +230,17 @@ class Executor(Generic[C]):
         async with self._claiming:
             if self._stopping:
                 return 0
-            limit = min(self._queue.slots - len(self._tasks), CLAIMED_AT_ONCE)
+            limit = min(self._queue.slots - len(self._tasks), self._at_once)
             if limit <= 0:
                 return 0
-            # A lease counts from the beginning of the claim, which on a busy machine may outlast it.
-            begun, lease = clock.monotonic(), self._lease + self._claim_seconds
+            begun = clock.monotonic()
             claimed = await in_thread(
-                self._queue.claim, self._owner, now=clock.now(), lease=lease, limit=limit
+                self._queue.claim, self._owner, now=clock.now(), lease=self._lease, limit=limit
             )
-            self._claim_seconds = max(clock.monotonic() - begun, self._claim_seconds / 2)
+            if clock.monotonic() - begun > self._lease / 4:
+                self._at_once = max(limit // 2, FEWEST_AT_ONCE)
+            elif len(claimed) == self._at_once:
+                self._at_once = min(2 * self._at_once, CLAIMED_AT_ONCE)
             for claim in claimed:
                 self._begin(claim)
             if len(claimed) == limit:

@@ -73,7 +73,7 @@ def test_the_number_of_queries_is_constant(query: str) -> None:
             for entry in shown
         )
         counts.add(len(queries))
-    assert counts == {5 if "limit" in query else 4}
+    assert counts == {3 if "limit" in query else 2}
     assert first_counts == {number + 1 for number in counts}
 
 

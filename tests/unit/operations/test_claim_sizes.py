@@ -1,5 +1,6 @@
-"""A lease lasts longer by the time that claims take: it counts from the beginning of its claim."""
+"""The executor claims fewer items at once while a claim takes long: a lease counts from its beginning."""
 
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -8,40 +9,68 @@ import pytest
 
 from localai_cluster.kit import clock
 from operations.executor import executor
-from operations.executor.executor import CLAIMED_AT_ONCE, Executor
+from operations.executor.executor import CLAIMED_AT_ONCE, FEWEST_AT_ONCE, Executor
+
+
+class Backlog:
+    """A queue with more due items than slots; a claim takes `seconds` an item."""
+
+    name, slots = "backlog", 10**6
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.due, self.limits, self._now = 0.0, 10**6, list[int](), 0.0
+        monkeypatch.setattr(clock, "monotonic", lambda: self._now)
+
+    def on_lost(self, lost: Any) -> None:
+        """Nothing is lost here."""
+
+    def forget(self, attempt: Any) -> None:
+        """Nothing is kept here."""
+
+    def renew(self, *args: Any, **options: Any) -> dict[Any, int]:
+        return {}
+
+    def release(self, owner: str, *, now: datetime) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing is open here."""
+
+    def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> list[Any]:
+        self.limits.append(limit)
+        self._now += self.seconds * min(limit, self.due)
+        return [SimpleNamespace(id=uuid4(), fence=1) for _ in range(min(limit, self.due))]
+
+    async def execute(self, claimed: Any) -> None:
+        """An item ends at once."""
 
 
 @pytest.mark.rule("O7")
-async def test_leases_outlast_slow_claims_which_stay_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given up on a busy machine: "10 controllers fell silent", after ten claims of 1,000 that took a lease.
-
-    Claims were made smaller then, and each of an operation on 1,000 nodes cost a third of one of them all.
-    """
-    now, claims, seconds = [0.0], list[tuple[float, int]](), 12.0
+async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Leases of 10 s. Given up on a busy machine: "10 controllers fell silent", after ten claims of 1,000."""
 
     async def directly(work: Any, *args: Any, **options: Any) -> Any:
         return work(*args, **options)
 
-    def claim(owner: str, *, lease: float, limit: int, **_: Any) -> list[Any]:
-        claims.append((lease, limit))
-        now[0] += seconds
-        return [SimpleNamespace(id=uuid4(), fence=1)]
-
-    async def execute(item: Any) -> None:
-        """An item ends at once."""
-
-    nothing = {name: lambda *args, **options: None for name in ("on_lost", "forget", "release", "close")}
-    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     monkeypatch.setattr(executor, "in_thread", directly)
-    renewed = {"renew": lambda *args, **options: {}}
-    queue: Any = SimpleNamespace(
-        name="slow", slots=10**6, claim=claim, execute=execute, **nothing, **renewed
-    )
+    queue: Any = Backlog(monkeypatch)
     running: Executor[Any] = Executor("owner", queue, lease=10.0)
+    queue.seconds = 0.02
+    for _ in range(6):
+        await running.claim_once()
+    assert queue.limits == [CLAIMED_AT_ONCE, 512, 256, 128, 128, 128]
+    queue.seconds = 1.0
+    for _ in range(3):
+        await running.claim_once()
+    assert queue.limits[-1] == FEWEST_AT_ONCE, "a claim always goes on"
+    queue.due = 1
     await running.claim_once()
     await running.claim_once()
-    seconds = 0.0
-    await running.claim_once()
-    await running.claim_once()
-    assert claims == [(10, CLAIMED_AT_ONCE), (22, CLAIMED_AT_ONCE), (22, CLAIMED_AT_ONCE), (16, CLAIMED_AT_ONCE)]
+    assert queue.limits[-1] == FEWEST_AT_ONCE, "a claim of a few rows does not show that a large one is fast"
+    queue.seconds, queue.due = 0.0, 10**6
+    for _ in range(8):
+        await running.claim_once()
+    assert queue.limits[-1] == CLAIMED_AT_ONCE
     await running.stop()
