@@ -144,7 +144,7 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
           </li>
         ))}
       </ol>
-      <h3>Memory for the first replica</h3>
+      <h2>Memory for the first replica</h2>
       <Memory memory={plan.memory} name={name} />
       {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">Later replicas were not planned.</p>}
     </section>
