@@ -44,7 +44,7 @@ function line(list: string, name: string): string {
 
 it("says of each part how it is, and what to do", async () => {
   open(WELL);
-  await screen.findByText("Something needs attention.");
+  await screen.findByText("Some systems need attention");
   expect(line("Parts", "Database")).toMatch(/OK.*PostgreSQL 16\.2.*since/);
   expect(line("Parts", "Schedules")).toContain("Resume them in the admin.");
 });
@@ -60,7 +60,7 @@ it("leads to each schedule, and tells a paused one from one that failed", async 
 
 it("asks again with the feed's sign of life", async () => {
   const store = open(WELL, { ...WELL, state: "ok" });
-  await screen.findByText("Something needs attention.");
+  await screen.findByText("Some systems need attention");
   store.push({ type: "alive", at: NOW });
   await screen.findByText("All systems operational");
 });

@@ -444,7 +444,7 @@ def test_a_delete_asks_first_and_names_nodes_and_replicas(
         (["install", "echo", "--node", "agent"], "agent is an agent node"),
         (["upgrade", "a/b"], "this is no name of a backend"),
         (["upgrade", "echo", "--max-unavailable", "0"], "max_unavailable: "),
-        (["upgrade", "echo", "--at-once", "--confirm-last", "m"], "--confirm-last is for waves"),
+        (["upgrade", "echo", "--at-once", "--confirm-last", "m"], "--confirm-last applies to waves"),
         (["delete", "echo", "--yes", "--node", "new"], "node new is pending approval"),
     ],
     ids=lambda value: "-".join(value).replace("/", "") if isinstance(value, list) else "",
