@@ -139,13 +139,17 @@ def test_a_claim_costs_the_same_for_one_intent_and_two_hundred() -> None:
             claimed = claim(500)
         assert len(claimed) == total
         counts.append(len(queries))
+        with CaptureQueriesContext(connection) as queries:
+            held = intents.renew("controller", [one.id for one in claimed], now=clock.now(), lease=60)
+        assert held == {one.id: one.fence for one in claimed}
+        counts.append(len(queries))
         outcomes: dict[tuple[UUID, int], tuple[Settlement, list[Tick]]] = {
             (one.id, one.fence): (Ended(), []) for one in claimed
         }
         with CaptureQueriesContext(connection) as queries:
             assert not intents.record_outcomes(outcomes, now=clock.now())
         counts.append(len(queries))
-    assert counts[:2] == counts[2:]
+    assert counts[:3] == counts[3:]
     assert max(counts) <= 17
 
 
