@@ -23,7 +23,7 @@ ALTER TABLE figure_days ALTER COLUMN body SET STORAGE EXTERNAL;
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0039_machine_facts"),
+        ("nodes", "0040_learned_memory"),
         ("django_q", "0018_task_success_index"),
     ]
 
