@@ -11,8 +11,8 @@ from uuid import UUID
 
 import pytest
 
-from nodes.decisions.load_snapshots import decode_load, encode_load
 from nodes.decisions.snapshot_log import encode, find_changes, restore
+from nodes.loading.load_snapshots import decode_load, encode_load
 from nodes.placement import fit
 from nodes.placement.choose import Candidate, Need, Reason, find_refusal
 from nodes.placement.evict import Eviction, ProtectionRules, Resident
