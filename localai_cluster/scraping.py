@@ -194,15 +194,19 @@ _COLUMNS = (
 def read_nodes(now: datetime) -> list[Metric]:
     """Return the metrics of single nodes and their GPUs, in one query."""
     approved = BackendNode.objects.filter(approved_at__isnull=False, node_type=NodeType.BACKEND)
-    rows = list(approved.order_by("name").values_list("name", "status", "last_heartbeat", *_COLUMNS))
+    columns = ("name", "status", "last_heartbeat", "offline_recovers", *_COLUMNS)
+    rows = list(approved.order_by("name").values_list(*columns))
     shown = rows[:MOST_NODES]
     of_nodes: list[list[tuple[Any, ...]]] = [[] for _ in _NODE_FIGURES]
     of_gpus: dict[str, list[tuple[Any, ...]]] = {key: [] for key in _GPU_FIGURES}
-    for name, status, heard_at, *memory, gpus in shown:
+    for name, status, heard_at, recovers, *memory, gpus in shown:
         is_up = status in (NodeStatus.HEALTHY, NodeStatus.DRAINING)
-        numbers = (is_up, heard_at.timestamp() if heard_at else 0, *memory)
+        # Nothing is expected of a worker that was never heard or has left: its age must not raise an alert.
+        is_expected = heard_at is not None and (status != NodeStatus.OFFLINE or recovers)
+        numbers = (is_up, heard_at.timestamp() if is_expected else None, *memory)
         for samples, number in zip(of_nodes, numbers, strict=True):
-            samples.append((name, number))
+            if number is not None:
+                samples.append((name, number))
         # Without heartbeats the last readings are no longer true.
         for gpu in gpus if is_up else ():
             for key in _GPU_FIGURES.keys() & gpu.keys():
