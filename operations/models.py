@@ -224,6 +224,11 @@ class Operation(LeasedRow):
                 condition=Q(waves__gt="", status__in=[s.value for s in ACTIVE]),
             ),
             models.Index(fields=["key", "-finished_at"], name="operation_last_of_key"),
+            models.Index(
+                fields=["kind"],
+                name="operation_failure",
+                condition=Q(status="failed", dismissed_at__isnull=True),
+            ),
         ]
 
     def __str__(self) -> str:

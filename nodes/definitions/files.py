@@ -379,7 +379,10 @@ def _typed(key: str, value: object, kind: type) -> Any:
     if kind is str and isinstance(value, int | float | str):
         return str(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UnusableDefinition(f"`{key}` is out of range") from None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise UnusableDefinition(
             f"`{key}` is not {'a switch' if kind is bool else 'a number' if kind is not str else 'a text'}"
@@ -391,7 +394,10 @@ def _typed(key: str, value: object, kind: type) -> Any:
 
 def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
     content = json.dumps([backend, options], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest()
+    try:
+        return hashlib.sha256(content.encode()).hexdigest()
+    except UnicodeEncodeError:
+        raise UnusableDefinition("a text has half of a surrogate pair") from None
 
 
 def read_definition(path: Path) -> Definition:

@@ -6,8 +6,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 MOST_LAYERS = 1024
 _REPACKED = frozenset((2, 10, 12, 20, 39))
@@ -122,12 +122,21 @@ class _Figures:
         return self._figures.get("attention.sliding_window_pattern")
 
 
-@lru_cache(maxsize=64)
+_described: WeakKeyDictionary[ModelHeader, dict[int, Model | None]] = WeakKeyDictionary()
+
+
 def describe(header: ModelHeader, size: int) -> Model | None:
     """Describe a model whose weights have `size` bytes; None if the header does not have enough figures.
 
-    A header is compared by its identity: it is read once for each state of its file.
+    The description lives as long as its header, which is read once for each state of its file.
     """
+    known = _described.setdefault(header, {})
+    if size not in known:
+        known[size] = _describe(header, size)
+    return known[size]
+
+
+def _describe(header: ModelHeader, size: int) -> Model | None:
     figures, architecture = _Figures(header.figures), header.architecture
     count, width = figures.of("block_count"), figures.of("embedding_length")
     if not 0 < count <= MOST_LAYERS or width <= 0:

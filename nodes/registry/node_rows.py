@@ -32,9 +32,14 @@ class LabelsOf(Aggregate):
     output_field = TextField()
 
 
+_VERSION = "{0}.xmin::text || {0}.ctid::text || (SELECT pg_postmaster_start_time()::text)"
+"""SQL: the transaction that wrote a row, its place, and the start of the server.
+
+Every write changes the first two; another server may repeat them.
+"""
 _OF_ANY = "(%(ids)s::uuid[] IS NULL OR node_id = ANY(%(ids)s))"
 _PARTS = f"""
-    SELECT n.id::text, n.xmin::text || n.ctid::text, concat(
+    SELECT n.id::text, {_VERSION.format("n")}, concat(
         ',"model_count":', coalesce(loaded, 0), ',"in_flight_count":', coalesce(running, 0),
         ',"labels":' || labels, ',"open_conflicts":' || claims, '}}')
     FROM backend_nodes n
@@ -45,10 +50,7 @@ _PARTS = f"""
     LEFT JOIN (SELECT node_id, count(*) AS claims
         FROM node_conflicts WHERE state = 'open' AND {_OF_ANY} GROUP BY node_id) c ON c.node_id = n.id
     WHERE %(ids)s::uuid[] IS NULL OR n.id = ANY(%(ids)s)"""
-"""SQL: the version of each node's row, and the end of its list element as JSON.
-
-The transaction that wrote the row and its place are its version: every write changes them.
-"""
+"""SQL: the version of each node's row, and the end of its list element as JSON."""
 _MOST_CACHED = 20_000
 _cached: dict[str, tuple[str, str]] = {}
 """The version of a node's row and the begin of its list element as JSON, by id: a kilobyte each."""
@@ -67,7 +69,7 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
     current = {id: cached for id, cached in known if cached[0] == parts[id][0]}
     if len(current) < len(parts):
         changed = BackendNode.objects.filter(pk__in=among(map(UUID, parts.keys() - current.keys())))
-        version = RawSQL("backend_nodes.xmin::text || backend_nodes.ctid::text", (), TextField())
+        version = RawSQL(_VERSION.format("backend_nodes"), (), TextField())
         for *values, written in changed.values_list(*shape.NODE.columns.values(), version):
             row = shape.NODE.row(values)
             row |= {"version_skew": difference} if (difference := version_skew_of(row)) else {}

@@ -470,8 +470,13 @@ class TestPlan:
             ({"header": "", "config": {}}, "file.config: give a header or a config"),
             ({"config": {"text_config": 1}}, "file.config: it is not a mapping"),
             ({"definition": {"backend": ""}}, "file.definition: does not say `backend`"),
+            (
+                {"definition": {"rope_freq_base": 10**309}},
+                "file.definition: `rope_freq_base` is out of range",
+            ),
+            ({"definition": {"tokenizer": "\ud800"}}, "file.definition: a text has half of a surrogate pair"),
         ],
-        ids=["base64", "both", "config", "definition"],
+        ids=["base64", "both", "config", "definition", "overflow", "surrogate"],
     )
     def test_a_file_that_cannot_be_meant_names_its_part(self, file: dict[str, Any], message: str) -> None:
         answer = api.admin().post(PLAN, {"file": {"size": 2**30, **file}})

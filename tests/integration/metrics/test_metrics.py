@@ -194,11 +194,11 @@ def test_the_cluster_in_eight_queries(django_assert_num_queries: DjangoAssertNum
 def test_single_nodes_and_gpus_in_one_query(
     django_assert_num_queries: DjangoAssertNumQueries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name up to the limit; of a node that is away the last readings are left out."""
+    """By name up to the limit; of a node that has left, the last readings and its age are left out."""
     heard = clock.now()
     gpu = {"index": 3, "total_vram": 24, "free_vram": 20, "utilization": 25, "temperature": 60, "power": None}
     hot.node('a"b', total_vram=24, available_vram=20, total_disk=9, gpus=[gpu], last_heartbeat=heard)
-    hot.node("b", total_vram=24, gpus=[gpu], offline_at=heard)
+    hot.node("b", total_vram=24, gpus=[gpu], offline_at=heard, last_heartbeat=heard)
     hot.node("pending", approved_at=None)
     hot.node("z")
     monkeypatch.setattr(scraping, "MOST_NODES", 2)
@@ -212,6 +212,7 @@ def test_single_nodes_and_gpus_in_one_query(
     assert [found["node_up", name] for name in ('a"b', "b")] == [1, 0]
     assert found["node_disk_total_bytes", 'a"b'] == 9
     assert found["node_last_heartbeat_timestamp_seconds", 'a"b'] == pytest.approx(heard.timestamp())
+    assert ("node_last_heartbeat_timestamp_seconds", "b") not in found, "it has left: nobody waits for it"
     gpus = {key: value for key, value in found.items() if key[0].startswith("gpu_")}
     assert gpus == by_value(
         {
