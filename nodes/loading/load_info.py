@@ -39,7 +39,7 @@ from operations.executor.work import in_thread
 log = logging.getLogger(__name__)
 
 MEASURED_WITHIN = 3.0
-"""Seconds that a worker has to measure an engine; the load has ended for everyone who waits for it."""
+"""Seconds that a worker has to measure an engine. Neither the load nor a request waits for it."""
 SETTLES = timedelta(seconds=2)
 """From the end of a load to a reading that shows all of its memory: clocks differ, and readings travel."""
 MOST_KEYS = 8

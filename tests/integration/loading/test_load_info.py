@@ -3,8 +3,10 @@
 Issue 23, "It learns". Engines have a true size here; whatever is learned is that, or nothing.
 """
 
+import asyncio
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +28,7 @@ from nodes.definitions import folder
 from nodes.definitions.files import Definition, read_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway import gateway
-from nodes.loading import load_explanation, load_info
+from nodes.loading import load, load_explanation, load_info
 from nodes.models import BackendNode, ModelLoadInfo, NodeBackend, NodeModel, PlacementRecord
 from nodes.placement.choose import Need
 from nodes.placement.fit import MOST_READINGS
@@ -320,6 +322,7 @@ async def test_what_a_worker_measures_after_a_load_is_what_the_next_one_needs(
     await in_thread(a_gpu, stage)
     ready(stage, m.RunningReply((m.RunningModel("echo", 0, STARTED.address, vram=6 * GIB),)))
     await stage.handler(stage.work)
+    await stage.learned()
     (asked,) = [
         body for subject, bodies in stage.bus.asked.items() if "running" in subject for body in bodies
     ]
@@ -395,6 +398,7 @@ async def test_a_worker_that_reports_nonsense_teaches_nothing(
         % (STARTED.address.encode(), value.encode()),
     )
     assert (await stage.handler(stage.work))["address"] == STARTED.address
+    await stage.learned()
     assert await in_thread(sizes, "echo") == []
     assert any(record.levelname == "WARNING" and "one" in record.message for record in caplog.records)
 
@@ -404,6 +408,44 @@ async def test_a_database_that_fails_does_not_fail_the_load(stage: Stage, loads:
     ready(stage, m.RunningReply((m.RunningModel("echo", 0, STARTED.address, vram=GIB),)))
     with patch.object(load_info, "store_report", side_effect=DatabaseError("gone")):
         assert (await stage.handler(stage.work))["node"] == "one"
+        await stage.learned()
+
+
+async def test_a_worker_that_measures_for_long_neither_delays_nor_fails_the_load(
+    stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published row has no owner, which is no lost slot; the reading still counts when it comes."""
+    monkeypatch.setattr(load, "_SLOT_POLL", 0.01)
+    await in_thread(a_gpu, stage)
+    measured = asyncio.Event()
+
+    async def measure() -> m.RunningReply:
+        await measured.wait()
+        return m.RunningReply((m.RunningModel("echo", 0, STARTED.address, vram=GIB),))
+
+    ready(stage, measure)
+    assert (await asyncio.wait_for(stage.handler(stage.work), 30))["node"] == "one"
+    assert await in_thread(sizes, "echo") == []
+    measured.set()
+    await stage.learned()
+    assert await in_thread(sizes, "echo") == [GIB]
+
+
+async def test_a_publication_that_takes_long_is_no_lost_slot(
+    stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row is published, and the answer of the database still on its way."""
+    monkeypatch.setattr(load, "_SLOT_POLL", 0.01)
+    ready(stage, m.RunningReply())
+    publish = slots.publish
+
+    def slowly(*args: Any, **columns: Any) -> bool:
+        published = publish(*args, **columns)
+        time.sleep(0.5)
+        return published
+
+    monkeypatch.setattr(slots, "publish", slowly)
+    assert (await stage.handler(stage.work))["node"] == "one"
 
 
 def test_learned_needs_cost_one_query_for_any_fleet(stage: Stage) -> None:
