@@ -511,7 +511,10 @@ async def test_what_a_person_deleted_or_disabled_is_never_loaded_from_its_record
     withdrawn: Callable[[Path], None],
     happens: Callable[[Path], None],
 ) -> None:
-    """Issue 23: not even when the file or the folder is unreadable afterwards; a new load ends that."""
+    """Issue 23: not even when the file or the folder is unreadable afterwards.
+
+    A new load ends that, or a pass that finds the definition again.
+    """
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
     await load_once(stage)
     withdrawn(stage.folder)
@@ -525,6 +528,48 @@ async def test_what_a_person_deleted_or_disabled_is_never_loaded_from_its_record
     with pytest.raises(gateway.ModelNotFound):
         await gateway.find_definition("echo")
     assert await in_thread(replicas.definition_revisions) == {}
+
+
+@pytest.mark.parametrize("withdrawn", [deleted, disabled])
+async def test_a_definition_that_comes_back_is_loaded_from_its_record_again(
+    stage: Stage, loads: list[Any], settings: Settings, withdrawn: Callable[[Path], None]
+) -> None:
+    """Without a new load, and only as it is now."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
+    if withdrawn is disabled:
+        await in_thread(disabled, stage.folder)
+    await load_once(stage)
+
+    async def find_after(change: Callable[[Path], Any]) -> Definition | None:
+        change(stage.folder)
+        await folder.folder().reload()
+        await in_thread(lambda: replicas.definition_revisions(withdraws=True))
+        broken(stage.folder)
+        await folder.folder().reload()
+        return await load_info.find_definition(folder.folder(), "echo")
+
+    assert await find_after(withdrawn) is None
+    assert await find_after(lambda path: defined(path, context_size=77)) is None, "never loaded"
+    restored = await find_after(defined)
+    assert restored is not None
+    assert not restored.disabled
+
+
+def test_withdrawing_and_restoring_cost_equally_many_queries_for_any_number_of_models(
+    tmp_path: Path,
+) -> None:
+    definition, counts = defined(tmp_path), []
+    for size in (1, 6):
+        ModelLoadInfo.objects.all().delete()
+        definitions = [dataclasses.replace(definition, name=f"m{number}") for number in range(size)]
+        for each in definitions:
+            columns = {**load_info.columns_of(each, clock.now()), "withdrawn_at": clock.now()}
+            ModelLoadInfo.objects.create(model_name=each.name, backend_type="echo", **columns)
+        with CaptureQueriesContext(connection) as queries:
+            load_info.withdraw(definitions, frozenset(), clock.now())
+        counts.append(len(queries))
+        assert not ModelLoadInfo.objects.filter(withdrawn_at__isnull=False).exists()
+    assert counts[0] == counts[1]
 
 
 async def test_a_deleted_definition_is_not_loaded_beside_a_broken_one(stage: Stage, loads: list[Any]) -> None:
