@@ -20,7 +20,7 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.errors import NotFound
+from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.decisions import fleet_cache
@@ -570,6 +570,17 @@ def test_withdrawing_and_restoring_cost_equally_many_queries_for_any_number_of_m
         counts.append(len(queries))
         assert not ModelLoadInfo.objects.filter(withdrawn_at__isnull=False).exists()
     assert counts[0] == counts[1]
+
+
+async def test_a_request_in_an_outage_of_the_database_is_to_be_repeated(
+    stage: Stage, settings: Settings
+) -> None:
+    """A name that no definition has, while some file is unreadable: 503 as in other outages."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
+    broken(stage.folder)
+    gone = patch.object(load_info, "_remembered", side_effect=DatabaseError("gone"))
+    with gone, pytest.raises(Unavailable, match="database"):
+        await gateway.find_definition("echo")
 
 
 async def test_a_deleted_definition_is_not_loaded_beside_a_broken_one(stage: Stage, loads: list[Any]) -> None:
