@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
+from django.db import Error as DatabaseError
+
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.sessions import ACCESS
 from localai_cluster.kit import clock, conf, database_pool
@@ -51,11 +53,18 @@ precedence.
 
 
 async def find_definition(name: str) -> Definition:
-    """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
+    """Return the definition for a requested name, with or without the default tag.
+
+    Raises ModelNotFound, or Unavailable if the folder, or the database, which has definitions of past loads,
+    is needed and does not respond.
+    """
     models = folder.folder()
-    definition = await load_info.find_definition(models, name)
-    if definition is None and name.endswith(_DEFAULT_TAG):
-        definition = await load_info.find_definition(models, name.removesuffix(_DEFAULT_TAG))
+    try:
+        definition = await load_info.find_definition(models, name)
+        if definition is None and name.endswith(_DEFAULT_TAG):
+            definition = await load_info.find_definition(models, name.removesuffix(_DEFAULT_TAG))
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"

@@ -2,11 +2,12 @@
 
 Steps: end the rows of ended attempts, place on a node whose worker answers, install the backend if the worker
 lacks it (an operation of its own, which other loads may join), send the model's files (`staging.py`), start
-the process, call `LoadModel`, publish the row, learn what the engine takes (`load_info.py`). The process may
-die after any step: the row names the attempt that owns it, and each attempt has a row and a slot of its own.
-An attempt lives as long as it owns its row, which departs with the node. If an attempt publishes no replica,
-its engine is stopped, and the row stays until a controller has confirmed the end of the engine. The stored
-definition alone determines the model and its options, the slot determines the node.
+the process, call `LoadModel`, publish the row. That is the end of the load: the memory of the engine is
+measured in the background (`load_info.py`). The process may die after any step: the row names the attempt
+that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as it owns its row,
+which departs with the node. If an attempt publishes no replica, its engine is stopped, and the row stays
+until a controller has confirmed the end of the engine. The stored definition alone determines the model and
+its options, the slot determines the node.
 
 Load options are tuned to the node, unless that is disabled (R2.80), and are part of no revision: the same
 definition may load with other values on another node. On a node that reports its GPUs an engine sees only
@@ -67,6 +68,8 @@ class LoadModel:
     def __init__(self, bus: Bus, definitions: Folder, wake_ups: WakeUps) -> None:
         self._bus, self._definitions, self._wake_ups = bus, definitions, wake_ups
         self._transfer_limits = TransferLimits()
+        self._learning: set[asyncio.Task[None]] = set()
+        """Measurements of engines that serve; the end of the event loop cancels them."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the load; raise Postpone with the reason while it must wait."""
@@ -100,13 +103,19 @@ class LoadModel:
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt, eviction = await self._place(work, definition)
         try:
-            return await first(_slot_lost(attempt), self._run(attempt, eviction))
+            address, options, without = await first(_slot_lost(attempt), self._run(attempt, eviction))
+            # After the watch of the slot: the attempt does not own a published row any more.
+            result = await _publish(attempt, address, options, without)
         except Exception as error:
             await _give_up(attempt)
             outcome = await in_thread(load_attempts.after_error, attempt, error)
             if outcome is error:
                 raise
             raise outcome from error
+        learning = asyncio.create_task(load_info.learn(attempt), name=f"memory of {attempt.process_key}")
+        self._learning.add(learning)
+        learning.add_done_callback(self._learning.discard)
+        return result
 
     async def _place(self, work: Work, definition: Definition) -> tuple[Attempt, PendingEviction | None]:
         files = await self._definitions.sizes.of(definition)
@@ -137,7 +146,10 @@ class LoadModel:
         )
         return attempt, placement.eviction
 
-    async def _run(self, attempt: Attempt, eviction: PendingEviction | None) -> Mapping[str, Any]:
+    async def _run(
+        self, attempt: Attempt, eviction: PendingEviction | None
+    ) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
+        """Load the engine; return its address, its options and what it is loaded without."""
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         options |= attempt.slot.options
@@ -146,32 +158,7 @@ class LoadModel:
             await wait_until_evicted(eviction, attempt.work, attempt.slot)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
-        result = {
-            "node": attempt.slot.node_name,
-            "address": engine.address,
-            "replica_index": attempt.slot.replica_index,
-            "why": attempt.why,
-            **without,
-        }
-        now = clock.now()
-        published = await in_thread(
-            slots.publish,
-            attempt.slot,
-            attempt=attempt.work.attempt,
-            address=engine.address,
-            backend=attempt.definition.backend,
-            options=dict(attempt.definition.options),
-            options_hash=fingerprint(options),
-            revision=attempt.definition.revision,
-            now=now,
-            replaces=request_of(attempt.work.operation).replaces,
-            remembered=load_info.columns_of(attempt.definition, now),
-            result=result,
-        )
-        if not published:
-            raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
-        await load_info.learn(attempt)
-        return result
+        return engine.address, options, without
 
     async def _ensure_backend(self, attempt: Attempt) -> None:
         """Install the backend if the worker does not list it, and wait for that operation."""
@@ -280,6 +267,37 @@ class LoadModel:
                 f"{attempt.definition.backend} refused to load:"
                 f" {names.readable(result.message) or 'no reason given'}"
             )
+
+
+async def _publish(
+    attempt: Attempt, address: str, options: Mapping[str, Any], without: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Make the engine a replica; return the result of the load. Raise Postpone if the slot was lost."""
+    result = {
+        "node": attempt.slot.node_name,
+        "address": address,
+        "replica_index": attempt.slot.replica_index,
+        "why": attempt.why,
+        **without,
+    }
+    now = clock.now()
+    published = await in_thread(
+        slots.publish,
+        attempt.slot,
+        attempt=attempt.work.attempt,
+        address=address,
+        backend=attempt.definition.backend,
+        options=dict(attempt.definition.options),
+        options_hash=fingerprint(options),
+        revision=attempt.definition.revision,
+        now=now,
+        replaces=request_of(attempt.work.operation).replaces,
+        remembered=load_info.columns_of(attempt.definition, now),
+        result=result,
+    )
+    if not published:
+        raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
+    return result
 
 
 async def _list_backends(attempt: Attempt) -> messages.ListReply:

@@ -2,9 +2,9 @@
 
 After each load its controller has the worker measure the engine. Where the worker does not tell, as a stock
 worker, a pass compares the node's readings before and after the load, if the engine had its GPUs alone. A
-reading counts once for each replica, and the next placement uses the largest of the last five of the same
-definition, backend build and kind of device (`fit.learned`). What the model takes on a node without VRAM is
-main memory; no placement uses it.
+reading is stored once for each replica: the last five of a definition, backend build and kind of device. A
+load has one need for the whole fleet, by the largest reading for any build and kind of device that nodes have
+(`fit.learned`). What the model takes on a node without VRAM is main memory; no placement uses it.
 
 A definition that cannot be read is replaced by that of the last load, never one that a person has deleted or
 disabled. A folder that is empty has no definitions, so an empty mount point counts as deleted ones.
@@ -20,7 +20,7 @@ from uuid import UUID
 
 import msgspec
 from django.contrib.postgres.expressions import ArraySubquery
-from django.db import DatabaseError
+from django.db import Error as DatabaseError
 from django.db.models import Case, F, Value, When
 from django.db.models.functions import Coalesce, JSONObject, NullIf
 
@@ -39,7 +39,7 @@ from operations.executor.work import in_thread
 log = logging.getLogger(__name__)
 
 MEASURED_WITHIN = 3.0
-"""Seconds that a worker has to measure an engine; the load has ended for everyone who waits for it."""
+"""Seconds that a worker has to measure an engine. Neither the load nor a request waits for it."""
 SETTLES = timedelta(seconds=2)
 """From the end of a load to a reading that shows all of its memory: clocks differ, and readings travel."""
 MOST_KEYS = 8
@@ -100,17 +100,28 @@ def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Defi
 def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, now: datetime) -> int:
     """Withdraw the records of models whose definition is gone or disabled; return how many.
 
-    `defined` are the usable definitions. While the folder cannot be read, nothing is known.
+    A withdrawn record is restored when the definition of its load is there again and enabled. `defined` are
+    the usable definitions. While the folder cannot be read, nothing is known. The number of queries is
+    constant.
     """
     if unreadable is None:
         return 0
-    enabled = [definition.name for definition in defined if not definition.disabled]
+    enabled = {definition.name: definition for definition in defined if not definition.disabled}
+    withdrawn = ModelLoadInfo.objects.filter(withdrawn_at__isnull=False, model_name__in=enabled)
+    restored = []
+    for info in withdrawn.only("model_name", "definition"):
+        definition = enabled[info.model_name]
+        if info.definition.get("revision") == definition.revision:
+            # What is no part of the revision may have changed, as `disabled` and the name of the file.
+            info.definition, info.withdrawn_at = columns_of(definition, now).values()
+            restored.append(info)
+    ModelLoadInfo.objects.bulk_update(restored, ["definition", "withdrawn_at"])
     infos = ModelLoadInfo.objects.filter(withdrawn_at__isnull=True).exclude(model_name__in=enabled)
     return infos.exclude(definition__source__in=sorted(unreadable)).update(withdrawn_at=now)
 
 
 def readings_of(definition: Definition) -> list[EngineReading]:
-    """Return the readings for builds of its backend that nodes with VRAM have installed; one query."""
+    """Return the readings for builds and kinds of device that nodes with VRAM have of its backend; one query."""
     installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
     infos = ModelLoadInfo.objects.filter(
         model_name=definition.name, memory__contains=[{"revision": definition.revision}]

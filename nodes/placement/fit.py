@@ -302,7 +302,9 @@ def fewer_layers(files: Files, load: LoadOptions, kind: str) -> tuple[tuple[int,
 
 
 MOST_READINGS = 5
-"""Readings of one definition, backend build and kind of device that are kept; the largest counts."""
+"""Readings of one definition, backend build and kind of device that are kept."""
+MOST_OWN, MOST_DIFFERENCE = 2.0, 1.5
+"""Multiples of the estimate above which an engine's own figure, or a difference of readings, is ignored."""
 
 
 @dataclass(frozen=True)
@@ -316,14 +318,15 @@ class EngineReading:
 
 
 def learned(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Terms, Sequence[EngineReading]]:
-    """Return the terms by the largest reading, never less than weights and context, and what they rest on.
+    """Return the terms by the largest reading that counts, and the readings that count.
 
-    A difference below that was disturbed, so it does not count: something else has freed memory. Without a
-    reading that counts the estimate stays.
+    A reading below weights and context, or far above the estimate, does not count: it is false, or something
+    else has freed or taken memory. Without an estimate all count; without a reading the estimate stays.
     """
     floor = tuple((name, size) for name, size in terms if name in ("weights", "context"))
     least = total_bytes(floor)
-    counted = [reading for reading in readings if reading.own or reading.size >= least]
+    limits = {True: MOST_OWN * total_bytes(terms), False: MOST_DIFFERENCE * total_bytes(terms)}
+    counted = [reading for reading in readings if not terms or least <= reading.size <= limits[reading.own]]
     rest = max((reading.size for reading in counted), default=0) - least
     if not counted:
         return terms, ()

@@ -52,6 +52,10 @@ class Stage:
     def installs(self, node: BackendNode, reply: Any) -> None:
         self.bus.replies[messages.subject("backend.install", str(node.id))] = reply
 
+    async def learned(self) -> None:
+        """The engines of all loads that have ended are measured."""
+        await asyncio.gather(*self.handler._learning)
+
     def need_until(self) -> None:
         """Somebody waits again, as a request says that attaches to the running load."""
         admission.need_until(self.work.id, clock.now() + timedelta(seconds=60))

@@ -207,9 +207,13 @@ An estimate ends where a reading begins. After each load the worker measures the
 on the GPUs (NVML, ROCm) and their proportional share of the main memory. Where the worker does not tell (a
 stock worker, a container that hides process ids), the difference of the node's readings before and after the
 load counts, if no other engine used the same GPUs and no other load ran on the node. Otherwise nothing is
-learned. The largest of the last five readings of the same stored definition, backend build and kind of device
-is the need of the next load, never less than weights and context of the estimate; a difference below that was
-disturbed and does not count. Of three models that load on one GPU at once each is learned exactly by its own
+learned. The last five readings of the same stored definition, backend build and kind of device are kept. A
+load has one need for all nodes: the largest reading for any build and kind of device in the fleet, so a model
+that takes more on one kind of GPU needs as much on the others. A reading below weights and context of the
+estimate does not count, nor does a figure of the engine itself above twice the estimate, or a difference
+above 1.5 times: it is false, or something else has freed or taken memory. So the estimate stays where it is
+less than half of the truth, as may be for a small model whose file has no header. Without an estimate every
+reading counts. Of three models that load on one GPU at once each is learned exactly by its own
 figure, and none without it (`tests/integration/loading/test_load_info.py`). Real GPUs: not measured.
 
 ## The models

@@ -3,8 +3,10 @@
 Issue 23, "It learns". Engines have a true size here; whatever is learned is that, or nothing.
 """
 
+import asyncio
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.errors import NotFound
+from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.decisions import fleet_cache
@@ -26,7 +28,7 @@ from nodes.definitions import folder
 from nodes.definitions.files import Definition, read_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway import gateway
-from nodes.loading import load_explanation, load_info
+from nodes.loading import load, load_explanation, load_info
 from nodes.models import BackendNode, ModelLoadInfo, NodeBackend, NodeModel, PlacementRecord
 from nodes.placement.choose import Need
 from nodes.placement.fit import MOST_READINGS
@@ -320,6 +322,7 @@ async def test_what_a_worker_measures_after_a_load_is_what_the_next_one_needs(
     await in_thread(a_gpu, stage)
     ready(stage, m.RunningReply((m.RunningModel("echo", 0, STARTED.address, vram=6 * GIB),)))
     await stage.handler(stage.work)
+    await stage.learned()
     (asked,) = [
         body for subject, bodies in stage.bus.asked.items() if "running" in subject for body in bodies
     ]
@@ -395,6 +398,7 @@ async def test_a_worker_that_reports_nonsense_teaches_nothing(
         % (STARTED.address.encode(), value.encode()),
     )
     assert (await stage.handler(stage.work))["address"] == STARTED.address
+    await stage.learned()
     assert await in_thread(sizes, "echo") == []
     assert any(record.levelname == "WARNING" and "one" in record.message for record in caplog.records)
 
@@ -404,6 +408,44 @@ async def test_a_database_that_fails_does_not_fail_the_load(stage: Stage, loads:
     ready(stage, m.RunningReply((m.RunningModel("echo", 0, STARTED.address, vram=GIB),)))
     with patch.object(load_info, "store_report", side_effect=DatabaseError("gone")):
         assert (await stage.handler(stage.work))["node"] == "one"
+        await stage.learned()
+
+
+async def test_a_worker_that_measures_for_long_neither_delays_nor_fails_the_load(
+    stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published row has no owner, which is no lost slot; the reading still counts when it comes."""
+    monkeypatch.setattr(load, "_SLOT_POLL", 0.01)
+    await in_thread(a_gpu, stage)
+    measured = asyncio.Event()
+
+    async def measure() -> m.RunningReply:
+        await measured.wait()
+        return m.RunningReply((m.RunningModel("echo", 0, STARTED.address, vram=GIB),))
+
+    ready(stage, measure)
+    assert (await asyncio.wait_for(stage.handler(stage.work), 30))["node"] == "one"
+    assert await in_thread(sizes, "echo") == []
+    measured.set()
+    await stage.learned()
+    assert await in_thread(sizes, "echo") == [GIB]
+
+
+async def test_a_publication_that_takes_long_is_no_lost_slot(
+    stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row is published, and the answer of the database still on its way."""
+    monkeypatch.setattr(load, "_SLOT_POLL", 0.01)
+    ready(stage, m.RunningReply())
+    publish = slots.publish
+
+    def slowly(*args: Any, **columns: Any) -> bool:
+        published = publish(*args, **columns)
+        time.sleep(0.5)
+        return published
+
+    monkeypatch.setattr(slots, "publish", slowly)
+    assert (await stage.handler(stage.work))["node"] == "one"
 
 
 def test_learned_needs_cost_one_query_for_any_fleet(stage: Stage) -> None:
@@ -469,7 +511,10 @@ async def test_what_a_person_deleted_or_disabled_is_never_loaded_from_its_record
     withdrawn: Callable[[Path], None],
     happens: Callable[[Path], None],
 ) -> None:
-    """Issue 23: not even when the file or the folder is unreadable afterwards; a new load ends that."""
+    """Issue 23: not even when the file or the folder is unreadable afterwards.
+
+    A new load ends that, or a pass that finds the definition again.
+    """
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
     await load_once(stage)
     withdrawn(stage.folder)
@@ -483,6 +528,59 @@ async def test_what_a_person_deleted_or_disabled_is_never_loaded_from_its_record
     with pytest.raises(gateway.ModelNotFound):
         await gateway.find_definition("echo")
     assert await in_thread(replicas.definition_revisions) == {}
+
+
+@pytest.mark.parametrize("withdrawn", [deleted, disabled])
+async def test_a_definition_that_comes_back_is_loaded_from_its_record_again(
+    stage: Stage, loads: list[Any], settings: Settings, withdrawn: Callable[[Path], None]
+) -> None:
+    """Without a new load, and only as it is now."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
+    if withdrawn is disabled:
+        await in_thread(disabled, stage.folder)
+    await load_once(stage)
+
+    async def find_after(change: Callable[[Path], Any]) -> Definition | None:
+        change(stage.folder)
+        await folder.folder().reload()
+        await in_thread(lambda: replicas.definition_revisions(withdraws=True))
+        broken(stage.folder)
+        await folder.folder().reload()
+        return await load_info.find_definition(folder.folder(), "echo")
+
+    assert await find_after(withdrawn) is None
+    assert await find_after(lambda path: defined(path, context_size=77)) is None, "never loaded"
+    restored = await find_after(defined)
+    assert restored is not None
+    assert not restored.disabled
+
+
+def test_withdrawing_and_restoring_cost_equally_many_queries_for_any_number_of_models(
+    tmp_path: Path,
+) -> None:
+    definition, counts = defined(tmp_path), []
+    for size in (1, 6):
+        ModelLoadInfo.objects.all().delete()
+        definitions = [dataclasses.replace(definition, name=f"m{number}") for number in range(size)]
+        for each in definitions:
+            columns = {**load_info.columns_of(each, clock.now()), "withdrawn_at": clock.now()}
+            ModelLoadInfo.objects.create(model_name=each.name, backend_type="echo", **columns)
+        with CaptureQueriesContext(connection) as queries:
+            load_info.withdraw(definitions, frozenset(), clock.now())
+        counts.append(len(queries))
+        assert not ModelLoadInfo.objects.filter(withdrawn_at__isnull=False).exists()
+    assert counts[0] == counts[1]
+
+
+async def test_a_request_in_an_outage_of_the_database_is_to_be_repeated(
+    stage: Stage, settings: Settings
+) -> None:
+    """A name that no definition has, while some file is unreadable: 503 as in other outages."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
+    broken(stage.folder)
+    gone = patch.object(load_info, "_remembered", side_effect=DatabaseError("gone"))
+    with gone, pytest.raises(Unavailable, match="database"):
+        await gateway.find_definition("echo")
 
 
 async def test_a_deleted_definition_is_not_loaded_beside_a_broken_one(stage: Stage, loads: list[Any]) -> None:
