@@ -1,9 +1,9 @@
 """Memory that loads reserve on nodes: a column of the node, and the rows of the loads.
 
-`reserved_vram` of a node works as in the reference: a load adds to it, a load that ends without a replica
-subtracts its amount, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads hold the
-needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the larger
-one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
+`reserved_vram` of a node works as in the reference: a load adds to it, the next reading clears it, and until
+then the end of the load or of its replica subtracts its amount (R1.51 to R1.54, R1.33). The rows of loads
+hold the needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the
+larger one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
 """
 
 import logging
