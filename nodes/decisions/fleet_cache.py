@@ -100,6 +100,17 @@ def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation
     return available - reserved
 
 
+def most_free(node: Mapping[str, Any]) -> int:
+    """Return the most bytes that the node, given by its columns, can have free; 0 = not reported."""
+    total: int = node["total_vram"]
+    return min(total, node["vram_budget_bytes"] or total)
+
+
+def gpu_totals(node: Mapping[str, Any]) -> FreeByGpu:
+    """Return the total bytes of each GPU of the node, given by its columns."""
+    return frozenset((gpu["index"], gpu["total_vram"]) for gpu in node["gpus"])
+
+
 def free_by_gpu(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> FreeByGpu:
     """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
     reserved = reserved_on_gpus(node, reservations)
@@ -194,12 +205,13 @@ class _Rows:
             slots=row["max_replicas_per_model"],
             labels=frozenset((key, value) for key, value in self._labels.by_node.get(id, ())),
             available_vram=row["available_vram"],
-            most_vram=min(row["total_vram"], row["vram_budget_bytes"] or row["total_vram"]),
+            most_vram=most_free(row),
             card_vram=row["total_vram"] // max(len(row["gpus"]), 1),
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
             file_port_failed=bool(row["file_port_error"]),
             gpus=free_by_gpu(row, reservations),
+            gpu_totals=gpu_totals(row),
         )
 
     def model_facts(

@@ -126,8 +126,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leas
             victims = await in_thread(find_eviction, wanted.definition.name, question, decision, created)
         explanation = decide_load(question, decision, victims)
         if explanation.node is None:
-            lacks_room = await in_thread(_lacks_room, request, question, decision)
-            raise await _no_node(work, question, victims, explanation, lacks_room)
+            raise await _no_node(work, question, victims, explanation)
         ranked_nodes = decision.ranked or [explanation.node]
         if explanation.node.id not in listings:
             answer = await _contact(bus, work, [node for node in ranked_nodes if node.id not in listings])
@@ -169,7 +168,12 @@ def decide(
         conflicts=wanted.conflicts,
     )
     view, decision = fleet_queries.prefer_installed(view, decision, wanted.definition.backend)
-    return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up), decision
+    question = LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up)
+    if request.replaces is None or decision.node is not None:
+        return question, decision
+    former = eviction.serving(request.replaces)
+    fits = former is not None and question.fits_in_place_of(former, decision)
+    return replace(question, fits_in_place=fits), decision
 
 
 def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
@@ -234,23 +238,13 @@ async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacte
         ) from None
 
 
-def _lacks_room(request: LoadRequest, question: LoadQuestion, decision: Decision) -> bool:
-    """Return True if the replica that the load replaces holds the memory that the load needs."""
-    former = eviction.serving(request.replaces) if request.replaces is not None else None
-    return former is not None and question.fits_in_place_of(former, decision)
-
-
 async def _no_node(
-    work: Work,
-    question: LoadQuestion,
-    victims: Eviction | None,
-    explanation: Explanation,
-    lacks_room: bool,
+    work: Work, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Exception:
     """Return the exception that ends this attempt, after recording the decision with the same sentence.
 
     The record comes first, so that no load waits without one. The payload of a load that waits carries its
-    need, by which it is woken, `lacks_room`, by which the replica pass terminates the replaced replica first,
+    need, by which it is woken, `LACKS_ROOM`, by which the replica pass terminates the replaced replica first,
     and the node whose memory it gets before younger loads.
     """
     backoffs = question.view.backoffs
@@ -264,7 +258,7 @@ async def _no_node(
     if explanation.outcome == DecisionOutcome.REFUSED:
         outcome: Exception = refused_by_all(operation.payload)
     else:
-        payload = {**operation.payload, LACKS_ROOM: lacks_room}
+        payload = {**operation.payload, LACKS_ROOM: question.fits_in_place}
         payload.pop(TURN, None)
         payload |= {TURN: str(turn[0])} if turn is not None else {}
         payload = load_request.need_into_payload(payload, question.view.need)

@@ -82,6 +82,7 @@ def _load_facts(question: LoadQuestion, eviction: Eviction | None, over: bool) -
         "nodes": frozenset(map(_name, view.nodes)) if view.restricted else None,
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
+        "fits_in_place": question.fits_in_place,
         "over": over,
         "guard": None
         if rules is None
@@ -120,6 +121,7 @@ def decode_load(state: State, load: str, model: str) -> LoadSnapshot | None:
         "restricted": facts["nodes"] is not None,
     }
     question = {"view": view, "refusing": facts["refusing"], "evicts": facts["evicts"]}
+    question["fits_in_place"] = facts.get("fits_in_place", False)  # an older version did not write it
     candidates = _eviction_candidates(state, facts["guard"]) if facts["guard"] is not None else None
     return LoadSnapshot(msgspec.convert(question, LoadQuestion), candidates, facts["over"])
 

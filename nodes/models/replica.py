@@ -236,7 +236,7 @@ class NodeModel(models.Model):
     """Estimated bytes that its engine allocates, 0 = unknown; a load reserves them with the next two columns
     (`placement/memory.py`)."""
     vram_on_node = models.BooleanField(default=False, db_default=False)
-    """True if its load added `vram_needed` to the node's `reserved_vram`; a failed load subtracts it."""
+    """True if its load added `vram_needed` to the node's `reserved_vram`; its end subtracts it."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)
     """Available bytes of its node in the reading that its placement used."""
     gpus = models.JSONField(default=list, blank=True, db_default=[])

@@ -178,6 +178,8 @@ class Candidate:
     """Bytes of this model's files that the node already has."""
     gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
+    gpu_totals: FreeByGpu = frozenset()
+    """Total memory of each GPU, by index."""
     file_port_failed: bool = False
     """True if a model's files cannot be sent to the node now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()

@@ -18,7 +18,7 @@ from enum import StrEnum
 from uuid import UUID
 
 from nodes.placement.choose import Candidate, Need, Reason, has_memory
-from nodes.placement.memory import FreeByGpu, add_free_bytes
+from nodes.placement.memory import FreeByGpu, add_freed_memory
 
 JUST_LOADED = timedelta(seconds=5)
 """Time after its load that a replica is protected: the requests that waited for it are on their way."""
@@ -227,13 +227,15 @@ def _victim_order(resident: Resident) -> tuple[bool, datetime, UUID]:
 def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
     """Return the node with the memory of the replicas `freed` free again, on the GPUs that used it.
 
-    Memory use is an estimate: all replicas together never free more than the node can have.
+    Memory use is an estimate: all replicas together never free more than the node and its GPUs can have.
     """
-    free, gpus = node.free_vram, node.gpus
-    for resident in freed:
-        free, gpus = free + resident.vram, add_free_bytes(gpus, resident.gpus)
-    if node.most_vram:
-        free = min(free, max(node.most_vram, node.free_vram))
+    free, gpus = add_freed_memory(
+        node.free_vram,
+        node.gpus,
+        ((resident.vram, resident.gpus) for resident in freed),
+        most=node.most_vram,
+        gpu_totals=node.gpu_totals,
+    )
     return replace(node, free_vram=free, gpus=gpus)
 
 

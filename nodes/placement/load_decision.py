@@ -55,6 +55,8 @@ class LoadQuestion:
     """Nodes that have refused the load; they back off permanently."""
     evicts: bool = True
     """True if replicas may be evicted for the load; False for a scale-up, which no request waits for."""
+    fits_in_place: bool = False
+    """True if it fits in place of the replica that it replaces: then it is not loaded with fewer layers."""
 
     def lacking(self, decision: Decision) -> list[Candidate]:
         """Return the nodes on which an eviction would help."""
@@ -62,7 +64,7 @@ class LoadQuestion:
 
     def choose_partial(self, decision: Decision) -> tuple[Candidate, int] | None:
         """Return the node whose memory holds the most layers of the model, and their number; or None."""
-        parts, options = self.view.need.partial, []
+        parts, options = () if self.fits_in_place else self.view.need.partial, []
         for node in self._short(decision) if parts else ():
             # The fewer layers, the less memory: the first that fits has the most.
             place = bisect_left(parts, True, key=partial(self._holds, node))

@@ -120,6 +120,35 @@ def add_free_bytes(free_by_gpu: FreeByGpu, shares: Iterable[tuple[int, int]]) ->
     return frozenset((index, free_bytes + added.get(index, 0)) for index, free_bytes in free_by_gpu)
 
 
+def add_freed_memory(
+    free: int,
+    free_by_gpu: FreeByGpu,
+    freed: Iterable[tuple[int, FreeByGpu]],
+    *,
+    most: int,
+    gpu_totals: FreeByGpu,
+) -> tuple[int, FreeByGpu]:
+    """Return the free memory of a node and of its GPUs after replicas end.
+
+    `freed`: the bytes of each replica, in all and by GPU.
+    Memory use is an estimate: the node never gets more than `most`, nor a GPU more than its total. 0 or a
+    missing GPU = not reported.
+    """
+    totals, freed_free, freed_gpus = dict(gpu_totals), free, dict(free_by_gpu)
+    for amount, shares in freed:
+        freed_free += amount
+        for index, share in shares:
+            if index in freed_gpus:
+                freed_gpus[index] += share
+    if most:
+        freed_free = min(freed_free, max(most, free))
+    capped = (
+        (index, min(freed_gpus[index], max(totals.get(index) or freed_gpus[index], former)))
+        for index, former in free_by_gpu
+    )
+    return freed_free, frozenset(capped)
+
+
 NEVER = datetime.min.replace(tzinfo=UTC)
 """The reading time of a node that has reported no figure yet."""
 

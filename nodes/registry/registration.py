@@ -401,6 +401,9 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
     if routine:
         # A registration reports the memory of a machine without engines; heartbeats are more accurate.
         del figures["available_vram"], figures["gpus"], figures["vram_read_at"]
+    elif registration.running_processes is not None:
+        # R1.33: a reading. A stock worker's is none, its engines may still run.
+        figures["reserved_vram"] = 0
     change.set(engine_token=registration.engine_token, **figures)
     if not routine:
         soon = now + timedelta(seconds=LISTS_AFTER)

@@ -166,9 +166,6 @@ def end_rows(rows: Sequence[NodeModel]) -> None:
     """Delete these locked rows and announce those that were replicas. Needs a transaction."""
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     _delete(rows, [RemovedReplica(row.model_name, row.node_id, row.replica_index) for row in present])
-    if reserving := [row for row in rows if row.loaded_at is None and row.vram_on_node]:
-        # No `partial`: Django wants the name of what has failed.
-        transaction.on_commit(lambda: _release(reserving), robust=True)
 
 
 # Django deletes a hundred rows at a time.
@@ -179,7 +176,10 @@ _DELETE = """
 
 
 def _release(rows: Sequence[NodeModel]) -> None:
-    """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss."""
+    """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss.
+
+    Replicas too: a node that never reports free memory has no reading that clears their reservations.
+    """
     for row in rows:
         reserved_memory.release(row.node_id, row.vram_needed, since=row.created_at)
 
@@ -196,6 +196,9 @@ def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> Non
         nodes = {row.node_id for row in rows if row.phase not in states.WITHOUT_ENGINE}
         if nodes:  # after commit, as nodes are locked before replicas
             transaction.on_commit(lambda: reserved_memory.note_ended_engines(nodes), robust=True)
+    if reserving := [row for row in rows if row.vram_on_node]:
+        # No `partial`: Django wants the name of what has failed.
+        transaction.on_commit(lambda: _release(reserving), robust=True)
     if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.encode, announced))
         transaction.on_commit(lambda: hooks.call_hooks(announced))

@@ -1,9 +1,9 @@
 """Memory that loads reserve on nodes: a column of the node, and the rows of the loads.
 
-`reserved_vram` of a node works as in the reference: a load adds to it, a load that ends without a replica
-subtracts its amount, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads hold the
-needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the larger
-one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
+`reserved_vram` of a node works as in the reference: a load adds to it, the next reading clears it, and until
+then the end of the load or of its replica subtracts its amount (R1.51 to R1.54, R1.33). The rows of loads
+hold the needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the
+larger one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
 """
 
 import logging
@@ -24,7 +24,7 @@ from nodes.models import BackendNode, NodeModel, Phase
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
-from nodes.placement.memory import FreeByGpu, Reservation, add_free_bytes, fill_gpus, total_bytes
+from nodes.placement.memory import FreeByGpu, Reservation, add_freed_memory, fill_gpus, total_bytes
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
 
 def fits_after_stops(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
     """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
-    fits = need.shares(*_after_stops(*_free(node), soon), _needed(node, need)) is not None
+    fits = need.shares(*_after_stops(node, *_free(node), soon), _needed(node, need)) is not None
     return fits and not need.lacks_card(node.total_vram)
 
 
@@ -91,10 +91,16 @@ def _free(node: BackendNode) -> tuple[int, FreeByGpu]:
     )
 
 
-def _after_stops(free: int, rooms: FreeByGpu, soon: Collection[Resident]) -> tuple[int, FreeByGpu]:
-    for replica in soon:
-        free, rooms = free + replica.vram, add_free_bytes(rooms, replica.gpus)
-    return free, rooms
+def _after_stops(
+    node: BackendNode, free: int, rooms: FreeByGpu, soon: Collection[Resident]
+) -> tuple[int, FreeByGpu]:
+    return add_freed_memory(
+        free,
+        rooms,
+        ((replica.vram, replica.gpus) for replica in soon),
+        most=fleet_cache.most_free(vars(node)),
+        gpu_totals=fleet_cache.gpu_totals(vars(node)),
+    )
 
 
 def reserve_for_load(
@@ -106,7 +112,7 @@ def reserve_for_load(
     Needs the node's lock: no other load reserves and no reading arrives between the check and the row.
     """
     free, rooms = _free(node)
-    free_later, later = _after_stops(free, rooms, soon)
+    free_later, later = _after_stops(node, free, rooms, soon)
     needed = _needed(node, need)
     shares = need.shares(free_later, later, needed)
     is_reported = max(node.total_vram, node.available_vram) > 0

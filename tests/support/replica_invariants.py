@@ -198,12 +198,12 @@ class Invariants:
                 )
 
     def _learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
-        """See which loads have begun and which have ended without a replica."""
+        """See which loads have begun, and which of them or of their replicas have ended."""
         for id, row in rows.items():
             if id not in self.last and row.vram_on_node:
                 self.reserved.setdefault(row.node_id, {})[id] = row.vram_needed
         for id, row in self.last.items():
-            if id not in rows and row.loaded_at is None:
+            if id not in rows:
                 self.reserved.get(row.node_id, {}).pop(id, None)
         self.last = rows
 

@@ -20,12 +20,12 @@ from nodes.loading import load_explanation
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import NO_NEED, Need, Reason, choose_node
 from nodes.registry import heartbeats
-from nodes.replicas import drains, fleet_queries, reserved_memory, slots, unload_requests
+from nodes.replicas import drains, engine_ends, fleet_queries, reserved_memory, slots, unload_requests
 from nodes.replicas.slots import Slot
 from tests.support import api, hot
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
-from tests.support.replicas import attempt, forget_nodes, owner_of, publish
+from tests.support.replicas import attempt, columns, forget_nodes, owner_of, publish
 
 GB = 10**9
 Queries = Callable[[int], Any]
@@ -186,6 +186,41 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
         NodeModel.objects.filter(model_name="m").delete()
         reserved_memory.release(node.pk, 4 * GB, since=clock.now())
     assert (column(node), free(node)) == (2 * GB, 14 * GB)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.52", "R2.43")
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_node_that_never_reports_free_memory_gets_it_back_when_a_replica_ends(registered: bool) -> None:
+    """Intel's drivers do not report it: a model that was loaded and unloaded left its bytes reserved."""
+    node = hot.node(
+        available_vram=16 * GB, total_vram=16 * GB, vram_read_at=clock.now() if registered else None
+    )
+    for model in ("first", "second"):
+        slot = begun(node, model, 10 * GB, required=True)
+        assert slot is not None
+        published(slot, f"{model}:1")
+        assert (column(node), free(node)) == (10 * GB, 6 * GB)
+        NodeModel.objects.update(**columns("unloading"))
+        assert engine_ends.confirm(slot.id, stop_sent=clock.now())
+        assert (column(node), free(node)) == (0, 16 * GB)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.33", "R1.52", "R1.53")
+async def test_the_end_of_a_replica_gives_nothing_back_that_a_reading_has_cleared(database: Pool) -> None:
+    """What is reserved then belongs to a later load; the stopped engine's memory is credited once."""
+    node = await sync_to_async(api.make_node)(available_vram=16 * GB, total_vram=16 * GB)
+    slot = await sync_to_async(begun)(node, "m", 4 * GB)
+    assert slot is not None
+    await sync_to_async(published)(slot, "m:1")
+    stop_sent = clock.now() + timedelta(seconds=5)
+    await read(database, node, 12 * GB)
+    await sync_to_async(begun)(node, "other", 4 * GB)
+    await sync_to_async(NodeModel.objects.filter(pk=slot.id).update)(**columns("unloading"))
+    assert await sync_to_async(engine_ends.confirm)(slot.id, stop_sent=stop_sent)
+    assert await sync_to_async(column)(node) == 4 * GB
+    assert await sync_to_async(free)(node) == 12 * GB
 
 
 @pytest.mark.django_db

@@ -21,6 +21,7 @@ from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
+from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.registry import heartbeats
@@ -301,6 +302,32 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     for free in (6, 22, 12, 2):  # the victim still shows; it is gone; the new engine takes half, then all
         read(node, 4, free)
         assert rooms(node) == [4, 2]
+
+
+@pytest.mark.rule("R2.51", "R2.43")
+def test_a_victim_estimated_too_large_frees_no_more_of_its_gpu_than_that_has() -> None:
+    """Its estimate is 20, its real use 10: GPU 0 seemed to get 34 GiB free, and all 33 went there."""
+    node = told_by("one", 14, 15)
+    BackendNode.objects.update(total_vram=48 * GIB)
+    its = [{"index": 0, "uuid": "GPU-0", "bytes": 20 * GIB, "seen": 24 * GIB}]
+    hot.replica(node, "old", vram_needed=20 * GIB, gpus=its, loaded_at=hot.EPOCH)
+
+    def evicted_for(gib: int) -> tuple[Need, Eviction]:
+        need = Need(vram=gib * GIB, vram_required=True)
+        view = FleetView(fleet_cache.read_fleet("m"), need)
+        room = find_eviction("m", LoadQuestion(view), view.decide())
+        assert room is not None
+        return need, room
+
+    assert evicted_for(39)[1].node is None, "24 + 15 GiB hold no 39 with the overhead of a split"
+    need, room = evicted_for(33)
+    assert room.node is not None
+    slot = slots.reserve(
+        room.node, "m", attempt=attempt("m:1"), backend="b", now=clock.now(), need=need, room=room
+    )
+    assert isinstance(slot, Slot)
+    assert [gpu.id for gpu in slot.gpus] == ["GPU-0", "GPU-1"]
+    assert [gpu.amount < most * GIB for gpu, most in zip(slot.gpus, (24, 15), strict=True)] == [True, True]
 
 
 RACERS = 24

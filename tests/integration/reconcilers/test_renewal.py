@@ -14,14 +14,18 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.messages import decode
 from nodes.decisions import fleet_cache
+from nodes.decisions.snapshot_log import encode, find_changes, restore
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load, load_request
+from nodes.loading import load, load_placement, load_request
+from nodes.loading.load_placement import LoadNeeds
+from nodes.loading.load_request import ANYWHERE
+from nodes.loading.load_snapshots import decode_load, encode_load
 from nodes.models import LOADING_PHASES, BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
-from nodes.placement.load_decision import LoadQuestion
+from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.reconcilers import replicas
 from nodes.replicas import eviction, fleet_queries, slots, terminations, unload_requests
 from nodes.replicas.stops import Stopper
@@ -184,6 +188,32 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
     resident = eviction.serving(former.pk)
     assert resident is not None
     assert question.fits_in_place_of(resident, decision) is goes
+
+
+@pytest.mark.rule("R1.98", "R2.32", "I14")
+@pytest.mark.parametrize(("free", "layers"), [(3, 2), (4, 0)])
+def test_a_successor_is_not_loaded_with_fewer_layers_if_all_fit_in_place_of_its_predecessor(
+    free: int, layers: int
+) -> None:
+    """`gpu_layers: auto` loaded it on another node with fewer layers instead."""
+    one = hot.node("one", available_vram=free * 2**30, total_vram=10 * 2**30)
+    hot.node("two", available_vram=8 * 2**30, total_vram=8 * 2**30)
+    former = old(one, vram_needed=6 * 2**30, loaded_at=hot.EPOCH)
+    BackendNode.objects.update(vram_read_at=clock.now())
+    need = Need(vram=10 * 2**30, vram_required=True, partial=((2, 8 * 2**30), (1, 5 * 2**30)))
+    (definition,) = asyncio.run(folder.folder().all())
+    wanted, request = (
+        LoadNeeds(definition, need),
+        dataclasses.replace(ANYWHERE, is_scale_up=True, replaces=former.pk),
+    )
+    question, decision = load_placement.decide(wanted, request, {}, frozenset(), frozenset())
+    explanation = decide_load(question, decision)
+    assert explanation.gpu_layers == layers
+    assert (explanation.node is None) is not bool(layers)
+    sections = encode_load("1", "echo", question)
+    snapshot = decode_load(restore([encode(find_changes({}, sections))]), "1", "echo")
+    assert snapshot is not None
+    assert decide_load(snapshot.question, snapshot.question.view.decide()) == explanation
 
 
 @pytest.mark.rule("R1.98")

@@ -81,6 +81,15 @@ def test_model_and_node_names_may_have_any_visible_character() -> None:
 # --- figures
 
 
+@pytest.mark.rule("R1.33", "R1.51")
+def test_a_restarted_worker_without_engines_has_nothing_reserved() -> None:
+    """Its registration is a reading, and the only one of a worker whose driver reports no free memory."""
+    node = approved(total_vram=16, available_vram=16, running_processes=())
+    BackendNode.objects.update(reserved_vram=10)
+    register(total_vram=16, available_vram=16, running_processes=(), now=later(1))
+    assert (row(node).reserved_vram, read_fleet("m")[0].free_vram) == (0, 16)
+
+
 @pytest.mark.rule("R1.23", "R1.24")
 def test_zero_and_empty_keep_what_is_stored() -> None:
     """But for disks, and for what the worker's own budget decides."""
