@@ -106,8 +106,9 @@ it("plans with nodes that do not exist, and says why there and why not there (UI
   expect(plan.getByText("20 more nodes are not shown.")).toBeTruthy();
 });
 
-it("plans for a file of this computer, of which only the header is sent (UW12)", async () => {
+it("plans for a file of this computer, of which only the beginning is sent, and says so (UW12)", async () => {
   open("/app/capacity/what-if");
+  expect(screen.getByText("Only its first 16 MiB are sent.")).toBeTruthy();
   const file = new File(["GGUF"], "m.gguf");
   fireEvent.change(screen.getByLabelText("Or a GGUF file of this computer"), { target: { files: [file] } });
   fireEvent.change(screen.getByLabelText("Context, tokens"), { target: { value: "16384" } });

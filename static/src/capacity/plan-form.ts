@@ -81,10 +81,10 @@ export function requestBody(form: PlanForm): Body {
   return body;
 }
 
-/** The bytes of a GGUF file that the server reads; its header is within them. */
+/** The first bytes of a GGUF file that are sent; its header is within them. */
 const HEADER_BYTES = 16 * 1024 * 1024;
 
-/** The header of a GGUF file, which need not be on the server; its data stays here. */
+/** The beginning of a GGUF file, which need not be on the server; only a small file is sent as a whole. */
 async function fileBody(file: File, context: string): Promise<NonNullable<Body["file"]>> {
   const reader = new FileReader();
   const content = await new Promise<string>((resolve, reject) => {

@@ -78,7 +78,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
           <div className="field">
             <label htmlFor={fileId}>Or a GGUF file of this computer</label>
             <input ref={fileInput} id={fileId} className="input" type="file" accept=".gguf" disabled={form.model.trim() !== ""} aria-describedby={`${fileId}-said`} onChange={(event) => onFile(event.target.files?.[0] ?? null)} />
-            <FieldMessage id={`${fileId}-said`} problem="" description="Only its header is sent." />
+            <FieldMessage id={`${fileId}-said`} problem="" description="Only its first 16 MiB are sent." />
           </div>
           {file !== null && field("context", "Context, tokens", "Empty: 8,192.")}
           {file === null && form.model.trim() === "" && (

@@ -36,6 +36,7 @@ export function Details({ decision, recorded = null, name }: { decision: Decisio
 
 const nodeOf = ({ node_id }: { node_id: string }) => node_id;
 const yes = (value: boolean) => (value ? "yes" : "no");
+const some = (value: boolean) => (value ? "some" : "none");
 
 function BestNodes({ name, best }: { name: string; best: readonly Best[] }): ReactNode {
   return (
@@ -47,14 +48,14 @@ function BestNodes({ name, best }: { name: string; best: readonly Best[] }): Rea
 }
 
 const BEST: readonly Column<Best>[] = [
-  { key: "node", title: "Node", cell: (best) => <NodeName id={best.node_id} text={slotOf(best)} /> },
-  { key: "failures", title: "Failures", cell: ({ terms }) => terms.failures },
-  { key: "shared", title: "Same group", cell: ({ terms }) => yes(terms.shared) },
-  { key: "memory", title: "Enough VRAM", cell: ({ terms }) => yes(terms.has_memory) },
-  { key: "replicas", title: "Replicas", cell: ({ terms }) => (terms.busy ? "some" : "none") },
-  { key: "flight", title: "In flight", cell: ({ terms }) => terms.in_flight },
-  { key: "vram", title: "VRAM", cell: ({ terms }) => memoryWords(terms) },
-  { key: "against", title: "Ranked lower because", cell: ({ against }) => against !== undefined && <bdi>{against}</bdi> },
+  { key: "node", title: "Node", value: slotOf, cell: (best) => <NodeName id={best.node_id} text={slotOf(best)} /> },
+  { key: "failures", title: "Failures", largestFirst: true, value: ({ terms }) => terms.failures, cell: ({ terms }) => terms.failures },
+  { key: "shared", title: "Same group", value: ({ terms }) => yes(terms.shared), cell: ({ terms }) => yes(terms.shared) },
+  { key: "memory", title: "Enough VRAM", value: ({ terms }) => yes(terms.has_memory), cell: ({ terms }) => yes(terms.has_memory) },
+  { key: "replicas", title: "Replicas", value: ({ terms }) => some(terms.busy), cell: ({ terms }) => some(terms.busy) },
+  { key: "flight", title: "In flight", largestFirst: true, value: ({ terms }) => terms.in_flight, cell: ({ terms }) => terms.in_flight },
+  { key: "vram", title: "VRAM", largestFirst: true, value: ({ terms }) => terms.memory, cell: ({ terms }) => memoryWords(terms) },
+  { key: "against", title: "Ranked lower because", value: ({ against }) => against ?? null, cell: ({ against }) => against !== undefined && <bdi>{against}</bdi> },
 ];
 
 function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): ReactNode {
@@ -67,12 +68,12 @@ function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): Re
 }
 
 const MISSES: readonly Column<Miss>[] = [
-  { key: "node", title: "Node", cell: ({ node_id, node }) => <NodeName id={node_id} text={node} /> },
-  { key: "reason", title: "Reason", cell: ({ reason }) => <bdi>{reason}</bdi> },
-  { key: "vram", title: "VRAM free", cell: ({ free_vram }) => signed(free_vram) },
-  { key: "disk", title: "Disk available", cell: diskWords },
-  { key: "replicas", title: "Replicas", cell: ({ replicas, slots }) => `${replicas} of ${slots}` },
-  { key: "flight", title: "In flight", cell: ({ in_flight }) => in_flight },
+  { key: "node", title: "Node", value: ({ node }) => node, cell: ({ node_id, node }) => <NodeName id={node_id} text={node} /> },
+  { key: "reason", title: "Reason", value: ({ reason }) => reason, cell: ({ reason }) => <bdi>{reason}</bdi> },
+  { key: "vram", title: "VRAM free", largestFirst: true, value: ({ free_vram }) => free_vram, cell: ({ free_vram }) => signed(free_vram) },
+  { key: "disk", title: "Disk available", largestFirst: true, value: ({ available_disk, total_disk }) => (total_disk === 0 ? null : available_disk), cell: diskWords },
+  { key: "replicas", title: "Replicas", largestFirst: true, value: ({ replicas }) => replicas, cell: ({ replicas, slots }) => `${replicas} of ${slots}` },
+  { key: "flight", title: "In flight", largestFirst: true, value: ({ in_flight }) => in_flight, cell: ({ in_flight }) => in_flight },
 ];
 
 /** Decisions outlive the nodes that they name: only one that is there has a page. */

@@ -90,7 +90,7 @@ it("shows what the next request finds, the latest decision with its nodes, and w
   expect(panel.getByText("Loading reasons…")).toBeTruthy();
   await respond(0, explained("it is sent to replica 0 on n1; requests there: 2", [recordedDecision(8), recordedDecision(7, { reason: "the only node" })]));
   expect(await panel.findByText("it is sent to replica 0 on n1; requests there: 2")).toBeTruthy();
-  const decisions = within(panel.getByRole("list", { name: "Decisions for tiny" })).getAllByRole("button");
+  const decisions = within(panel.getByRole("list", { name: "Decisions for tiny" })).getAllByRole("button").filter((element) => element.hasAttribute("aria-expanded"));
   expect(decisions.map((element) => element.getAttribute("aria-expanded"))).toEqual(["false", "true", "false"]);
   expect(decisions.map((element) => element.textContent)).toEqual(["One more replica now would go to n1#0", expect.stringMatching(/^placed n1#0/), expect.stringMatching(/^placed/)]);
   expect(panel.getByText(/2 of 3 nodes could take it\. Needs: 8 GiB of VRAM if possible\./)).toBeTruthy();
@@ -101,6 +101,11 @@ it("shows what the next request finds, the latest decision with its nodes, and w
   const misses = panel.getByRole("table", { name: "Nearest misses for tiny" });
   expect(lines(misses)).toEqual([["n3", "no free slot for this model", "−1 GiB", "not reported", "1 of 1", "2"]]);
   expect(within(misses).queryByRole("link")).toBeNull();
+  const best = panel.getByRole("table", { name: "Best nodes for tiny" });
+  fireEvent.click(within(best).getByRole("button", { name: "VRAM" }));
+  fireEvent.click(within(best).getByRole("button", { name: /^VRAM/ }));
+  expect(lines(best).map(([node]) => node)).toEqual(["n2#1", "n1#0"]);
+  expect(within(misses).getAllByRole("button").map((heading) => heading.textContent)).toEqual(["Node", "Reason", "VRAM free", "Disk available", "Replicas", "In flight"]);
 });
 
 it("shows a wait with its reason, and another decision when it is chosen (UI-8.7)", async () => {

@@ -13,15 +13,17 @@ type Entry = MemoryExplained["nodes"][number];
 const ENTRY: Entry = { node_id: "n1", node: "n1", verdict: "fits", needed: 9.8 * GIB, usable: 22 * GIB, missing: 0, context: 0, unload: [], reason: "", says: "fits on n1" };
 
 let requests: string[];
+let need: { source?: string; readings?: number };
 
 beforeEach(() => {
   requests = [];
+  need = { source: "estimated", readings: 0 };
   vi.spyOn(client, "GET").mockImplementation(((path: string) => {
     if (path === "/api/models/capabilities") return Promise.resolve({ data: { data: [{ id: "tiny", backend: "b", capabilities: [] }], definitionErrors: [] }, response: new Response() });
     if (path !== "/api/placement/fit/{model}") return Promise.resolve({ data: [], response: new Response() });
     requests.push(path);
     const memory = { says: "", terms: { weights: 7.2 * GIB }, context: 8192, considered: 2, nodes: [ENTRY, { ...ENTRY, node_id: "n2", node: "n2", verdict: "unknown", usable: 0 }] };
-    return Promise.resolve({ data: { model: "tiny", nodes: [], memory }, response: new Response() });
+    return Promise.resolve({ data: { model: "tiny", nodes: [], memory, placement: { need } }, response: new Response() });
   }) as never);
   const store = show(new LiveStore(), node("n1"), node("n2"));
   store.push({ type: "operations.snapshot", seq: 1, operations: [] });
@@ -38,6 +40,32 @@ it("shows where a model fits before any load, and reads it only when the panel i
   expect(table.getAllByRole("row").slice(1).map((row) => row.textContent)).toEqual(["n1fits9.8 GiB22 GiB", "n2not known9.8 GiBnot reported"]);
   expect(panel.getByText("Needs: weights 7.2 GiB, with 8k of context.")).toBeTruthy();
   expect(requests).toHaveLength(1);
+  expect(panel.queryByText(/^(Measured|Stated)/)).toBeNull();
+});
+
+it("sorts the nodes, each named by its row header", async () => {
+  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
+  const table = within(await panel.findByRole("table", { name: "Memory for tiny" }));
+  const names = () => table.getAllByRole("rowheader").map((cell) => cell.textContent);
+  expect(names()).toEqual(["n1", "n2"]);
+  expect(table.getByRole("link", { name: "n1" }).getAttribute("href")).toBe("/app/nodes/n1");
+  fireEvent.click(table.getByRole("button", { name: "Node" }));
+  fireEvent.click(table.getByRole("button", { name: /^Node/ }));
+  expect(names()).toEqual(["n2", "n1"]);
+  fireEvent.click(table.getByRole("button", { name: "Free for it" }));
+  expect(names()).toEqual(["n1", "n2"]);
+});
+
+it.each([
+  [{ source: "learned", readings: 3 }, "Measured in the last 3 loads."],
+  [{ source: "learned", readings: 1 }, "Measured in the last load."],
+  [{ source: "stated", readings: 0 }, "Stated in the definition."],
+])("says where the need comes from: %j", async (source, sentence) => {
+  need = source;
+  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
+  expect(await panel.findByText(sentence)).toBeTruthy();
 });
 
 it("says what is missing and what would help (UW9)", () => {

@@ -7,8 +7,11 @@ import { bytes } from "../lib/format";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
 import { NodeName } from "./decision";
 import { Disclosure } from "./explanation";
+import type { Decision } from "./explanation-query";
 
 export type MemoryExplained = components["schemas"]["MemoryExplained"];
 type NodeMemory = components["schemas"]["NodeMemory"];
@@ -33,7 +36,7 @@ function Fits({ model }: { model: string }): ReactNode {
     <div className="stack">
       {isPending && <Loading subject="memory" />}
       {error !== null && <Problem error={error} onRetry={retry} />}
-      {data !== undefined && <Memory memory={data.memory} name={model} />}
+      {data !== undefined && <Memory memory={data.memory} name={model} need={data.placement.need} />}
       {data !== undefined && (
         <div>
           <Button small kind="ghost" aria-label={`Read again: memory for ${model}`} busy={isFetching} onClick={retry}>
@@ -56,6 +59,13 @@ export function termsWords({ terms, context }: Pick<MemoryExplained, "terms" | "
   return [...parts, ...(context > 0 && parts.length > 0 ? [`with ${contextWords(context)} of context`] : [])].join(", ");
 }
 
+/** Where a need comes from that is not estimated; "" for an estimate. */
+export function sourceWords({ source, readings = 0 }: Decision["need"]): string {
+  if (source === "stated") return "Stated in the definition.";
+  if (source !== "learned") return "";
+  return readings > 1 ? `Measured in the last ${readings} loads.` : "Measured in the last load.";
+}
+
 /** Whether it fits there; `refused` has its own reason. */
 export function verdictWords({ verdict, context }: Pick<NodeMemory, "verdict" | "context">): string {
   const words = { fits: "fits", smaller_context: `with ${contextWords(context)} of context`, lacks_memory: "not there", unknown: "not known", refused: "not there" };
@@ -69,38 +79,37 @@ export function helpWords(entry: NodeMemory): string {
   return [`${bytes(entry.missing)} missing`, ...(help.length > 0 ? [help.join(" or ")] : [])].join(": ");
 }
 
-export function Memory({ memory, name }: { memory: MemoryExplained; name: string }): ReactNode {
+const FITS: readonly Column<NodeMemory>[] = [
+  { key: "node", title: "Node", value: ({ node }) => node, cell: ({ node_id, node }) => <NodeName id={node_id} text={node} /> },
+  { key: "fits", title: "Fits", value: verdictWords, cell: verdictWords },
+  { key: "needs", title: "Needs", largestFirst: true, value: ({ needed }) => needed || null, cell: ({ needed }) => (needed > 0 ? bytes(needed) : "not known") },
+  {
+    key: "free", title: "Free for it", largestFirst: true,
+    value: (entry) => (isFreeKnown(entry) ? entry.usable : null), cell: (entry) => (isFreeKnown(entry) ? bytes(entry.usable) : "not reported"),
+  },
+  { key: "help", title: "What would help", value: (entry) => helpWords(entry) || null, cell: (entry) => <bdi>{helpWords(entry)}</bdi> },
+];
+
+function isFreeKnown({ usable, verdict }: NodeMemory): boolean {
+  return usable > 0 || verdict !== "unknown";
+}
+
+interface MemoryProps {
+  memory: MemoryExplained;
+  name: string;
+  /** The need by the model's definition, whose source is shown. */
+  need?: Decision["need"];
+}
+
+export function Memory({ memory, name, need }: MemoryProps): ReactNode {
   const rest = memory.considered - memory.nodes.length;
   const terms = termsWords(memory);
+  const source = need === undefined ? "" : sourceWords(need);
   return (
     <div className="stack">
       <p className="muted anywhere">{terms === "" ? "What it needs is not known term by term." : `Needs: ${terms}.`}</p>
-      {memory.nodes.length > 0 && (
-        <table className="nd-table" aria-label={`Memory for ${name}`}>
-          <thead>
-            <tr>
-              {["Node", "Fits", "Needs", "Free for it", "What would help"].map((column) => (
-                <th key={column} scope="col">
-                  {column}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {memory.nodes.map((entry) => (
-              <tr key={entry.node_id}>
-                <NodeName id={entry.node_id} text={entry.node} />
-                <td data-label="Fits">{verdictWords(entry)}</td>
-                <td data-label="Needs">{entry.needed > 0 ? bytes(entry.needed) : "not known"}</td>
-                <td data-label="Free for it">{entry.usable > 0 || entry.verdict !== "unknown" ? bytes(entry.usable) : "not reported"}</td>
-                <td data-label="What would help">
-                  <bdi>{helpWords(entry)}</bdi>
-                </td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      )}
+      {source !== "" && <p className="muted">{source}</p>}
+      {memory.nodes.length > 0 && <Table name={`Memory for ${name}`} columns={FITS} rows={memory.nodes} rowId={({ node_id }) => node_id} rowName={({ node }) => node} />}
       {rest > 0 && <p className="muted">{rest} more nodes are not shown.</p>}
     </div>
   );

@@ -1,14 +1,17 @@
 // The cluster's figures over time: an hour, a day or a week, or what a person has zoomed to.
+import { useQueryClient } from "@tanstack/react-query";
 import { useMemo, useState, type ReactNode } from "react";
 import { bytes } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
 import { Chart, type ChartEvent } from "../ui/chart";
-import { useFigures, type Figures, type Range } from "./data";
+import { serverSeconds, useFigures, zoomRange, type Figures, type Range } from "./data";
 
 const RANGES = { hour: 3600, day: 86400, week: 604800 } as const;
 type RangeName = keyof typeof RANGES;
+/** Part of a range by which a zoom may differ from it and still be the same: charts end on whole steps. */
+const SAME_LENGTH = 0.05;
 
 const EVENT_WORDS: Readonly<Record<string, string>> = { fell_silent: "lost contact", heard_again: "back online", deactivated: "shut down", marked_unhealthy: "unhealthy", marked_healthy: "healthy" };
 
@@ -41,9 +44,15 @@ function decimal(value: number): string {
 
 export function Charts(): ReactNode {
   const [name, setName] = useInAddress(readRange, writeRange);
-  const [zoom, setZoom] = useState<{ from: number; to: number } | null>(null);
+  const [zoom, setZoom] = useState<Range | null>(null);
+  const queries = useQueryClient();
   const range: Range = zoom ?? { last: RANGES[name] };
   const query = useFigures("cluster", "", range);
+  const zoomTo = (from: number, to: number) => {
+    const zoomed = zoomRange(from, to, serverSeconds(queries));
+    const isChosen = "last" in zoomed && Math.abs(zoomed.last / RANGES[name] - 1) < SAME_LENGTH;
+    setZoom(isChosen ? null : zoomed);
+  };
   const choices = (
     <div className="row" role="group" aria-label="Time shown">
       {zoom !== null && (
@@ -70,7 +79,7 @@ export function Charts(): ReactNode {
   return (
     <Panel title="Over time" aside={choices}>
       <Fetched query={query} subject="the figures over time">
-        {(figures) => <Drawn figures={figures} onZoom={(from, to) => setZoom({ from, to: Math.min(to, Date.now() / 1000) })} />}
+        {(figures) => <Drawn figures={figures} onZoom={zoomTo} />}
       </Fetched>
     </Panel>
   );
@@ -78,7 +87,7 @@ export function Charts(): ReactNode {
 
 function readRange(query: URLSearchParams): RangeName {
   const name = query.get("range") ?? "";
-  return name in RANGES ? (name as RangeName) : "hour";
+  return Object.hasOwn(RANGES, name) ? (name as RangeName) : "hour";
 }
 
 function writeRange(name: RangeName): URLSearchParams {

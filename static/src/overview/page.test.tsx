@@ -9,7 +9,7 @@ import { OverviewPage } from "./page";
 
 vi.mock("../ui/chart", () => ({
   Chart: ({ title, lines, top, onZoom }: { title: string; lines: { values: number[] }[]; top?: number; onZoom: (from: number, to: number) => void }) => (
-    <button onClick={() => onZoom(1000, 2000)}>
+    <button onClick={() => onZoom(...selected)}>
       {title} {String(lines[0]?.values)} {top}
     </button>
   ),
@@ -41,22 +41,35 @@ const FIGURES: Figures = {
   ],
   events: [],
 };
-let asked: unknown[] = [];
+const AT = Date.parse(NOW) / 1000;
+const DAY = 86400;
+let asked: { from?: string; to?: string }[] = [];
+let selected: [number, number];
 
 beforeEach(() => {
   asked = [];
+  selected = [AT - 4000, AT - 3000];
 });
+function iso(seconds: number): string {
+  return new Date(1000 * seconds).toISOString();
+}
+
+/** Seconds before the overview's time at which the last request begins. */
+function lastBeginsBefore(): number {
+  return AT - Date.parse(asked.at(-1)?.from ?? "") / 1000;
+}
+
 afterEach(() => {
   cleanup();
   vi.restoreAllMocks();
 });
 
-function open(overview: Partial<Overview> = {}): void {
+function open(overview: Partial<Overview> = {}, path = "/"): void {
   vi.spyOn(client, "GET").mockImplementation(((path: string, options: { params?: { query?: unknown } }) => {
-    if (path === "/api/figures") asked.push(options.params?.query);
+    if (path === "/api/figures") asked.push(options.params?.query as (typeof asked)[number]);
     return Promise.resolve({ data: path === "/api/figures" ? FIGURES : { ...OVERVIEW, ...overview }, response: new Response() });
   }) as never);
-  stage(new LiveStore(), createMemoryRouter([{ path: "*", element: <OverviewPage /> }]));
+  stage(new LiveStore(), createMemoryRouter([{ path: "*", element: <OverviewPage /> }], { initialEntries: [path] }));
 }
 
 it("shows what needs attention, with the page on which to act", async () => {
@@ -67,6 +80,22 @@ it("shows what needs attention, with the page on which to act", async () => {
   expect(screen.getByText(/2 nodes, 4 GPUs 50% busy, 3 GiB of 8 GiB VRAM used\./)).toBeTruthy();
   expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*model load minilm.*gpu-a, 40%/);
   expect(screen.queryByText("First steps")).toBeNull();
+});
+
+it("averages the use of the GPUs that report it", async () => {
+  open({ nodes: [CELL, { ...CELL, id: "2", busy: null }] });
+  expect(await screen.findByText(/8 GPUs 50% busy/)).toBeTruthy();
+  cleanup();
+  open({ nodes: [{ ...CELL, busy: null }] });
+  expect((await screen.findByText(/2 nodes, 4 GPUs,/)).textContent).not.toContain("busy");
+});
+
+it("shows causes with the same text apart", async () => {
+  const errors = vi.spyOn(console, "error").mockImplementation(() => undefined);
+  const [group] = OVERVIEW.attention;
+  open({ attention: group === undefined ? [] : [group, { ...group, count: 2 }] });
+  expect(await screen.findAllByText(/^The models disk is full/)).toHaveLength(2);
+  expect(errors).not.toHaveBeenCalled();
 });
 
 it("shows the first steps until all are done", async () => {
@@ -88,9 +117,62 @@ it("goes to another time, zooms and comes back", async () => {
   open();
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   fireEvent.click(await charts.findByText(/^Requests/));
-  await vi.waitFor(() => expect(asked.at(-1)).toMatchObject({ scope: "cluster", from: "1970-01-01T00:16:40.000Z", to: "1970-01-01T00:33:20.000Z" }));
+  await vi.waitFor(() => expect(asked.at(-1)).toMatchObject({ scope: "cluster", from: iso(AT - 4000), to: iso(AT - 3000) }));
   fireEvent.click(charts.getByRole("button", { name: "Reset zoom" }));
   fireEvent.click(charts.getByRole("button", { name: "Week" }));
   expect(charts.getByRole("button", { name: "Week" }).getAttribute("aria-pressed")).toBe("true");
   await vi.waitFor(() => expect(asked.length).toBeGreaterThan(2));
+});
+
+it("reads the last hour by the server's clock, and longer times from the overview's", async () => {
+  open();
+  const charts = within(await screen.findByRole("region", { name: "Over time" }));
+  await charts.findByText(/^Requests/);
+  expect(asked).toEqual([{ scope: "cluster" }]);
+  fireEvent.click(charts.getByRole("button", { name: "Day" }));
+  await vi.waitFor(() => expect(asked).toHaveLength(2));
+  expect(asked.at(-1)?.to).toBeUndefined();
+  expect(Math.abs(lastBeginsBefore() - DAY)).toBeLessThan(10);
+});
+
+it("reads a day of an address with the server's clock", async () => {
+  open({}, "/?range=day");
+  await within(await screen.findByRole("region", { name: "Over time" })).findByText(/^Requests/);
+  expect(asked).toHaveLength(1);
+  expect(Math.abs(lastBeginsBefore() - DAY)).toBeLessThan(10);
+});
+
+it("takes no inherited name for a range", async () => {
+  open({}, "/?range=toString");
+  await within(await screen.findByRole("region", { name: "Over time" })).findByText(/^Requests/);
+  expect(screen.getByRole("button", { name: "Hour" }).getAttribute("aria-pressed")).toBe("true");
+});
+
+it("keeps the length of a zoom that reaches past now, and follows", async () => {
+  open();
+  selected = [AT - 3600, AT + 3600];
+  const charts = within(await screen.findByRole("region", { name: "Over time" }));
+  fireEvent.click(await charts.findByText(/^Requests/));
+  await vi.waitFor(() => expect(asked).toHaveLength(2));
+  expect(asked.at(-1)?.to).toBeUndefined();
+  expect(Math.abs(lastBeginsBefore() - 7200)).toBeLessThan(10);
+  selected = [AT - 1800, AT + 1800];
+  fireEvent.click(charts.getByText(/^Requests/));
+  await vi.waitFor(() => expect(charts.queryByRole("button", { name: "Reset zoom" })).toBeNull());
+  expect(charts.getByRole("button", { name: "Hour" }).getAttribute("aria-pressed")).toBe("true");
+});
+
+it("zooms out to a year at most", async () => {
+  open();
+  selected = [AT - 500 * DAY, AT - DAY];
+  const charts = within(await screen.findByRole("region", { name: "Over time" }));
+  fireEvent.click(await charts.findByText(/^Requests/));
+  await vi.waitFor(() => expect(asked).toHaveLength(2));
+  expect(asked.at(-1)?.to).toBe(iso(AT - DAY));
+  expect(Math.abs(lastBeginsBefore() - 365 * DAY)).toBeLessThan(10);
+  selected = [AT - 364 * DAY, AT + 364 * DAY];
+  fireEvent.click(charts.getByText(/^Requests/));
+  await vi.waitFor(() => expect(asked).toHaveLength(3));
+  expect(asked.at(-1)?.to).toBeUndefined();
+  expect(Math.abs(lastBeginsBefore() - 365 * DAY)).toBeLessThan(10);
 });

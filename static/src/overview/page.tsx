@@ -99,8 +99,8 @@ function Attention({ groups }: { groups: readonly Group[] }): ReactNode {
       {groups.length === 0 && <p className="muted">Nothing.</p>}
       {groups.length > 0 && (
         <ul className="ov-lines" aria-label="Needs attention">
-          {groups.map((group) => (
-            <li key={`${group.cause} ${group.text}`}>
+          {groups.map((group, index) => (
+            <li key={`${group.cause} ${group.text} ${index}`}>
               <span className={`pill ${group.level === "error" ? "bad" : "warn"}`}>{group.count}</span>
               <Link to={PAGES[group.cause]}>
                 <bdi>{group.text}</bdi>
@@ -127,14 +127,17 @@ function sum(cells: readonly Cell[], pick: (cell: Cell) => number): number {
 function Strip({ overview: { nodes, node_count: total } }: { overview: Overview }): ReactNode {
   const heard = nodes.filter(({ status }) => status !== "offline");
   const gpus = sum(heard, (cell) => cell.gpus);
-  const busy = sum(heard, (cell) => ((cell.busy ?? 0) * cell.gpus) / 100);
+  const measured = heard.filter(({ busy }) => busy !== null);
+  const measuredGpus = sum(measured, (cell) => cell.gpus);
+  const busy = sum(measured, (cell) => (cell.busy ?? 0) * cell.gpus);
   const vram = sum(heard, (cell) => cell.vram_total);
   const memory = vram > 0 ? `${bytes(sum(heard, (cell) => cell.vram_used))} of ${bytes(vram)} VRAM used` : `${bytes(sum(heard, (cell) => cell.ram_used))} of ${bytes(sum(heard, (cell) => cell.ram_total))} RAM used`;
   return (
     <Panel title="Nodes" aside={<Link to="/app/capacity">Capacity</Link>}>
       <p>
         {count(total, "node")}
-        {gpus > 0 && `, ${count(gpus, "GPU")} ${Math.round((100 * busy) / gpus)}% busy`}, {memory}.{nodes.length < total && ` The first ${nodes.length} are shown.`}
+        {gpus > 0 && `, ${count(gpus, "GPU")}`}
+        {measuredGpus > 0 && ` ${Math.round(busy / measuredGpus)}% busy`}, {memory}.{nodes.length < total && ` The first ${nodes.length} are shown.`}
       </p>
       <div className="ov-strip" aria-hidden="true">
         {nodes.map((cell) => (

@@ -17,25 +17,27 @@ const CONFLICTS = "/app/nodes";
 const HEALTH = "/app/health";
 const OF_THE_SYSTEM: ReadonlySet<string> = new Set(["database-unreachable", "no-controller", "nats-unreachable", "no-tasks", "redis-unreachable"]);
 const OUTDATED: BannerProps & { id: string } = { id: "outdated", level: "info", text: "A new version of this page is available.", hint: "Reloading discards unsaved input." };
-const LEVELS = ["error", "info", "warning"] as const;
+/** The worst first. */
+const LEVELS = ["error", "warning", "info"] as const;
+const IDENTITY_CONFLICTS = "identity-conflicts";
 
-/** Errors and a newer page say their text; configuration warnings are an icon with their number. */
+/** Errors, identity conflicts and a newer page say their text; configuration warnings are an icon with their number. */
 export function Notices(): ReactNode {
   const notices = useLive((state) => state.notices);
   const outdated = useLive((state) => state.outdated);
   const place = useLocation().pathname;
   useNoticeAnnouncements(notices);
-  const shown: (typeof OUTDATED)[] = [...notices.filter((notice) => notice.id !== "identity-conflicts" || place !== CONFLICTS), ...(outdated ? [OUTDATED] : [])];
+  const shown: (typeof OUTDATED)[] = [...notices.filter((notice) => notice.id !== IDENTITY_CONFLICTS || place !== CONFLICTS), ...(outdated ? [OUTDATED] : [])];
   const level = LEVELS.find((candidate) => shown.some((notice) => notice.level === candidate));
   if (level === undefined) return null;
-  const worst = shown.find((notice) => notice.level === level);
+  const worst = shown.find((notice) => notice.level === level && (level !== "warning" || notice.id === IDENTITY_CONFLICTS));
   const all = count(shown.length, "notice");
   return (
     <Popover.Root>
       <Popover.Trigger asChild>
         <Button kind="ghost" small className={`notices ${level}`}>
           <Icon name={level === "error" ? "error" : "warning"} />
-          {level !== "warning" && <span className="name">{worst?.text}</span>}
+          {worst !== undefined && <span className="name">{worst.text}</span>}
           {shown.length > 1 && <span aria-hidden="true">{shown.length}</span>}
           {" "}
           <span className="visually-hidden">{all}</span>
@@ -45,7 +47,7 @@ export function Notices(): ReactNode {
         <Popover.Content className="menu notice-list" align="end" sideOffset={4} collisionPadding={8} aria-label={all}>
           {shown.map((notice) => (
             <Banner key={notice.id} {...notice}>
-              {notice.id === "identity-conflicts" && <Link to={`${CONFLICTS}#conflicts`}>Decide</Link>}
+              {notice.id === IDENTITY_CONFLICTS && <Link to={`${CONFLICTS}#conflicts`}>Decide</Link>}
               {OF_THE_SYSTEM.has(notice.id) && place !== HEALTH && <Link to={HEALTH}>System health</Link>}
               {notice.id === OUTDATED.id && (
                 <Button small onClick={() => window.location.reload()}>

@@ -1,6 +1,6 @@
 import { cleanup, fireEvent, render, screen } from "@testing-library/react";
 import { afterEach, beforeAll, expect, it, vi } from "vitest";
-import { Chart, stepText, type ChartProps } from "./chart";
+import { Chart, isolatedIndices, stepText, type ChartProps } from "./chart";
 
 const drawn = { setData: vi.fn(), setSize: vi.fn(), redraw: vi.fn(), destroy: vi.fn(), setCursor: vi.fn(), valToPos: (at: number) => at };
 vi.mock("uplot", () => ({
@@ -37,6 +37,13 @@ it("says the value of each line and the events of a step", () => {
   expect(stepText({ ...PROPS, lines: PROPS.lines.slice(0, 1) }, 0)).toMatch(/: 10%$/);
 });
 
+it("draws values without neighbours as points", () => {
+  expect(isolatedIndices([null, 2, null, 4, 5, null, 7])).toEqual([1, 6]);
+  expect(isolatedIndices([1, null, 0, null])).toEqual([0, 2]);
+  expect(isolatedIndices([1, 2])).toEqual([]);
+  expect(isolatedIndices([])).toEqual([]);
+});
+
 it("is read and zoomed by keyboard", () => {
   const onZoom = vi.fn();
   render(<Chart {...PROPS} onZoom={onZoom} />);
@@ -51,6 +58,7 @@ it("is read and zoomed by keyboard", () => {
   expect(now()).toBe("0");
   fireEvent.keyDown(slider, { key: "PageUp" });
   expect(now()).toBe("3");
+  // Twice the length around the chosen step; the owner of the range knows the time and clips it.
   fireEvent.keyDown(slider, { key: "-" });
   expect(onZoom).toHaveBeenCalledWith(START + 180 - 240, START + 180 + 240);
   fireEvent.keyDown(slider, { key: "+" });

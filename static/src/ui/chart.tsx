@@ -27,7 +27,7 @@ export interface ChartProps {
   /** The top of the scale; the largest value unless given. */
   top?: number;
   events?: readonly ChartEvent[];
-  /** A person wants to see the time between these seconds closer. */
+  /** A person wants to see the time between these seconds, which may reach past now: the chart does not know it. */
   onZoom?: (from: number, to: number) => void;
 }
 
@@ -89,7 +89,7 @@ function options(width: number, labels: readonly string[], { top, current, onHov
         label,
         width: 1.5,
         stroke: () => colour(colourOf(index)),
-        points: { show: (_: uPlot, __: number, first: number, last: number) => last - first < 2, size: 4 },
+        points: { show: false, filter: (plot: uPlot, line: number) => isolatedIndices(plot.data[line] ?? []), size: 4 },
       })),
     ],
     hooks: {
@@ -105,6 +105,12 @@ function options(width: number, labels: readonly string[], { top, current, onHov
       draw: [(plot) => drawEvents(plot, current().events ?? NO_EVENTS)],
     },
   };
+}
+
+/** The indices of the values whose neighbours are null: no line leads to them, so they are drawn as points. */
+export function isolatedIndices(values: ArrayLike<number | null | undefined>): number[] {
+  const has = (index: number) => (values[index] ?? null) !== null;
+  return Array.from({ length: values.length }, (_, index) => index).filter((index) => has(index) && !has(index - 1) && !has(index + 1));
 }
 
 function drawEvents(plot: uPlot, events: readonly ChartEvent[]): void {

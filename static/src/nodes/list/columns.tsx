@@ -23,8 +23,13 @@ function Dash({ why }: { why: string }): ReactNode {
   );
 }
 
+/** Why a node is in its state; "" if there is nothing to say. */
+function reasonOf({ rejected, reason }: LiveNode): string {
+  return rejected === null ? reason : `rejected: ${rejected.reason}`;
+}
+
 function State({ node }: { node: LiveNode }): ReactNode {
-  const reason = node.rejected === null ? node.reason : `rejected: ${node.rejected.reason}`;
+  const reason = reasonOf(node);
   return (
     <>
       <NodeStatus node={node} />
@@ -234,7 +239,7 @@ export const COLUMNS: readonly Column<LiveNode>[] = [
 /** The exported columns: states and models by their names, memory and disk with what they have in all. */
 export const EXPORTED: readonly Column<LiveNode>[] = [
   ...COLUMNS.flatMap((column): Column<LiveNode>[] => {
-    if (column.key === "state") return [{ ...column, value: shownStatus }, { ...column, title: "Reason", value: (node) => node.reason }];
+    if (column.key === "state") return [{ ...column, value: shownStatus }, { ...column, title: "Reason", value: reasonOf }];
     if (column.key === "models") return [{ ...column, value: (node) => node.models.map((model) => model.model_name).join(" ") }];
     if (column.key === "beat") return [{ ...column, value: (node) => node.last_heartbeat }];
     if (column.key === "busy") return [{ ...column, title: "GPU busy %" }];

@@ -133,6 +133,13 @@ describe("the address", () => {
     window.localStorage.clear();
   });
 
+  it("keeps the name as the only column", () => {
+    const only = readFilter(new URLSearchParams("columns=name"));
+    expect(only.columns).toEqual(["name"]);
+    expect(readFilter(writeFilter(only)).columns).toEqual(["name"]);
+    expect(readFilter(new URLSearchParams("columns=")).columns).toContain("state");
+  });
+
   it("turns a value on and off", () => {
     const on = toggled(filter({}), "state", "offline");
     expect([on.chosen.state, toggled(on, "state", "offline").chosen.state]).toEqual([["offline"], []]);
@@ -148,6 +155,12 @@ it("the export has names, states and bytes, and no text that a spreadsheet runs"
   expect(lines[1]).toMatch(/^'=cmd\(\),healthy,/);
   expect(lines[1]).toContain(`${20 * GIB},${24 * GIB}`);
   expect(lines[1]).toContain('"note=a ""b"", c"');
+});
+
+it("the export gives the reason that the State cell shows", () => {
+  const reasonColumn = EXPORTED.find(({ title }) => title === "Reason");
+  expect(reasonColumn?.value?.(node("a", { status: "pending", reason: "waits for approval", rejected: { at: "", by: "admin", reason: "not ours" } }))).toBe("rejected: not ours");
+  expect(reasonColumn?.value?.(node("b", { reason: "silent" }))).toBe("silent");
 });
 
 describe("the order", () => {

@@ -41,8 +41,9 @@ export function readFilter(params: URLSearchParams): Filter {
   const chosen = { state: listed("state"), type: listed("type"), gpu: unique(params.getAll("gpu")), label: unique(params.getAll("label")) };
   const remembered = new URLSearchParams(recall(VIEW) ?? "");
   const view = (name: string) => params.get(name) ?? remembered.get(name) ?? "";
-  const columns = ["name", ...COLUMNS.flatMap(({ key }) => (key !== "name" && view("columns").split(",").includes(key) ? [key] : []))];
-  return { q: params.get("q") ?? "", chosen, sort: readSort(params.get("sort"), COLUMNS) ?? DEFAULT_SORT, columns: columns.length > 1 ? columns : STANDARD, dense: view("rows") !== "roomy" };
+  const keys = view("columns").split(",").filter(Boolean);
+  const columns = keys.length === 0 ? STANDARD : COLUMNS.map(({ key }) => key).filter((key) => key === "name" || keys.includes(key));
+  return { q: params.get("q") ?? "", chosen, sort: readSort(params.get("sort"), COLUMNS) ?? DEFAULT_SORT, columns, dense: view("rows") !== "roomy" };
 }
 
 /** The filter with these columns and row height, which this browser remembers. */
