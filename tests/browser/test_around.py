@@ -67,7 +67,7 @@ def test_the_api_documentation_follows_the_chosen_theme_and_leads_back(
     page = screen.go("/api/docs")
     expect(page.locator("html")).to_have_class(re.compile("dark-mode"))
     page.get_by_role("link", name="LocalAI Cluster").click()
-    expect(page.get_by_role("heading", name="Nodes", level=1)).to_be_visible()
+    expect(page.get_by_role("heading", name="Overview", level=1)).to_be_visible()
 
 
 def test_system_health_has_every_schedule_and_leads_to_their_pause(

@@ -1,4 +1,5 @@
 // One of several values, from a list that opens. Arrow keys, Home, End and typing choose; Escape closes.
+import { getNonce } from "get-nonce";
 import { Select as Radix } from "radix-ui";
 import { useId, type ReactNode } from "react";
 
@@ -33,7 +34,7 @@ export function Select({ label, labelled = "above", value, options, onChange, de
         </Radix.Trigger>
         <Radix.Portal>
           <Radix.Content className="menu select-list" position="popper" sideOffset={4} collisionPadding={8}>
-            <Radix.Viewport>
+            <Radix.Viewport nonce={getNonce()}>
               {options.map(([option, words]) => (
                 <Radix.Item key={option} value={option || EMPTY} className="menu-item">
                   <Radix.ItemText>{words}</Radix.ItemText>
