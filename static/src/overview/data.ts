@@ -59,7 +59,7 @@ export function useFigures(scope: "cluster" | "node" | "model", name: string, ra
 async function timesOf(range: Range, queries: QueryClient): Promise<{ from?: string; to?: string }> {
   if (!("last" in range)) return { from: iso(range.from), to: iso(range.to) };
   if (range.last === HOUR_S) return {};
-  await queries.ensureQueryData(OVERVIEW);
+  await queries.query({ ...OVERVIEW, staleTime: "static" });
   return { from: iso(serverSeconds(queries) - range.last) };
 }
 
