@@ -121,7 +121,7 @@ def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, n
 
 
 def readings_of(definition: Definition) -> list[EngineReading]:
-    """Return the readings for builds and kinds of device that nodes with VRAM have of its backend; one query."""
+    """Return the readings of its backend for builds and kinds of device of nodes with VRAM; one query."""
     installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
     infos = ModelLoadInfo.objects.filter(
         model_name=definition.name, memory__contains=[{"revision": definition.revision}]
