@@ -45,7 +45,7 @@ def main() -> None:
             header = read_header(path)
             assert header is not None
             files = ModelFiles(path.stat().st_size, header=header)
-            describe = architectures.describe.__wrapped__
+            describe = architectures._describe
             steps = (
                 lambda path=path: read_header(path),
                 lambda header=header, describe=describe: describe(header, 1),
