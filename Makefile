@@ -16,7 +16,7 @@ ONLY ?=
 RUNS ?=
 NODES ?=
 # Much of what the tests wait for is a lease, a copy or a page, not the processor: six at a time on two cores.
-TEST_PROCESSES ?= 6
+TEST_PROCESSES ?= 4
 
 help:
 	@echo "make run              run the whole cluster on this machine until Ctrl-C"

@@ -35,7 +35,7 @@ def in_another_tab(context: BrowserContext, url: str) -> None:
     context.clear_cookies(name="sessionid")
     tab.goto(f"{url}/login")
     type_in(tab, OTHER, SECRET)
-    expect(tab).to_have_url(re.compile("/app/nodes$"))
+    expect(tab).to_have_url(re.compile("/app/overview$"))
     tab.close()
 
 
