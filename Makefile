@@ -15,7 +15,7 @@ BASE ?=
 ONLY ?=
 RUNS ?=
 NODES ?=
-# Much of what the tests wait for is a lease, a copy or a page, not the processor: six at a time on two cores.
+# Much of what the tests wait for is a lease, a copy or a page, not the processor: four at a time on two cores.
 TEST_PROCESSES ?= 4
 
 help:
