@@ -316,7 +316,7 @@ def test_removing_many_nodes_costs_the_same_as_removing_few(
     NodeModel.objects.bulk_create(
         NodeModel(node=node, model_name="echo", address="h:2", phase="serving") for node in all_nodes
     )
-    with django_assert_num_queries(9):
+    with django_assert_num_queries(12):
         removed = change.remove_all(
             BackendNode.objects.exclude(pk=other.pk), actors.STATIC_KEY, now=clock.now()
         )
