@@ -205,7 +205,7 @@ class TestScaling:
         rule(1)
         replicas.run_pass(tick=True)
         assert records() == [("m", "scale", "scaled", ""), ("m", "scale", "refused", "")]
-        assert last_scaled().reason.endswith("1 more; refused: model_unload of m is in progress")
+        assert last_scaled().reason.endswith("starting 1; refused: model_unload of m is in progress")
 
     def test_the_records_of_a_pass_are_a_constant_number_of_statements(self, models: Path) -> None:
         counts = []
