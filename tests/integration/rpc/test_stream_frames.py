@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.rpc import errors, http2
@@ -387,10 +387,13 @@ async def test_a_hostile_engine_gets_an_error(script: Script) -> None:
         assert not client._streams._calls
 
 
-@settings(max_examples=25 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25 * EFFORT)
 @given(frames=st.lists(FRAMES | st.binary(max_size=30), max_size=30))
-def test_whatever_an_engine_sends_the_call_ends(stream_client: str, frames: list[bytes]) -> None:
-    """With replies or with an error that its caller knows; then the engine closes the connection."""
+def test_whatever_an_engine_sends_the_call_ends(frames: list[bytes]) -> None:
+    """With replies or with an error that its caller knows; then the engine closes the connection.
+
+    Only over our client: some of these frames abort the process of grpcio 1.85.1.
+    """
 
     async def script(peer: Peer) -> None:
         await peer.begin()
@@ -399,7 +402,7 @@ def test_whatever_an_engine_sends_the_call_ends(stream_client: str, frames: list
         await peer.writer.drain()
 
     async def scenario() -> None:
-        async with calling(stream_client, script) as client:
+        async with calling(HTTP2, script) as client:
             for _ in range(2):
                 with suppress(errors.BackendError):
                     await asyncio.wait_for(texts(client), PATIENCE)
