@@ -180,8 +180,7 @@ def _release(rows: Sequence[NodeModel]) -> None:
 
     Replicas too: a node that never reports free memory has no reading that clears their reservations.
     """
-    for row in rows:
-        reserved_memory.release(row.node_id, row.vram_needed, since=row.created_at)
+    reserved_memory.release((row.node_id, row.vram_needed, row.created_at) for row in rows)
 
 
 def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:

@@ -81,12 +81,12 @@ def test_a_release_never_goes_below_zero(django_assert_num_queries: Queries) -> 
     node, now = hot.node(available_vram=16 * GB), clock.now()
     assert reserved_memory.reserve(node.pk, 10 * GB, now=now)
     with django_assert_num_queries(1):
-        reserved_memory.release(node.pk, 4 * GB, since=now)
+        reserved_memory.release([(node.pk, 4 * GB, now)])
     assert column(node) == 6 * GB
-    reserved_memory.release(node.pk, 6 * GB, since=now)
-    reserved_memory.release(node.pk, 6 * GB, since=now)
+    reserved_memory.release([(node.pk, 6 * GB, now)])
+    reserved_memory.release([(node.pk, 6 * GB, now)])
     with django_assert_num_queries(0):
-        reserved_memory.release(node.pk, 0, since=now)
+        reserved_memory.release([(node.pk, 0, now)])
     assert column(node) == 0
     assert api.node(node.pk).updated_at == node.updated_at
 
@@ -99,7 +99,7 @@ def test_a_release_takes_nothing_of_what_others_reserved_after_a_reading() -> No
     BackendNode.objects.filter(pk=node.pk).update(
         reserved_vram=5 * GB, vram_read_at=now + timedelta(seconds=1)
     )
-    reserved_memory.release(node.pk, 5 * GB, since=now)
+    reserved_memory.release([(node.pk, 5 * GB, now)])
     assert column(node) == 5 * GB
 
 
@@ -184,7 +184,7 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
         slots.end_abandoned_loads("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
-        reserved_memory.release(node.pk, 4 * GB, since=clock.now())
+        reserved_memory.release([(node.pk, 4 * GB, clock.now())])
     assert (column(node), free(node)) == (2 * GB, 14 * GB)
 
 

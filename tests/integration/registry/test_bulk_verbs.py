@@ -314,9 +314,18 @@ def test_removing_many_nodes_costs_the_same_as_removing_few(
         PendingBackendOp(node=node, backend="echo", op="install", operation_id=uuid4()) for node in all_nodes
     )
     NodeModel.objects.bulk_create(
-        NodeModel(node=node, model_name="echo", address="h:2", phase="serving") for node in all_nodes
+        NodeModel(
+            node=node,
+            model_name="echo",
+            address="h:2",
+            phase="serving",
+            vram_on_node=True,
+            vram_needed=1,
+            loaded_at=clock.now(),
+        )
+        for node in all_nodes
     )
-    with django_assert_num_queries(12):
+    with django_assert_num_queries(13):
         removed = change.remove_all(
             BackendNode.objects.exclude(pk=other.pk), actors.STATIC_KEY, now=clock.now()
         )
