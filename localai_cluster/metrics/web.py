@@ -210,7 +210,7 @@ _model_counts: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
 
 
 def take_model_counts() -> dict[str, ModelCounts]:
-    """Return the counts of this process by model, and begin anew."""
+    """Return the counts of this process by model, and reset them."""
     global _model_counts
     taken, _model_counts = _model_counts, defaultdict(ModelCounts)
     return taken

@@ -257,7 +257,7 @@ def _group(cause: str, level: str, sentence: str, names: Sequence[str], number: 
 
 
 def _failures() -> Iterator[Row]:
-    """Yield the failures that nobody has dismissed, by kind and error, the largest groups first."""
+    """Yield the undismissed failures by kind and error, the largest groups first."""
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
     groups = (
         failed.order_by().values_list("kind", "error").annotate(number=Count("pk"), example=Max("element"))

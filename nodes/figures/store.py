@@ -104,7 +104,7 @@ def store_samples(*, heard_since: datetime, now: datetime) -> int:
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
     """Add what a process has counted for its models, and the sums, in one statement.
 
-    Never repeat it: the caller cannot know whether a statement without a reply was executed.
+    Do not repeat it after a lost reply: the statement may have been executed.
     """
     numbers = {name: [min(number, _LARGEST) for number in astuple(count)] for name, count in counts.items()}
     rows = [{"subject": series.MODEL_PREFIX + name, "numbers": row} for name, row in numbers.items() if name]

@@ -240,7 +240,7 @@ class Picker:
     async def report_counts(self) -> None:
         """Write what this process has counted for models since the last report; never raises.
 
-        A report that fails is lost: nobody knows whether it was written.
+        A failed report is not repeated, because it may have been written.
         """
         try:
             await figures.add_counts(self._pool, metrics.take_model_counts(), now=clock.now())

@@ -42,6 +42,8 @@ MEASURED_WITHIN = 3.0
 """Seconds that a worker has to measure an engine. Neither the load nor a request waits for it."""
 SETTLES = timedelta(seconds=2)
 """From the end of a load to a reading that shows all of its memory: clocks differ, and readings travel."""
+MOST_AT_ONCE = 50
+"""Readings that a pass stores, each in a transaction of its own."""
 MOST_KEYS = 8
 """Definitions, builds and devices whose readings are kept for a model, the latest ones."""
 _BUILD = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
@@ -177,10 +179,14 @@ def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bo
 
 
 def learn_from_readings(*, now: datetime) -> int:
-    """Store what engines took of the free memory of their GPUs, which they had alone; return how many."""
+    """Store what engines took of the free memory of their GPUs, which they had alone; return how many.
+
+    The longest loaded come first; those above the limit follow with the next pass.
+    """
     ready = _unmeasured().filter(vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLES)
     return sum(
-        _store(row, reserved_memory.taken_since_load(row), own=False, now=now) for row in ready.order_by("id")
+        _store(row, reserved_memory.taken_since_load(row), own=False, now=now)
+        for row in ready.order_by("loaded_at", "id")[:MOST_AT_ONCE]
     )
 
 

@@ -53,7 +53,7 @@ _PARTS = f"""
 """SQL: the version of each node's row, and the end of its list element as JSON."""
 _MOST_CACHED = 20_000
 _cached: dict[str, tuple[str, str]] = {}
-"""The version of a node's row and the begin of its list element as JSON, by id: a kilobyte each."""
+"""The version of a node's row and the start of its list element as JSON, by id: a kilobyte each."""
 
 
 def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragment]:

@@ -87,15 +87,14 @@ def reserve(
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
         # every other load that takes a slot of this node.
-        healthy = BackendNode.objects.filter(pk=view.id, status="healthy")
-        node = healthy.select_for_update(no_key=True).first()
+        nodes = BackendNode.objects.select_for_update(no_key=True)
+        node = nodes.filter(pk=view.id, status="healthy").first()
         if node is None:
             return NoSlot("gone or not healthy any more")
         if node.vram_read_at is not None:
             # A reading may have come since the caller's look at the clock; the reservation is newer than it.
             now = max(now, node.vram_read_at + timedelta(microseconds=1))
-        index = _free_index(node, model_name)
-        if index is None:
+        if (index := _free_index(node, model_name)) is None:
             return NoSlot(RefusalReason.FULL)
         memory = _memory(node, need, model_name, room, now)
         if isinstance(memory, NoSlot):
@@ -113,10 +112,9 @@ def reserve(
             updated_at=now,
             **memory.columns,
         )
-        BackendNode.objects.filter(pk=node.pk).update(newest_load=row.pk)
+        BackendNode.objects.filter(pk=view.id).update(newest_load=row.pk)
         if why is not None:
-            victims = room.victims if room is not None else ()
-            decision_log.record(why.at_index(index), now=now, victims=victims)
+            decision_log.record(why.at_index(index), now=now, victims=room.victims if room else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
 
 
@@ -253,14 +251,15 @@ def publish(
         if published:
             operation.result = dict(result)
             operation.save(update_fields=["result"])
-            model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
-            ModelLoadInfo.objects.update_or_create(
-                model_name=model_name,
-                defaults={"backend_type": backend, "model_options": options, "updated_at": now, **remembered},
-            )
+            _record_load(slot, backend_type=backend, model_options=options, updated_at=now, **remembered)
             if former is not None:
                 terminations.replace([former], now=now)
     return bool(published)
+
+
+def _record_load(slot: Slot, **columns: Any) -> None:
+    model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
+    ModelLoadInfo.objects.update_or_create(model_name=model_name, defaults=columns)
 
 
 def _of(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:

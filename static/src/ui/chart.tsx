@@ -1,9 +1,8 @@
 // Figures over time: lines, events as marks, zoom by dragging, and every value by keyboard. The chart is a slider over
 // its times: the arrows move it, and the values at its place are written below the drawing and spoken.
-import { useEffect, useId, useMemo, useRef, useState, type KeyboardEvent, type ReactNode } from "react";
-import uPlot from "uplot";
-import "uplot/dist/uPlot.min.css";
-import { useDark } from "./theme";
+import { useCallback, useEffect, useId, useMemo, useRef, useState, type KeyboardEvent, type ReactNode } from "react";
+import type uPlot from "uplot";
+import { colour, usePlot } from "./plot";
 
 export interface ChartLine {
   label: string;
@@ -37,10 +36,6 @@ const DAY_S = 86400;
 const LEAST_STEPS = 4;
 const COLOURS = ["--bar-used", "--bar-reserved", "--good", "--bar-tight", "--bar-full", "--info", "--text-2", "--accent"];
 const NO_EVENTS: readonly ChartEvent[] = [];
-
-function colour(name: string): string {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
 
 function colourOf(index: number): string {
   return COLOURS[index % COLOURS.length] ?? "--text-2";
@@ -132,11 +127,8 @@ function drawEvents(plot: uPlot, events: readonly ChartEvent[]): void {
 export function Chart(props: ChartProps): ReactNode {
   const { title, start, step, lines, top, events = NO_EVENTS, onZoom } = props;
   const id = useId();
-  const place = useRef<HTMLDivElement>(null);
-  const plot = useRef<uPlot | null>(null);
   const latest = useRef(props);
   const [index, setIndex] = useState<number | null>(null);
-  const dark = useDark();
   const size = lines[0]?.values.length ?? 0;
   const last = Math.max(size - 1, 0);
   const labels = lines.map(({ label }) => label).join("\n");
@@ -147,22 +139,8 @@ export function Chart(props: ChartProps): ReactNode {
   useEffect(() => {
     latest.current = props;
   });
-  useEffect(() => {
-    const element = place.current;
-    if (element === null) return undefined;
-    const names = labels.split("\n");
-    const drawn = new uPlot(options(element.clientWidth || 300, names, { top, current: () => latest.current, onHover: setIndex }), [[], ...names.map(() => [])], element);
-    plot.current = drawn;
-    const watcher = new ResizeObserver(() => drawn.setSize({ width: element.clientWidth, height: HEIGHT }));
-    watcher.observe(element);
-    return () => {
-      watcher.disconnect();
-      drawn.destroy();
-      plot.current = null;
-    };
-  }, [labels, top]);
-  useEffect(() => plot.current?.setData(data), [data, labels, top]);
-  useEffect(() => plot.current?.redraw(), [dark, events]);
+  const make = useCallback((width: number) => options(width, labels.split("\n"), { top, current: () => latest.current, onHover: setIndex }), [labels, top]);
+  const { place, plot } = usePlot(make, data, events);
 
   const at = Math.min(index ?? last, last);
   const press = (event: KeyboardEvent) => {

@@ -1,8 +1,7 @@
 // The drawing of one figure over time. uPlot comes with this file, which is loaded when a node is opened.
-import { useEffect, useRef, type ReactNode } from "react";
-import uPlot from "uplot";
-import "uplot/dist/uPlot.min.css";
-import { useDark } from "../../ui/theme";
+import { useCallback, useMemo, type ReactNode } from "react";
+import type uPlot from "uplot";
+import { colour, usePlot } from "../../ui/plot";
 
 const HEIGHT = 56;
 /** Seconds that are drawn at least: what is known of them stands at their beginning. */
@@ -13,11 +12,6 @@ interface SparkProps {
   values: readonly (number | null)[];
   /** The top of the scale. */
   total: number;
-}
-
-/** A colour of the theme as it is now. */
-function colour(name: string): string {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
 /** From the first sample on; uPlot's own answer for a single one is a century. */
@@ -51,23 +45,7 @@ function options(width: number, total: number): uPlot.Options {
 
 /** Hidden from assistive tech: the text beside it has the same figures. */
 export default function Spark({ at, values, total }: SparkProps): ReactNode {
-  const place = useRef<HTMLDivElement>(null);
-  const plot = useRef<uPlot | null>(null);
-  const dark = useDark();
-  useEffect(() => {
-    const element = place.current;
-    if (element === null) return undefined;
-    const drawn = new uPlot(options(element.clientWidth || 200, total), [[], []], element);
-    plot.current = drawn;
-    const watcher = new ResizeObserver(() => drawn.setSize({ width: element.clientWidth, height: HEIGHT }));
-    watcher.observe(element);
-    return () => {
-      watcher.disconnect();
-      drawn.destroy();
-      plot.current = null;
-    };
-  }, [total]);
-  useEffect(() => plot.current?.setData([[...at], [...values]]), [at, values, total]);
-  useEffect(() => plot.current?.redraw(), [dark]);
+  const make = useCallback((width: number) => options(width, total), [total]);
+  const { place } = usePlot(make, useMemo(() => [[...at], [...values]], [at, values]));
   return <div ref={place} className="nd-spark" aria-hidden="true" />;
 }
