@@ -239,7 +239,7 @@ TERMS: Mapping[str, Term] = {
         "it lacks the VRAM needed",
         lambda _, node, need: (
             f"{format_free_gpus(node) or format_gib(node.free_vram)} free of"
-            f" {format_gib(vram_needed(node, need))} needed"
+            f" {gib_rounded_up(vram_needed(node, need))} needed"
         ),
     ),
     "gpus": Term("on the fewest GPUs", "on more GPUs", lambda rank, *_: str(rank.gpus)),
