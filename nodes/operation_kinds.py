@@ -10,6 +10,7 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
+from nodes.downloads import imports, unused_files
 from nodes.loading import load_request
 from nodes.registry import bulk
 from nodes.replicas import unload_requests
@@ -60,6 +61,19 @@ def _delete(context: HandlerContext) -> Handler:
     return unload_requests.DeleteModel(context.bus)
 
 
+def _import(context: HandlerContext) -> Handler:
+    from nodes.downloads.imports import ImportModel
+    from nodes.sources.opening import Opener
+
+    return ImportModel(Opener(conf.cluster()))
+
+
+def _remove_files(context: HandlerContext) -> Handler:
+    from nodes.downloads.unused_files import RemoveFiles
+
+    return RemoveFiles()
+
+
 def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:
     """Return a key and element of its own, so that a request for all nodes does not join a retry on fewer."""
     return bulk.identity(operation.kind, operation.payload["options"], node_ids)
@@ -106,6 +120,10 @@ def register() -> None:
         ),
         OperationKind(unload_requests.UNLOAD, "model", TaskType.DELETION, handler=_unload),
         OperationKind(unload_requests.DELETE, "model", TaskType.DELETION, is_deletion=True, handler=_delete),
+        OperationKind(imports.KIND, "model", attempt_keys=(imports.STALLED_SINCE,), handler=_import),
+        OperationKind(
+            unused_files.KIND, "", TaskType.DELETION, is_deletion=True, handler=_remove_files
+        ),
         OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
         *(
             OperationKind(

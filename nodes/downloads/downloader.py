@@ -1,9 +1,9 @@
 """Downloads one file of a source into the models folder, whatever the source is.
 
-A file whose size is known and whose source takes ranges comes over several connections. What broke off is
-asked for again at the next byte, each time from the source itself: so an address that it signed for a few
-minutes may expire. A file that changes at its source, or whose hash is wrong after it was resumed, starts over
-once. The file is verified before it has its own name.
+A large file comes over several connections if its source sends ranges. What broke off is requested again at
+the next byte, each time from the source itself: so an address that it signed for a few minutes may expire. A
+file that changes at its source, or whose hash is wrong after it was resumed, starts over. The file is
+verified before it has its own name.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ class Download:
     async def run(self, *, may_replace: bool = False) -> Fetched:
         """Return when the file is there, complete and verified.
 
-        `may_replace`: another file may have its name. Raise SourceError, FileConflict, DiskFull, FolderFailed.
+        `may_replace`: another file may have its name. Raise SourceError, DiskFull or FolderFailed.
         """
         try:
             with disk_full_named(self._models):
@@ -152,7 +152,8 @@ class Download:
             target = self._models / self._file.path
             if not may_replace and await in_staging_thread(target.exists):
                 raise FileConflict(
-                    f"the models folder has another file {self._file.path}: remove it, or import under another name"
+                    f"the models folder has another file {self._file.path}: remove it, or import under"
+                    " another name"
                 )
             await in_staging_thread(partial.resume, self._file.url, self._file.sha256)
             sha256 = await self._receive(partial)

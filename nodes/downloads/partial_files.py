@@ -63,7 +63,7 @@ class BeingDownloaded(Exception):
 
 
 class ByteSpan(msgspec.Struct, array_like=True):
-    """Bytes from `start` to `end` (-1 = the end of the file, which is unknown); those before `at` are there."""
+    """Bytes from `start` to `end` (-1 = the end of the file, unknown); those before `at` are there."""
 
     start: int
     end: int
@@ -94,7 +94,10 @@ class Journal(msgspec.Struct):
 
 
 class PartialFile:
-    """A file that is being downloaded, locked by this process. Thread-safe: threads may outlive their caller."""
+    """A file that is being downloaded, locked by this process.
+
+    Thread-safe, because threads may outlive their caller: after `close` they change nothing.
+    """
 
     def __init__(self, models: Path, path: str, data: Path, descriptor: int) -> None:
         self._models, self._data, self._descriptor = models, data, descriptor
@@ -325,8 +328,8 @@ def check_free_space(models: Path, missing: int) -> None:
     free = shutil.disk_usage(models).free
     if missing + HEADROOM > free:
         raise DiskFull(
-            f"{missing / 2**30:.2f} GiB do not fit on the disk of the models folder: {free / 2**30:.2f} GiB are"
-            f" free, and {HEADROOM / 2**30:.2f} GiB stay free. Remove unused files."
+            f"{missing / 2**30:.2f} GiB do not fit on the disk of the models folder:"
+            f" {free / 2**30:.2f} GiB are free, and {HEADROOM / 2**30:.2f} GiB stay so. Remove unused files."
         )
 
 

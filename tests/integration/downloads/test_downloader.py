@@ -408,7 +408,7 @@ async def test_a_full_disk_is_named(fetcher: Fetcher, monkeypatch: pytest.Monkey
             return plain(descriptor, data, at)
 
         monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(DiskFull, match="the disk of the models folder .* is full"):
+    with pytest.raises(DiskFull, match=r"the disk of the models folder .* is full"):
         await fetcher.fetch(len(DATA))
 
 
