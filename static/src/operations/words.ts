@@ -77,6 +77,7 @@ const WORDS: Readonly<Record<string, Words>> = {
   model_delete: { label: "Model removal", noun: "model", ...REMOVE },
   model_import: { label: "Model import", noun: "model", do: "import", doing: "Importing", done: "Imported" },
   model_files_remove: { label: "Removal of unused files", noun: "unused", ...REMOVE },
+  definition_delete: { label: "Definition removal", noun: "model", do: "delete", doing: "Deleting", done: "Deleted" },
   node_stop: { label: "Node stop", noun: "node", do: "stop", doing: "Stopping", done: "Stopped" },
   node_approve: { label: "Approve nodes", noun: "", do: "approve", doing: "Approving", done: "Approved" },
   node_reject: { label: "Reject nodes", noun: "", do: "reject", doing: "Rejecting", done: "Rejected" },
