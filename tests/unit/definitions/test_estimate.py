@@ -16,17 +16,8 @@ from hypothesis import strategies as st
 
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition, parse_definition
-from nodes.definitions.sizes import (
-    Header,
-    ModelFiles,
-    Sizes,
-    Tensor,
-    UnreadableHeader,
-    measure,
-    read_config,
-    read_header,
-    with_file_paths,
-)
+from nodes.definitions.headers import Header, Tensor, UnreadableHeader, read_config, read_header
+from nodes.definitions.sizes import ModelFiles, Sizes, measure, with_file_paths
 from nodes.placement import fit, memory
 
 GIB = 2**30
