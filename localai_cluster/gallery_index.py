@@ -46,6 +46,7 @@ _SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 ResolvePath = Callable[[Path], Path]
 """Resolves a local path; raises ValueError for one that must not be read."""
 
+
 class WebClient(Protocol):
     """What is needed of an `httpx.AsyncClient`."""
 

@@ -23,7 +23,19 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
-from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
+from localai_cluster.web.shapes import (
+    BYTES,
+    FLAG,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    UUID,
+    Row,
+    Shape,
+    count,
+    field,
+    mapping,
+)
 from nodes.api.base import query_parameter, request_example, response_example
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
 from nodes.api.models import LONGEST_MODEL
@@ -119,7 +131,9 @@ class _ModelView(APIView):
 
 
 def _describe(operation_id: str, summary: str, answer: Any, **others: Any) -> Callable[[_Call], _Call]:
-    return extend_schema(operation_id=operation_id, summary=summary, tags=["models"], responses=answer, **others)
+    return extend_schema(
+        operation_id=operation_id, summary=summary, tags=["models"], responses=answer, **others
+    )
 
 
 def _repositories() -> list[Row]:
@@ -132,7 +146,9 @@ def _repositories() -> list[Row]:
 class AvailableView(_ModelView):
     """`/models/available`."""
 
-    @_describe("models_available", "List entries of the model galleries", {200: AVAILABLE.many, **flat_refusals()})
+    @_describe(
+        "models_available", "List entries of the model galleries", {200: AVAILABLE.many, **flat_refusals()}
+    )
     def get(self, request: Request) -> Response:
         """Entries as their galleries have them."""
         installed = catalogue.installed_names()
@@ -196,7 +212,9 @@ class PreferencesSerializer(NullIsAbsent):
     """Wishes for an import; others are ignored."""
 
     name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
-    quantizations = Text(max_length=1024, required=False, allow_null=True, help_text="With commas; the first counts.")
+    quantizations = Text(
+        max_length=1024, required=False, allow_null=True, help_text="With commas; the first counts."
+    )
 
 
 class ImportUriSerializer(NullIsAbsent):
@@ -313,7 +331,10 @@ class DeleteByIdView(_ModelView):
     """`/api/models/delete/:id`."""
 
     @_describe(
-        "models_delete_listed", "Delete a model of a gallery", {**_STARTED, **flat_refusals(404, 409)}, request=None
+        "models_delete_listed",
+        "Delete a model of a gallery",
+        {**_STARTED, **flat_refusals(404, 409)},
+        request=None,
     )
     def post(self, request: Request, id: str) -> Response:
         """The same, by the id of the list."""
@@ -340,7 +361,9 @@ class InstallView(_ModelView):
         "Install a model of a gallery by its id",
         {**_STARTED, **flat_refusals(400, 404, 409, 502)},
         request=None,
-        parameters=[query_parameter("variant", {"type": "string", "maxLength": 300}, "A variant of the entry.")],
+        parameters=[
+            query_parameter("variant", {"type": "string", "maxLength": 300}, "A variant of the entry.")
+        ],
     )
     def post(self, request: Request, id: str) -> Response:
         """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
@@ -357,7 +380,9 @@ class EstimateView(_ModelView):
         "models_estimate",
         "Estimate the memory of a gallery's model",
         {200: ESTIMATE.ref, **flat_refusals(400, 404, 502)},
-        parameters=[query_parameter("contexts", {"type": "string", "maxLength": 200}, "Numbers with commas.")],
+        parameters=[
+            query_parameter("contexts", {"type": "string", "maxLength": 200}, "Numbers with commas.")
+        ],
     )
     def get(self, request: Request, id: str) -> Response:
         """By the header of its file; the memory is that of a node with a GPU."""
@@ -383,7 +408,9 @@ class EstimateView(_ModelView):
 def _contexts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()] or [str(_CONTEXT)]
     if len(parts) > MOST_CONTEXTS or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
-        raise errors.InvalidInput(f"contexts must be at most {MOST_CONTEXTS} numbers of tokens", field="contexts")
+        raise errors.InvalidInput(
+            f"contexts must be at most {MOST_CONTEXTS} numbers of tokens", field="contexts"
+        )
     return [int(part) for part in parts]
 
 
@@ -412,7 +439,9 @@ class ModelsView(_ModelView):
         parameters = Parameters(
             request.query_params, "term", "tag", "backend", "page", "items", "sort", "order"
         )
-        wanted = {name: parameters.text(name, LONGEST_SEARCH).casefold() for name in ("term", "tag", "backend")}
+        wanted = {
+            name: parameters.text(name, LONGEST_SEARCH).casefold() for name in ("term", "tag", "backend")
+        }
         page = parameters.number("page", 1, FARTHEST) or 1
         items = parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS
         sort, order = parameters.choice("sort", SORTS), parameters.choice("order", DIRECTIONS)

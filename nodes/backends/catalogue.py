@@ -29,7 +29,14 @@ from django.db import connection
 from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, WebClient, compatible, folded, lookup
+from localai_cluster.gallery_index import (
+    GalleryEntry,
+    GalleryUnreadable,
+    WebClient,
+    compatible,
+    folded,
+    lookup,
+)
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes

@@ -81,7 +81,9 @@ async def _plan(name: str) -> ImportPlan:
     if not isinstance(reference, ImageRef | HubRef):
         raise Forbidden("only models of Ollama's registry and of Hugging Face can be pulled")
     found = await Finder(settings).find(reference)
-    return await in_thread(lambda: inspection.plan_of(found, name=name.removesuffix(":latest"), now=clock.now()))
+    return await in_thread(
+        lambda: inspection.plan_of(found, name=name.removesuffix(":latest"), now=clock.now())
+    )
 
 
 class PullProgress:

@@ -407,8 +407,8 @@ _OTHERS |= {
         body=models.PullBody,
         response=models.StatusResponse,
         other_kinds=_LINES,
-        description="A defined model is there already. Another one is imported if an administrator asks: lines"
-        " say how far it is, and the import goes on when the client leaves.",
+        description="A defined model is there already. Another one is imported if an administrator asks:"
+        " lines say how far it is, and the import goes on when the client leaves.",
         errors=(400, 401, 403, 404, 413, 429, 500, 502, 503),
     ),
     **{

@@ -72,9 +72,7 @@ def read(query: Query, now: datetime) -> Page:
     offer = readable_offer()
     fleet = fits.read_fleet(now)
     tasks = {id(entry): galleries.task_of(entry) for entry in offer.builds}
-    matching = [
-        entry for entry in offer.builds if _matches(entry, tasks[id(entry)], query, fleet.fits_size)
-    ]
+    matching = [entry for entry in offer.builds if _matches(entry, tasks[id(entry)], query, fleet.fits_size)]
     first = (query.page - 1) * query.items
     page = matching[first : first + query.items]
     installed, jobs = installed_names(), active_imports()
@@ -97,9 +95,7 @@ def readable_offer() -> Offer:
     return offer
 
 
-def _matches(
-    entry: GalleryEntry, task: str, query: Query, fits_size: Callable[[int], bool | None]
-) -> bool:
+def _matches(entry: GalleryEntry, task: str, query: Query, fits_size: Callable[[int], bool | None]) -> bool:
     size = galleries.bytes_of(entry)
     return (
         (not query.task or query.task == task.casefold())

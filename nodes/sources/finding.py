@@ -85,12 +85,10 @@ class Finder:
         self._settings = settings
         self.outbound = outbound_of(settings)
         self.opener = Opener(settings, self.outbound)
-        self.hub = Hub(
-            self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token)
-        )
+        self.hub = Hub(self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token))
 
     async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> Found:
-        """Return what the reference names, `entry` for one of a gallery; raise InvalidInput or SourceError."""
+        """Return what the reference names, or `entry` of a gallery; raise InvalidInput or SourceError."""
         if entry is not None:
             return await self._of_gallery(entry)
         match reference:
@@ -120,9 +118,7 @@ class Finder:
         header, context, problem = await self._hub_header(repository, chosen or next(iter(listed), None))
 
         def choice(variant: Variant) -> Choice:
-            settings = writing.definition_of(
-                name, variant, folder, task=repository.task, context=context
-            )
+            settings = writing.definition_of(name, variant, folder, task=repository.task, context=context)
             files = [_hub_file(repository, folder, file, variant) for file in variant.files]
             return Choice(variant, settings, tuple(files), header, context)
 
@@ -164,7 +160,8 @@ class Finder:
     async def _of_registry(self, reference: ImageRef) -> Found:
         model = await images.read_model(self.opener, reference)
         if model.unsupported:
-            raise InvalidInput(f"{reference.name} has {', '.join(model.unsupported)}, which is not supported")
+            reason = f"{reference.name} has {', '.join(model.unsupported)}, which is not supported"
+            raise InvalidInput(f"text: {reason}", field="text")
         files, problem = tuple(model.files()), ""
         header, context = None, 0
         try:
@@ -176,9 +173,7 @@ class Finder:
         settings = writing.definition_of(name, model.variant, model.folder, context=context)
         if header is not None and header.architecture.endswith("bert"):
             settings = writing.definition_of(name, model.variant, model.folder, task="feature-extraction")
-        choice = Choice(
-            model.variant, images.with_parameters(settings, model), files, header, context
-        )
+        choice = Choice(model.variant, images.with_parameters(settings, model), files, header, context)
         is_ollama = reference.is_ollama
         page = f"https://ollama.com/{reference.reference.path}" if is_ollama else ""
         return Found(
@@ -199,9 +194,9 @@ class Finder:
         if file_name.lower().endswith((".yaml", ".yml")):
             text = await self.outbound.read(url, MAX_FILE_BYTES)
             return _of_definition(text.decode("utf-8", "replace"), shown)
-        if urlsplit(url).query and shown != url:
+        if urlsplit(url).query:
             raise InvalidInput(
-                "text: the address has a query, which may be a signature that expires or a secret; use one without",
+                "text: the address has a query, which may be a signature or a secret; use one without",
                 field="text",
             )
         host = (urlsplit(url).hostname or "").replace(":", "-")
@@ -335,9 +330,7 @@ def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "")
     return Variant(quantization or "default", "file", quantization, listed, model, projector, weights, beside)
 
 
-def _entry_variant(
-    files: Sequence[SourceFile], model: str, projector: str, entry: GalleryEntry
-) -> Variant:
+def _entry_variant(files: Sequence[SourceFile], model: str, projector: str, entry: GalleryEntry) -> Variant:
     """Return the variant of an entry; where no source says a size, that of the gallery counts."""
     variant = _files_variant(files, model, projector)
     stated = galleries.bytes_of(entry)

@@ -94,5 +94,3 @@ class Fleet:
 def read_fleet(now: datetime) -> Fleet:
     """Return the nodes as they are now; four queries."""
     return Fleet(fleet_cache.read_fleet(""), now)
-
-

@@ -143,7 +143,9 @@ def _source_file(file: ModelFile, index: str) -> SourceFile:
     try:
         found = references.recognise(uri, mirror=settings.hugging_face_url)
     except InvalidInput as error:
-        raise InvalidInput(f"the file {names.plain(file.name[:100])!r}: {error.message}", field="text") from None
+        raise InvalidInput(
+            f"the file {names.plain(file.name[:100])!r}: {error.message}", field="text"
+        ) from None
     return SourceFile(file.name, _address(found, file), sha256=file.sha256)
 
 

@@ -2,7 +2,7 @@
 
 The JSON API of the hub is called through `Outbound`, not through the package `huggingface_hub`: that has one
 HTTP client for the whole process, follows redirects by rules of its own, reads an answer of any length, and
-takes its token from files and variables that this product does not name (docs/decisions/0032).
+takes its token from files and variables that this product does not name (docs/decisions/0034).
 
 Answers are bounded, and only the named fields of them are read.
 """
@@ -113,7 +113,7 @@ class Hub:
         return f"{self._endpoint}/{repo}/resolve/{commit}/{quote(path)}"
 
     def _explained(self, error: SourceError, reference: HubRef) -> SourceError:
-        """Return the refusal in words: the hub answers 401 both for what is private and for what is not there."""
+        """Return the refusal in words: the hub answers 401 for what is private and for what is not there."""
         if isinstance(error, SourceMissing) or not self._has_token:
             revision = f" with revision {reference.revision}" if reference.revision else ""
             hint = "" if self._has_token else "; if it is private, the server needs HF_TOKEN"

@@ -172,7 +172,17 @@ def _parameters(content: bytes) -> dict[str, Any]:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return {key: found[key] for key in _PARAMETERS if key in found} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: found[key] for key in _PARAMETERS if key in found and _is_usable(key, found[key])}
+
+
+def _is_usable(key: str, value: object) -> bool:
+    """Return True if a definition can have this value; a model with a wrong one is usable without it."""
+    if key == "stop":
+        return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    kinds = int if key.startswith("num_") else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and -(2**31) <= value < 2**31
 
 
 def with_parameters(settings: dict[str, Any], model: RegistryModel) -> dict[str, Any]:

@@ -81,6 +81,8 @@ INSPECTION = Shape(
     ],
 )
 _MOST_SHOWN = 200
+_WEB = ("https://", "http://")
+"""Beginnings of the addresses that a page may link to."""
 
 
 def inspect(text: str, now: datetime) -> Row:
@@ -101,8 +103,8 @@ def inspect(text: str, now: datetime) -> Row:
         description=found.description,
         licence=found.licence,
         gated=found.gated,
-        urls=list(found.urls),
-        icon=found.icon,
+        urls=[url for url in found.urls if url.startswith(_WEB)],
+        icon=found.icon if found.icon.startswith(_WEB) else "",
         commit=found.commit,
         name=found.name,
         task=found.task,
@@ -133,7 +135,12 @@ def plan_import(
 
 
 def plan_of(
-    found: Found, *, variant: str = "", name: str = "", changes: Mapping[str, Any] | None = None, now: datetime
+    found: Found,
+    *,
+    variant: str = "",
+    name: str = "",
+    changes: Mapping[str, Any] | None = None,
+    now: datetime,
 ) -> ImportPlan:
     """Return the plan that imports a variant of what was found."""
     if not found.choices:
@@ -169,9 +176,7 @@ def _best(found: Found, now: datetime) -> Choice:
     if len(listed) == 1:
         return found.choices[0]
     fleet = fits.read_fleet(now)
-    fitting = [
-        choice.variant.id for choice in found.choices if _fit(fleet, choice)["fits"] is not False
-    ]
+    fitting = [choice.variant.id for choice in found.choices if _fit(fleet, choice)["fits"] is not False]
     best = variants.recommended(listed, fitting)
     return next(choice for choice in found.choices if choice.variant.id == best)
 
@@ -198,9 +203,7 @@ def _fit(fleet: fits.Fleet, choice: Choice) -> Row:
 
 def _files_of(choice: Choice) -> ModelFiles:
     variant = choice.variant
-    return ModelFiles(
-        variant.weights, variant.size or variant.weights, choice.header, variant.projector_size
-    )
+    return ModelFiles(variant.weights, variant.size or variant.weights, choice.header, variant.projector_size)
 
 
 def _variant(found: Found, choice: Choice, fit: Row, *, is_best: bool) -> Row:

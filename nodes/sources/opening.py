@@ -124,7 +124,9 @@ class Opener:
         except RegistryError as error:
             raise translated(error) from error
         except (httpx.HTTPError, TimeoutError) as error:
-            raise SourceError(f"{reference.host}: {str(error)[:200] or 'connection lost'}", can_retry=True) from error
+            raise SourceError(
+                f"{reference.host}: {str(error)[:200] or 'connection lost'}", can_retry=True
+            ) from error
 
     @asynccontextmanager
     async def _open_object(self, url: str, offset: int, length: int | None) -> AsyncIterator[SourceBody]:

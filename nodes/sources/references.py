@@ -24,7 +24,9 @@ _REPOSITORY = re.compile(
     rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>{_REVISION}))?(?::(?P<quantization>[A-Za-z0-9._-]{{1,64}}))?"
     r"(?:/(?P<path>[^?#]+))?"
 )
-_OLLAMA = re.compile(rf"(?:(?P<owner>{_PART})/)?(?P<name>{_PART})(?::(?P<tag>[\w][\w.-]{{0,127}}))?", re.ASCII)
+_OLLAMA = re.compile(
+    rf"(?:(?P<owner>{_PART})/)?(?P<name>{_PART})(?::(?P<tag>[\w][\w.-]{{0,127}}))?", re.ASCII
+)
 _GALLERY_ENTRY = re.compile(r"(?P<gallery>[A-Za-z0-9][\w.-]{0,99})@(?P<name>[^\s@/\\][^\s@\\]{0,199})")
 _BUCKET = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<key>[^?#]{1,1024})")
 _COMMAND = re.compile(
@@ -37,7 +39,12 @@ _COMMAND = re.compile(
     r")(?:\s.*)?"
 )
 _DEFINITION_KEYS = re.compile(r"(?m)^[\"']?(?:name|backend|parameters)[\"']?\s*:")
-_KINDS_OF_HUB = {"datasets": "a data set", "spaces": "a Space", "papers": "a paper", "collections": "a collection"}
+_KINDS_OF_HUB = {
+    "datasets": "a data set",
+    "spaces": "a Space",
+    "papers": "a paper",
+    "collections": "a collection",
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ Reference = HubRef | GalleryRef | ImageRef | WebRef | ObjectRef | SharedRef | De
 
 
 def recognise(text: str, *, mirror: str = "") -> Reference:
-    """Return what the text means; `mirror` is the base URL of a mirror of Hugging Face. Raise InvalidInput."""
+    """Return what the text means; `mirror` is the URL of a mirror of Hugging Face. Raise InvalidInput."""
     text = text.strip()
     if not text:
         raise _wrong("is required")
@@ -211,7 +218,9 @@ def _of_hub_path(path: str) -> HubRef:
         found = _repository("/".join(parts[:2]))
         is_file = parts[2] != "tree" and len(parts) > 4
         return HubRef(found.repo, _revision(parts[3]), _path("/".join(parts[4:])) if is_file else "")
-    return _repository("/".join(parts[:2] if len(parts) > 2 and parts[2] in ("tree", "discussions") else parts))
+    return _repository(
+        "/".join(parts[:2] if len(parts) > 2 and parts[2] in ("tree", "discussions") else parts)
+    )
 
 
 def _repository(text: str) -> HubRef:
@@ -252,7 +261,9 @@ def _ollama(text: str) -> ImageRef:
 def _image(text: str) -> ImageRef:
     reference = images.parse(text)
     if reference is None:
-        raise _wrong(f"is not an image such as oci://registry.example/group/model:tag: {names.plain(text[:100])!r}")
+        raise _wrong(
+            f"is not an image such as oci://registry.example/group/model:tag: {names.plain(text[:100])!r}"
+        )
     return ImageRef(reference, is_ollama=reference.host == OLLAMA_REGISTRY)
 
 

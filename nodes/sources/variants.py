@@ -11,14 +11,27 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 MOST_VARIANTS = 100
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)", re.ASCII)
+_SHARD = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)", re.ASCII
+)
 _QUANTIZATION = re.compile(
     r"(?:^|[-_./])(?P<name>(?:UD-)?(?:I?Q\d(?:_[0-9A-Z]{1,3})*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32|FP8))"
     r"(?=[-_./]|$)",
     re.IGNORECASE,
 )
 _PREFERRED = (
-    *("Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "Q5_K_M", "Q4_0", "IQ4_XS", "IQ4_NL"),
+    *(
+        "Q4_K_M",
+        "UD-Q4_K_XL",
+        "Q4_K_XL",
+        "MXFP4",
+        "MXFP4_MOE",
+        "Q4_K_S",
+        "Q5_K_M",
+        "Q4_0",
+        "IQ4_XS",
+        "IQ4_NL",
+    ),
     *("Q5_K_S", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "Q3_K_L", "Q3_K_M", "IQ3_M", "F16", "FP16", "BF16"),
 )
 """Quantizations by how often they are the best choice, the first of all that fit is recommended."""

@@ -154,5 +154,7 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
             case "template":
                 result["template"] = {"chat": value, "jinja_template": True}
             case _:
-                raise InvalidInput(f"changes: {names.plain(name[:60])} cannot be changed here", field="changes")
+                raise InvalidInput(
+                    f"changes: {names.plain(name[:60])} cannot be changed here", field="changes"
+                )
     return dict(result)

@@ -2,19 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.test.utils import CaptureQueriesContext
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from localai_cluster.kit.env import RegistrySetting
-from nodes.backends import catalogue as backends
 from nodes.models import BackendNode
-from nodes.sources import galleries, probing
+from nodes.sources import probing
 from tests.support import api, hub
 from tests.support.sources import Refusal, Source
 
@@ -23,34 +20,8 @@ REPO = "Qwen/Qwen2.5-0.5B-Instruct-GGUF"
 GIB = 2**30
 
 
-@pytest.fixture
-def source() -> Iterator[Source]:
-    """A server that plays the hub, a registry and a gallery."""
-    with hub.playing() as source:
-        yield source
-
-
-@pytest.fixture(autouse=True)
-def configured(source: Source, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The settings of a cluster whose mirror, registry, gallery and object store is the source."""
-    models = tmp_path / "models"
-    models.mkdir()
-    monkeypatch.setattr(galleries, "reader", backends.Reader(galleries.read_all))
-    settings.CLUSTER = dataclasses.replace(
-        settings.CLUSTER,
-        models_path=models,
-        hugging_face_url=source.url(""),
-        hugging_face_token="",
-        registries=(RegistrySetting(host=source.host, plain_http=True),),
-        model_galleries=[{"name": "local", "url": source.url("/index.yaml")}],
-        s3_endpoint=source.url(""),
-        share_roots=(models / "share",),
-    )
-    return models
-
-
 def inspect(text: str, status: int = 200) -> dict[str, Any]:
-    answer = api.ask("POST", "/api/sources/inspect", {"text": text}, api.admin())
+    answer = api.admin().post("/api/sources/inspect", {"text": text})
     assert answer.status_code == status, answer.content
     found: dict[str, Any] = answer.json()
     return found
@@ -95,9 +66,7 @@ def test_one_header_of_a_megabyte_serves_all_quantizations(source: Source) -> No
 
 
 def test_figures_behind_the_vocabulary_are_read_too(source: Source) -> None:
-    hub.add_repository(
-        source, REPO, {"m-Q4_0.gguf": hub.gguf(4 * 1024 * 1024, vocabulary=90_000, late=True)}
-    )
+    hub.add_repository(source, REPO, {"m-Q4_0.gguf": hub.gguf(4 * 1024 * 1024, vocabulary=90_000, late=True)})
     assert inspect(REPO)["variants"][0]["context_size"] == 32768
     ranges = [request.range for request in source.seen("storage") if request.path.endswith(".gguf")]
     assert ranges == [f"bytes=0-{size - 1}" for size in (probing.FIGURES_BYTES, probing.TABLE_BYTES)]
@@ -132,7 +101,9 @@ def test_a_gated_repository_is_listed_and_says_what_it_needs(source: Source, set
     assert "hf_secret" not in json.dumps(found)
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, hugging_face_token="hf_secret")
     assert not inspect(REPO)["problem"]
-    assert {request.authorization for request in source.seen("storage")} == {""}, "the token stays with its host"
+    assert {request.authorization for request in source.seen("storage")} == {""}, (
+        "the token stays with its host"
+    )
 
 
 def test_a_pointer_in_place_of_a_file_is_told(source: Source) -> None:
@@ -153,8 +124,17 @@ def test_a_repository_of_too_many_files_is_refused(source: Source, count: int) -
 
 
 def test_weights_in_safetensors_go_to_vllm(source: Source) -> None:
-    config = {"model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "max_position_embeddings": 32768}
-    files = {"model.safetensors": bytes(4096), "config.json": json.dumps(config).encode(), "tokenizer.json": b"{}"}
+    config = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "max_position_embeddings": 32768,
+    }
+    files = {
+        "model.safetensors": bytes(4096),
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": b"{}",
+    }
     hub.add_repository(source, "Qwen/Qwen2.5-0.5B-Instruct", files)
     (variant,) = inspect("Qwen/Qwen2.5-0.5B-Instruct")["variants"]
     assert (variant["id"], variant["context_size"]) == ("safetensors", 32768)
@@ -192,13 +172,17 @@ def test_an_address_of_a_file(source: Source) -> None:
     assert "query" in inspect(source.url("/files/tiny-Q4_0.gguf?token=x"), 400)["error"]
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/x.gguf", "http://169.254.169.254/latest/x.gguf", "http://[::1]:9/x.gguf"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9/x.gguf", "http://169.254.169.254/latest/x.gguf", "http://[::1]:9/x.gguf"]
+)
 def test_private_addresses_are_refused(address: str) -> None:
     assert "no public address" in inspect(address, 400)["error"]
 
 
 def test_an_entry_of_a_gallery(source: Source) -> None:
-    source.files["/docs/qwen.yaml"] = b"name: x\nconfig_file: |\n  backend: llama-cpp\n  parameters: {model: q-Q4_0.gguf}\n"
+    source.files["/docs/qwen.yaml"] = (
+        b"name: x\nconfig_file: |\n  backend: llama-cpp\n  parameters: {model: q-Q4_0.gguf}\n"
+    )
     source.files["/files/q.gguf"] = content = hub.gguf()
     source.files["/index.yaml"] = (
         f"- name: qwen\n  url: docs/qwen.yaml\n  license: apache-2.0\n  tags: [llm]\n"
@@ -212,7 +196,9 @@ def test_an_entry_of_a_gallery(source: Source) -> None:
 
 
 def test_an_entry_may_not_name_files_of_this_machine(source: Source) -> None:
-    source.files["/index.yaml"] = b"- name: evil\n  url: /etc/passwd.yaml\n- name: evil2\n  url: file:///etc/x.yaml\n"
+    source.files["/index.yaml"] = (
+        b"- name: evil\n  url: /etc/passwd.yaml\n- name: evil2\n  url: file:///etc/x.yaml\n"
+    )
     for name in ("evil", "evil2"):
         assert "beside its own index" in inspect(f"local@{name}", 502)["error"]
 
@@ -221,21 +207,24 @@ def test_a_document_that_expands_is_refused(source: Source) -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
     for letter, former in zip("bcdefg", "abcdef", strict=True):
         bomb += f"{letter}: &{letter} [{', '.join([f'*{former}'] * 10)}]\n"
-    source.files["/docs/bomb.yaml"] = f"config_file:\n{''.join(f'  {line}\n' for line in bomb.splitlines())}".encode()
+    lines = "".join(f"  {line}\n" for line in bomb.splitlines())
+    source.files["/docs/bomb.yaml"] = f"config_file:\n{lines}".encode()
     source.files["/index.yaml"] = b"- name: bomb\n  url: docs/bomb.yaml\n"
     assert "too many values" in inspect("local@bomb", 400)["error"]
 
 
 def test_objects_of_a_store(source: Source) -> None:
     source.redirects = False
-    hub.add_objects(source, "bucket", {"models/m-Q4_0.gguf": hub.gguf(), "models/m-Q8_0.gguf": hub.gguf(9000)})
+    hub.add_objects(
+        source, "bucket", {"models/m-Q4_0.gguf": hub.gguf(), "models/m-Q8_0.gguf": hub.gguf(9000)}
+    )
     assert [variant["id"] for variant in inspect("s3://bucket/models/")["variants"]] == ["Q4_0", "Q8_0"]
     assert inspect("s3://bucket/models/m-Q8_0.gguf")["variants"][0]["size"] == 9000
     assert inspect("s3://bucket/nothing.gguf", 400)["error"]
 
 
-def test_a_share_is_used_where_it_is(configured: Path) -> None:
-    share = configured / "share" / "team"
+def test_a_share_is_used_where_it_is(models: Path) -> None:
+    share = models / "share" / "team"
     share.mkdir(parents=True)
     (share / "m-Q4_0.gguf").write_bytes(hub.gguf())
     (share / "out.gguf").symlink_to("/etc/hostname")
@@ -254,7 +243,9 @@ def test_a_definition_in_full(source: Source) -> None:
 
 
 def test_a_name_leads_to_candidates(source: Source) -> None:
-    source.files["/index.yaml"] = b"- {name: qwen2.5-0.5b, description: small, size: 400MB}\n- {name: other}\n"
+    source.files["/index.yaml"] = (
+        b"- {name: qwen2.5-0.5b, description: small, size: 400MB}\n- {name: other}\n"
+    )
     source.files["/api/models"] = json.dumps(hub.shape("hub-search")["models"]).encode()
     found = inspect("qwen2.5")
     assert (found["kind"], found["variants"]) == ("search", [])
@@ -268,8 +259,8 @@ def test_a_name_leads_to_candidates(source: Source) -> None:
 
 
 def test_only_administrators_inspect(source: Source) -> None:
-    answer = api.ask("POST", "/api/sources/inspect", {"text": "x"}, api.worker())
+    answer = api.worker().post("/api/sources/inspect", {"text": "x"})
     assert answer.status_code in (401, 403)
     for body in ({}, {"text": 5}, {"text": ""}, []):
-        assert api.ask("POST", "/api/sources/inspect", body, api.admin()).status_code == 400
+        assert api.admin().post("/api/sources/inspect", body).status_code == 400
     assert source.requests == []

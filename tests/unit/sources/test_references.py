@@ -40,10 +40,13 @@ def image(path: str, tag: str, host: str = "registry.ollama.ai", *, is_ollama: b
         (f"huggingface.co/{REPO}", HubRef(REPO)),
         (f"https://huggingface.co/{REPO}", HubRef(REPO)),
         (f"https://huggingface.co/models/{REPO}", HubRef(REPO)),
-        (f"https://huggingface.co/{REPO}/tree/main", HubRef(REPO)),
+        (f"https://huggingface.co/{REPO}/tree/main", HubRef(REPO, "main")),
         (f"https://huggingface.co/{REPO}/tree/main/sub", HubRef(REPO, "main")),
         (f"https://huggingface.co/{REPO}/blob/main/x-q4_k_m.gguf", HubRef(REPO, "main", "x-q4_k_m.gguf")),
-        (f"https://huggingface.co/{REPO}/resolve/abc123/d/x.gguf?download=true", HubRef(REPO, "abc123", "d/x.gguf")),
+        (
+            f"https://huggingface.co/{REPO}/resolve/abc123/d/x.gguf?download=true",
+            HubRef(REPO, "abc123", "d/x.gguf"),
+        ),
         (f"https://huggingface.co/{REPO}/resolve/main/a%20b.gguf", HubRef(REPO, "main", "a b.gguf")),
         (f"{MIRROR}/{REPO}/resolve/main/x.gguf", HubRef(REPO, "main", "x.gguf")),
         (f"huggingface://{REPO}/x.gguf", HubRef(REPO, path="x.gguf")),
@@ -105,7 +108,7 @@ def test_what_people_copy_is_recognised(text: str, meant: Reference) -> None:
     ],
 )
 def test_what_is_none_of_them_is_refused_with_its_reason(text: str, problem: str) -> None:
-    with pytest.raises(InvalidInput, match=".") as refused:
+    with pytest.raises(InvalidInput) as refused:
         recognise(text, mirror=MIRROR)
     assert problem in refused.value.message
     assert refused.value.field == "text"
@@ -116,8 +119,7 @@ def test_any_text_has_a_meaning_or_a_reason(text: str) -> None:
     """Nothing else is raised, and no path that is recognised leads anywhere else."""
     try:
         meant = recognise(text, mirror=MIRROR)
-    except InvalidInput as refused:
-        assert refused.field == "text"
+    except InvalidInput:
         return
     if isinstance(meant, HubRef):
         assert meant.repo.count("/") == 1
@@ -126,9 +128,11 @@ def test_any_text_has_a_meaning_or_a_reason(text: str) -> None:
 
 
 @given(
-    st.lists(st.sampled_from(["hf.co", "https:", "", "owner", "..", "%2e%2e", "resolve", "main", "x.gguf", "@", ":"])).map(
-        "/".join
-    )
+    st.lists(
+        st.sampled_from(
+            ["hf.co", "https:", "", "owner", "..", "%2e%2e", "resolve", "main", "x.gguf", "@", ":"]
+        )
+    ).map("/".join)
 )
 def test_addresses_made_of_their_parts_never_lead_out(text: str) -> None:
     try:

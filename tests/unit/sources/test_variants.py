@@ -15,7 +15,6 @@ from nodes.sources.variants import (
 )
 
 
-
 def listed(*names: str, size: int = 10) -> list[RepositoryFile]:
     return [RepositoryFile(name, size + index) for index, name in enumerate(names)]
 
