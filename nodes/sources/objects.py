@@ -36,9 +36,9 @@ def _make_store(settings: ClusterSettings, bucket: str) -> Any:
         options |= {"access_key_id": settings.s3_access_key, "secret_access_key": settings.s3_secret_key}
     else:
         options["skip_signature"] = True
-    client = {
+    client: Any = {
         "allow_http": settings.s3_endpoint.startswith("http://"),
-        "timeout": None,
+        "timeout": "1h",
         "connect_timeout": "10s",
     }
     # The operation repeats what failed, with a reason that people see.

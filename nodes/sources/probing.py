@@ -85,7 +85,7 @@ def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
 
 def trained_context(header: Header | None, config: Mapping[str, object] | None = None) -> int:
     """Return the tokens of context that a model was made for; 0 if it does not say."""
-    value = header.figures.get(_TRAINED, 0) if header is not None else 0
+    value: object = header.figures.get(_TRAINED, 0) if header is not None else 0
     if not value and config is not None:
         inner = config.get("text_config")
         sections = (config, inner if isinstance(inner, dict) else {})

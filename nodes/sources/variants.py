@@ -116,7 +116,8 @@ def _rank(variant: Variant) -> int:
 
 
 def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
-    weights, projectors = [], []
+    weights: list[RepositoryFile] = []
+    projectors: list[RepositoryFile] = []
     for file in files:
         name = file.path.rpartition("/")[2].lower()
         if name.endswith(".gguf") and "imatrix" not in name:

@@ -40,10 +40,12 @@ def source() -> Iterator[Source]:
 def cluster(source: Source) -> Iterator[Cluster]:
     """A web process and a controller that know this source."""
     with running_cluster(
-        HF_ENDPOINT=source.url(""),
+        HF_ENDPOINT=source.url(hub.HUB),
         HF_TOKEN="hf_token_of_the_test",
         LOCALAI_GALLERIES=json.dumps([{"name": "local", "url": source.url("/index.yaml")}]),
-        LOCALAI_REGISTRIES=json.dumps([{"host": source.host, "plain_http": True}]),
+        LOCALAI_REGISTRIES=json.dumps(
+            [{"host": host, "plain_http": True} for host in (source.host, source.storage)]
+        ),
     ) as cluster:
         cluster.web()
         cluster.controller()

@@ -14,6 +14,8 @@ from typing import Any
 
 from tests.support.sources import LFS_POINTER, Source, sha256_of, started
 
+HUB = "/hub"
+"""Where the hub is, so that other addresses of the server are not its own."""
 COMMIT = "91cad51170dc346986eccefdc2dd33a9da36ead9"
 SHAPES = Path(__file__).parent.parent / "data" / "sources"
 _TEXT, _LIST, _U32 = 8, 9, 4
@@ -68,13 +70,13 @@ def add_repository(
             sibling["lfs"] = {"sha256": sha256_of(content), "size": len(content), "pointerSize": 134}
         siblings.append(sibling)
         sent = LFS_POINTER % (sha256_of(content).encode(), len(content)) if path == pointer else content
-        source.files[f"/{repo}/resolve/{COMMIT}/{path}"] = sent
+        source.files[f"{HUB}/{repo}/resolve/{COMMIT}/{path}"] = sent
     body = shape("hub-model") | {"id": repo, "sha": COMMIT, "siblings": siblings}
     body |= {"gated": "manual" if token else False, **facts}
     for name in {revision, COMMIT}:
-        source.files[f"/api/models/{repo}/revision/{name}"] = json.dumps(body).encode()
+        source.files[f"{HUB}/api/models/{repo}/revision/{name}"] = json.dumps(body).encode()
     if token:
-        source.tokens[f"/{repo}/resolve/"] = f"Bearer {token}"
+        source.tokens[f"{HUB}/{repo}/resolve/"] = f"Bearer {token}"
 
 
 def add_image(

@@ -30,9 +30,11 @@ def models(source: Source, settings: Settings, tmp_path: Path, monkeypatch: pyte
     settings.CLUSTER = dataclasses.replace(
         settings.CLUSTER,
         models_path=models,
-        hugging_face_url=source.url(""),
+        hugging_face_url=source.url(hub.HUB),
         hugging_face_token="",
-        registries=(RegistrySetting(host=source.host, plain_http=True),),
+        registries=tuple(
+            RegistrySetting(host=host, plain_http=True) for host in (source.host, source.storage)
+        ),
         model_galleries=[{"name": "local", "url": source.url("/index.yaml")}],
         s3_endpoint=source.url(""),
         share_roots=(models / "share",),

@@ -113,7 +113,7 @@ def test_a_pointer_in_place_of_a_file_is_told(source: Source) -> None:
 
 def test_a_file_of_another_length_is_told(source: Source) -> None:
     hub.add_repository(source, REPO, {"m-Q4_0.gguf": hub.gguf()})
-    source.files[f"/{REPO}/resolve/{hub.COMMIT}/m-Q4_0.gguf"] = hub.gguf(9999)
+    source.files[f"{hub.HUB}/{REPO}/resolve/{hub.COMMIT}/m-Q4_0.gguf"] = hub.gguf(9999)
     assert "9999 bytes" in inspect(REPO)["problem"]
 
 
@@ -246,14 +246,14 @@ def test_a_name_leads_to_candidates(source: Source) -> None:
     source.files["/index.yaml"] = (
         b"- {name: qwen2.5-0.5b, description: small, size: 400MB}\n- {name: other}\n"
     )
-    source.files["/api/models"] = json.dumps(hub.shape("hub-search")["models"]).encode()
+    source.files[f"{hub.HUB}/api/models"] = json.dumps(hub.shape("hub-search")["models"]).encode()
     found = inspect("qwen2.5")
     assert (found["kind"], found["variants"]) == ("search", [])
     assert [candidate["text"] for candidate in found["candidates"]] == [
         "local@qwen2.5-0.5b", f"hf://{REPO}", "hf://Qwen/Qwen2.5-0.5B",
     ]  # fmt: skip
     assert found["candidates"][0]["size"] == 400_000_000
-    del source.files["/api/models"]
+    del source.files[f"{hub.HUB}/api/models"]
     assert len(inspect("qwen2.5")["candidates"]) == 1
     assert "404" in inspect("qwen2.5")["problem"]
 
