@@ -220,7 +220,7 @@ def test_objects_of_a_store(source: Source) -> None:
     )
     assert [variant["id"] for variant in inspect("s3://bucket/models/")["variants"]] == ["Q4_0", "Q8_0"]
     assert inspect("s3://bucket/models/m-Q8_0.gguf")["variants"][0]["size"] == 9000
-    assert inspect("s3://bucket/nothing.gguf", 400)["error"]
+    assert inspect("s3://other-bucket/nothing.gguf", 404)["error"]
 
 
 def test_a_share_is_used_where_it_is(models: Path) -> None:
