@@ -64,7 +64,7 @@ async def _pieces(found: Any) -> AsyncIterator[bytes]:
 
 
 async def list_files(store: Any, key: str) -> list[RepositoryFile]:
-    """Return the object of this key, or else those below it; none if there are none."""
+    """Return the object of this key, or else those below it; raise FileNotFoundError if there are none."""
     import obstore
 
     if not key.endswith("/"):
@@ -79,6 +79,8 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
         found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
         if len(found) > MOST_OBJECTS:
             raise SourceError(f"{names.plain(key[:100])} has more than {MOST_OBJECTS} objects")
+    if not found:
+        raise FileNotFoundError
     return found
 
 
