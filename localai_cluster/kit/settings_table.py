@@ -32,6 +32,7 @@ AccountSeed = Annotated[str, env.seed("account")]
 OperatorSeed = Annotated[str, env.seed("operator")]
 UserSeed = Annotated[str, env.seed("user")]
 LogBytes = Annotated[int, Meta(ge=LEAST_BYTES, le=MOST_BYTES)]
+Connections = Annotated[int, Meta(ge=1, le=16)]
 WebProcesses = Annotated[int, Meta(ge=1, le=MOST_WEB_PROCESSES)]
 _WHEELS = str(Path(__file__).resolve().parents[2] / "dist")
 _SHOWN_PROCESSES = "1; `make run`: one for each core, at most 4"
@@ -231,6 +232,8 @@ class ClusterSettings(SharedSettings):
     """Every worker has the models folder under the same path, so no file is [sent](staging.md) (R2.56)."""
     node_options: bool = setting("CLUSTER_NODE_OPTIONS", "true")
     """Derive batch and parallel requests from the node where a definition does not say them (R2.80)."""
+    download_connections: Connections = setting("CLUSTER_DOWNLOAD_CONNECTIONS", "4")
+    """Connections over which an import downloads a large file, if its source sends ranges."""
     request_timeout: Seconds = setting("CLUSTER_REQUEST_TIMEOUT", "10m", group="Requests")
     """Time limit of one inference call; of a stream of text until its first piece."""
     stream_stall: Seconds = setting("CLUSTER_STREAM_STALL", "2m")

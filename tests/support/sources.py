@@ -1,8 +1,8 @@
 """A source of models with the habits and the faults of real ones.
 
-Files are redirected to signed addresses of a second server, as the hub and registries do. `requests` has every
-request with its range and credential. It plays a source that needs a token, is busy, cuts bodies short, names
-wrong lengths, changes a file under its name, knows no ranges, or is slow.
+Files are redirected to signed addresses of a second server, as the hub and registries do. `requests` has
+every request with its range and credential. It plays a source that needs a token, is busy, cuts bodies short,
+names wrong lengths, changes a file under its name, knows no ranges, or is slow.
 """
 
 import hashlib
