@@ -94,14 +94,16 @@ def check_path(path: str) -> str:
 
 
 def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
-    """Return the files; raise InvalidInput for a wrong path, hash or number, or for a name that is used twice.
+    """Return the files; raise InvalidInput for a wrong path, hash or number, or a name that is used twice.
 
     Names that differ only in case or in characters that look alike are one name: some file systems cannot
     hold both.
     """
     listed = tuple(files)
     if len(listed) > MOST_FILES:
-        raise errors.InvalidInput(f"it has {len(listed)} files; at most {MOST_FILES} are fetched", field="text")
+        raise errors.InvalidInput(
+            f"it has {len(listed)} files; at most {MOST_FILES} are fetched", field="text"
+        )
     seen: dict[str, str] = {}
     for file in listed:
         check_path(file.path)
@@ -109,8 +111,9 @@ def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
             raise _refused(file.path, "has an address or a size that is out of range")
         if file.sha256 and not _SHA256.fullmatch(file.sha256):
             raise _refused(file.path, "has a hash that is not a SHA-256")
-        if (other := seen.setdefault(names.key(file.path), file.path)) is not file.path:
-            raise _refused(file.path, f"has the name of another file, {other[:100]!r}")
+        if (key := names.key(file.path)) in seen:
+            raise _refused(file.path, f"has the name of another file, {seen[key][:100]!r}")
+        seen[key] = file.path
     _check_folders(listed)
     return listed
 
