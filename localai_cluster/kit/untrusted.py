@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import yaml
+from yaml.composer import Composer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,7 +80,14 @@ LONGEST_REASON = 400
 
 
 class InvalidYAML(ValueError):
-    """The text is not valid YAML; the message is one line that can be encoded."""
+    """The text is not valid YAML; the message is one line that can be encoded.
+
+    Line and column count from 1; 0 if they are not known.
+    """
+
+    def __init__(self, message: str, line: int = 0, column: int = 0) -> None:
+        super().__init__(message)
+        self.line, self.column = line, column
 
 
 class LocatedErrors:
@@ -108,12 +116,23 @@ class PlainLoader(LocatedErrors, yaml.SafeLoader):
 
 def load_yaml(text: str | bytes, loader: Any) -> Any:
     """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
+    return _read_yaml(yaml.load, text, loader)
+
+
+def compose_yaml(text: str | bytes, loader: Any) -> Any:
+    """Return the document's nodes, which have their places; None if it is empty. Raises InvalidYAML."""
+    return _read_yaml(yaml.compose, text, loader)
+
+
+def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
     try:
-        return yaml.load(text, Loader=loader)
+        return read(text, Loader=loader)
     except RecursionError as error:
         raise InvalidYAML("is nested too deeply") from error
     except Exception as error:
-        raise InvalidYAML(f"is not valid YAML: {yaml_reason(error)}") from error
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        place = (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
+        raise InvalidYAML(f"is not valid YAML: {yaml_reason(error)}", *place) from error
 
 
 def yaml_reason(error: Exception) -> str:
@@ -183,3 +202,50 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
     finally:
         waiter.cancel()
     return call.done()
+
+
+MOST_NODES = 100_000
+"""Values of one text, each copy that a merge (`<<`) makes of one included."""
+_FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
+
+
+class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
+    """Safe YAML of bounded depth and size.
+
+    libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
+    deeply nested text overflows.
+    """
+
+    def __init__(self, stream: bytes) -> None:
+        super().__init__()
+        _FAST[-1].__init__(self, stream)
+        self._level, self._left = 0, MOST_NODES
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose one node; YAMLError below the deepest accepted level."""
+        self._level += 1
+        self._count(1)
+        if self._level > LEVELS:
+            raise yaml.YAMLError(TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Apply merges; YAMLError if they copy too many values."""
+        for merged in _merged(node):
+            self.flatten_mapping(merged)
+            self._count(2 * len(merged.value))
+        super().flatten_mapping(node)
+
+    def _count(self, nodes: int) -> None:
+        self._left -= nodes
+        if self._left < 0:
+            raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
+
+
+def _merged(node: Any) -> list[Any]:
+    """Return the mappings that are merged into this one."""
+    named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+    parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]
+    return [part for part in parts if getattr(part, "id", "") == "mapping"]

@@ -178,7 +178,7 @@ def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     reader = _FolderReader(folder, name)
     named: list[NamedFiles] = []
     missing: dict[tuple[str, str], str] = {}
-    for option, text in _texts(options):
+    for option, text in named_texts(options):
         try:
             target = reader.named(option, text)
         except (Unsendable, OSError) as error:
@@ -194,7 +194,7 @@ def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     return FilePlan(options, tuple(named), missing)
 
 
-def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield pairs of option and text that may name files; the model first: others may lie beside it."""
     yield MODEL_FILE, str(options.get("Model", ""))
     for name in NAMED:
@@ -376,7 +376,7 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
         source.close()
     settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER
     if settled and len(file.relative.encode()) <= _LONGEST_PATH:
-        await in_thread(_store_hash, file.relative, stamp, digest.hexdigest(), clock.now())
+        await in_thread(store_hash, file.relative, stamp, digest.hexdigest(), clock.now())
     return digest.hexdigest(), stamp
 
 
@@ -385,7 +385,8 @@ def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:
     return matching_rows.values_list("sha256", flat=True).first()
 
 
-def _store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:
+def store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:
+    """Store the hash of a file with this stamp; remove the hashes that are too old to be used."""
     FileHash.objects.filter(hashed_at__lt=now - KEPT).delete()
     FileHash.objects.update_or_create(
         path=path, defaults={"stamp": stamp, "sha256": sha256, "hashed_at": now}

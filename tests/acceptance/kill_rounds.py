@@ -9,6 +9,7 @@ from tests.acceptance.kill_sweep import Deed, Round, nothing
 CONTROLLER, WEB, TASKS, WORKER = "controller", "web", "tasks", "worker"
 COMMIT, QUESTION, MESSAGE = (":before", ":committed"), (":before", ":sent", ":answered"), (":before", ":sent")
 PULL = (":layer", ":layer@2", ":complete")
+DOWNLOAD = (":piece", ":piece@2", ":verified", ":published")
 SWAP = (":staged", ":set_aside", ":swapped")
 
 
@@ -77,7 +78,7 @@ def on_disk() -> list[Round]:
 
 def on_simulated_workers() -> list[Round]:
     """Commands on several nodes."""
-    return [*of_models(), *asked(), *left_behind(), *in_turn(), *carried_out(), *sent()]
+    return [*of_models(), *of_files(), *asked(), *left_behind(), *in_turn(), *carried_out(), *sent()]
 
 
 def asked() -> list[Round]:
@@ -158,8 +159,18 @@ def sent() -> list[Round]:
     ]
 
 
+def of_files() -> list[Round]:
+    """Imports of models, and the removal of unused files."""
+    whole: dict[str, Any] = {"again": do.imported}
+    return [
+        *_each("download", DOWNLOAD, CONTROLLER, "import a model", do.import_model, **whole),
+        *_each("imports.save", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
+        Round("files.removal:set_aside", CONTROLLER, "remove a file", do.remove_file, again=do.removed),
+    ]
+
+
 def of_models() -> list[Round]:
-    """Unloading models, and deleting their files."""
+    """Unloading models, and deleting their files and definitions."""
     return [
         *_each("unload.begin", COMMIT, CONTROLLER, "unload a model", do.unload_model),
         *_each("model.unload", QUESTION, CONTROLLER, "unload a model, old worker", do.unload_model),
@@ -167,5 +178,7 @@ def of_models() -> list[Round]:
         *_each("model.delete", QUESTION, CONTROLLER, "delete a model", do.delete_model),
         *_each("unload.files", COMMIT, CONTROLLER, "delete a model", do.delete_model_with_files),
         *_each("ledger.target_done", COMMIT, CONTROLLER, "delete a model", do.delete_model),
+        *_each("definitions.remove", COMMIT, CONTROLLER, "delete a definition", do.remove_definition),
+        Round("definitions.files", CONTROLLER, "delete a definition", do.remove_definition),
         *_each("nodes.bulk", COMMIT, CONTROLLER, "label nodes", do.label_nodes),
     ]

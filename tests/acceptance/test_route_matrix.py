@@ -45,7 +45,7 @@ INFERENCE = (
     "/v2/rerank",
 )
 """Beside `/v1/`."""
-MODELS_OF_OLLAMA = tuple(f"/api/{name}" for name in ("push", "create", "copy", "delete", "blobs/{digest}"))
+MODELS_OF_OLLAMA = tuple(f"/api/{name}" for name in ("push", "blobs/{digest}"))
 """Refused for everybody, after the key is checked."""
 ODD_METHODS = ("PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 SOCKETS = ("/ws/operations", "/ws/feed")
