@@ -65,7 +65,6 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("models/galleries", model_gallery.GalleriesView.as_view()),
     path("models/apply", model_gallery.ApplyView.as_view()),
     path("models/import-uri", model_gallery.ImportUriView.as_view()),
-    path("models/delete/<path:name>", model_gallery.DeleteView.as_view()),
     path("models/jobs", jobs.ModelJobsView.as_view()),
     path("models/jobs/<str:uid>", jobs.ModelJobStatusView.as_view()),
     path("api/auth/", include("localai_cluster.accounts.sign_in")),

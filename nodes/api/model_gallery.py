@@ -1,6 +1,6 @@
 """Models of galleries under the reference's routes (`contract/http-api.md` §5.4), for its clients and pages.
 
-Each command is an import or a deletion as under the routes of this product; only shapes and names differ.
+Each command is an import as under the routes of this product; only shapes and names differ.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import UUID as Id
 
-from asgiref.sync import async_to_sync
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -16,10 +15,8 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
-from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
@@ -40,9 +37,6 @@ from nodes.api.base import query_parameter, request_example, response_example
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
 from nodes.api.models import LONGEST_MODEL
 from nodes.api.sources import import_message, start
-from nodes.definitions.folder import folder
-from nodes.loading import definition_removal
-from nodes.loading.definition_removal import RemovalRequest
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
@@ -298,48 +292,6 @@ class ImportUriView(_ModelView):
             fields["uri"], variant=wanted, name=wishes.get("name", "").strip(), now=clock.now()
         )
         return _job(request, start(request, plan).operation.id)
-
-
-def _remove(request: Request, name: str) -> Admission:
-    definition = async_to_sync(folder().find)(name)
-    order = RemovalRequest(
-        name,
-        principal(request).name,
-        request_id=request_id.get(),
-        client_address=client_address(request),
-    )
-    file = definition.source if definition is not None and not definition.is_row else ""
-    return definition_removal.request_removal(order, file, now=clock.now())
-
-
-class DeleteView(_ModelView):
-    """`/models/delete/:name`."""
-
-    @_describe(
-        "models_delete_plain",
-        "Delete a model",
-        {**_COMMAND, **flat_refusals(404, 409)},
-        request=None,
-        examples=[_STARTED_EXAMPLE],
-    )
-    def post(self, request: Request, name: str) -> Response:
-        """Unloads the model and deletes its definition; its files stay. 409 for a model of a file."""
-        return _job(request, _remove(request, name).operation.id)
-
-
-class DeleteByIdView(_ModelView):
-    """`/api/models/delete/:id`."""
-
-    @_describe(
-        "models_delete_listed",
-        "Delete a model of a gallery",
-        {**_STARTED, **flat_refusals(404, 409)},
-        request=None,
-    )
-    def post(self, request: Request, id: str) -> Response:
-        """The same, by the id of the list."""
-        name = id.rpartition("@")[2]
-        return Response(_started(_remove(request, name), f"model {name} is being deleted"))
 
 
 def _started(admission: Admission, message: str) -> Row:

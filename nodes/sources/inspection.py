@@ -146,14 +146,14 @@ def plan_of(
     if not found.choices:
         raise InvalidInput(f"text: {found.problem or 'it has nothing that could be run'}", field="text")
     choice = select_choice(found, variant or found.wanted) or _best(found, now)
-    return found.plan(choice, name or found.name, writing.changed(choice.settings, changes or {}))
+    return found.plan(choice, name or found.name, changes)
 
 
 def plan_entry(entry: GalleryEntry, *, variant: str = "", name: str = "") -> ImportPlan:
     """Return the plan that imports an entry of a gallery; raise InvalidInput or SourceError."""
     found = _read_source(None, entry)
     choice = select_choice(found, variant) or found.choices[0]
-    return found.plan(choice, name or found.name, choice.settings)
+    return found.plan(choice, name or found.name)
 
 
 def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, dict[int, int], int]:
