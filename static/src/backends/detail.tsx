@@ -11,7 +11,7 @@ import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import { Menu } from "../ui/menu";
 import { Problem } from "../ui/problem";
-import { useSelection, type Column } from "../ui/rows";
+import { useSelection, type Column, type Selection } from "../ui/rows";
 import { StatusPill } from "../ui/status";
 import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
@@ -21,12 +21,12 @@ import "./backends.css";
 import { runsOn, summary, useCatalogue, type Catalogue, type Entry, type Runs } from "./catalogue";
 import { BackendLink, Failure, Marks, Version, WorkPills, workOn } from "./cells";
 import type { Verb } from "./installed-calls";
-import { useInstalled } from "./installed-data";
+import { useInstalled, type InstalledData } from "./installed-data";
 import { ChangeDialog, type Change } from "./installed-dialog";
 import { FROM_ADDRESS, outdated, rowsOf, target, type Place, type Row } from "./installed-model";
 import { InstallPicker } from "./picker";
 import { byName } from "./runs";
-import { isLoaded, useThrottledNodes } from "./throttled-nodes";
+import { isLoaded, useThrottledNodes, type NodesById } from "./throttled-nodes";
 
 /** A backend may be on a thousand nodes. */
 const NODES_FIRST = 100;
@@ -36,30 +36,34 @@ export function BackendPage(): ReactNode {
   return <OneBackend key={name} name={name} />;
 }
 
+interface Found {
+  name: string;
+  /** Undefined while no node is known to have it. */
+  row: Row | undefined;
+  /** One for each gallery that lists it. */
+  offers: readonly Entry[];
+  /** Operations that are under way or have failed. */
+  work: readonly Operation[];
+  capabilities: Catalogue["nodesByCapability"];
+}
+
 function OneBackend({ name }: { name: string }): ReactNode {
   const installed = useInstalled();
   const catalogue = useCatalogue();
   const nodes = useThrottledNodes();
-  const { operations } = useWork();
-  const entries = catalogue.data?.backends;
-  const { data } = installed;
-  const isName = (other: string) => other.toLowerCase() === name.toLowerCase();
-  const rows = useMemo(() => (data === undefined ? [] : rowsOf(data.installed, data.upgrades, entries ?? [], nodes)), [data, entries, nodes]);
-  const row = rows.find((candidate) => isName(candidate.name));
-  const offers = (entries ?? []).filter((entry) => isName(entry.name));
-  const work = workOn(operations.values(), name);
+  const found = useFound(name, installed.data, catalogue.data, nodes);
   const isWaiting = (installed.isPending || !isLoaded(nodes)) && installed.error === null;
-  const isUnknown = !isWaiting && !catalogue.isPending && row === undefined && offers.length + work.length === 0;
+  const isUnknown = !isWaiting && catalogue.data !== undefined && installed.error === null && isNowhere(found);
   return (
     <div className="backends">
       <nav aria-label="Back">
-        <Link to={row === undefined ? "/app/backends" : "/app/backends?view=installed"}>← All backends</Link>
+        <Link to={found.row === undefined ? "/app/backends" : "/app/backends?view=installed"}>← All backends</Link>
       </nav>
-      <Shown name={row?.name ?? offers[0]?.name ?? name} row={row} offers={offers} work={work} capabilities={catalogue.data?.nodesByCapability ?? {}} />
+      <Shown {...found} />
       {isWaiting && <Loading subject="the backend" />}
       <Problem error={installed.error} onRetry={() => void installed.refetch()} />
       <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />
-      {isUnknown && installed.error === null && catalogue.error === null && (
+      {isUnknown && (
         <Empty title="No node and no gallery has this backend.">
           <Link className="button" to="/app/backends">
             Show all backends
@@ -70,61 +74,79 @@ function OneBackend({ name }: { name: string }): ReactNode {
   );
 }
 
-interface ShownProps {
-  name: string;
-  /** Undefined while no node is known to have it. */
-  row: Row | undefined;
-  /** One for each gallery that lists it. */
-  offers: readonly Entry[];
-  work: readonly Operation[];
-  capabilities: Catalogue["nodesByCapability"];
+const NO_ENTRIES: readonly Entry[] = [];
+
+function useFound(name: string, installed: InstalledData | undefined, catalogue: Catalogue | undefined, nodes: NodesById): Found {
+  const { operations } = useWork();
+  const entries = catalogue?.backends ?? NO_ENTRIES;
+  const isName = (other: string) => other.toLowerCase() === name.toLowerCase();
+  const rows = useMemo(() => (installed === undefined ? [] : rowsOf(installed.installed, installed.upgrades, entries, nodes)), [installed, entries, nodes]);
+  const row = rows.find((candidate) => isName(candidate.name));
+  const offers = entries.filter((entry) => isName(entry.name));
+  return { name: row?.name ?? offers[0]?.name ?? name, row, offers, work: workOn(operations.values(), name), capabilities: catalogue?.nodesByCapability ?? {} };
 }
 
-function Shown({ name, row, offers, work, capabilities }: ShownProps): ReactNode {
+function isNowhere({ row, offers, work }: Found): boolean {
+  return row === undefined && offers.length + work.length === 0;
+}
+
+function Shown({ name, row, offers, work, capabilities }: Found): ReactNode {
   const selection = useSelection();
   const [openChange, setOpenChange] = useState<Change | null>(null);
   const [installing, setInstalling] = useState(false);
   const [offer] = offers;
-  const chosen = (row?.places ?? []).filter(({ node }) => selection.ids.has(node.id)).map(({ node }) => node);
+  const places = row?.places ?? [];
+  const chosen = places.filter(({ node }) => selection.ids.has(node.id)).map(({ node }) => node);
   const change = (verb: Verb, usual: readonly LiveNode[]) => setOpenChange({ verb, backends: [{ name, nodes: chosen.length > 0 ? chosen : usual }] });
+  const install = () => {
+    byName(name);
+    setInstalling(true);
+  };
   return (
     <>
       <PageHead title={name} named {...(offer === undefined ? {} : { note: summary(offer.description) })}>
-        {row !== undefined && !row.isSystem && <Changes name={name} row={row} onChange={change} />}
+        {row?.isSystem === false && <Changes name={name} row={row} onChange={change} />}
         {offer !== undefined && (
-          <Button
-            kind={row === undefined ? "primary" : "plain"}
-            onClick={() => {
-              byName(name);
-              setInstalling(true);
-            }}
-          >
+          <Button kind={row === undefined ? "primary" : "plain"} onClick={install}>
             Install…
           </Button>
         )}
       </PageHead>
       {work.length > 0 && <Work name={name} operations={work} />}
-      {(row !== undefined || offer !== undefined) && <Facts row={row} offers={offers} />}
-      {row !== undefined && (
-        <Panel title="Nodes" aside={!row.isSystem && <span className="muted">{chosen.length === 0 ? "Actions apply to all; select nodes to change only those" : `Actions apply to ${count(chosen.length, "selected node")}`}</span>}>
-          <div className="table-scroll">
-            <Table
-              name={`Nodes with ${name}`}
-              columns={PLACES}
-              rows={row.places}
-              rowId={({ node }) => node.id}
-              rowName={({ node }) => node.name}
-              first={NODES_FIRST}
-              alike={samePlace}
-              {...(row.isSystem ? {} : { selection })}
-            />
-          </div>
-        </Panel>
-      )}
+      {(row ?? offer) !== undefined && <Facts row={row} offers={offers} />}
+      {row !== undefined && <Places name={name} row={row} selection={selection} chosen={chosen.length} />}
       {offer !== undefined && <Compatible offer={offer} capabilities={capabilities} />}
       {openChange !== null && <ChangeDialog change={openChange} onClose={() => setOpenChange(null)} />}
       <InstallPicker open={installing} onClose={() => setInstalling(false)} backend={name} />
     </>
+  );
+}
+
+interface PlacesProps {
+  name: string;
+  row: Row;
+  selection: Selection;
+  /** The number of selected nodes. */
+  chosen: number;
+}
+
+function Places({ name, row, selection, chosen }: PlacesProps): ReactNode {
+  const scope = chosen === 0 ? "Actions apply to all; select nodes to change only those" : `Actions apply to ${count(chosen, "selected node")}`;
+  return (
+    <Panel title="Nodes" aside={!row.isSystem && <span className="muted">{scope}</span>}>
+      <div className="table-scroll">
+        <Table
+          name={`Nodes with ${name}`}
+          columns={PLACES}
+          rows={row.places}
+          rowId={({ node }) => node.id}
+          rowName={({ node }) => node.name}
+          first={NODES_FIRST}
+          alike={samePlace}
+          {...(row.isSystem ? {} : { selection })}
+        />
+      </div>
+    </Panel>
   );
 }
 
