@@ -1,4 +1,4 @@
-"""Figures over time of the cluster, a node or a model: `GET /api/figures`, and the memory of a node."""
+"""Figures over time of the cluster, a node or a model: `GET /api/figures`."""
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -10,7 +10,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import extend_schema, refusals
-from localai_cluster.web.shapes import BYTES, TEXT, TIME, Row, Shape, column, count, field, text
+from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, column, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
     MOMENT,
@@ -18,7 +18,6 @@ from nodes.api.base import (
     NodeView,
     enum_schema,
     query_parameter,
-    require_node_id,
     response_example,
     text_schema,
 )
@@ -240,46 +239,3 @@ def _events(node_id: UUID | None, span: Span) -> list[Row]:
     if node_id is not None:
         rows = rows.filter(node_id=node_id)
     return FIGURE_EVENT.rows(rows[:MOST_EVENTS])[::-1]
-
-
-SAMPLE = Shape(
-    "MemorySample",
-    "What a node used of its memory in one minute.",
-    [
-        field("at", TIME, "The beginning of the minute."),
-        field("vram_used", BYTES, "Null for a node without VRAM.", nullable=True),
-        field("ram_used", BYTES, nullable=True),
-    ],
-)
-SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
-
-
-class MemoryView(NodeView):
-    """`/api/nodes/:id/memory`."""
-
-    @extend_schema(
-        operation_id="nodes_memory",
-        summary="Show a node's memory over the last hour",
-        tags=["nodes"],
-        responses={200: SAMPLES.ref, **refusals(401, 403, 404)},
-        examples=[
-            response_example({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})
-        ],
-    )
-    def get(self, request: Request, node_id: str) -> Response:
-        """A sample a minute; none for minutes in which the node was not heard."""
-        subject = f"{series.NODE_PREFIX}{require_node_id(node_id)}"
-        span = Span(series.floor(clock.now(), MINUTE) - HOUR, MINUTE, 61)
-        columns = store.read([subject], span)[subject]
-        unknown: list[int | None] = [None] * span.count
-        pairs = zip(columns.get("vram_used", unknown), columns.get("ram_used", unknown), strict=True)
-        rows = [
-            SAMPLE.of(
-                at=(span.start + index * MINUTE).isoformat(),
-                vram_used=None if vram is None else vram << 20,
-                ram_used=None if ram is None else ram << 20,
-            )
-            for index, (vram, ram) in enumerate(pairs)
-            if vram is not None or ram is not None
-        ]
-        return Response(SAMPLES.of(samples=rows))

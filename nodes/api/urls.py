@@ -65,7 +65,6 @@ urlpatterns = [
     path("nodes/<str:node_id>/identity/rotate", node_actions.RotateView.as_view()),
     path("nodes/<str:node_id>/identity/revoke", node_actions.RevokeView.as_view()),
     path("nodes/<str:node_id>/events", nodes.EventsView.as_view()),
-    path("nodes/<str:node_id>/memory", figures.MemoryView.as_view()),
     path("nodes/<str:node_id>/backends", node_backends.NodeBackendsView.as_view()),
     path("nodes/<str:node_id>/backends/install", node_backends.InstallView.as_view()),
     path("nodes/<str:node_id>/backends/upgrade", node_backends.UpgradeView.as_view()),

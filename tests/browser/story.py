@@ -272,8 +272,8 @@ def upgrade(one: Teller) -> None:
     one.fleet.publish("batch", "2.0.0")
     page = one.show("/app/backends?view=installed")
     page.get_by_role("button", name="Check for updates").click()
-    named = page.get_by_text("batch", exact=True)
-    lines = page.get_by_role("list", name="Installed backends").get_by_role("listitem")
+    named = page.get_by_role("link", name="batch", exact=True)
+    lines = page.get_by_role("table", name="Installed backends").get_by_role("row")
     line = lines.filter(has=named).first
     expect(line).to_contain_text("update to v2.0.0")
     one.say("before:", line.inner_text())

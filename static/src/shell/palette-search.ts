@@ -1,6 +1,7 @@
 // The entries of the search and their ranking: every word must be somewhere in an entry, and the nearer to the start of
 // its title, the earlier it comes. Pure.
 import type { components } from "../api/schema";
+import { backendAddress } from "../backends/installed-model";
 import { chatAddress } from "../chat/models";
 import { count } from "../lib/format";
 import { gpuWords } from "../live/gpus";
@@ -171,7 +172,7 @@ export function backendEntries(
       const on = places.get(title) ?? [];
       const words = offered.get(title)?.tags.join(" ") ?? "";
       const detail = on.length === 0 ? "in the catalogue" : `on ${named(on)}`;
-      const to = `/app/backends?q=${encodeURIComponent(title)}`;
+      const to = backendAddress(title);
       return { key: `backend ${title}`, kind: "Backends", icon: "backends", title, detail, words, to };
     }),
   );

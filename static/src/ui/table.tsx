@@ -182,6 +182,8 @@ export interface DataGridProps<Row> extends Shared<Row> {
 }
 
 const ROW_HEIGHT = { dense: 26, roomy: 46, block: 240 };
+/** The operations strip, which covers the bottom of the window while it is there. */
+const STRIP_HEIGHT = 36;
 /** The table's head, which stays in sight. */
 const HEAD_HEIGHT = 30;
 /** Widths of the box and the menu in rem. */
@@ -367,7 +369,7 @@ function useWindowRows<Row>(list: RefObject<HTMLElement | null>, rows: readonly 
     overscan: 6,
     scrollMargin,
     scrollPaddingStart: covered,
-    scrollPaddingEnd: height,
+    scrollPaddingEnd: height + STRIP_HEIGHT,
     getItemKey: (index) => {
       const row = rows[index];
       return row === undefined ? index : rowId(row);
