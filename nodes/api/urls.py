@@ -6,6 +6,7 @@ Heartbeats and registration are raw ASGI routes in front of Django (`localai_clu
 from django.urls import path
 
 from nodes.api import (
+    bulk,
     catalogue,
     cluster_backends,
     definitions,
@@ -26,6 +27,7 @@ from nodes.api import (
     self_service,
     sources,
     stock,
+    waves,
 )
 
 urlpatterns = [
@@ -40,8 +42,8 @@ urlpatterns = [
     path("nodes/models", nodes.ReplicasView.as_view()),
     path("nodes/models/unload", models.ModelUnloadView.as_view()),
     path("nodes/models/delete", models.ModelDeleteView.as_view()),
-    path("nodes/bulk", node_actions.BulkView.as_view()),
-    path("nodes/backends/install", node_actions.BulkInstallView.as_view()),
+    path("nodes/bulk", bulk.BulkView.as_view()),
+    path("nodes/backends/install", bulk.BulkInstallView.as_view()),
     path("nodes/approve", node_actions.ApproveManyView.as_view()),
     path("nodes/conflicts", nodes.ConflictsView.as_view()),
     path("nodes/scheduling", scheduling.SchedulingRulesView.as_view()),
@@ -112,5 +114,5 @@ urlpatterns = [
     path("backends/delete/<str:name>", cluster_backends.DeleteEverywhereView.as_view()),
     path("backends/upgrades", installed.UpgradesView.as_view()),
     path("backends/upgrades/check", installed.UpgradeCheckView.as_view()),
-    path("operations/<str:job_id>/waves", cluster_backends.WavesView.as_view()),
+    path("operations/<str:job_id>/waves", waves.WavesView.as_view()),
 ]

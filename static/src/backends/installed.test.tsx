@@ -86,7 +86,7 @@ it("an upgrade goes in waves, and a last replica is confirmed by its name before
   fireEvent.click(send);
   await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
   const backends = [{ backend: "echo", nodes: ["a", "b"], last_replicas: ["chat"] }];
-  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/changes", { body: { verb: "upgrade", backends, waves: { canary: true, max_unavailable: 1 } } }]);
+  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/changes", { body: { verb: "upgrade", backends, waves: { canary: true, max_unavailable: 1, pause_seconds: 0, stop_at_failures: 1 } } }]);
 });
 
 it("each line has version, nodes, size and what goes on, and opens its page", async () => {

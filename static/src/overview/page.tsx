@@ -5,6 +5,7 @@ import { bytes, count } from "../lib/format";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { fillOf } from "../ui/bars";
 import { Icon } from "../ui/icons";
+import { figures, SilenceNotice } from "../operations/lines";
 import { StatusPill } from "../ui/status";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
@@ -180,8 +181,10 @@ function Running({ overview: { running, running_count: total } }: { overview: Ov
                 </>
               )}
               {operation.progress > 0 && `${Math.floor(operation.progress)}%, `}
-              <Ago at={operation.created_at} />
+              <bdi>{operation.message}</bdi>
+              {operation.message === "" && figures(operation.current_bytes, operation.total_bytes, undefined)} <Ago at={operation.created_at} />
             </span>
+            {operation.status === "processing" && <SilenceNotice of={{ lastProgressAt: operation.last_progress_at ?? "", timeLimitAt: operation.time_limit_at ?? "" }} />}
           </li>
         ))}
       </ul>

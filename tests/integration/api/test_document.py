@@ -203,6 +203,7 @@ def let_in(read: Reader) -> None:
     read("POST", "/api/nodes/approve", {"ids": [str(node.id) for node in (poor, agent, healthy)]})
     read("POST", "/api/nodes/bulk", {"verb": "drain", "ids": [str(healthy.id)]})
     read("POST", "/api/nodes/bulk", {"verb": "drain"})
+    read("POST", "/api/nodes/bulk", {"verb": "resume", "ids": [str(healthy.id)]})
     read("POST", "/api/nodes/approve", {})
 
 

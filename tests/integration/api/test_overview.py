@@ -3,6 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -11,7 +12,7 @@ from localai_cluster.kit import clock
 from nodes.definitions import folder
 from nodes.figures import partitions, series, store
 from nodes.models import BusCredential, JoinToken, ModelLoadInfo
-from operations.models import Operation, Status
+from operations.models import Operation, OperationTarget, Status, TargetStatus
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -51,7 +52,7 @@ def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: p
     BusCredential.objects.create(public_key="U", node_id=full.pk, salt="", issued_at=now, expires_at=now)
     found = [(one["cause"], one["level"], one["count"], one["names"]) for one in overview()["attention"]]
     assert found == [
-        ("failures", "error", 3, ["m2"]),
+        ("failures", "error", 3, ["m0", "m1", "m2"]),
         ("failures", "error", 1, ["m9"]),
         ("silent_nodes", "error", 7, [f"away-{number}" for number in range(5)]),
         ("full_disks", "error", 1, ["full"]),
@@ -60,6 +61,27 @@ def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: p
         ("definitions", "warning", 1, ["broken.yaml"]),
         ("join_tokens", "warning", 1, ["rack 4"]),
         ("bus_credentials", "warning", 1, ["full"]),
+    ]
+
+
+def test_failures_are_grouped_by_what_their_errors_have_in_common_and_nodes_count() -> None:
+    """300 nodes of one operation and a load with the same cause; what was dismissed on a node is left out."""
+    bulk = fail("4 nodes", "gpu-0: …; gpu-1: …", kind="backend_install")
+    for number in range(5):
+        OperationTarget.objects.create(
+            operation=bulk,
+            node_id=uuid4(),
+            node_name=f"gpu-{number}",
+            status=TargetStatus.ERROR,
+            error=f"{number} MiB free on gpu-{number}, request {uuid4()}",
+            dismissed_at=clock.now() if number == 4 else None,
+        )
+    for name in ("a-1", "b-2"):
+        fail(name, f"no room for {name} at 10.0.0.{name[-1]}:99", node_name="gpu-9")
+    found = [(one["text"], one["count"], one["names"]) for one in overview()["attention"]]
+    assert found == [
+        ("… free on …, request …", 4, ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]),
+        ("no room for … at …", 2, ["gpu-9"]),
     ]
 
 
