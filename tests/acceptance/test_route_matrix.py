@@ -174,6 +174,9 @@ def allowed(path: str, kind: str) -> bool | int:
     person, admin = kind.removesuffix(" session") in ("user", "admin"), kind.startswith("admin")
     if path in PAGES or path in ("/healthz", "/readyz", "/api/branding"):
         return True
+    if path.startswith("/api/auth/api-keys"):
+        # Only people manage keys, in sessions of their own.
+        return True if person and kind.endswith(" session") else 403 if kind == "newcomer session" else 401
     if path.startswith("/api/auth/"):
         # Open to all; a change needs the CSRF token, which callers without a session do not send here.
         return kind.endswith("session") or 403

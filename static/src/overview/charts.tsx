@@ -1,4 +1,4 @@
-// The cluster's figures over time: an hour, a day or a week, or what a person has zoomed to.
+// Figures over time, of the cluster or of one model: an hour, a day or a week, or what a person has zoomed to.
 import { useQueryClient } from "@tanstack/react-query";
 import { useMemo, useState, type ReactNode } from "react";
 import { bytes } from "../lib/format";
@@ -42,12 +42,13 @@ function decimal(value: number): string {
   return new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" }).format(value);
 }
 
-export function Charts(): ReactNode {
+/** `model`: absent for the cluster. */
+export function Charts({ model = "" }: { model?: string }): ReactNode {
   const [name, setName] = useInAddress(readRange, writeRange);
   const [zoom, setZoom] = useState<Range | null>(null);
   const queries = useQueryClient();
   const range: Range = zoom ?? { last: RANGES[name] };
-  const query = useFigures("cluster", "", range);
+  const query = useFigures(model === "" ? "cluster" : "model", model, range);
   const zoomTo = (from: number, to: number) => {
     const zoomed = zoomRange(from, to, serverSeconds(queries));
     const isChosen = "last" in zoomed && Math.abs(zoomed.last / RANGES[name] - 1) < SAME_LENGTH;
