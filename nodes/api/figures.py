@@ -266,7 +266,9 @@ _RATES = [
     field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
 ]
 TRAFFIC = Shape(
-    "OverviewTraffic", "Requests for inference in the last minute that all web processes have reported.", _RATES
+    "OverviewTraffic",
+    "Requests for inference in the last minute that all web processes have reported.",
+    _RATES,
 )
 MOST_RATED = 2000
 """Most models of one response."""

@@ -124,7 +124,9 @@ def test_a_change_by_somebody_else_keeps_what_is_typed(screen: Screen, models: F
 
 
 @pytest.mark.rule("UI-9.10", "UI-9.7")
-@pytest.mark.parametrize("path", ["", "/add", *(f"/{STORED}/{tab}" for tab in ("overview", "definition", "files", "try"))])
+@pytest.mark.parametrize(
+    "path", ["", "/add", *(f"/{STORED}/{tab}" for tab in ("overview", "definition", "files", "try"))]
+)
 def test_it_fits_a_phone(window: Opener, models: Fleet, session: Cookies, path: str) -> None:
     screen = window(models.webs[0].url, session, narrow=True)
     screen.page.set_viewport_size({"width": 360, "height": 740})

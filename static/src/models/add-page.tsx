@@ -6,6 +6,7 @@ import { chatAddress } from "../chat/models";
 import { useDebounced } from "../lib/debounced";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
+import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { Panel } from "../nodes/detail/panel";
 import { useOperation } from "../operations/operation-query";
@@ -121,6 +122,18 @@ function Found({ text, onChoose, onStarted }: FoundProps): ReactNode {
   );
 }
 
+/** How far the import is, or how it has ended. */
+function Import({ operation }: { operation: Operation }): ReactNode {
+  if (isActive(operation)) return <Work operation={operation} />;
+  if (operation.status === "failed") return <Failure operation={operation} />;
+  if (operation.status === "cancelled") return <p>Cancelled. What was downloaded is kept for the next try.</p>;
+  return (
+    <p className="row" role="status">
+      <Icon name="done" /> Downloaded and defined.
+    </p>
+  );
+}
+
 /** The import and the load that follows it, to the link to the chat. */
 function Progress({ started: { jobID, model }, onAnother }: { started: StartedImport; onAnother: () => void }): ReactNode {
   const { operation, query } = useOperation(jobID);
@@ -137,15 +150,7 @@ function Progress({ started: { jobID, model }, onAnother }: { started: StartedIm
         </Link>
       </p>
       <Problem error={operation === undefined ? query.error : null} onRetry={() => void query.refetch()} />
-      {operation === undefined && query.error === null && <Loading subject="the operation" />}
-      {operation !== undefined && isActive(operation) && <Work operation={operation} />}
-      {operation !== undefined && operation.status === "failed" && <Failure operation={operation} />}
-      {operation !== undefined && operation.status === "cancelled" && <p>Cancelled. What was downloaded is kept for the next try.</p>}
-      {done && (
-        <p className="row" role="status">
-          <Icon name="done" /> Downloaded and defined.
-        </p>
-      )}
+      {operation === undefined ? query.error === null && <Loading subject="the operation" /> : <Import operation={operation} />}
       {done && load !== undefined && (isActive(load) ? <Work operation={load} /> : <Failure operation={load} />)}
       <div className="row wrap">
         {done && (

@@ -29,30 +29,35 @@ interface EditorProps {
   onClose: () => void;
 }
 
-export function Editor({ detail, newest, onRebase, onClose }: EditorProps): ReactNode {
-  const [mode, setMode] = useState<"form" | "yaml">(detail.form === null ? "yaml" : "form");
+type Mode = "form" | "yaml";
+
+/** What is typed, and what the server says of it. */
+function useEdit(detail: DefinitionDetail) {
+  const [mode, setMode] = useState<Mode>(detail.form === null ? "yaml" : "form");
   const [typed, setTyped] = useState(() => typedOf(detail.form ?? NO_FORM));
   const [text, setText] = useState(detail.text);
-  const [reason, setReason] = useState("");
   const problems = problemsOf(typed);
   const edit = editOf(mode, detail, typed, text);
   const settled = useDebounced(JSON.stringify(Object.keys(problems).length > 0 ? null : edit), CHECK_AFTER_MS);
   const preview = usePreview(detail.name, JSON.parse(settled) as Edit | null);
-  const shown = preview.data;
+  const isChecked = settled === JSON.stringify(edit) && !preview.isFetching && !preview.isPlaceholderData;
+  return { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked };
+}
+
+export function Editor({ detail, newest, onRebase, onClose }: EditorProps): ReactNode {
+  const { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked } = useEdit(detail);
+  const [reason, setReason] = useState("");
   const save = useDefinitionAction((input: Save) => saveDefinition(detail.name, input), (saved) => announce(`Revision ${saved.revision} of ${saved.name} saved.`));
   const isMoved = newest.revision !== detail.revision || (save.error instanceof ApiError && save.error.status === 409);
-  const refusal = refusalOf({ edit, problems, isMoved, isChecked: settled === JSON.stringify(edit) && !preview.isFetching && !preview.isPlaceholderData, preview: shown });
+  const refusal = refusalOf({ edit, problems, isMoved, isChecked, preview: preview.data });
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (refusal === "" && edit !== null && !save.busy) save.run({ edit, revision: detail.revision, reason: reason.trim() }, onClose);
   };
-  const toYaml = () => {
-    if (mode === "form" && edit !== null && shown !== undefined) setText(shown.text);
-    setMode("yaml");
-  };
-  const toForm = () => {
-    setText(detail.text);
-    setMode("form");
+  const choose = (next: Mode) => {
+    if (next === "form") setText(detail.text);
+    else if (mode === "form" && edit !== null && preview.data !== undefined) setText(preview.data.text);
+    setMode(next);
   };
   const rebase = () => {
     save.forget();
@@ -65,27 +70,15 @@ export function Editor({ detail, newest, onRebase, onClose }: EditorProps): Reac
   return (
     <form className="stack" noValidate onSubmit={submit}>
       <Shadow shadowed={detail.shadowed || detail.origin === "file"} file={detail.file} />
-      <div className="row wrap" role="group" aria-label="Edit as">
-        <Button small className="chip" aria-pressed={mode === "form"} refusal={formRefusal(mode, detail, text)} onClick={toForm}>
-          Form
-        </Button>
-        <Button small className="chip" aria-pressed={mode === "yaml"} onClick={toYaml}>
-          YAML
-        </Button>
-        {mode === "yaml" && text !== detail.text && (
-          <Button small kind="ghost" onClick={() => setText(detail.text)}>
-            Discard changes
-          </Button>
-        )}
-      </div>
+      <Modes mode={mode} formRefusal={formRefusal(mode, detail, text)} onChoose={choose} onDiscard={mode === "yaml" && text !== detail.text ? () => setText(detail.text) : null} />
       {mode === "form" ? (
         <FormFields typed={typed} problems={problems} onChange={(field, value) => setTyped({ ...typed, [field]: value })} />
       ) : (
-        <CodeArea label={`YAML of ${detail.name}`} text={text} errors={edit === null ? NO_ERRORS : (shown?.errors ?? NO_ERRORS)} onChange={setText} />
+        <CodeArea label={`YAML of ${detail.name}`} text={text} errors={edit === null ? NO_ERRORS : (preview.data?.errors ?? NO_ERRORS)} onChange={setText} />
       )}
       {isMoved && <Moved detail={detail} newest={newest} action={mode === "form" ? "Apply my changes to revision" : "Replace revision"} onRebase={rebase} />}
       <div className="editor-effect" aria-live="polite">
-        {edit === null ? <p className="muted">Nothing is changed yet.</p> : shown === undefined ? <p className="muted">Checking…</p> : <Effect name={detail.name} preview={shown} mode={mode} />}
+        <Outlook name={detail.name} edit={edit} preview={preview.data} mode={mode} />
         <Problem error={preview.error} onRetry={() => void preview.refetch()} />
       </div>
       <TextField label="Reason" description="Shown with the revision. Optional." value={reason} onChange={setReason} />
@@ -100,14 +93,39 @@ export function Editor({ detail, newest, onRebase, onClose }: EditorProps): Reac
   );
 }
 
+/** `onDiscard`: null if the YAML is as it was. */
+function Modes({ mode, formRefusal, onChoose, onDiscard }: { mode: Mode; formRefusal: string; onChoose: (mode: Mode) => void; onDiscard: (() => void) | null }): ReactNode {
+  return (
+    <div className="row wrap" role="group" aria-label="Edit as">
+      <Button small className="chip" aria-pressed={mode === "form"} refusal={formRefusal} onClick={() => onChoose("form")}>
+        Form
+      </Button>
+      <Button small className="chip" aria-pressed={mode === "yaml"} onClick={() => onChoose("yaml")}>
+        YAML
+      </Button>
+      {onDiscard !== null && (
+        <Button small kind="ghost" onClick={onDiscard}>
+          Discard changes
+        </Button>
+      )}
+    </div>
+  );
+}
+
+/** What saving would do, as far as that is known. */
+function Outlook({ name, edit, preview, mode }: { name: string; edit: Edit | null; preview: DefinitionPreview | undefined; mode: Mode }): ReactNode {
+  if (edit === null) return <p className="muted">Nothing is changed yet.</p>;
+  return preview === undefined ? <p className="muted">Checking…</p> : <Effect name={name} preview={preview} mode={mode} />;
+}
+
 /** Why the form cannot be used now; "" if it can. */
-function formRefusal(mode: "form" | "yaml", { form, text: stored }: DefinitionDetail, text: string): string {
+function formRefusal(mode: Mode, { form, text: stored }: DefinitionDetail, text: string): string {
   if (form === null) return "The YAML has to be corrected first";
   return mode === "yaml" && text !== stored ? "The YAML was edited. Discard its changes to use the form." : "";
 }
 
 /** What would be sent; null: nothing is changed. */
-function editOf(mode: "form" | "yaml", detail: DefinitionDetail, typed: TypedForm, text: string): Edit | null {
+function editOf(mode: Mode, detail: DefinitionDetail, typed: TypedForm, text: string): Edit | null {
   if (mode === "yaml") return text === detail.text ? null : { text };
   const changes = changesOf(detail.form ?? NO_FORM, typed);
   return Object.keys(changes).length === 0 ? null : { changes };
@@ -162,8 +180,7 @@ function Lines({ id, label, description, value, onChange }: { id: string; label:
 const NAMED = 10;
 
 /** What saving would do: which replicas are replaced, what fits where, and the change of the text. */
-function Effect({ name, preview: { valid, errors, warnings, revision_changes: changes, replicas, fit, diff }, mode }: { name: string; preview: DefinitionPreview; mode: "form" | "yaml" }): ReactNode {
-  const names = replicas.slice(0, NAMED).map(({ node_name: node, replica_index: index }) => `${node}#${index}`);
+function Effect({ name, preview: { valid, errors, warnings, revision_changes: changes, replicas, fit, diff }, mode }: { name: string; preview: DefinitionPreview; mode: Mode }): ReactNode {
   return (
     <div className="stack">
       {!valid && mode === "form" && (
@@ -180,14 +197,7 @@ function Effect({ name, preview: { valid, errors, warnings, revision_changes: ch
           <bdi>{warning}</bdi>
         </p>
       ))}
-      {valid && !changes && <p>No replica is replaced: what engines are loaded with stays the same.</p>}
-      {valid && changes && replicas.length === 0 && <p>It has no replicas. The next load uses the new definition.</p>}
-      {valid && changes && replicas.length > 0 && (
-        <p className="anywhere">
-          <strong>{count(replicas.length, "replica")} {replicas.length === 1 ? "is" : "are"} replaced</strong>, one after the other: <bdi>{names.join(", ")}</bdi>
-          {replicas.length > NAMED && ` and ${replicas.length - NAMED} more`}.
-        </p>
-      )}
+      {valid && <Replaced changes={changes} replicas={replicas} />}
       {diff !== "" && (
         <details open>
           <summary>Changes</summary>
@@ -201,6 +211,22 @@ function Effect({ name, preview: { valid, errors, warnings, revision_changes: ch
         </details>
       )}
     </div>
+  );
+}
+
+/** The replicas that renewal replaces. */
+function Replaced({ changes, replicas }: { changes: boolean; replicas: DefinitionPreview["replicas"] }): ReactNode {
+  const names = replicas.slice(0, NAMED).map(({ node_name: node, replica_index: index }) => `${node}#${index}`);
+  if (!changes) return <p>No replica is replaced: what engines are loaded with stays the same.</p>;
+  if (replicas.length === 0) return <p>It has no replicas. The next load uses the new definition.</p>;
+  return (
+    <p className="anywhere">
+      <strong>
+        {count(replicas.length, "replica")} {replicas.length === 1 ? "is" : "are"} replaced
+      </strong>
+      , one after the other: <bdi>{names.join(", ")}</bdi>
+      {replicas.length > NAMED && ` and ${replicas.length - NAMED} more`}.
+    </p>
   );
 }
 

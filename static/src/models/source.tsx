@@ -21,13 +21,13 @@ export interface Chosen {
 const OUTSIDE = /^https?:\/\//i;
 
 export function SourceView({ source, busy, onAdd }: { source: Source; busy: boolean; onAdd: (chosen: Chosen) => void }): ReactNode {
-  const { kind, title, description, licence, gated, urls, commit, problem, variants } = source;
+  const { kind, title, problem, variants } = source;
   const first = variants.find(({ recommended }) => recommended) ?? variants[0];
   const [variant, setVariant] = useState(first?.id ?? "");
   const [name, setName] = useState(source.name);
   const [load, setLoad] = useState(true);
   const chosen = variants.find(({ id }) => id === variant);
-  const refusal = variants.length === 0 ? problem || "There is nothing that could be run" : name.trim() === "" ? "Enter a name first" : "";
+  const refusal = refusalOf(source, name);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (!busy && refusal === "") onAdd({ variant, name: name.trim() === source.name ? "" : name.trim(), load });
@@ -35,6 +35,35 @@ export function SourceView({ source, busy, onAdd }: { source: Source; busy: bool
   const size = chosen?.size ?? 0;
   return (
     <Panel title={title || source.name} aside={<span className="tag">{KINDS[kind]}</span>}>
+      <Facts source={source} />
+      {problem !== "" && (
+        <p className={variants.length === 0 ? "problem" : "risk"} role="alert">
+          <bdi>{problem}</bdi>
+        </p>
+      )}
+      <form className="stack" noValidate onSubmit={submit}>
+        {variants.length > 0 && <Variants variants={variants} chosen={variant} onChoose={setVariant} />}
+        <div className="row wrap add-name">
+          <TextField label="Name of the model" value={name} problem={name.trim() === "" ? "Enter a name." : ""} onChange={setName} />
+          <label className="row">
+            <input type="checkbox" checked={load} onChange={(event) => setLoad(event.target.checked)} />
+            Load it afterwards
+          </label>
+        </div>
+        <div>
+          <Button type="submit" kind="primary" busy={busy} refusal={refusal}>
+            {addWords(kind, size)}
+            {load && " and load"}
+          </Button>
+        </div>
+      </form>
+    </Panel>
+  );
+}
+
+function Facts({ source: { description, licence, gated, urls, commit } }: { source: Source }): ReactNode {
+  return (
+    <>
       {description !== "" && (
         <p className="source-description anywhere">
           <bdi>{description}</bdi>
@@ -54,29 +83,19 @@ export function SourceView({ source, busy, onAdd }: { source: Source; busy: bool
           </a>
         ))}
       </p>
-      {problem !== "" && (
-        <p className={variants.length === 0 ? "problem" : "risk"} role="alert">
-          <bdi>{problem}</bdi>
-        </p>
-      )}
-      <form className="stack" noValidate onSubmit={submit}>
-        {variants.length > 0 && <Variants variants={variants} chosen={variant} onChoose={setVariant} />}
-        <div className="row wrap add-name">
-          <TextField label="Name of the model" value={name} problem={name.trim() === "" ? "Enter a name." : ""} onChange={setName} />
-          <label className="row">
-            <input type="checkbox" checked={load} onChange={(event) => setLoad(event.target.checked)} />
-            Load it afterwards
-          </label>
-        </div>
-        <div>
-          <Button type="submit" kind="primary" busy={busy} refusal={refusal}>
-            {size > 0 ? `Download ${bytes(size)}` : kind === "definition" ? "Create" : "Add"}
-            {load && " and load"}
-          </Button>
-        </div>
-      </form>
-    </Panel>
+    </>
   );
+}
+
+function addWords(kind: Source["kind"], size: number): string {
+  if (size > 0) return `Download ${bytes(size)}`;
+  return kind === "definition" ? "Create" : "Add";
+}
+
+/** What stands in the way of an import; "" if nothing does. */
+function refusalOf({ variants, problem }: Source, name: string): string {
+  if (variants.length === 0) return problem || "There is nothing that could be run";
+  return name.trim() === "" ? "Enter a name first" : "";
 }
 
 const FIRST = 12;

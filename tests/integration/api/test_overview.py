@@ -118,8 +118,18 @@ def test_the_rates_of_models_are_of_the_same_minute_in_a_constant_number_of_quer
         with CaptureQueriesContext(connection) as queries:
             models = client.get("/api/figures/models").json()["models"]
         costs.append(len(queries))
-    silent = {"requests_per_second": 0, "errors_per_second": 0, "tokens_per_second": 0, "first_token_seconds": None}
-    busy = {"requests_per_second": 1, "errors_per_second": 0.1, "tokens_per_second": 20, "first_token_seconds": 0.2}
+    silent = {
+        "requests_per_second": 0,
+        "errors_per_second": 0,
+        "tokens_per_second": 0,
+        "first_token_seconds": None,
+    }
+    busy = {
+        "requests_per_second": 1,
+        "errors_per_second": 0.1,
+        "tokens_per_second": 20,
+        "first_token_seconds": 0.2,
+    }
     assert models == [{"name": "busy", **busy}, {"name": "other", **silent}, {"name": "silent", **silent}]
     assert len(set(costs)) == 1
     store.SAMPLES.drop(before=now + 2 * series.HOUR)
