@@ -251,11 +251,14 @@ _SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
 _MEANINGS = {
     400: "The request is not valid; `param` names the field.",
     401: "A valid API key is required, or the session of a signed-in browser.",
-    403: "Of a session: no CSRF token, another site asks, or the password has to be changed first.",
+    403: "Of a session: no CSRF token, another site asks, or the password has to be changed first. Of a"
+    " route that changes models: the caller is no administrator.",
     404: "There is no such model, or no such stored response.",
+    409: "The present state does not allow that; the message says why.",
     413: "The request body is too large.",
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
+    501: "The cluster has no such function.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
 _PARAMETERS = {

@@ -74,6 +74,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("backend/monitor", engines.MonitorView.as_view()),
     path("system", stock.SystemView.as_view()),
     path("models/reload", stock.ReloadView.as_view()),
+    path("models/delete/<path:model>", stock.StockDeleteView.as_view()),
     path("models/toggle-pinned/<path:model>/<str:action>", stock.PinView.as_view()),
     path("api/system/health", SystemHealthView.as_view()),
     path("api/schema", _document, {"view": "schema"}, name="schema"),

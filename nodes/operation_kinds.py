@@ -8,11 +8,10 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from localai_cluster.kit import conf
 from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
 from nodes.loading import load_request
 from nodes.registry import bulk
-from nodes.replicas import unload_requests
+from nodes.replicas import drains, unload_requests
 from operations import kinds
 from operations.changes.feed import TaskType
 from operations.executor.work import Handler
@@ -42,10 +41,10 @@ class BackendTargets:
 
 
 def _load(context: HandlerContext) -> Handler:
-    from nodes.definitions.folder import Folder
+    from nodes.definitions.folder import folder
     from nodes.loading import load
 
-    return load.LoadModel(context.bus, Folder(conf.cluster().models_path), context.wake_ups)
+    return load.LoadModel(context.bus, folder(), context.wake_ups)
 
 
 def _unload(context: HandlerContext) -> Handler:
@@ -58,6 +57,12 @@ def _delete(context: HandlerContext) -> Handler:
     from nodes.replicas import unload_requests
 
     return unload_requests.DeleteModel(context.bus)
+
+
+def _remove_definition(context: HandlerContext) -> Handler:
+    from nodes.loading import definition_removal
+
+    return definition_removal.RemoveDefinition(context.bus)
 
 
 def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:
@@ -106,6 +111,9 @@ def register() -> None:
         ),
         OperationKind(unload_requests.UNLOAD, "model", TaskType.DELETION, handler=_unload),
         OperationKind(unload_requests.DELETE, "model", TaskType.DELETION, is_deletion=True, handler=_delete),
+        OperationKind(
+            drains.REMOVE, "model", TaskType.DELETION, is_deletion=True, handler=_remove_definition
+        ),
         OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
         *(
             OperationKind(

@@ -1,9 +1,9 @@
 """Audit of changes by people: actor, change, time and address. `record` is the only writer.
 
 The code that makes a change calls `record` in the same transaction, so the two are atomic. Actor and address
-are not parameters: a request to Django or a management command opens a context (`AttributionMiddleware`,
-`attribute_to_command`). Changes outside of a context are not by people: those of workers, controllers and
-requests for inference write no entry.
+are not parameters: a request to Django, a management command or a raw route that changes something opens a
+context (`AttributionMiddleware`, `attribute_to`). Changes outside of a context are not by people: those of
+workers, controllers and requests for inference write no entry.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -67,8 +67,8 @@ class AttributionMiddleware:
 
 
 @contextmanager
-def attribute_to_command(actor: Actor) -> Iterator[None]:
-    """Attribute changes within the block to the management command of `actor`."""
+def attribute_to(actor: Actor) -> Iterator[None]:
+    """Attribute changes within the block to this user, of a management command or a raw route."""
     with _attribute_to(actor):
         yield
 

@@ -46,7 +46,7 @@ class VerbCommand(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the verb as the user of the operating system and print its text."""
         try:
-            with audit.attribute_to_command(current_actor()):
+            with audit.attribute_to(current_actor()):
                 if text := options["run"](options | {"out": self.stdout}):
                     self.stdout.write(text)
         except errors.ClusterError as refusal:

@@ -20,7 +20,10 @@ def keys_of(user_id: int) -> list[ApiKey]:
 
 
 def create(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create a key on the request of its user, as `principals.create_api_key`; raise Conflict above `MOST_KEYS`."""
+    """Create a key on the request of its user; raise Conflict above `MOST_KEYS`.
+
+    Returns the row and the plaintext, which exists nowhere else.
+    """
     with transaction.atomic():
         # Two requests at once would each see the last free place.
         get_user_model().objects.select_for_update(no_key=True).get(pk=user.pk)

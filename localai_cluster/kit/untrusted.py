@@ -79,7 +79,14 @@ LONGEST_REASON = 400
 
 
 class InvalidYAML(ValueError):
-    """The text is not valid YAML; the message is one line that can be encoded."""
+    """The text is not valid YAML; the message is one line that can be encoded.
+
+    Line and column count from 1; 0 if they are not known.
+    """
+
+    def __init__(self, message: str, line: int = 0, column: int = 0) -> None:
+        super().__init__(message)
+        self.line, self.column = line, column
 
 
 class LocatedErrors:
@@ -108,12 +115,23 @@ class PlainLoader(LocatedErrors, yaml.SafeLoader):
 
 def load_yaml(text: str | bytes, loader: Any) -> Any:
     """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
+    return _read_yaml(yaml.load, text, loader)
+
+
+def compose_yaml(text: str | bytes, loader: Any) -> Any:
+    """Return the document's nodes, which have their places; None if it is empty. Raises InvalidYAML."""
+    return _read_yaml(yaml.compose, text, loader)
+
+
+def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
     try:
-        return yaml.load(text, Loader=loader)
+        return read(text, Loader=loader)
     except RecursionError as error:
         raise InvalidYAML("is nested too deeply") from error
     except Exception as error:
-        raise InvalidYAML(f"is not valid YAML: {yaml_reason(error)}") from error
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        place = (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
+        raise InvalidYAML(f"is not valid YAML: {yaml_reason(error)}", *place) from error
 
 
 def yaml_reason(error: Exception) -> str:

@@ -141,7 +141,7 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
     return nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
 
 
-_FLAT_KEYS = ("code", "meta_alternative", "last_replicas")
+_FLAT_KEYS = ("code", "meta_alternative", "last_replicas", "revision", "line", "column")
 """Keys of an error's data that the flat envelope includes."""
 _REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
 

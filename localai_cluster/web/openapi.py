@@ -92,6 +92,9 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
     field = serializers.CharField(required=False, help_text="What is wrong.")
     code = serializers.CharField(required=False)
     meta_alternative = serializers.CharField(required=False, help_text="What to install in its place.")
+    revision = serializers.IntegerField(required=False, help_text="The revision that the subject has now.")
+    line = serializers.IntegerField(required=False, help_text="Line of a text that is wrong, from 1.")
+    column = serializers.IntegerField(required=False, help_text="Column in that line, from 1.")
     last_replicas = serializers.ListField(
         child=serializers.CharField(),
         required=False,

@@ -12,9 +12,9 @@ from django.http import HttpRequest
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import of_principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.admin import Observed
+from localai_cluster.web.admin import Observed, TabularInline
 from nodes import models
-from nodes.models import JoinToken, NodeModel, PlacementLog
+from nodes.models import DefinitionRevision, JoinToken, ModelDefinition, NodeModel, PlacementLog
 from nodes.models.replica import NodeModelQuerySet
 from nodes.registry import joining
 
@@ -107,6 +107,30 @@ class NodeModelAdmin(Observed):
     def get_queryset(self, request: HttpRequest) -> NodeModelQuerySet:
         """Include the departed rows."""
         return NodeModel.engines.all()
+
+
+class RevisionInline(TabularInline):
+    """The revisions of a definition, without their texts."""
+
+    model = DefinitionRevision
+    fields = readonly_fields = ("number", "actor", "origin", "reason", "at")
+    ordering = ("-number",)
+    extra = max_num = 0
+    can_delete = False
+
+    def has_change_permission(self, request: HttpRequest, obj: ModelDefinition | None = None) -> bool:
+        """Return False: a revision never changes."""
+        return False
+
+
+@admin.register(ModelDefinition)
+class ModelDefinitionAdmin(Observed):
+    """Stored definitions; the pages, REST and the command line change them."""
+
+    list_display = ("name", "origin", "revision", "disabled", "updated_at", "deleted_at")
+    list_filter = ("origin", "disabled")
+    search_fields = ("name",)
+    inlines = (RevisionInline,)
 
 
 @admin.register(PlacementLog)
@@ -219,6 +243,17 @@ admin.site.register(
         *("current_replicas", "unsatisfiable_until", "reason"),
     ),
     search_fields=("model_name",),
+)
+admin.site.register(
+    models.DefinitionRevision,
+    Observed,
+    list_display=("definition", "number", "actor", "origin", "reason", "at"),
+    list_filter=("origin",),
+    list_select_related=("definition",),
+    search_fields=("definition__name", "actor"),
+    date_hierarchy="at",
+    show_full_result_count=False,
+    ordering=("-id",),
 )
 admin.site.register(
     models.PlacementRecord,

@@ -18,7 +18,8 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
-from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, Row, Shape, count, field
+from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, UUID, Row, Shape, count, field
+from nodes.api import definitions
 from nodes.api.base import response_example
 from nodes.backends import catalogue
 from nodes.definitions import folder
@@ -239,7 +240,7 @@ class _DefinitionView(APIView):
     envelope = "flat"
 
     def check_defined(self, model: str) -> None:
-        """Raise NotFound unless a file defines the model."""
+        """Raise NotFound unless the model is defined."""
         if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound("model configuration not found")
 
@@ -256,7 +257,7 @@ class ConfigurationView(_DefinitionView):
         examples=[response_example({"name": "m", "backend": "minilm", "parameters": {"model": "m.gguf"}})],
     )
     def get(self, request: Request, model: str) -> Response:
-        """The content of the model's file, as JSON."""
+        """The content of the model's file or stored definition, as JSON."""
         self.check_defined(model)
         document: dict[str, Any] | None = async_to_sync(folder.folder().document)(model)
         if document is None:
@@ -307,6 +308,58 @@ class PinView(_DefinitionView):
         store.set_pinned(model, action == "pin", clock.now())
         kept = "keeps at least one replica" if action == "pin" else "keeps no replica without requests"
         return Response(CHANGED.of(success=True, message=f"model {model} {kept}"))
+
+
+REMOVAL_JOB = Shape(
+    "ModelRemovalJob",
+    "The operation that deletes the model.",
+    [field("uuid", UUID), field("status", TEXT, "Address of its state.")],
+)
+REMOVAL_STARTED = Shape(
+    "ModelRemovalStarted",
+    "The operation that deletes the model.",
+    [field("jobID", UUID), field("message", TEXT)],
+)
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+
+
+class StockDeleteView(_DefinitionView):
+    """`/models/delete/:model`."""
+
+    @extend_schema(
+        operation_id="models_delete_stock",
+        summary="Delete a model with its files (LocalAI)",
+        tags=["models"],
+        parameters=[_MODEL],
+        request=None,
+        responses={200: REMOVAL_JOB.ref, **flat_refusals(404, 409)},
+        examples=[response_example({"uuid": _JOB, "status": f"https://cluster/models/jobs/{_JOB}"})],
+    )
+    def post(self, request: Request, model: str) -> Response:
+        """Unloads it, deletes its stored definition and the files that no other one names.
+
+        409 for a model that only a file of the models folder defines.
+        """
+        job = definitions.remove(request, model, with_files=True)["jobID"]
+        return Response(REMOVAL_JOB.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
+
+
+class StockDeleteByIdView(_DefinitionView):
+    """`/api/models/delete/:model`."""
+
+    @extend_schema(
+        operation_id="models_delete_by_id",
+        summary="Delete a model with its files (LocalAI, by gallery id)",
+        tags=["models"],
+        parameters=[_MODEL],
+        request=None,
+        responses={200: REMOVAL_STARTED.ref, **flat_refusals(404, 409)},
+        examples=[response_example({"jobID": _JOB, "message": "the definition is being deleted"})],
+    )
+    def post(self, request: Request, model: str) -> Response:
+        """As `/models/delete`; a gallery's name before `@` is left out."""
+        removal = definitions.remove(request, model.rpartition("@")[2], with_files=True)
+        return Response(REMOVAL_STARTED.of(jobID=removal["jobID"], message=removal["message"]))
 
 
 class ReloadView(_DefinitionView):

@@ -8,6 +8,7 @@ from django.urls import path
 from nodes.api import (
     catalogue,
     cluster_backends,
+    definitions,
     engines,
     figures,
     installed,
@@ -76,7 +77,19 @@ urlpatterns = [
     path("placement/plan", placement.PlanView.as_view()),
     path("placement/fit/<path:model>", placement.FitView.as_view()),
     path("models/capabilities", models.CapabilitiesView.as_view()),
+    path("models/delete/<path:model>", stock.StockDeleteByIdView.as_view()),
     path("models/config-json/<path:model>", stock.ConfigurationView.as_view()),
+    path("definitions", definitions.DefinitionsView.as_view()),
+    path("definitions/schema", definitions.DefinitionSchemaView.as_view()),
+    path("definitions/preview", definitions.DefinitionPreviewView.as_view()),
+    path("definitions/<path:name>/clone", definitions.DefinitionCloneView.as_view()),
+    path("definitions/<path:name>/disable", definitions.DefinitionDisableView.as_view()),
+    path("definitions/<path:name>/enable", definitions.DefinitionEnableView.as_view()),
+    path("definitions/<path:name>/revisions", definitions.DefinitionRevisionsView.as_view()),
+    path(
+        "definitions/<path:name>/revisions/<int:number>/restore", definitions.DefinitionRestoreView.as_view()
+    ),
+    path("definitions/<path:name>", definitions.DefinitionView.as_view()),
     path("resources", stock.ResourcesView.as_view()),
     path("join-tokens", join.JoinTokensView.as_view()),
     path("join-tokens/<str:token_id>", join.JoinTokenView.as_view()),

@@ -1,8 +1,8 @@
-"""Model definitions: YAML files in LocalAI's form, one model per file.
+"""Model definitions: YAML in LocalAI's form, one model per file or row.
 
-Data flow: file -> parsed and checked -> `Definition` with its load options and revision. This module computes
-the options once, from the file alone. None of its functions takes a request, so a request cannot change what
-is loaded. `folder` keeps the definitions of the models folder.
+Data flow: text -> parsed and checked -> `Definition` with its load options and revision. This module computes
+the options once, from the text alone. None of its functions takes a request, so a request cannot change what
+is loaded. `folder` keeps the definitions of the models folder and of the rows.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def to_flags(cases: tuple[str, ...]) -> list[str]:
     return [f"FLAG_{case.upper()}" for case in cases]
 
 
-_NUMBERS = {
+NUMBERS = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -86,7 +86,7 @@ _NUMBERS = {
     "max_tokens": int,
     "seed": int,
 }
-_TEMPLATES = ("chat", "chat_message", "completion", "edit", "function", "multimodal")
+TEMPLATES = ("chat", "chat_message", "completion", "edit", "function", "multimodal")
 GO_TEMPLATE = (
     "`template` is written in Go's language, which is not supported: the model's own template is used instead"
 )
@@ -101,6 +101,8 @@ class GenerationDefaults:
     stop: tuple[str, ...] = ()
     template: str = ""
     """A Jinja template for chats. If empty, the engine uses the model's own."""
+    system: str = ""
+    """`system_prompt`: the system message of conversations without one."""
     warnings: tuple[str, ...] = ()
 
 
@@ -112,7 +114,7 @@ def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any])
     """Parse the answering settings of a definition's file; unusable values become warnings."""
     warnings: list[str] = []
     defaults: dict[str, float | int] = {}
-    for name, kind in _NUMBERS.items():
+    for name, kind in NUMBERS.items():
         value = parameters.get(name)
         if value is None:
             continue
@@ -126,9 +128,12 @@ def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any])
     if not isinstance(stop, list) or not all(_is_text(word) for word in stop):
         warnings.append("`stopwords` is not a list of texts and is ignored")
         stop = []
-    return GenerationDefaults(
-        defaults, tuple(stop), _template(document.get("template"), warnings), tuple(warnings)
-    )
+    system = document.get("system_prompt")
+    if system and not _is_text(system):
+        warnings.append("`system_prompt` is not a text and is ignored")
+        system = ""
+    template = _template(document.get("template"), warnings)
+    return GenerationDefaults(defaults, tuple(stop), template, system or "", tuple(warnings))
 
 
 def _template(section: object, warnings: list[str]) -> str:
@@ -139,7 +144,7 @@ def _template(section: object, warnings: list[str]) -> str:
         warnings.append("`template` is not a mapping and is ignored")
         return ""
     nonempty_templates = [
-        name for name in _TEMPLATES if isinstance(section.get(name), str) and section[name].strip()
+        name for name in TEMPLATES if isinstance(section.get(name), str) and section[name].strip()
     ]
     if not nonempty_templates or section.get("use_tokenizer_template") is True:
         return ""
@@ -168,7 +173,7 @@ MAX_NAME = 255
 _DEFAULTS: dict[str, Any] = {"NBatch": 512, "MMap": True, "NGPULayers": 99999999, "FlashAttention": "auto"}
 
 # Key in the file -> field of ModelOptions and its type.
-_FIELDS: dict[str, tuple[str, type]] = {
+FIELDS: dict[str, tuple[str, type]] = {
     "context_size": ("ContextSize", int),
     "seed": ("Seed", int),
     "batch": ("NBatch", int),
@@ -210,13 +215,13 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "lora_scale": ("LoraScale", float),
     "tokenizer": ("Tokenizer", str),
 }
-_LISTS: dict[str, tuple[str, type]] = {
+LISTS: dict[str, tuple[str, type]] = {
     "options": ("Options", str),
     "overrides": ("Overrides", str),
     "lora_adapters": ("LoraAdapters", str),
     "lora_scales": ("LoraScales", float),
 }
-_IN_SECTIONS: dict[tuple[str, str], str] = {
+IN_SECTIONS: dict[tuple[str, str], str] = {
     ("diffusers", "clip_model"): "CLIPModel",
     ("tts", "audio_path"): "AudioPath",
 }
@@ -224,19 +229,26 @@ _IN_SECTIONS: dict[tuple[str, str], str] = {
 
 
 class UnusableDefinition(ValueError):
-    """The file is not a model definition; the error text is the reason."""
+    """The text is not a model definition; the error text is the reason.
+
+    `name` is the model that a broken text means to define, and `former` the one that its file has defined in
+    this process before, "" if it is not known. Line and column count from 1; 0 if they are not known.
+    """
+
+    name = former = ""
+    line = column = 0
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One model as its file defines it."""
+    """One model as its file or row defines it."""
 
     name: str
     backend: str
     model: str
     """`parameters.model`: the file or repository that the engine loads."""
     source: str
-    """Name of the definition's file."""
+    """Name of the definition's file; of a row `rows.SOURCE` and its name."""
     options: Mapping[str, Any]
     """Load options under the names of `ModelOptions`."""
     revision: str
@@ -259,7 +271,7 @@ class Definition:
     auto_layers: bool = False
     """`gpu_layers: auto`: fewer layers go to the GPU where not all fit; not part of the revision."""
     changed: int = field(default=0, compare=False)
-    """Modification time of the file in seconds since 1970; not part of the revision."""
+    """Time of the last change of the file or row in seconds since 1970; not part of the revision."""
 
     def conflicts_with(self, other: "Definition") -> bool:
         """Return True if the two models share a concurrency group. A model never conflicts with itself."""
@@ -353,13 +365,13 @@ def _check_paths(name: str, backend: str) -> None:
 def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
     options = {
         field: _typed(key, settings[key], kind)
-        for key, (field, kind) in _FIELDS.items()
+        for key, (field, kind) in FIELDS.items()
         if settings.get(key) is not None
     }
-    for key, (option, kind) in _LISTS.items():
+    for key, (option, kind) in LISTS.items():
         if settings.get(key) is not None:
             options[option] = _listed(key, settings[key], kind)
-    for (section, key), option in _IN_SECTIONS.items():
+    for (section, key), option in IN_SECTIONS.items():
         content = settings.get(section)
         if isinstance(content, Mapping) and content.get(key) is not None:
             options[option] = _typed(f"{section}.{key}", content[key], str)
@@ -402,15 +414,11 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 
 def read_definition(path: Path) -> Definition:
     """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
-    return parse_file(_read(path), path.name)
+    return parse_file(read_content(path), path.name)
 
 
-def read_document(path: Path) -> Any:
+def read_content(path: Path) -> bytes:
     """Return the content of a definition's file; raise UnusableDefinition."""
-    return _load(_read(path))
-
-
-def _read(path: Path) -> bytes:
     try:
         content = untrusted.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -420,24 +428,38 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _load(content: bytes) -> Any:
+def load_document(content: bytes) -> Any:
+    """Return the value of a definition's text; raise UnusableDefinition."""
     try:
         return untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader)
     except UnicodeDecodeError as error:
         raise UnusableDefinition("is not UTF-8 text") from error
     except untrusted.InvalidYAML as error:
-        raise UnusableDefinition(str(error)) from error
+        unusable = UnusableDefinition(str(error))
+        unusable.line, unusable.column = error.line, error.column
+        raise unusable from error
+
+
+_NAME_LINE = re.compile(rb"""^name:[ \t]*["']?([^"'#\r\n]+)""", re.MULTILINE)
+
+
+def _intended_name(content: bytes) -> str:
+    """Return the model that an unusable text means to define; "" if no line says so."""
+    match = _NAME_LINE.search(content)
+    return match[1].decode("utf-8", "replace").strip()[:MAX_NAME] if match else ""
 
 
 def parse_file(content: bytes, source: str) -> Definition:
-    """Check the content of one file. Raise Unusable, and nothing else, for all unusable content.
+    """Check the content of one file or row. Raise Unusable, and nothing else, for all unusable content.
 
-    Unexpected exceptions also count as an error of this file, because the models of other files must keep
-    working.
+    Unexpected exceptions also count as an error of this text, because the models of others must keep working.
     """
     try:
-        return parse_definition(_load(content), source)
-    except UnusableDefinition:
+        return parse_definition(load_document(content), source)
+    except UnusableDefinition as error:
+        error.name = _intended_name(content)
         raise
     except Exception as error:
-        raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error
+        unusable = UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}")
+        unusable.name = _intended_name(content)
+        raise unusable from error

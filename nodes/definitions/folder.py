@@ -1,67 +1,132 @@
-"""The models folder: every usable definition in it by name, reloaded when a file changes.
+"""The definitions of models by name: the files of the models folder, and rows of the database.
 
-The folder is scanned at most once per second, and only files with a new size or time are read again. An
-unusable file is logged once with its reason and stays in `problems` until it is removed or repaired. It does
-not affect the other files.
+A file wins over a row of the same name; one that becomes unusable still does, so that a slip in a file does
+not bring another definition into force. A disabled row defines nothing. The folder is scanned at most once
+per second, and only files with a new size or time are read again; rows are polled as often, and at once after
+a NOTIFY (`rows_changed`). An unusable file or row is logged once with its reason and stays in `problems`
+until it is removed or repaired. It does not affect the others.
 
-Scans run on a thread of their own, so an unresponsive folder (a mount whose server is down) blocks neither
-the event loop nor the process. Definitions that were read before stay in use. Every other lookup is 503 until
-the folder responds.
+Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
+blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
+lookup is 503 until both respond.
 """
 
 import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from localai_cluster.kit import clock, conf, names, untrusted
 from localai_cluster.kit.errors import Unavailable
-from nodes.definitions.files import Definition, UnusableDefinition, read_definition
-from nodes.definitions.files import read_document as read_file
-from nodes.definitions.sizes import Sizes, path_inside, template_has_tools
+from nodes.definitions import rows
+from nodes.definitions.files import (
+    Definition,
+    UnusableDefinition,
+    load_document,
+    read_content,
+    read_definition,
+)
+from nodes.definitions.rows import StoredDefinition
+from nodes.definitions.sizes import Sizes, files_of, path_inside, template_has_tools
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0
-"""Seconds between two scans of the folder."""
+"""Seconds between two polls of the folder, and of the rows."""
 LOOK_AFTER_MISS = 0.05
-"""Seconds between two scans after a lookup miss, so that a definition added a moment ago is usable at once.
+"""Seconds between two polls after a lookup miss, so that a definition added a moment ago is usable at once.
 """
 LOOK_LIMIT = 5.0
-"""Seconds that requests wait for one scan; after that the folder counts as unresponsive."""
+"""Seconds that requests wait for one poll; after that the folder or the database counts as unresponsive."""
 MAX_FILES = 4096
 _SUFFIXES = (".yaml", ".yml")
 
 _Stamp = tuple[int, int, int]
 _Files = dict[str, tuple[_Stamp, Definition | UnusableDefinition]]
+ReadRows = Callable[[rows.Rows], dict[UUID, StoredDefinition]]
 
 
 class FolderUnresponsive(Unavailable):
-    """The models folder does not answer."""
+    """The models folder, or the database with the stored definitions, does not answer."""
 
 
 @dataclass(frozen=True)
 class Problems:
-    """The reasons why models of a folder are unusable; each is one displayable line."""
+    """The reasons why definitions are unusable; each is one displayable line."""
 
     folder: str = ""
     """The problem of the folder itself; empty if it has none."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by file name."""
+    """Reasons by file name; of rows by `Definition.source`."""
 
     def __bool__(self) -> bool:
         return bool(self.folder or self.files)
 
 
+class _Poll:
+    """A function that reads something which may hang: it runs on a thread of its own, one call at a time.
+
+    It must not raise.
+    """
+
+    def __init__(self, read: Callable[[], None], monotonic: Callable[[], float], limit: float) -> None:
+        self._read, self._monotonic, self._limit = read, monotonic, limit
+        self._lock = threading.Lock()
+        self._call: Future[None] | None = None
+        self._began_at = 0.0
+        self._read_at = float("-inf")
+        self._changes = self._changes_read = 0
+        """Number of announced changes, and how many of them the last call has read."""
+
+    def announce_change(self) -> None:
+        """Have the next `wait` read again. The result of a call that has begun before does not count."""
+        with self._lock:
+            self._changes += 1
+
+    def begin(self, interval: float) -> "Future[None] | None":
+        """Return the running or a new call; None if the last one is recent enough."""
+        with self._lock:
+            now = self._monotonic()
+            if now - self._read_at < interval and self._changes_read == self._changes:
+                return None
+            if self._call is None:
+                self._began_at = now
+                self._call = untrusted.in_daemon_thread(self._run, now, self._changes)
+            return self._call
+
+    async def wait(self, interval: float) -> bool:
+        """Read unless the last call is recent enough; return False if it has not ended within the limit."""
+        return await self.finish(self.begin(interval))
+
+    async def finish(self, call: "Future[None] | None") -> bool:
+        """Wait for the call, and for another one if a change was announced after its beginning."""
+        changes = self._changes
+        while call is not None:
+            limit = max(self._began_at + self._limit - self._monotonic(), 0)
+            if not await untrusted.wait_until_done(call, timeout=limit):
+                return False
+            call = None if self._changes_read >= changes else self.begin(0.0)
+        return True
+
+    def _run(self, began_at: float, changes: int) -> None:
+        self._read()
+        with self._lock:
+            self._read_at, self._changes_read, self._call = began_at, changes, None
+
+
 class Folder:
-    """The definitions of one folder. Thread-safe, and usable from several event loops."""
+    """All definitions. Thread-safe, and usable from several event loops.
+
+    Without `read_rows` only the files count.
+    """
 
     def __init__(
         self,
@@ -69,27 +134,30 @@ class Folder:
         monotonic: Callable[[], float] = clock.monotonic,
         *,
         limit: float = LOOK_LIMIT,
+        read_rows: ReadRows | None = None,
     ) -> None:
         self.sizes = Sizes(path)
-        self._path = path
-        self._monotonic = monotonic
-        self._limit = limit
+        self.path, self._limit = path, limit
         self._lock = threading.Lock()
-        self._scan: Future[None] | None = None
-        self._scan_began_at = 0.0
-        self._scanned_at = float("-inf")
+        self._scans = _Poll(self._scan_folder, monotonic, limit)
         self._files: _Files = {}
-        self._by_name: Mapping[str, Definition] | None = None
-        self._problems = Problems()
-        self._hangs = False
+        self._has_files = False
+        self._read_rows = read_rows
+        self._row_polls = _Poll(self._poll_rows, monotonic, limit)
+        self._rows: rows.Rows | None = None if read_rows is not None else {}
+        self._by_name: Mapping[str, Definition] = {}
+        self._file_names: Mapping[str, str] = {}
+        """The files that define a model, or did before they became unusable, by its name."""
+        self._folder_problem, self._problems = "", Problems()
+        self._hangs = self._rows_hang = False
 
     async def find(self, name: str) -> Definition | None:
         """Return the definition that clients request as `name`, or None.
 
-        Raises FolderUnresponsive when the name is unknown and the folder does not respond.
+        Raises FolderUnresponsive when the name is unknown and the folder or the database does not respond.
         """
         definition = (await self._current()).get(name) or (await self._current(LOOK_AFTER_MISS)).get(name)
-        if definition is None and self._hangs:
+        if definition is None and (self._hangs or self._rows_hang):
             raise self._hang_error()
         return definition
 
@@ -98,22 +166,77 @@ class Folder:
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
 
     async def reload(self) -> list[Definition]:
-        """Scan the folder now; return every usable definition."""
+        """Read the folder and the rows now; return every usable definition."""
         return sorted((await self._current(0.0)).values(), key=lambda definition: definition.name)
 
-    async def document(self, name: str) -> Any:
-        """Return the content of the file that defines the model; None if there is none or it is unusable."""
+    async def stored(self) -> "list[MergedRow]":
+        """Return the rows, also disabled and unusable ones; none before they were read for the first time."""
+        await self._current()
+        with self._lock:
+            return [
+                MergedRow(row, self._by_name.get(row.name), self._file_names.get(row.name, ""))
+                for row in (self._rows or {}).values()
+            ]
+
+    async def file_of(self, name: str) -> str:
+        """Return the file that defines the model, or did before it became unusable; "" without one."""
+        await self._current()
+        return self._file_names.get(name, "")
+
+    async def known(self) -> list[Definition | UnusableDefinition]:
+        """Return what every file and row defines, in force or not; read now."""
+        await self._current(0.0)
+        with self._lock:
+            contents = [content for _, content in self._files.values()]
+            return contents + [row.content for row in (self._rows or {}).values()]
+
+    async def unusable_files(self) -> dict[str, UnusableDefinition]:
+        """Return the errors of files that are no definitions, by displayable file name."""
+        await self._current()
+        return {
+            _key(name): content
+            for name, (_, content) in self._files.items()
+            if isinstance(content, UnusableDefinition)
+        }
+
+    async def text(self, name: str) -> str | None:
+        """Return the YAML that defines the model; None if there is none. Raise UnusableDefinition."""
         definition = await self.find(name)
         if definition is None:
             return None
+        if definition.source.startswith(rows.SOURCE):
+            return await asyncio.wrap_future(untrusted.in_daemon_thread(rows.read_text, name))
+        content = await asyncio.to_thread(read_content, self.path / definition.source)
+        return content.decode("utf-8", "replace")
+
+    async def document(self, name: str) -> Any:
+        """Return the content that defines the model; None if there is none or it is unusable."""
         try:
-            return await asyncio.to_thread(read_file, self._path / definition.source)
+            text = await self.text(name)
+            return None if text is None else load_document(text.encode())
         except UnusableDefinition:
             return None
 
+    def rows_changed(self) -> None:
+        """Have the next lookup read the rows. For a NOTIFY, and for the process that has written."""
+        self._row_polls.announce_change()
+
+    async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
+        """Return path and size of the files of each model, without their headers.
+
+        Empty lists for a folder that cannot be read within the limit.
+        """
+        call = untrusted.in_daemon_thread(
+            lambda: [files_of(self.path, definition) for definition in definitions]
+        )
+        if await untrusted.wait_until_done(call, timeout=self._limit):
+            with suppress(OSError):
+                return call.result()
+        return [[] for _ in definitions]
+
     async def has_tools(self, definition: Definition) -> bool:
         """Return True if the model's file is known to have a chat template with tools."""
-        path = path_inside(self._path, definition.model)
+        path = path_inside(self.path, definition.model)
         return path is not None and await asyncio.to_thread(template_has_tools, path)
 
     async def problems(self) -> Problems:
@@ -123,13 +246,16 @@ class Folder:
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
     async def unreadable_files(self) -> frozenset[str] | None:
-        """Return the names of files that are there and no definitions; None if the folder cannot be read."""
+        """Return the sources that are there and no definitions; None if folder or rows cannot be read."""
         problems = await self.problems()
-        if self._hangs or (problems.folder and not self._files):
+        if self._hangs or self._rows is None or (problems.folder and not self._files):
             return None
-        return frozenset(
-            name for name, (_, content) in self._files.items() if isinstance(content, UnusableDefinition)
-        )
+        names = (name for name, (_, content) in self._files.items() if _is_unusable(content))
+        return frozenset(names) | {
+            row.source
+            for row in self._rows.values()
+            if _is_unusable(row.content) and not row.disabled and row.name not in self._file_names
+        }
 
     async def conflicting(self, definition: Definition) -> frozenset[str]:
         """Return the names of the models that must not share a node with this one (R2.81)."""
@@ -139,58 +265,88 @@ class Folder:
         return frozenset(candidate.name for candidate in definitions if definition.conflicts_with(candidate))
 
     async def _current(self, interval: float = LOOK_EVERY) -> Mapping[str, Definition]:
-        scan = self._begin_scan(interval)
-        if scan is not None:
-            limit = max(self._scan_began_at + self._limit - self._monotonic(), 0)
-            if not await untrusted.wait_until_done(scan, timeout=limit):
-                self._report_hanging()
-        if self._by_name is None:
+        # One that does not respond is not waited for: its definitions are known, or the caller is told.
+        was_hanging = self._rows_hang
+        row_poll = self._row_polls.begin(interval) if self._read_rows is not None else None
+        if not await self._scans.wait(interval):
+            self._report_hanging()
+        if not was_hanging and not await self._row_polls.finish(row_poll):
+            self._report_rows(f"no answer within {self._limit:g} s")
+        if not self._has_files:
             raise self._hang_error()
         return self._by_name
 
-    def _begin_scan(self, interval: float) -> "Future[None] | None":
-        """Return the running or a new scan to wait for; None if the last one is recent enough."""
-        with self._lock:
-            now = self._monotonic()
-            if now - self._scanned_at < interval:
-                return None
-            if self._scan is None:
-                self._scan_began_at = now
-                self._scan = untrusted.in_daemon_thread(self._scan_folder, now)
-            return self._scan
-
-    def _scan_folder(self, began_at: float) -> None:
+    def _scan_folder(self) -> None:
         """Scan the folder once. Runs on a thread of its own."""
         try:
             stamps, problem = self._stamps()
             files = self._read_files(stamps)
-            by_name, broken = _indexed(files)
             with self._lock:
-                self._files, self._by_name = files, by_name
-                self._scanned_at, self._scan = began_at, None
-            self._report(Problems(problem, broken))
+                self._files, self._has_files, self._folder_problem = files, True, problem
+                self._merge()
             if self._hangs:
                 self._hangs = False
-                logger.warning("The models folder %s answers again", self._path)
+                logger.warning("The models folder %s answers again", self.path)
         except Exception as error:
             with self._lock:
-                self._by_name = self._by_name or {}
-                self._scanned_at, self._scan = began_at, None
-            self._report(Problems(_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")), error)
+                self._has_files = True
+                self._folder_problem = _displayable(f"cannot be read: {untrusted.yaml_reason(error)}")
+                self._report(Problems(self._folder_problem), error)
+
+    def _poll_rows(self) -> None:
+        """Read the rows once. Runs on a thread of its own."""
+        assert self._read_rows is not None
+        try:
+            stored = self._read_rows(self._rows or {})
+            with self._lock:
+                self._rows = stored
+                self._merge()
+        except Exception as error:
+            self._report_rows(untrusted.yaml_reason(error))
+            return
+        if self._rows_hang:
+            self._rows_hang = False
+            logger.warning("Stored model definitions are read again")
+
+    def _merge(self) -> None:
+        """Compute the definitions by name from the files and the rows. The caller has the lock."""
+        by_name, broken = _indexed(self._files)
+        files = {
+            content.former: name
+            for name, (_, content) in self._files.items()
+            if isinstance(content, UnusableDefinition) and content.former
+        }
+        files |= {name: definition.source for name, definition in by_name.items()}
+        for row in (self._rows or {}).values():
+            if row.disabled or row.name in files:
+                continue
+            if isinstance(row.content, UnusableDefinition):
+                broken[row.source] = _displayable(str(row.content))
+            else:
+                by_name[row.name] = row.content
+        self._by_name, self._file_names = by_name, files
+        self._report(Problems(self._folder_problem, broken))
 
     def _report_hanging(self) -> None:
         if not self._hangs:
             self._hangs = True
             logger.warning(
                 "The models folder %s has not answered for %g s; definitions that are known go on serving",
-                self._path,
+                self.path,
                 self._limit,
             )
 
+    def _report_rows(self, reason: str) -> None:
+        if not self._rows_hang:
+            self._rows_hang = True
+            logger.warning("Stored model definitions cannot be read: %s; known ones go on serving", reason)
+
     def _hang_error(self) -> FolderUnresponsive:
-        return FolderUnresponsive(
-            f"the models folder {self._path.name!r} of the control plane does not answer"
-        )
+        if self._hangs or not self._has_files:
+            subject = f"the models folder {self.path.name!r} of the control plane"
+        else:
+            subject = "the database with the model definitions"
+        return FolderUnresponsive(f"{subject} does not answer")
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
         """Read the files that are new or changed; keep the results of the others."""
@@ -201,16 +357,19 @@ class Folder:
                 files[name] = cached
                 continue
             try:
-                definition = read_definition(self._path / name)
+                definition = read_definition(self.path / name)
                 files[name] = stamp, replace(definition, changed=stamp[0] // 1_000_000_000)
             except UnusableDefinition as error:
+                if cached is not None:
+                    former = cached[1]
+                    error.former = former.name if isinstance(former, Definition) else former.former
                 files[name] = stamp, error
         return files
 
     def _stamps(self) -> tuple[dict[str, _Stamp], str]:
         """Return a stamp for each definition file, and the folder's problem ("" if none)."""
         try:
-            with os.scandir(self._path) as entries:
+            with os.scandir(self.path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
         except OSError as error:
             return {}, _displayable(f"cannot be listed: {error.strerror}")
@@ -219,7 +378,7 @@ class Folder:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
         stamps: dict[str, _Stamp] = {}
         for name in listed[:MAX_FILES]:
-            if (status := _status(self._path / name)) is not None:
+            if (status := _status(self.path / name)) is not None:
                 stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
         return stamps, problem
 
@@ -227,10 +386,23 @@ class Folder:
         """Store the problems, and log those that the previous scan did not have."""
         previous, self._problems = self._problems, problems
         if problems.folder not in ("", previous.folder):
-            logger.warning("The models folder %s %s", self._path, problems.folder, exc_info=error)
+            logger.warning("The models folder %s %s", self.path, problems.folder, exc_info=error)
         for name, reason in problems.files.items():
             if previous.files.get(name) != reason:
                 logger.warning("Model definition %s %s", name, reason)
+
+
+@dataclass(frozen=True)
+class MergedRow:
+    """A row, the definition in force under its name, and the file that wins over it, "" without one."""
+
+    row: StoredDefinition
+    in_force: Definition | None
+    file: str
+
+
+def _is_unusable(content: Definition | UnusableDefinition) -> bool:
+    return isinstance(content, UnusableDefinition)
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -272,9 +444,9 @@ def _key(name: str) -> str:
 
 @lru_cache(maxsize=8)
 def _folder(path: Path) -> Folder:
-    return Folder(path)
+    return Folder(path, read_rows=rows.read_rows)
 
 
 def folder() -> Folder:
-    """Return the models folder of this process's settings."""
+    """Return the definitions by this process's settings."""
     return _folder(conf.cluster().models_path)

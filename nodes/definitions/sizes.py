@@ -95,13 +95,24 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
     options = definition.options
     named = {name: path_inside(folder, options.get(name)) for name in ("Model", *NAMED)}
     adapters = [path_inside(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
-    paths = {path for path in (*named.values(), *adapters) if path is not None}
-    payload = sum(size for path in paths for _, size in _files(path))
+    payload = sum(size for _, size in files_of(folder, definition))
     weights, header = _weights(named["Model"])
     draft, draft_header = _weights(named["DraftModel"])
     of_adapters = sum(size for path in adapters if path is not None for _, size in _files(path))
     projector = sum(size for _, size in _files(named["MMProj"])) if named["MMProj"] is not None else 0
     return ModelFiles(weights, payload, header, projector, of_adapters, draft, draft_header)
+
+
+def named_paths(folder: Path, definition: Definition) -> set[Path]:
+    """Return the paths of files and folders that the definition names, present or not."""
+    options = definition.options
+    texts = (*(options.get(name) for name in ("Model", *NAMED)), *options.get(ADAPTERS, ()))
+    return {path for text in texts if (path := path_inside(folder, text)) is not None}
+
+
+def files_of(folder: Path, definition: Definition) -> list[tuple[str, int]]:
+    """Return path and size of the files that are there; raise OSError."""
+    return [file for path in named_paths(folder, definition) for file in _files(path)]
 
 
 def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Routes about models: OpenAI's `/v1/models`, Ollama's lists, and its routes that load and pull models.
 
-Administrators define models by files, so `pull` of a defined model succeeds at once and nothing is fetched.
-Ollama's routes that create, copy, delete or publish a model are refused for every caller.
+`pull` of a defined model succeeds at once and nothing is fetched. Ollama's routes that publish a model or
+upload a file are refused for every caller; those that create, copy and delete one are in `ollama_models`.
 """
 
 import re
@@ -20,7 +20,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
-from nodes.dialects import ollama
+from nodes.dialects import modelfile, ollama
 from nodes.dialects.ollama import format_time
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway, templates
@@ -86,7 +86,7 @@ class OllamaModel(ResponseBody, kw_only=True):
     name: str
     model: str
     size: int = 0
-    """0 for a defined model, because its files are not measured for a list."""
+    """Bytes of a defined model's files that are there, or of the GPU memory of a loaded one."""
     digest: str
     details: ModelDetails
 
@@ -113,9 +113,10 @@ class VersionResponse(ResponseBody):
 
 
 class ShowResponse(ResponseBody, kw_only=True):
-    modelfile: str = ""
-    parameters: str = ""
+    modelfile: str
+    parameters: str
     template: str
+    system: str
     details: ModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]
@@ -177,9 +178,15 @@ async def version(request: InferenceRequest) -> Answer:
 async def tags(request: InferenceRequest) -> Answer:
     """Respond with all models that have a definition."""
     await confirm(request)
+    definitions = await folder.folder().all()
+    lists = await folder.folder().file_lists(definitions)
     models = [
-        DefinedModel(**_identity(definition), modified_at=format_time(definition.changed))
-        for definition in await folder.folder().all()
+        DefinedModel(
+            **_identity(definition),
+            size=sum(size for _, size in files),
+            modified_at=format_time(definition.changed),
+        )
+        for definition, files in zip(definitions, lists, strict=True)
     ]
     return wire.json_answer(TagsResponse(models=models))
 
@@ -213,7 +220,10 @@ async def show(request: InferenceRequest) -> Answer:
     context = definition.options.get("ContextSize")
     return wire.json_answer(
         ShowResponse(
+            modelfile=modelfile.render_modelfile(definition),
+            parameters=modelfile.parameters_of(definition),
             template=definition.generation.template,
+            system=definition.generation.system,
             details=_details(definition),
             model_info={"general.context_length": context} if context else {},
             capabilities=await _capabilities(definition),
@@ -255,12 +265,9 @@ def _details(definition: Definition) -> ModelDetails:
 
 REFUSED_VERBS = {
     "push": "Publish a model",
-    "create": "Create a model",
-    "copy": "Copy a model",
-    "delete": "Delete a model",
     "blobs/{digest}": "Upload a file of a model",
 }
-"""Paths after `/api/` of the routes that change models."""
+"""Paths after `/api/` of Ollama's routes that are refused."""
 
 
 class PullBody(msgspec.Struct, frozen=True):
@@ -301,13 +308,18 @@ async def pull(request: InferenceRequest) -> Answer:
     if not name:
         raise wire.field_error("model", "is required", "missing_required_parameter")
     await find_definition(name)
-    return _answer([{"status": "pulling manifest"}, {"status": "success"}], body.stream)
+    return status_lines(["pulling manifest", "success"], body.stream)
 
 
 async def refuse(request: InferenceRequest) -> Answer:
     """Raise Forbidden, for every caller."""
     await confirm(request)
-    raise Forbidden("administrators define the models of this cluster; clients cannot change them")
+    raise Forbidden("administrators define the models of this cluster; clients cannot publish or upload any")
+
+
+def status_lines(states: list[str], stream: bool | None) -> Answer:
+    """Return the states of a request as lines of a stream, or the last one as JSON."""
+    return _answer([{"status": state} for state in states], stream)
 
 
 async def load_for_prompt(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:

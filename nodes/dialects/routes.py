@@ -21,6 +21,7 @@ from nodes.dialects import (
     images,
     models,
     ollama,
+    ollama_models,
     openai,
     responses,
     retrieval,
@@ -361,7 +362,7 @@ _OTHERS: dict[str, Route] = {
         models.tags,
         models.TagsResponse,
         envelope=OLLAMA,
-        description="What is defined, loaded or not. Files are not measured: `size` is 0.",
+        description="What is defined, loaded or not. `size` is that of the files that are there.",
     ),
     "/api/ps": _read(
         "ollama_ps",
@@ -396,7 +397,47 @@ def _refused(name: str, summary: str, method: str) -> Route:
     )
 
 
+def _changing(name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any) -> Route:
+    """Return a route of Ollama's that changes models, for administrators."""
+    return Route(
+        name=name,
+        summary=f"{summary} (Ollama)",
+        handler=handler,
+        envelope=OLLAMA,
+        body=body,
+        response=models.StatusResponse,
+        errors=(*ERRORS, *others.pop("more_errors", (409,))),
+        **others,
+    )
+
+
 _OTHERS |= {
+    "/api/create": _changing(
+        "ollama_create",
+        "Create a model from another one, or from a file that is here",
+        ollama_models.create,
+        ollama_models.CreateBody,
+        other_kinds=_LINES,
+        description="Administrators only. Stores a definition: `PARAMETER`, `TEMPLATE`, `SYSTEM` become its"
+        " settings, and adapters, uploads and conversions are 501.",
+        more_errors=(409, 501),
+    ),
+    "/api/copy": _changing(
+        "ollama_copy",
+        "Copy a model",
+        ollama_models.copy,
+        ollama_models.CopyBody,
+        description="Administrators only. Stores its definition under another name.",
+    ),
+    "/api/delete": _changing(
+        "ollama_delete",
+        "Delete a model",
+        ollama_models.delete,
+        ollama_models.DeleteBody,
+        method="DELETE",
+        description="Administrators only. Unloads the model, deletes its stored definition and no file."
+        " 409 for one that a file defines.",
+    ),
     "/api/pull": Route(
         name="ollama_pull",
         summary="Confirm that a model is defined (Ollama)",
@@ -406,12 +447,10 @@ _OTHERS |= {
         body=models.PullBody,
         response=models.StatusResponse,
         other_kinds=_LINES,
-        description="Nothing is fetched: administrators define models.",
+        description="Nothing is fetched.",
     ),
     **{
-        f"/api/{verb}": _refused(
-            f"ollama_{verb.partition('/')[0]}", summary, "DELETE" if verb == "delete" else "POST"
-        )
+        f"/api/{verb}": _refused(f"ollama_{verb.partition('/')[0]}", summary, "POST")
         for verb, summary in models.REFUSED_VERBS.items()
     },
 }

@@ -25,7 +25,7 @@ from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused
 from localai_cluster.web import sockets
-from nodes.definitions import folder
+from nodes.definitions import folder, rows
 from nodes.definitions.files import Definition
 from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
 from nodes.gateway.prefix_routing import PrefixRouter, PrefixService
@@ -307,7 +307,7 @@ async def stop() -> None:
 
 
 async def _listen(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
-    async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
+    async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL, rows.CHANNEL):
         try:
             _handle_notification(channel, payload, wake_ups, prefixes)
         except Exception:
@@ -323,6 +323,8 @@ def _handle_notification(
         heartbeats.identity_cache().forget(payload)
     if channel in (OPERATIONS, ""):
         wake_ups.notify(payload.partition(" ")[0])
+    if channel in (rows.CHANNEL, ""):
+        folder.folder().rows_changed()
     if channel in (ACCESS, ""):
         sockets.recheck_sockets(payload)
         recent_sessions.clear()

@@ -30,6 +30,7 @@ from nodes.gateway import gateway, gbnf, templates
 from nodes.gateway.gateway import find_definition
 from nodes.gateway.generation import (
     Conversation,
+    ConversationMessage,
     Durations,
     Generation,
     Pipe,
@@ -310,9 +311,15 @@ async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls
     return _Calls(request, generation, prompts, options)
 
 
+_SYSTEM_ROLES = ("system", "developer")
+
+
 async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
-    """Return the conversation with the prompt rendered by the definition's template, if it has one."""
-    template = definition.generation.template
+    """Return the conversation with the definition's system prompt and template, if it has them."""
+    system, template = definition.generation.system, definition.generation.template
+    if system and all(message.role not in _SYSTEM_ROLES for message in prompt.messages):
+        messages = (ConversationMessage("system", system), *prompt.messages)
+        prompt = msgspec.structs.replace(prompt, messages=messages)
     if not template:
         return prompt
     if prompt.tools and not templates.has_tools(template):

@@ -117,6 +117,12 @@ RULES_CHANGED = Message(
     "Whether scheduling rules, or what the last pass made of them, have changed.",
     field("revision", TEXT, "Another one with every change: read the rules again."),
 )
+DEFINITIONS_CHANGED = Message(
+    "FeedDefinitions",
+    "definitions",
+    "Whether stored model definitions have changed.",
+    field("revision", TEXT, "Another one with every change: read the definitions again."),
+)
 ALIVE = Message("FeedAlive", "alive", "A sign of life, every five seconds.", field("at", TIME))
 
 MESSAGES = (
@@ -128,6 +134,7 @@ MESSAGES = (
     NOTICES,
     BACKENDS_CHANGED,
     RULES_CHANGED,
+    DEFINITIONS_CHANGED,
     ALIVE,
 )
 FEED_MESSAGE = Named(

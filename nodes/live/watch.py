@@ -30,6 +30,7 @@ from localai_cluster.kit import cancellation, clock, conf, disk, periodic
 from localai_cluster.web import page
 from localai_cluster.web.sockets import Scope, encode_message, query_text
 from nodes.backends import upgrade_state
+from nodes.definitions import rows as definitions
 from nodes.live import rows, shapes
 from nodes.live.notices import (
     ClusterFacts,
@@ -187,6 +188,8 @@ class Snapshot:
     backends: upgrade_state.UpgradeCheckState
     rules: str
     """The revision of the scheduling rules."""
+    definitions: str = ""
+    """The revision of the stored definitions."""
     tasks_wait_since: datetime | None = None
     held: mass_silence.CurrentHold | None = None
 
@@ -197,7 +200,13 @@ def read_snapshot() -> Snapshot:
         tasks = periodic.waiting_since(now=clock.now())
         held, revision = mass_silence.current_hold(), rules.rules_revision()
         return Snapshot(
-            rows.read_nodes(), controllers.seen(), upgrade_state.read_state(), revision, tasks, held
+            rows.read_nodes(),
+            controllers.seen(),
+            upgrade_state.read_state(),
+            revision,
+            definitions.definitions_revision(),
+            tasks,
+            held,
         )
 
 
@@ -326,7 +335,7 @@ class NodeFeed:
 
     @staticmethod
     async def _hear(woken: asyncio.Event) -> None:
-        async for _ in events.listen(events.NODES, upgrade_state.CHANNEL, rules.CHANNEL):
+        async for _ in events.listen(events.NODES, upgrade_state.CHANNEL, rules.CHANNEL, definitions.CHANNEL):
             woken.set()
 
     async def _look(self) -> None:
@@ -406,7 +415,11 @@ def _change_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         checking=check_state.checking,
         problems=dict(check_state.problems),
     )
-    messages = (backends, shapes.RULES_CHANGED.of(revision=snapshot.rules))
+    messages = (
+        backends,
+        shapes.RULES_CHANGED.of(revision=snapshot.rules),
+        shapes.DEFINITIONS_CHANGED.of(revision=snapshot.definitions),
+    )
     return {hint["type"]: hint for hint in messages}
 
 

@@ -19,6 +19,7 @@ from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.web.shapes import Row
 from nodes.decisions import decision_log, fleet_cache, scale_records, snapshot_log
 from nodes.decisions.snapshot_log import SnapshotRef, State
+from nodes.definitions.files import Definition
 from nodes.definitions.folder import folder
 from nodes.loading import load_attempts, load_info, load_request, load_snapshots
 from nodes.loading.load_attempts import refusals
@@ -201,10 +202,18 @@ def explain_model(model_name: str, now: datetime) -> Row:
 @async_to_sync
 async def needs_of(model_name: str) -> LoadNeeds | None:
     """Return the needs and conflicts of a replica by the model's definition; None if it is not defined."""
+    definition = await load_info.find_definition(folder(), model_name)
+    return None if definition is None else await _needs_by(definition)
+
+
+@async_to_sync
+async def needs_by(definition: Definition) -> LoadNeeds:
+    """Return the needs and conflicts of a replica by this definition, which may not be in force."""
+    return await _needs_by(definition)
+
+
+async def _needs_by(definition: Definition) -> LoadNeeds:
     models = folder()
-    definition = await load_info.find_definition(models, model_name)
-    if definition is None:
-        return None
     files, readings = await models.sizes.of(definition), await in_thread(load_info.readings_of, definition)
     need = load_request.estimate_need(definition, files, readings)
     return LoadNeeds(definition, need, await models.conflicting(definition))
@@ -293,6 +302,12 @@ def node_fit(model_name: str) -> Row:
     wanted = None if names.unprintable(model_name) else needs_of(model_name)
     if wanted is None:
         raise errors.NotFound("there is no such model")
+    return fit_of(wanted)
+
+
+def fit_of(wanted: LoadNeeds) -> Row:
+    """Return where one more replica with these needs would go."""
+    model_name = wanted.definition.name
     selector = fleet_queries.selectors_of([model_name])[model_name]
     fleet = fleet_cache.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
     fleet = fleet_queries.mark_installed(fleet, wanted.definition.backend)

@@ -21,7 +21,7 @@ from uuid import UUID
 import msgspec
 from django.contrib.postgres.expressions import ArraySubquery
 from django.db import Error as DatabaseError
-from django.db.models import Case, F, Value, When
+from django.db.models import Case, Exists, F, OuterRef, Value, When
 from django.db.models.functions import Coalesce, JSONObject, NullIf
 
 from localai_cluster.kit import clock, names
@@ -30,8 +30,9 @@ from localai_cluster.messaging.messages import RunningModel
 from nodes.commands.outcomes import Done, Unreadable
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
+from nodes.definitions.rows import SOURCE
 from nodes.loading.load_attempts import Attempt
-from nodes.models import ModelLoadInfo, NodeBackend, NodeModel, Phase
+from nodes.models import ModelDefinition, ModelLoadInfo, NodeBackend, NodeModel, Phase
 from nodes.placement.fit import LARGEST, MOST_READINGS, EngineReading
 from nodes.replicas import reserved_memory
 from operations.executor.work import in_thread
@@ -91,7 +92,12 @@ def revisions_of_unreadable(unreadable: frozenset[str] | None) -> dict[str, str]
 
 
 def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Definition]:
+    # A row that a person has deleted or disabled counts at once, before a pass withdraws the record.
+    enabled = ModelDefinition.objects.filter(
+        name=OuterRef("model_name"), deleted_at__isnull=True, disabled=False
+    )
     usable = infos.filter(withdrawn_at__isnull=True).exclude(definition={})
+    usable = usable.exclude(~Exists(enabled), definition__source__startswith=SOURCE)
     for content in usable.values_list("definition", flat=True):
         with suppress(msgspec.ValidationError):  # another version has stored it
             definition = msgspec.convert(content, Definition)

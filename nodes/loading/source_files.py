@@ -178,7 +178,7 @@ def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     reader = _FolderReader(folder, name)
     named: list[NamedFiles] = []
     missing: dict[tuple[str, str], str] = {}
-    for option, text in _texts(options):
+    for option, text in named_texts(options):
         try:
             target = reader.named(option, text)
         except (Unsendable, OSError) as error:
@@ -194,7 +194,7 @@ def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     return FilePlan(options, tuple(named), missing)
 
 
-def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield pairs of option and text that may name files; the model first: others may lie beside it."""
     yield MODEL_FILE, str(options.get("Model", ""))
     for name in NAMED:

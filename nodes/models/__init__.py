@@ -1,5 +1,6 @@
 """The tables of the registry."""
 
+from nodes.models.definition import DefinitionOrigin, DefinitionRevision, ModelDefinition
 from nodes.models.identity import BusCredential, JoinToken, NodeConflict, RevokedSecret
 from nodes.models.inventory import (
     BackendOffer,
@@ -49,10 +50,13 @@ __all__ = [
     "BroughtModel",
     "BusCredential",
     "DecisionKind",
+    "DefinitionOrigin",
+    "DefinitionRevision",
     "FileHash",
     "GalleryCopy",
     "JoinToken",
     "MassSilence",
+    "ModelDefinition",
     "ModelLoadInfo",
     "ModelSchedulingConfig",
     "NodeBackend",

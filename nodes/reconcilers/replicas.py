@@ -20,7 +20,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import transaction
-from django.db.models import Case, Exists, F, Q, Value, When
+from django.db.models import Case, Exists, F, OuterRef, Q, Value, When
 from django.db.models.functions import Greatest
 
 from localai_cluster.kit import clock, conf, errors
@@ -37,6 +37,7 @@ from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATI
 from nodes.models import (
     BackendNode,
     MassSilence,
+    ModelDefinition,
     ModelSchedulingConfig,
     NodeLabel,
     NodeModel,
@@ -82,6 +83,7 @@ def run_pass(*, tick: bool) -> bool:
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
             rules, revisions = passes.read_desired_states(), definition_revisions(withdraws=True)
+            unload_withdrawn(revisions, now)
             ruled = {desired_state.model: desired_state for desired_state in rules}
             desired_states = [
                 *rules,
@@ -171,12 +173,14 @@ def _hosts(keys: Iterable[str]) -> list[FleetNode]:
 def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
     """Of the models that a definition is there for (R4.21); None while the folder does not answer.
 
+    Read anew: a process with older definitions than another one would undo its renewals.
+
     With those of the last loads in place of files that cannot be read. `withdraws`: records of models whose
     definition is gone or disabled are not loaded from any more.
     """
     models = folder.folder()
     try:
-        defined = asyncio.run(models.all())
+        defined = asyncio.run(models.reload())
         unreadable = asyncio.run(models.unreadable_files())
     except folder.FolderUnresponsive as hangs:
         log.warning("replicas: %s", hangs.message)
@@ -185,6 +189,29 @@ def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
         load_info.withdraw(defined, unreadable, clock.now())
     revisions = {definition.name: definition.revision for definition in defined}
     return load_info.revisions_of_unreadable(unreadable) | revisions
+
+
+def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
+    """Unload the models whose stored definition is disabled or deleted, and no file defines; return how many.
+
+    A load that has begun before ends later. One query without such a model.
+    """
+    if revisions is None:
+        return 0
+    withdrawn = ModelDefinition.objects.filter(name=OuterRef("model_name")).filter(
+        Q(disabled=True) | Q(deleted_at__isnull=False)
+    )
+    loaded = NodeModel.objects.loaded().exclude(model_name__in=list(revisions)).filter(Exists(withdrawn))
+    models = list(loaded.order_by().values_list("model_name", flat=True).distinct())
+    for model in models:
+        try:
+            unload_requests.unload(UnloadRequest(model, ACTOR, reason=_WITHDRAWN), now=now)
+        except errors.ClusterError as refusal:
+            log.info("%s: %s; %s", model, _WITHDRAWN, refusal.message)
+    return len(models)
+
+
+_WITHDRAWN = "its definition is disabled or deleted"
 
 
 def apply_decision(decision: RuleDecision, now: datetime) -> RuleDecision:

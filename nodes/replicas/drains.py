@@ -128,7 +128,7 @@ def _return_drained(rows: NodeModelQuerySet) -> int:
     return len(found)
 
 
-UNLOAD, DELETE = "model_unload", "model_delete"
+UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
 """The kinds of operations that take replicas out of the picks."""
 HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """The states in which a replica has an engine that can be unloaded."""
@@ -252,7 +252,7 @@ def has_no_operation() -> Q:
     """
     about = OperationTarget.objects.filter(
         operation__status__in=ACTIVE,
-        operation__kind__in=(UNLOAD, DELETE),
+        operation__kind__in=(UNLOAD, DELETE, REMOVE),
         operation__element=OuterRef("model_name"),
         node_id=OuterRef("node_id"),
     ).exclude(status__in=targets.ENDED)

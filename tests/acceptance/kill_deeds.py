@@ -245,6 +245,14 @@ def unload_model(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.post(path, {"model_name": name, "wait": False})
 
 
+def remove_definition(sweep: Sweep, name: str, victim: Any) -> None:
+    """A stored definition that a worker without `model.stop` serves, with its files."""
+    sweep.serve(2, name)
+    text = f"name: {name}\nbackend: echo\nparameters: {{model: {name}.gguf}}\n"
+    sweep.post("/api/definitions", {"text": text})
+    sweep.delete(f"/api/definitions/{name}?files=true", sweep.web)
+
+
 def label_nodes(sweep: Sweep, name: str, victim: Any) -> None:
     """A verb of the registry on two nodes, as one operation."""
     sweep.post("/api/nodes/bulk", {"verb": "label", "ids": sweep.nodes, "labels": {"round": name}})

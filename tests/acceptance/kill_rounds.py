@@ -159,7 +159,7 @@ def sent() -> list[Round]:
 
 
 def of_models() -> list[Round]:
-    """Unloading models, and deleting their files."""
+    """Unloading models, and deleting their files and definitions."""
     return [
         *_each("unload.begin", COMMIT, CONTROLLER, "unload a model", do.unload_model),
         *_each("model.unload", QUESTION, CONTROLLER, "unload a model, old worker", do.unload_model),
@@ -167,5 +167,7 @@ def of_models() -> list[Round]:
         *_each("model.delete", QUESTION, CONTROLLER, "delete a model", do.delete_model),
         *_each("unload.files", COMMIT, CONTROLLER, "delete a model", do.delete_model_with_files),
         *_each("ledger.target_done", COMMIT, CONTROLLER, "delete a model", do.delete_model),
+        *_each("definitions.remove", COMMIT, CONTROLLER, "delete a definition", do.remove_definition),
+        Round("definitions.files", CONTROLLER, "delete a definition", do.remove_definition),
         *_each("nodes.bulk", COMMIT, CONTROLLER, "label nodes", do.label_nodes),
     ]

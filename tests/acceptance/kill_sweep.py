@@ -192,7 +192,7 @@ class Sweep:
     def post(self, path: str, body: Any = None, *, web: Process | None = None) -> None:
         """As an admin; the answer is a success, or says that it is so already."""
         answer = self.cluster.post(web or self.web, path, {} if body is None else body, timeout=20)
-        assert answer.status_code in (200, 202, 409), answer.text
+        assert answer.status_code in (200, 201, 202, 409), answer.text
 
     def controller(self, **env: str) -> Process:
         """A controller, ready or dead."""

@@ -14,8 +14,8 @@ from tests.support.effort import swept
 from tests.support.seeding.nodes import MODELS
 
 PAGES = (
-    "login", "overview", "nodes", "node", "activity", "models", "model", "models/add", "scheduling", "backends",
-    "capacity", "health", "keys", "password", "nowhere",
+    "login", "overview", "nodes", "node", "activity", "models", "model", "models/add", "scheduling",
+    "backends", "capacity", "health", "keys", "password", "nowhere",
 )  # fmt: skip
 _MOVING = """() => document.getAnimations().filter((one) => one.playState === "running"
   && (one.effect?.getComputedTiming().duration ?? 0) > 10).length"""

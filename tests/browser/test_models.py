@@ -1,4 +1,4 @@
-"""The pages of models: the list, a model's page with its definition, adding one, by keyboard and on a phone."""
+"""The pages of models: the list, a model's page with its definition, by keyboard and on a phone."""
 
 import re
 from collections.abc import Iterator

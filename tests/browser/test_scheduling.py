@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.browser import checks
 from tests.browser.fleet import Fleet
@@ -56,8 +56,12 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     question.get_by_role("button", name="Delete", exact=True).click()
     expect(question).to_have_count(0)
     expect(page.get_by_text("No scheduling rules")).to_be_visible()
+    _unload(page, screen.url)
 
-    page.goto(f"{screen.url}/app/models?q={MODEL}")
+
+def _unload(page: Page, url: str) -> None:
+    """Unloads the model from the list."""
+    page.goto(f"{url}/app/models?q={MODEL}")
     page.get_by_role("button", name=f"Actions for {MODEL}").click()
     page.get_by_role("menuitem", name="Unload all…").click()
     question = page.get_by_role("alertdialog", name=f"Unload {MODEL} from 1 node")

@@ -42,6 +42,8 @@ from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
+from nodes.definitions import folder
+from nodes.definitions import rows as definitions
 from nodes.gateway.prefix_updates import Outbox
 from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import tasks
@@ -230,6 +232,7 @@ async def listen_for_changes(parts: Parts) -> None:
         bus_credentials.CHANNEL,
         upgrade_state.CHANNEL,
         store.CHANNEL,
+        definitions.CHANNEL,
     ):
         if channel in (bus_credentials.CHANNEL, ""):
             parts.revocations.wake()
@@ -244,13 +247,19 @@ async def listen_for_changes(parts: Parts) -> None:
             parts.wakes.changed(payload)
             parts.scaler.wake()
             parts.stopper.wake()
-        if channel == store.CHANNEL:
+        if channel in (definitions.CHANNEL, ""):
+            folder.folder().rows_changed()
+        if channel in (store.CHANNEL, definitions.CHANNEL):
             parts.scaler.wake()
         if channel in (OPERATIONS, ""):
-            operation, _, status = payload.partition(" ")
-            parts.wake_ups.notify(operation)
-            for executor in parts.executors.values():
-                executor.wake(cancelled=status == Status.CANCELLED)
+            _wake_operation(parts, payload)
+
+
+def _wake_operation(parts: Parts, payload: str) -> None:
+    operation, _, status = payload.partition(" ")
+    parts.wake_ups.notify(operation)
+    for executor in parts.executors.values():
+        executor.wake(cancelled=status == Status.CANCELLED)
 
 
 class Ticker(PeriodicTask):

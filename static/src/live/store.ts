@@ -28,6 +28,8 @@ export interface LiveState {
   backends: BackendsMessage | null;
   /** The revision of the scheduling rules and of what passes made of them; null until it is told. */
   rules: string | null;
+  /** The revision of the stored model definitions; null until it is told. */
+  definitions: string | null;
 }
 
 export const EMPTY: LiveState = {
@@ -45,6 +47,7 @@ export const EMPTY: LiveState = {
   beats: 0,
   backends: null,
   rules: null,
+  definitions: null,
 };
 
 /** Operations that ended well are remembered for groups and for the word of success, up to this many. */
@@ -102,6 +105,9 @@ function step(next: LiveState, previous: LiveState, message: FeedMessage, now: n
       break;
     case "rules":
       next.rules = message.revision;
+      break;
+    case "definitions":
+      next.definitions = message.revision;
       break;
     case "alive":
       next.beats += 1;

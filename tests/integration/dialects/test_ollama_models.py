@@ -1,5 +1,6 @@
 """Ollama's routes about models (review C6, C12): load, unload, pull, and those that clients may not use."""
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -10,13 +11,20 @@ from django.contrib.auth import get_user_model
 from django.test import Client
 from pytest_django import Settings
 
+from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.accounts.principals import create_api_key
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
+from nodes.definitions import store
 from nodes.gateway import gateway
-from operations.models import Operation
+from nodes.loading.definition_removal import RemoveDefinition
+from nodes.models import ModelDefinition
+from operations.executor.work import Recorder, Work, write_batch
+from operations.ledger import attempts
+from operations.models import Event, Operation
 from tests.support import hot
 from tests.support.answering import DEFINITION, definitions, play, reply
+from tests.support.bus import PlayedBus
 from tests.support.environment import API_KEY
 from tests.support.scripted import Scripted, words
 
@@ -108,9 +116,6 @@ def test_pull_of_a_defined_model_succeeds(body: dict[str, Any]) -> None:
     ("method", "path"),
     [
         ("POST", "/api/push"),
-        ("POST", "/api/create"),
-        ("POST", "/api/copy"),
-        ("DELETE", "/api/delete"),
         ("POST", "/api/blobs/sha256:00"),
         ("HEAD", "/api/blobs/sha256:00"),
     ],
@@ -223,3 +228,132 @@ def test_the_wait_is_that_of_the_route(settings: Settings, monkeypatch: pytest.M
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, model_load_wait=60.0, ollama_load_wait=0.0)
     assert gateway.wait_until() == 160.0
     assert gateway.wait_until(is_patient=True) == float("inf")
+
+
+CREATE = "/api/create"
+
+
+def sent(method: str, path: str, body: Any, key: str | None = API_KEY) -> hot.Reply:
+    """The reply to a request with any method."""
+
+    async def scenario(_: hot.Client, __: Any) -> hot.Reply:
+        return await reply(hot.Client(application, key=key).request(method, path, json.dumps(body).encode()))
+
+    answer: hot.Reply = play(scenario)
+    return answer
+
+
+def test_a_model_is_created_from_another_and_shown() -> None:
+    modelfile = 'FROM m\nPARAMETER num_ctx 512\nPARAMETER stop "x"\nSYSTEM """be\nbrief"""\n'
+    created = sent("POST", CREATE, {"name": "brief:latest", "modelfile": modelfile})
+    assert (created.status, lines(created)[-1]) == (200, {"status": "success"})
+    row = store.find("brief")
+    assert row is not None
+    assert (row.origin, row.revision) == ("api", 1)
+    shown = sent("POST", "/api/show", {"model": "brief"}).body
+    assert shown["system"] == "be\nbrief"
+    assert shown["model_info"] == {"general.context_length": 512}
+    assert "SYSTEM" in shown["modelfile"]
+    again = sent(
+        "POST", CREATE, {"model": "brief", "from": "brief", "parameters": {"num_ctx": 99}, "stream": False}
+    )
+    assert again.body == {"status": "success"}
+    assert "context_size: 99" in store.revisions_of("brief").get(number=2).text
+    audited = AuditEntry.objects.filter(kind="definition.saved").values_list("actor", "subject")
+    assert set(audited) == {("static-key", "definition brief")}
+
+
+def test_the_system_prompt_reaches_the_engine_unless_the_client_has_one(definitions: Path) -> None:
+    (definitions / "m.yaml").write_text(DEFINITION + "system_prompt: be brief\n")
+    for messages, roles in (
+        ([{"role": "user", "content": "hi"}], ["system", "user"]),
+        ([{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}], ["system", "user"]),
+    ):
+        engine = Scripted(words("Hello"))
+        body = {"model": "m", "messages": messages, "stream": False}
+        assert asked(CHAT, body, engine).status == 200
+        (options,) = engine.asked
+        assert [message.role for message in options.Messages] == roles
+        assert options.Messages[0].content == ("x" if messages[0]["role"] == "system" else "be brief")
+
+
+def test_a_model_is_created_from_a_file_that_is_here(definitions: Path) -> None:
+    (definitions / "w.gguf").write_text("123")
+    (definitions / "out.gguf").symlink_to("/etc/hostname")
+    assert sent("POST", CREATE, {"model": "w", "from": "./w.gguf"}).status == 200
+    tags = sent("GET", "/api/tags", None).body["models"]
+    assert [(model["name"], model["size"]) for model in tags] == [("m", 0), ("w", 3)]
+    for path in ("nope.gguf", "/etc/passwd", "../x", ".", "out.gguf", "x" * 300, "a\0b"):
+        assert sent("POST", CREATE, {"model": "v", "from": path}).status == 404, path
+
+
+def test_a_model_is_copied_and_deleted() -> None:
+    assert sent("POST", "/api/copy", {"source": "m:latest", "destination": "org/copy"}).status == 200
+    assert store.find("org/copy") is not None
+    assert sent("POST", "/api/copy", {"source": "nope", "destination": "x"}).status == 404
+
+    async def scenario(client: hot.Client, _: Any) -> hot.Reply:
+        asking = asyncio.create_task(
+            reply(hot.Client(application).request("DELETE", "/api/delete", b'{"model": "org/copy"}'))
+        )
+
+        def run() -> bool:
+            for operation in attempts.claim("c", now=clock.now(), lease=60, limit=1):
+                work = Work(operation, Recorder(write_batch))
+                result = asyncio.run(RemoveDefinition(PlayedBus())(work))
+                attempts.finish(*work.attempt, Event.COMPLETE, now=clock.now(), result=result)
+                return True
+            return False
+
+        async def has_run() -> bool:
+            return await hot.in_thread(run)
+
+        assert await clock.wait_until(has_run, timeout=60)
+        return await asking
+
+    answer = play(scenario)
+    assert (answer.status, answer.body) == (200, {"status": "success"})
+    assert store.find("org/copy") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", CREATE, {"model": "x", "from": "m", "adapters": {"a": "b"}}, 501),
+        ("POST", CREATE, {"model": "x", "modelfile": "FROM m\nADAPTER a"}, 501),
+        ("POST", CREATE, {"model": "x", "files": {"a.gguf": "sha256:0"}}, 501),
+        ("POST", CREATE, {"model": "x", "from": "m", "quantize": "q4_0"}, 501),
+        ("POST", CREATE, {"model": "x"}, 400),
+        ("POST", CREATE, {"from": "m"}, 400),
+        ("POST", CREATE, {"model": "../x", "from": "m"}, 400),
+        ("POST", CREATE, {"model": "x" * 300, "from": "m"}, 400),
+        ("POST", CREATE, {"model": "x", "from": "m", "parameters": {"num_ctx": "y"}}, 400),
+        ("POST", CREATE, {"model": "x", "from": "m", "system": "hf_abcdefghijklmnopqrst"}, 400),
+        ("POST", CREATE, {"model": "m", "from": "m"}, 409),
+        ("POST", CREATE, {"model": "x", "from": "nope"}, 404),
+        ("POST", "/api/copy", {"source": "m"}, 400),
+        ("DELETE", "/api/delete", {"model": "m"}, 409),
+        ("DELETE", "/api/delete", {"model": "nope"}, 404),
+        ("DELETE", "/api/delete", {}, 400),
+    ],
+)
+def test_what_cannot_be_changed_is_refused(method: str, path: str, body: Any, status: int) -> None:
+    answer = sent(method, path, body)
+    assert (answer.status, isinstance(answer.body["error"], str)) == (status, True), answer.body
+    assert not ModelDefinition.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", CREATE, {"model": "x", "from": "m"}),
+        ("POST", "/api/copy", {"source": "m", "destination": "x"}),
+        ("DELETE", "/api/delete", {"model": "m"}),
+    ],
+)
+def test_only_administrators_change_models(method: str, path: str, body: Any) -> None:
+    key = create_api_key(get_user_model().objects.create_user("ann"), "k")[1]
+    assert sent(method, path, body, key).status == 403
+    assert sent(method, path, body, None).status == 401
+    assert not ModelDefinition.objects.exists()
+    assert not Operation.objects.exists()

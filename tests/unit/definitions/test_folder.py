@@ -259,7 +259,7 @@ def test_a_folder_that_hangs_stops_nothing_that_is_known(
     async def scenario() -> int:
         assert await folder.find("mini") is not None
         # Not before: on a busy machine a first look takes its time.
-        folder._limit = 0.05
+        folder._limit = folder._scans._limit = 0.05
         mount.hangs.set()
         now.now += 2
         assert (await folder.problems()).folder == "does not answer"

@@ -1,0 +1,183 @@
+"""Models that a file or a stored definition defines, as the REST API and the command line show them."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from asgiref.sync import async_to_sync
+from django.db.models import F
+
+from localai_cluster.kit import errors, names
+from localai_cluster.web.shapes import Row
+from nodes.api.definition_shapes import DETAIL, FORM, MODEL_FILE, SUMMARY, UNUSABLE
+from nodes.definitions import edit, schema, store
+from nodes.definitions.files import Definition, UnusableDefinition
+from nodes.definitions.folder import MergedRow, folder
+from nodes.definitions.rows import SOURCE, stored_definition
+from nodes.definitions.sizes import named_paths, shards
+from nodes.models import DefinitionRevision, ModelDefinition
+
+MOST_FILES = 1000
+"""Files of one definition that are listed."""
+
+
+class DefinitionEntry:
+    """One model of the list: the definition in force, and the row, either of which may be missing."""
+
+    def __init__(self, name: str, definition: Definition | None, stored: MergedRow | None) -> None:
+        self.name, self.stored = name, stored
+        source = definition.source if definition is not None else ""
+        self.file = stored.file if stored is not None else "" if source.startswith(SOURCE) else source
+        """The file that defines the model; empty without one."""
+        content = stored.row.content if stored is not None else definition
+        self.error = content if isinstance(content, UnusableDefinition) else None
+        self.own = content if isinstance(content, Definition) else None
+        """The definition of the row, of the file without one."""
+        self.definition = definition if definition is not None else self.own
+
+    @property
+    def origin(self) -> str:
+        return self.stored.row.origin if self.stored is not None else "file"
+
+    @property
+    def revision(self) -> int:
+        return self.stored.row.revision if self.stored is not None else 0
+
+    @property
+    def state(self) -> str:
+        if self.stored is None:
+            return "active"
+        if self.file:
+            return "shadowed"
+        if self.stored.row.disabled:
+            return "disabled"
+        return "active" if self.error is None else "unusable"
+
+    @property
+    def updated_at(self) -> datetime:
+        if self.stored is not None:
+            return self.stored.row.updated_at
+        assert self.definition is not None
+        return datetime.fromtimestamp(self.definition.changed, UTC)
+
+    def contains(self, term: str) -> bool:
+        definition = self.definition
+        texts = (self.name, definition.backend, definition.model) if definition is not None else (self.name,)
+        return any(term in text.casefold() for text in texts)
+
+    def summary(self, size: int, actor: str) -> Row:
+        definition = self.definition
+        return SUMMARY.of(
+            name=self.name,
+            backend=definition.backend if definition is not None else "",
+            model=definition.model if definition is not None else "",
+            origin=self.origin,
+            state=self.state,
+            revision=self.revision,
+            size=size,
+            context_size=definition.options.get("ContextSize") if definition is not None else None,
+            use_cases=list(definition.use_cases) if definition is not None else [],
+            updated_at=self.updated_at,
+            actor=actor,
+            problem=names.plain(str(self.error or "")),
+        )
+
+
+def read_entries() -> list[DefinitionEntry]:
+    """Return all models that a file or a row defines, by name; no query on this connection."""
+    models = folder()
+    in_force = {definition.name: definition for definition in async_to_sync(models.all)()}
+    stored = {entry.row.name: entry for entry in async_to_sync(models.stored)()}
+    return [
+        DefinitionEntry(name, in_force.get(name), stored.get(name))
+        for name in sorted(in_force.keys() | stored)
+    ]
+
+
+def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
+    """Return one model, and its row as it is now; raise NotFound."""
+    row, models = store.find(name), folder()
+    definition = async_to_sync(models.find)(name)
+    if row is None and (definition is None or definition.source.startswith(SOURCE)):
+        raise errors.NotFound("there is no such definition")
+    merged = MergedRow(stored_definition(row), definition, store.file_of(name)) if row is not None else None
+    return DefinitionEntry(name, definition, merged), row
+
+
+def actors_of(entries: Sequence[DefinitionEntry]) -> Mapping[str, str]:
+    """Return who saved the latest revision, by name; one query."""
+    latest = DefinitionRevision.objects.filter(
+        definition__name__in=[entry.name for entry in entries if entry.stored is not None],
+        definition__deleted_at__isnull=True,
+        number=F("definition__revision"),
+    )
+    return dict(latest.values_list("definition__name", "actor"))
+
+
+def unusable_rows() -> list[Row]:
+    """Return what cannot be used, files and rows, with line and reason."""
+    models = folder()
+    reasons = async_to_sync(models.problems)().files
+    found: dict[str, UnusableDefinition] = dict(async_to_sync(models.unusable_files)())
+    for stored in async_to_sync(models.stored)():
+        if isinstance(stored.row.content, UnusableDefinition):
+            found[stored.row.source] = stored.row.content
+    nothing = UnusableDefinition()
+    return [
+        UNUSABLE.of(
+            file="" if source.startswith(SOURCE) else source,
+            name=names.plain(found.get(source, nothing).name),
+            line=found.get(source, nothing).line,
+            column=found.get(source, nothing).column,
+            error=reason,
+        )
+        for source, reason in sorted(reasons.items())
+    ]
+
+
+def detail_of(name: str) -> Row:
+    """Return the definition with its text; raise NotFound."""
+    entry, row = find_entry(name)
+    text = row.text if row is not None else store.text_in_force(name) or ""
+    own, error = entry.own, entry.error
+    files = async_to_sync(folder().file_lists)([own])[0] if own is not None else []
+    return DETAIL.of(
+        name=name,
+        text=text,
+        origin=entry.origin,
+        state=entry.state,
+        shadowed=entry.state == "shadowed",
+        file=entry.file,
+        revision=entry.revision,
+        form=FORM.of(**edit.form_of(own)) if own is not None else None,
+        size=sum(size for _, size in files),
+        files=_file_rows(own, files) if own is not None else [],
+        updated_at=entry.updated_at,
+        actor=actors_of([entry]).get(name, ""),
+        warnings=list(schema.check_text(text, SOURCE).warnings),
+        error=names.plain(str(error or "")),
+    )
+
+
+def _file_rows(definition: Definition, files: Sequence[tuple[str, int]]) -> list[Row]:
+    """Return the files that are there, and those that the definition names and are not."""
+    base = folder().path
+    present = dict(files)
+    named = {str(part) for path in named_paths(base, definition) for part in shards(path)}
+    absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}
+    rows = [(path, size, True) for path, size in present.items()] + [(path, 0, False) for path in absent]
+    return [
+        MODEL_FILE.of(path=names.plain(path.removeprefix(f"{base}/")), size=size, present=is_there)
+        for path, size, is_there in sorted(rows)[:MOST_FILES]
+    ]
+
+
+def summaries_of(entries: Sequence[DefinitionEntry]) -> list[Row]:
+    """Return the rows of a list; one query."""
+    actors = actors_of(entries)
+    definitions = [entry.definition for entry in entries if entry.definition is not None]
+    lists = async_to_sync(folder().file_lists)(definitions)
+    sizes = {
+        definition.name: sum(size for _, size in files)
+        for definition, files in zip(definitions, lists, strict=True)
+    }
+    return [entry.summary(sizes.get(entry.name, 0), actors.get(entry.name, "")) for entry in entries]

@@ -1,0 +1,461 @@
+"""Routes of model definitions: list, check, create, edit, clone, disable, delete, revisions.
+
+Files of the models folder are listed too; a file wins over a stored definition of its name, which is then
+shadowed. A save from the pages has the origin `editor`, one with a key `api`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.logs import request_id
+from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.rest import validate_body
+from localai_cluster.web.shapes import TEXT, Row
+from nodes.api import definition_entries
+from nodes.api.base import integer_schema, query_parameter, request_example, response_example
+from nodes.api.definition_shapes import (
+    DEFINITIONS,
+    DETAIL,
+    DETAIL_EXAMPLE,
+    FORM_EXAMPLE,
+    JOB_EXAMPLE,
+    MOMENT_EXAMPLE,
+    ORIGIN,
+    ORIGINS,
+    PREVIEW,
+    REMOVAL,
+    REVISION,
+    REVISIONS,
+    STATE,
+    STATES,
+    SUMMARY_EXAMPLE,
+    YAML_EXAMPLE,
+    DefinitionCloneSerializer,
+    DefinitionCreateSerializer,
+    DefinitionEditSerializer,
+    DefinitionPreviewSerializer,
+    DefinitionRestoreSerializer,
+)
+from nodes.definitions import edit, schema, store
+from nodes.definitions.folder import folder
+from nodes.definitions.rows import SOURCE
+from nodes.loading import definition_preview, definition_removal
+from nodes.loading.definition_removal import RemovalRequest
+from nodes.models import DefinitionOrigin
+from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+
+MOST_ITEMS, USUAL_ITEMS = 1000, 100
+USUAL_REVISIONS = 20
+_MODEL = OpenApiParameter(
+    "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
+)
+
+
+class _DefinitionRoute(APIView):
+    """A route of definitions; errors are flat."""
+
+    envelope = "flat"
+
+    def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
+        """Save the text as the caller's; return the definition."""
+        is_page = getattr(request._request.user, "is_authenticated", False)
+        row = store.save(
+            name,
+            text,
+            origin=DefinitionOrigin.EDITOR if is_page else DefinitionOrigin.API,
+            actor=principal(request).name,
+            reason=fields.get("reason", ""),
+            expected_revision=fields.get("revision"),
+            now=clock.now(),
+        )
+        return definition_entries.detail_of(row.name)
+
+
+class DefinitionsView(_DefinitionRoute):
+    """`/api/definitions`."""
+
+    @extend_schema(
+        operation_id="definitions",
+        summary="List model definitions",
+        tags=["models"],
+        parameters=[
+            query_parameter("term", TEXT, "Part of the name, backend or model."),
+            query_parameter("origin", ORIGIN, "Where it comes from."),
+            query_parameter("state", STATE, "Its state."),
+            query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
+            query_parameter("items", integer_schema(1, MOST_ITEMS, USUAL_ITEMS), "Definitions on a page."),
+        ],
+        responses={200: DEFINITIONS.ref, **flat_refusals(400)},
+        examples=[
+            response_example(
+                {
+                    "definitions": [SUMMARY_EXAMPLE],
+                    "total": 1,
+                    "page": 1,
+                    "items": USUAL_ITEMS,
+                    "unusable": [
+                        {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
+                    ],
+                }
+            )
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """Those of files and stored ones, by name, in a constant number of queries."""
+        parameters = Parameters(request.query_params, "term", "origin", "state", "page", "items")
+        term = parameters.text("term", LONGEST_SEARCH).casefold()
+        origin, state = parameters.choice("origin", ORIGINS), parameters.choice("state", STATES)
+        page = parameters.number("page", 1, FARTHEST) or 1
+        items = parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS
+        entries = [
+            entry
+            for entry in definition_entries.read_entries()
+            if origin in ("", entry.origin)
+            and state in ("", entry.state)
+            and (not term or entry.contains(term))
+        ]
+        shown = entries[(page - 1) * items : page * items]
+        body = DEFINITIONS.of(
+            definitions=definition_entries.summaries_of(shown),
+            total=len(entries),
+            page=page,
+            items=items,
+            unusable=definition_entries.unusable_rows(),
+        )
+        return Response(body)
+
+    @extend_schema(
+        operation_id="definitions_create",
+        summary="Store a model definition",
+        tags=["models"],
+        request=DefinitionCreateSerializer,
+        responses={201: DETAIL.ref, **flat_refusals(400, 409, 413)},
+        examples=[
+            request_example({"text": YAML_EXAMPLE, "reason": "for the team"}),
+            response_example(DETAIL_EXAMPLE, "created", "201"),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """409 if the model is defined already. Secrets are refused."""
+        fields = validate_body(DefinitionCreateSerializer, request)
+        text = fields["text"]
+        if name := fields.get("name"):
+            text = edit.rename(text, name)
+        checked = schema.require_usable(text, SOURCE).definition
+        assert checked is not None
+        store.require_no_file(checked.name)
+        return Response(self.save(request, None, text, fields), status=201)
+
+
+class DefinitionSchemaView(_DefinitionRoute):
+    """`/api/definitions/schema`."""
+
+    @extend_schema(
+        operation_id="definitions_schema",
+        summary="Show the JSON Schema of a definition",
+        tags=["models"],
+        responses={200: {"type": "object", "additionalProperties": True}, **flat_refusals()},
+        examples=[response_example({"title": "Model definition", "type": "object"})],
+    )
+    def get(self, request: Request) -> Response:
+        """For editors; settings that it does not list are permitted and not used."""
+        return Response(schema.definition_schema())
+
+
+class DefinitionPreviewView(_DefinitionRoute):
+    """`/api/definitions/preview`."""
+
+    @extend_schema(
+        operation_id="definitions_preview",
+        summary="Check a definition, and show what saving it would do",
+        tags=["models"],
+        request=DefinitionPreviewSerializer,
+        responses={200: PREVIEW.ref, **flat_refusals(400, 413)},
+        examples=[
+            request_example({"name": "m", "changes": {"context_size": 8192}}),
+            response_example(
+                {
+                    "valid": True,
+                    "errors": [],
+                    "warnings": [],
+                    "text": YAML_EXAMPLE,
+                    "form": FORM_EXAMPLE,
+                    "revision_changes": True,
+                    "replicas": [],
+                    "fit": None,
+                    "diff": "",
+                }
+            ),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Errors with line and column, the replicas that renewal replaces, where it fits; saves nothing."""
+        fields = validate_body(DefinitionPreviewSerializer, request)
+        name = fields.get("name", "")
+        former = store.text_in_force(name) if name else None
+        text = (
+            fields["text"] if "text" in fields else definition_preview.changed_text(former, fields["changes"])
+        )
+        if not name and (definition := schema.check_text(text, SOURCE).definition) is not None:
+            name = definition.name
+            former = store.text_in_force(name)
+        in_force = async_to_sync(folder().find)(name) if name else None
+        return Response(PREVIEW.of(**definition_preview.preview(text, name, in_force, former or "")))
+
+
+class DefinitionView(_DefinitionRoute):
+    """`/api/definitions/:name`."""
+
+    @extend_schema(
+        operation_id="definition",
+        summary="Show a definition",
+        tags=["models"],
+        parameters=[_MODEL],
+        responses={200: DETAIL.ref, **flat_refusals(404)},
+        examples=[response_example(DETAIL_EXAMPLE)],
+    )
+    def get(self, request: Request, name: str) -> Response:
+        """With its YAML, the values of the form, and its files."""
+        return Response(definition_entries.detail_of(name))
+
+    @extend_schema(
+        operation_id="definition_save",
+        summary="Change a definition",
+        tags=["models"],
+        parameters=[_MODEL],
+        request=DefinitionEditSerializer,
+        responses={200: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
+        examples=[
+            request_example({"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"}),
+            response_example(DETAIL_EXAMPLE),
+        ],
+    )
+    def put(self, request: Request, name: str) -> Response:
+        """Adds a revision; renewal then replaces the replicas of the former one.
+
+        409 with `revision` if it has moved since. Of a model that a file defines the text is stored, and
+        `shadowed` says that the file stays in force.
+        """
+        fields = validate_body(DefinitionEditSerializer, request)
+        former = store.text_in_force(name)
+        if former is None:
+            raise errors.NotFound("there is no such definition")
+        text = fields["text"] if "text" in fields else edit.apply_changes(former, fields["changes"])
+        return Response(self.save(request, name, text, fields))
+
+    @extend_schema(
+        operation_id="definition_delete",
+        summary="Delete a stored definition",
+        tags=["models"],
+        parameters=[
+            _MODEL,
+            query_parameter("files", {"type": "boolean"}, "Remove the files that no other one names."),
+        ],
+        request=None,
+        responses={
+            202: OpenApiResponse(REMOVAL.ref, "The operation is recorded."),
+            **flat_refusals(400, 404, 409),
+        },
+        examples=[
+            response_example(
+                {
+                    "jobID": JOB_EXAMPLE,
+                    "statusUrl": f"/api/backends/job/{JOB_EXAMPLE}",
+                    "message": "the definition is being deleted",
+                    "deduplicated": False,
+                },
+                "accepted",
+                "202",
+            )
+        ],
+    )
+    def delete(self, request: Request, name: str) -> Response:
+        """Unloads the model first. 409 for a model that only a file defines: remove that file."""
+        with_files = Parameters(request.query_params, "files").choice("files", ("true", "false")) == "true"
+        return Response(remove(request, name, with_files=with_files), status=202)
+
+
+def remove(request: Request, name: str, *, with_files: bool) -> Row:
+    """Request the deletion; return its operation."""
+    removal = RemovalRequest(
+        name, principal(request).name, with_files, request_id.get(), client_address(request)
+    )
+    admission = definition_removal.request_removal(removal, now=clock.now())
+    job = str(admission.operation.id)
+    return REMOVAL.of(
+        jobID=job,
+        statusUrl=f"/api/backends/job/{job}",
+        message="the definition is being deleted",
+        deduplicated=not admission.created,
+    )
+
+
+class DefinitionCloneView(_DefinitionRoute):
+    """`/api/definitions/:name/clone`."""
+
+    @extend_schema(
+        operation_id="definition_clone",
+        summary="Copy a definition under another name",
+        tags=["models"],
+        parameters=[_MODEL],
+        request=DefinitionCloneSerializer,
+        responses={201: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
+        examples=[
+            request_example({"name": "m-long"}),
+            response_example(DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201"),
+        ],
+    )
+    def post(self, request: Request, name: str) -> Response:
+        """The files are the same. 409 if the new name is defined already."""
+        fields = validate_body(DefinitionCloneSerializer, request)
+        text = store.text_in_force(name)
+        if text is None:
+            raise errors.NotFound("there is no such definition")
+        store.require_no_file(fields["name"])
+        reason = fields.get("reason") or f"copy of {name}"
+        copied = edit.rename(text, fields["name"])
+        return Response(self.save(request, None, copied, {"reason": reason}), status=201)
+
+
+class _SwitchView(_DefinitionRoute):
+    disables: bool
+
+    def post(self, request: Request, name: str) -> Response:
+        """Stored definitions only: the state of a file is its author's."""
+        if store.find(name) is None:
+            store.require_no_file(name)
+        store.set_disabled(name, self.disables, now=clock.now())
+        return Response(definition_entries.detail_of(name))
+
+
+def _describe_switch(operation_id: str, summary: str, state: str) -> Any:
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        tags=["models"],
+        parameters=[_MODEL],
+        request=None,
+        responses={200: DETAIL.ref, **flat_refusals(404, 409)},
+        examples=[response_example(DETAIL_EXAMPLE | {"state": state})],
+    )
+
+
+class DefinitionDisableView(_SwitchView):
+    """`/api/definitions/:name/disable`."""
+
+    disables = True
+
+    @_describe_switch("definition_disable", "Disable a definition", "disabled")
+    def post(self, request: Request, name: str) -> Response:
+        """Requests for the model are 404 from then on, and its replicas are unloaded after theirs."""
+        return super().post(request, name)
+
+
+class DefinitionEnableView(_SwitchView):
+    """`/api/definitions/:name/enable`."""
+
+    disables = False
+
+    @_describe_switch("definition_enable", "Enable a definition", "active")
+    def post(self, request: Request, name: str) -> Response:
+        """The next request loads the model."""
+        return super().post(request, name)
+
+
+class DefinitionRevisionsView(_DefinitionRoute):
+    """`/api/definitions/:name/revisions`."""
+
+    @extend_schema(
+        operation_id="definition_revisions",
+        summary="List the revisions of a definition",
+        tags=["models"],
+        parameters=[
+            _MODEL,
+            query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
+            query_parameter("items", integer_schema(1, MOST_ITEMS, USUAL_REVISIONS), "Revisions on a page."),
+        ],
+        responses={200: REVISIONS.ref, **flat_refusals(400, 404)},
+        examples=[
+            response_example(
+                {
+                    "revisions": [
+                        {
+                            "number": 1,
+                            "actor": "ann",
+                            "at": MOMENT_EXAMPLE,
+                            "reason": "for the team",
+                            "origin": "editor",
+                            "diff": "--- revision 0\n+++ revision 1\n",
+                        }
+                    ],
+                    "total": 1,
+                    "page": 1,
+                    "items": USUAL_REVISIONS,
+                }
+            )
+        ],
+    )
+    def get(self, request: Request, name: str) -> Response:
+        """Who changed what, when and why, the newest first; none for a model that a file defines."""
+        parameters = Parameters(request.query_params, "page", "items")
+        page = parameters.number("page", 1, FARTHEST) or 1
+        items = parameters.number("items", 1, MOST_ITEMS) or USUAL_REVISIONS
+        revisions = store.revisions_of(name)
+        total = revisions.count()
+        if not total:
+            definition_entries.find_entry(name)
+        shown = list(revisions[(page - 1) * items : page * items])
+        return Response(
+            REVISIONS.of(
+                revisions=[
+                    REVISION.of(
+                        number=revision.number,
+                        actor=revision.actor,
+                        at=revision.at,
+                        reason=revision.reason,
+                        origin=revision.origin,
+                        diff=diff,
+                    )
+                    for revision, diff in zip(shown, store.diffs(shown), strict=True)
+                ],
+                total=total,
+                page=page,
+                items=items,
+            )
+        )
+
+
+class DefinitionRestoreView(_DefinitionRoute):
+    """`/api/definitions/:name/revisions/:number/restore`."""
+
+    @extend_schema(
+        operation_id="definition_restore",
+        summary="Restore a revision of a definition",
+        tags=["models"],
+        parameters=[_MODEL, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
+        request=DefinitionRestoreSerializer,
+        responses={200: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
+        examples=[request_example({"revision": 3}), response_example(DETAIL_EXAMPLE)],
+    )
+    def post(self, request: Request, name: str, number: int) -> Response:
+        """Its text becomes the newest revision; 409 with `revision` if the definition has moved since."""
+        fields = validate_body(DefinitionRestoreSerializer, request) if request.data else {}
+        is_page = getattr(request._request.user, "is_authenticated", False)
+        store.restore(
+            name,
+            number,
+            actor=principal(request).name,
+            origin=DefinitionOrigin.EDITOR if is_page else DefinitionOrigin.API,
+            expected_revision=fields.get("revision"),
+            now=clock.now(),
+        )
+        return Response(definition_entries.detail_of(name))

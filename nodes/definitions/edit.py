@@ -1,0 +1,235 @@
+"""Edits of a definition's YAML by a form: comments, order and quotes of the rest stay.
+
+`ruamel.yaml` keeps them. It reads YAML 1.2 and the parser of definitions 1.1, so the result is read again by
+that one: if it is not the edited document, the document is written anew, without comments.
+"""
+
+import io
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+
+from localai_cluster.kit import names
+from localai_cluster.kit.errors import InvalidInput
+from nodes.definitions.files import TEMPLATES, Definition, UnusableDefinition, load_document
+
+PARALLEL = ("parallel", "n_parallel")
+"""Names of the entry of `options` with the number of requests that an engine answers at once."""
+MOST_OPTIONS = 200
+LONGEST_OPTION = 4096
+LONGEST_TEMPLATE = 65_536
+FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
+"""The settings that most people change."""
+Document = dict[str, Any]
+
+
+def form_of(definition: Definition) -> dict[str, Any]:
+    """Return the values of the form; None for a setting that the definition leaves to others."""
+    options, own = definition.options, []
+    parallel = None
+    for entry in options.get("Options", ()):
+        name, _, value = entry.partition(":")
+        if name.strip() in PARALLEL and value.strip().isdecimal():
+            parallel = int(value)
+        else:
+            own.append(entry)
+    layers = options.get("NGPULayers")
+    return {
+        "context_size": options.get("ContextSize"),
+        "parallel": parallel,
+        "gpu_layers": "auto" if definition.auto_layers else layers if layers != _ALL_LAYERS else None,
+        "template": definition.generation.template,
+        "options": own,
+        "max_tokens": definition.generation.defaults.get("max_tokens"),
+    }
+
+
+_ALL_LAYERS = 99_999_999
+"""The value of a definition that says nothing (`files.py`)."""
+
+
+def apply_changes(text: str, changes: Mapping[str, Any]) -> str:
+    """Return the text with these values of the form; None removes a setting. Raise InvalidInput."""
+    for name, value in changes.items():
+        _check_change(name, value)
+    return _edited(text, lambda document: _change(document, changes))
+
+
+def rename(text: str, name: str) -> str:
+    """Return the text with another `name`. Raise InvalidInput."""
+    names.check_text(name, "name")
+    return _edited(text, lambda document: document.__setitem__("name", _scalar(name)))
+
+
+def merge(text: str, settings: Mapping[str, Any]) -> str:
+    """Return the text with these settings in place of its own, sections merged. Raise InvalidInput."""
+
+    def change(document: Document) -> None:
+        for key, value in settings.items():
+            if isinstance(value, Mapping) and isinstance(document.get(key), dict):
+                document[key].update({name: _scalar(each) for name, each in value.items()})
+            else:
+                document[key] = _scalar(value)
+
+    return _edited(text, change)
+
+
+def _check_change(name: str, value: Any) -> None:
+    limits = {"context_size": 2**31 - 1, "parallel": 1024, "max_tokens": 2**31 - 1, "gpu_layers": 2**31 - 1}
+    if name not in FORM:
+        raise _invalid(name[:64], f"is not a setting of the form: {', '.join(FORM)}")
+    if value is None or (name == "gpu_layers" and value == "auto"):
+        return
+    if name in limits:
+        least = 0 if name == "gpu_layers" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limits[name]:
+            raise _invalid(name, f"must be a whole number from {least} to {limits[name]}")
+    elif name == "template":
+        if not isinstance(value, str) or len(value) > LONGEST_TEMPLATE:
+            raise _invalid(name, f"must be a text of at most {LONGEST_TEMPLATE} characters")
+    elif (
+        not isinstance(value, list)
+        or len(value) > MOST_OPTIONS
+        or not all(isinstance(entry, str) and 0 < len(entry) <= LONGEST_OPTION for entry in value)
+    ):
+        raise _invalid(
+            name, f"must be a list of at most {MOST_OPTIONS} texts of at most {LONGEST_OPTION} characters"
+        )
+
+
+def _invalid(name: str, complaint: str) -> InvalidInput:
+    return InvalidInput(f"changes: {name} {complaint}", field="changes")
+
+
+def _change(document: Document, changes: Mapping[str, Any]) -> None:
+    """Write the changes into the document, each where it is stated already."""
+    parameters = document.setdefault("parameters", {})
+    if not isinstance(parameters, dict):
+        raise _invalid("parameters", "is not a mapping in the text")
+    for name in ("context_size", "gpu_layers"):
+        if name in changes:
+            is_parameter = name in parameters and name not in document
+            _set(parameters if is_parameter else document, name, changes[name])
+            if not is_parameter:
+                parameters.pop(name, None)  # it would count where the document says nothing
+    if "max_tokens" in changes:
+        _set(parameters, "max_tokens", changes["max_tokens"])
+    if "template" in changes:
+        _set_template(document, changes["template"] or "")
+    if "options" in changes or "parallel" in changes:
+        _set_options(
+            document if "options" in document or "options" not in parameters else parameters, changes
+        )
+
+
+def _set(section: Document, name: str, value: Any) -> None:
+    if value is None:
+        section.pop(name, None)
+    else:
+        section[name] = _scalar(value)
+
+
+def _set_template(document: Document, template: str) -> None:
+    """Have a Jinja template for chats, or the model's own."""
+    section = document.get("template")
+    section = section if isinstance(section, dict) else {}
+    for name in (*TEMPLATES, "jinja_template", "use_tokenizer_template"):
+        section.pop(name, None)
+    if template:
+        section.update({"jinja_template": True, "chat": _scalar(template)})
+    if section:
+        document["template"] = section
+    else:
+        document.pop("template", None)
+
+
+def _set_options(section: Document, changes: Mapping[str, Any]) -> None:
+    stated = section.get("options")
+    stated = stated if isinstance(stated, list) else []
+
+    def is_parallel(entry: object) -> bool:
+        return isinstance(entry, str) and entry.partition(":")[0].strip() in PARALLEL
+
+    parallel = [str(entry) for entry in stated if is_parallel(entry)]
+    if "parallel" in changes:
+        parallel = [f"parallel:{changes['parallel']}"] if changes["parallel"] is not None else []
+    own = [entry for entry in stated if not is_parallel(entry)]
+    if "options" in changes:
+        own = [_scalar(entry) for entry in changes["options"] or () if not is_parallel(entry)]
+    # The list itself stays: its comments belong to it.
+    stated[:] = [*own, *parallel]
+    if stated:
+        section["options"] = stated
+    else:
+        section.pop("options", None)
+
+
+def _scalar(value: Any) -> Any:
+    """Return the value so that it is written as a text if it is one, whatever the version of YAML."""
+    if isinstance(value, list):
+        return [_scalar(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: _scalar(entry) for key, entry in value.items()}
+    if not isinstance(value, str):
+        return value
+    if "\n" in value and all(character.isprintable() or character == "\n" for character in value):
+        return LiteralScalarString(value)
+    return value if yaml.safe_load(value or '""') == value else DoubleQuotedScalarString(value)
+
+
+def _edited(text: str, change: Any) -> str:
+    """Return the text after the change of its document; raise InvalidInput for a text that is no mapping."""
+    try:
+        document = load_document(text.encode())
+    except (UnusableDefinition, UnicodeEncodeError) as error:
+        raise InvalidInput(f"text: {error}", field="text") from error
+    if not isinstance(document, dict):
+        raise InvalidInput("text: is not a mapping of settings", field="text")
+    wanted = deepcopy(document)
+    change(wanted)
+    wanted = _plain(wanted)
+    kept = _edited_in_place(text, change)
+    if kept is not None and _is_document(kept, wanted):
+        return kept
+    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _edited_in_place(text: str, change: Any) -> str | None:
+    """Return the edited text with its comments; None if the library cannot."""
+    editor = YAML()
+    editor.preserve_quotes, editor.width, editor.allow_unicode = True, 4096, True
+    editor.indent(mapping=2, sequence=_sequence_indent(text), offset=_sequence_indent(text) - 2)
+    try:
+        document = editor.load(text)
+        change(document)
+        written = io.StringIO()
+        editor.dump(document, written)
+    except (YAMLError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    return written.getvalue()
+
+
+def _sequence_indent(text: str) -> int:
+    """Return the indentation of lists in the text: 4 if their dashes are indented, else 2."""
+    return 4 if any(line.startswith("  - ") for line in text.splitlines()) else 2
+
+
+def _is_document(text: str, wanted: Document) -> bool:
+    try:
+        return bool(load_document(text.encode()) == wanted)
+    except UnusableDefinition:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Return the value without the library's subclasses of `str`."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return str.__str__(value) if isinstance(value, str) else value

@@ -1,0 +1,215 @@
+"""The only writer of stored definitions. Each change, its audit and its NOTIFY are one transaction.
+
+A text is checked before it is saved: it is usable, has the name of its row, and holds no secret. Saving the
+text that is in force adds no revision, so a caller that was interrupted can repeat it.
+"""
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from asgiref.sync import async_to_sync
+from django.db import transaction
+
+from localai_cluster.accounts import audit
+from localai_cluster.accounts.audit import Change
+from localai_cluster.kit import names
+from localai_cluster.kit.errors import Conflict, InvalidInput, NotFound
+from localai_cluster.kit.locks import lock_name
+from nodes.definitions import schema
+from nodes.definitions.files import UnusableDefinition
+from nodes.definitions.folder import folder
+from nodes.definitions.rows import CHANNEL, SOURCE
+from nodes.models import DefinitionRevision, ModelDefinition
+from operations.changes.events import notify
+
+log = logging.getLogger(__name__)
+
+MOST_REVISIONS = 200
+"""Revisions of a definition that are kept, the latest ones."""
+LONGEST_REASON = 500
+_MOST_LINES = 5000
+"""Lines of two texts together that are compared."""
+
+
+def save(
+    name: str | None,
+    text: str,
+    *,
+    origin: str,
+    actor: str,
+    now: datetime,
+    reason: str = "",
+    expected_revision: int | None = None,
+    files: Sequence[Mapping[str, Any]] = (),
+) -> ModelDefinition:
+    """Create the definition, or add a revision if `name` is given and it exists.
+
+    `expected_revision` is the one that the caller has seen, 0 for none. Raises InvalidInput for the text, and
+    Conflict with `revision` if a definition exists that `name` does not permit to change, or has moved.
+    """
+    definition = schema.require_usable(text, SOURCE).definition
+    assert definition is not None
+    if name is not None and definition.name != name:
+        raise InvalidInput(
+            f"text: `name` is {definition.name!r}, not {name!r}; clone it instead", field="text"
+        )
+    with transaction.atomic():
+        row = _locked(definition.name)
+        revision = row.revision if row is not None else 0
+        if (name is None and row is not None) or expected_revision not in (None, revision):
+            raise _moved(definition.name, revision)
+        if row is not None and row.text == text:
+            return row
+        if row is None:
+            ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
+            row = ModelDefinition(name=definition.name, created_at=now)
+        row.text, row.origin, row.revision = text, origin, revision + 1
+        row.files = list(map(dict, files)) or row.files
+        _changed(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
+        DefinitionRevision.objects.create(
+            definition=row,
+            number=row.revision,
+            text=text,
+            origin=origin,
+            actor=actor[:150],
+            reason=reason[:LONGEST_REASON],
+            at=now,
+        )
+        row.revisions.filter(number__lte=row.revision - MOST_REVISIONS).delete()
+    return row
+
+
+def restore(
+    name: str, number: int, *, actor: str, origin: str, now: datetime, expected_revision: int | None = None
+) -> ModelDefinition:
+    """Save the text of an earlier revision as the newest one; raise NotFound without it."""
+    revision = revisions_of(name).filter(number=number).first()
+    if revision is None:
+        raise NotFound(f"model {name} has no revision {number}")
+    reason = f"restored revision {number}"
+    return save(
+        name,
+        revision.text,
+        origin=origin,
+        actor=actor,
+        now=now,
+        reason=reason,
+        expected_revision=expected_revision,
+    )
+
+
+def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition:
+    """Disable or enable the definition; raise NotFound without one."""
+    with transaction.atomic():
+        row = _existing(name)
+        if row.disabled != disabled:
+            row.disabled = disabled
+            _changed(row, "disabled" if disabled else "enabled", "", now)
+    return row
+
+
+def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
+    """Delete this definition, unless it is deleted already; return its row, None if the name is used again.
+
+    Its text stays until then.
+    """
+    with transaction.atomic():
+        row = _locked(name)
+        if row is not None and row.id == id:
+            row.deleted_at = now
+            _changed(row, "deleted", "", now)
+            return row
+        return ModelDefinition.objects.filter(pk=id).first()
+
+
+def find(name: str) -> ModelDefinition | None:
+    """Return the stored definition; None without one."""
+    if names.unprintable(name):
+        return None  # PostgreSQL rejects NUL
+    return ModelDefinition.objects.filter(name=name, deleted_at__isnull=True).first()
+
+
+def text_in_force(name: str) -> str | None:
+    """Return the text that an edit begins with: that of the row, of the file without one; None without both.
+
+    Raises InvalidInput for a file that cannot be read.
+    """
+    row = find(name)
+    if row is not None:
+        return row.text
+    try:
+        return async_to_sync(folder().text)(name)
+    except UnusableDefinition as error:
+        raise InvalidInput(f"name: the file of {name} {error}", field="name") from error
+
+
+def file_of(name: str) -> str:
+    """Return the file of the models folder that wins over a row of this name; "" without one."""
+    return async_to_sync(folder().file_of)(name)
+
+
+def require_no_file(name: str) -> None:
+    """Raise Conflict if a file defines the model."""
+    if file := file_of(name):
+        raise Conflict(f"the file {file} of the models folder defines {name}", field="name")
+
+
+def revisions_of(name: str) -> Any:
+    """Return the revisions of the stored definition, the newest first."""
+    rows = DefinitionRevision.objects.filter(definition__name=name, definition__deleted_at__isnull=True)
+    return rows.none() if names.unprintable(name) else rows.order_by("-number")
+
+
+def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
+    """Yield the change from the one before for each of these revisions of one definition; one query."""
+    numbers = {revision.number - 1 for revision in revisions}
+    before = DefinitionRevision.objects.filter(
+        definition__in={revision.definition_id for revision in revisions}, number__in=numbers
+    )
+    texts = {row.number: row.text for row in before}
+    for revision in revisions:
+        former = texts.get(revision.number - 1, "")
+        labels = f"revision {revision.number - 1}", f"revision {revision.number}"
+        yield diff(former, revision.text, *labels)
+
+
+def diff(former: str, text: str, former_name: str, name: str) -> str:
+    """Return a unified diff; only the numbers of lines for texts that are too long to be compared."""
+    before, after = former.splitlines(keepends=True), text.splitlines(keepends=True)
+    if len(before) + len(after) > _MOST_LINES:
+        return f"--- {former_name}: {len(before)} lines\n+++ {name}: {len(after)} lines\n"
+    lines = difflib.unified_diff(before, after, former_name, name)
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+
+def _locked(name: str) -> ModelDefinition | None:
+    """Return the row, locked until the commit; also a row that does not exist is locked, by its name."""
+    lock_name(f"definition {name}")
+    return ModelDefinition.objects.select_for_update().filter(name=name, deleted_at__isnull=True).first()
+
+
+def _existing(name: str) -> ModelDefinition:
+    row = None if names.unprintable(name) else _locked(name)
+    if row is None:
+        raise NotFound(f"there is no stored definition of {name}")
+    return row
+
+
+def _moved(name: str, revision: int) -> Conflict:
+    what = f"is at revision {revision}" if revision else "is not stored any more"
+    return Conflict(f"the definition of {name} {what}", field="revision", revision=revision)
+
+
+def _changed(row: ModelDefinition, verb: str, detail: str, now: datetime) -> None:
+    """Save the row with its audit entry and NOTIFY; this process reads it again after the commit."""
+    row.change += 1
+    row.updated_at = now
+    row.save()
+    audit.record(Change(f"definition.{verb}", f"definition {row.name}", str(row.id), detail), at=now)
+    notify(CHANNEL, row.name)
+    transaction.on_commit(folder().rows_changed)
+    log.info("definition of %s: %s %s", row.name, verb, detail)

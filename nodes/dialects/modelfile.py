@@ -1,0 +1,173 @@
+"""Ollama's description of a model, a Modelfile or fields of a request, as settings of a definition. Pure."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from localai_cluster.kit import names
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from nodes.definitions.files import Definition
+
+MOST_LINES = 10_000
+
+
+class NotSupported(ClusterError):
+    """The cluster has no such function."""
+
+    message = "This function is not supported."
+    status = 501
+    code = "not_implemented"
+
+
+@dataclass
+class Modelfile:
+    """A parsed description; `base` is a model or a file."""
+
+    base: str = ""
+    parameters: dict[str, list[Any]] = field(default_factory=dict)
+    template: str = ""
+    system: str = ""
+
+    def add(self, instruction: str, value: str) -> None:
+        """Add one instruction; raise InvalidInput, or NotSupported for an adapter."""
+        match instruction.upper():
+            case "FROM":
+                self.base = value
+            case "PARAMETER":
+                name, _, stated = value.partition(" ")
+                self.parameters.setdefault(name.lower(), []).append(stated.strip().strip('"'))
+            case "TEMPLATE":
+                self.template = value
+            case "SYSTEM":
+                self.system = value
+            case "ADAPTER":
+                raise NotSupported("ADAPTER is not supported: define the adapter in the model's definition")
+            case "LICENSE" | "MESSAGE" | "REQUIRES":
+                pass  # they do not change what an engine does
+            case _:
+                raise InvalidInput(
+                    f"modelfile: {names.plain(instruction[:32])!r} is no instruction", field="modelfile"
+                )
+
+
+_LINE = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
+_QUOTES = '"""'
+
+
+def parse_modelfile(text: str) -> Modelfile:
+    """Parse the lines of a Modelfile; raise InvalidInput."""
+    modelfile = Modelfile()
+    for instruction, value in _instructions(text):
+        modelfile.add(instruction, value)
+    if not modelfile.base:
+        raise InvalidInput("modelfile: has no FROM", field="modelfile")
+    return modelfile
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Yield instructions with their values, which may be texts of several lines in triple quotes."""
+    lines = text.splitlines()
+    if len(lines) > MOST_LINES:
+        raise InvalidInput(f"modelfile: has more than {MOST_LINES} lines", field="modelfile")
+    remaining = iter(lines)
+    for line in remaining:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise InvalidInput(f"modelfile: {names.plain(line[:64])!r} has no value", field="modelfile")
+        instruction, value = match[1], match[2].strip()
+        if value.startswith(_QUOTES):
+            parts = [value.removeprefix(_QUOTES)]
+            while _QUOTES not in parts[-1]:
+                following = next(remaining, None)
+                if following is None:
+                    raise InvalidInput("modelfile: a text in triple quotes does not end", field="modelfile")
+                parts.append(following)
+            value = "\n".join(parts).rpartition(_QUOTES)[0]
+        elif len(value) > 1 and value[0] == value[-1] == '"' and instruction.upper() != "PARAMETER":
+            value = value[1:-1]
+        yield instruction, value
+
+
+_IN_PARAMETERS = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "typical_p": float,
+    "seed": int,
+    "repeat_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+}
+_IN_DOCUMENT = {
+    "num_ctx": "context_size",
+    "num_gpu": "gpu_layers",
+    "num_thread": "threads",
+    "num_batch": "batch",
+}
+
+
+def settings_of(modelfile: Modelfile) -> dict[str, Any]:
+    """Return the settings of a definition; unknown parameters are left out. Raise InvalidInput."""
+    settings: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
+    for name, values in modelfile.parameters.items():
+        if name == "stop":
+            settings["stopwords"] = [str(value) for value in values if str(value)]
+        elif name in _IN_DOCUMENT:
+            settings[_IN_DOCUMENT[name]] = _number(name, values[-1], int)
+        elif name in _IN_PARAMETERS:
+            parameters[name] = _number(name, values[-1], _IN_PARAMETERS[name])
+        elif name == "num_predict" and (tokens := _number(name, values[-1], int)) > 0:
+            parameters["max_tokens"] = tokens
+    if parameters:
+        settings["parameters"] = parameters
+    if modelfile.system:
+        settings["system_prompt"] = modelfile.system
+    if modelfile.template:
+        # A template in Go's language has `.System`; it is kept, and the model's own is used.
+        is_jinja = "{%" in modelfile.template or not re.search(r"\{\{-?\s*\.", modelfile.template)
+        settings["template"] = {"chat": modelfile.template} | ({"jinja_template": True} if is_jinja else {})
+    return settings
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        return int(number) if kind is int else number
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidInput(f"parameters: {name} is not a number", field="parameters") from None
+
+
+def parameters_of(definition: Definition) -> str:
+    """Return the parameters of a definition as `PARAMETER` lines without that word."""
+    options, generation = definition.options, definition.generation
+    stated: dict[str, Any] = {
+        name: options[option] for name, option in _OPTIONS.items() if options.get(option)
+    }
+    stated |= {
+        "num_predict" if name == "max_tokens" else name: value for name, value in generation.defaults.items()
+    }
+    lines = [f"{name:<30} {value}" for name, value in stated.items()]
+    lines += [f'{"stop":<30} "{word}"' for word in generation.stop]
+    return "\n".join(lines)
+
+
+_OPTIONS = {"num_ctx": "ContextSize", "num_thread": "Threads"}
+
+
+def render_modelfile(definition: Definition) -> str:
+    """Return a Modelfile that describes the definition."""
+    lines = [f"FROM {definition.model}"]
+    lines += [f"PARAMETER {' '.join(line.split(None, 1))}" for line in parameters_of(definition).splitlines()]
+    generation: Mapping[str, str] = {
+        "TEMPLATE": definition.generation.template,
+        "SYSTEM": definition.generation.system,
+    }
+    lines += [f"{name} {_QUOTES}{text}{_QUOTES}" for name, text in generation.items() if text]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,221 @@
+"""Ollama's routes that create, copy and delete models, for administrators.
+
+`create` stores a definition: that of a model with other settings, or one for a file of the models folder.
+Nothing is uploaded or converted. As with Ollama, an existing definition of the name gets another revision.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+from uuid import UUID
+
+import msgspec
+import yaml
+from django.db import DatabaseError
+
+from localai_cluster.accounts import audit
+from localai_cluster.accounts.actors import of_principal
+from localai_cluster.kit import clock, names
+from localai_cluster.kit.errors import Forbidden, InvalidInput, Unavailable
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.definitions import edit, store
+from nodes.definitions.files import MAX_NAME
+from nodes.definitions.folder import folder
+from nodes.definitions.sizes import path_inside
+from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, settings_of
+from nodes.dialects.models import StatusResponse, status_lines
+from nodes.gateway import gateway
+from nodes.gateway.endpoint import confirm
+from nodes.gateway.gateway import ModelNotFound, find_definition
+from nodes.gateway.request import InferenceRequest
+from nodes.loading import definition_removal
+from nodes.loading.definition_removal import RemovalRequest
+from nodes.models import DefinitionOrigin
+from operations.executor.work import in_thread
+from operations.models import TERMINAL, Operation, Status
+
+FILE_BACKEND = "llama-cpp"
+"""Backend of a model that is created from a file."""
+HOLD = 90.0
+"""Seconds that a deletion is waited for; then it goes on, and the answer is a 503."""
+_POLL = 2.0
+_LATEST = ":latest"
+_DONE = wire.json_answer(StatusResponse(status="success"))
+T = TypeVar("T")
+
+
+class CreateBody(msgspec.Struct, frozen=True):
+    """The body of a request; `name` is the older field of the model, `modelfile` that of all others."""
+
+    model: str | None = None
+    name: str | None = None
+    from_: str | None = msgspec.field(default=None, name="from")
+    modelfile: str | None = None
+    parameters: dict[str, Any] | None = None
+    template: str | None = None
+    system: str | None = None
+    adapters: dict[str, Any] | None = None
+    files: dict[str, Any] | None = None
+    quantize: str | None = None
+    stream: bool | None = None
+
+
+class CopyBody(msgspec.Struct, frozen=True):
+    """The body of a request."""
+
+    source: str
+    destination: str
+
+
+class DeleteBody(msgspec.Struct, frozen=True):
+    """The body of a request; `name` is the older field of the model."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+async def create(request: InferenceRequest) -> Answer:
+    """Store a definition; respond as a stream of states. Raise ModelNotFound for an unknown base."""
+    await require_admin(request)
+    body = wire.parse_struct(wire.parse_json_object(request.body), CreateBody)
+    name = _name(body.model or body.name, "model")
+    modelfile = _modelfile_of(body)
+    text = await _base_text(modelfile.base, name)
+    settings = settings_of(modelfile)
+    text = edit.merge(text, settings) if settings else text
+    await _change(request, lambda: _save(request, name, text, f"created from {modelfile.base}"[:500]))
+    return status_lines(["creating model", "success"], body.stream)
+
+
+async def copy(request: InferenceRequest) -> Answer:
+    """Store the definition under another name; raise ModelNotFound."""
+    await require_admin(request)
+    body = wire.parse_struct(wire.parse_json_object(request.body), CopyBody)
+    destination = _name(body.destination, "destination")
+    definition = await find_definition(body.source)
+    text = await _in_thread(lambda: store.text_in_force(definition.name))
+    if text is None:
+        raise ModelNotFound(f"The model {definition.name[:100]!r} does not exist", field="source")
+    copied = edit.rename(text, destination)
+    await _change(request, lambda: _save(request, destination, copied, f"copy of {definition.name}"))
+    return _DONE
+
+
+async def delete(request: InferenceRequest) -> Answer:
+    """Unload the model and delete its stored definition; its files stay. Raise NotFound, Conflict."""
+    await require_admin(request)
+    body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
+    definition = await find_definition(_name(body.model or body.name, "model"))
+    order = RemovalRequest(
+        definition.name, request.principal.name, False, request.request_id, request.client_address
+    )
+    admission = await _change(request, lambda: definition_removal.request_removal(order, now=clock.now()))
+    operation = await _wait_for_end(admission.operation.id)
+    if operation is None or operation.status != Status.COMPLETED:
+        reason = operation.error or operation.message if operation is not None else "its record was cleared"
+        raise Unavailable(f"the model is not deleted yet: {reason}", retry_after=10)
+    return _DONE
+
+
+async def require_admin(request: InferenceRequest) -> None:
+    """Raise Forbidden unless the caller is an administrator."""
+    await confirm(request)
+    if not request.principal.is_admin:
+        raise Forbidden("only administrators may change the models of this cluster")
+
+
+def _name(text: str | None, field: str) -> str:
+    """Return a name for a definition, without the tag that clients append."""
+    if not text:
+        raise wire.field_error(field, "is required", "missing_required_parameter")
+    name = text.removesuffix(_LATEST).strip()
+    if not 1 <= len(name) <= MAX_NAME:
+        raise InvalidInput(f"{field}: must have 1 to {MAX_NAME} characters", field=field)
+    names.check_text(name, field)
+    return name
+
+
+def _modelfile_of(body: CreateBody) -> Modelfile:
+    if body.adapters:
+        raise NotSupported("adapters are not supported: define them in the model's definition")
+    if body.files or body.quantize:
+        raise NotSupported("files cannot be uploaded or converted: name a model or a file that is here")
+    modelfile = Modelfile(body.from_ or "") if body.modelfile is None else parse_modelfile(body.modelfile)
+    for name, value in (body.parameters or {}).items():
+        modelfile.parameters[name.lower()] = value if isinstance(value, list) else [value]
+    modelfile.template = body.template or modelfile.template
+    modelfile.system = body.system or modelfile.system
+    if not modelfile.base:
+        raise wire.field_error("from", "is required", "missing_required_parameter")
+    return modelfile
+
+
+async def _base_text(base: str, name: str) -> str:
+    """Return the text of the model that `base` names, or of one for that file, with the new name."""
+    try:
+        definition = await find_definition(base)
+    except ModelNotFound:
+        relative = await asyncio.to_thread(_find_file, base)
+        if relative is None:
+            raise
+        model = {"name": name, "backend": FILE_BACKEND, "parameters": {"model": relative}}
+        return str(yaml.safe_dump(model, sort_keys=False, allow_unicode=True))
+    text = await _in_thread(lambda: store.text_in_force(definition.name))
+    if text is None:
+        raise ModelNotFound(f"The model {base[:100]!r} does not exist", field="from")
+    return edit.rename(text, name)
+
+
+def _find_file(text: str) -> str | None:
+    """Return the path in the models folder of a file or folder that is there; None without one."""
+    if not text or len(text) > MAX_NAME or names.unprintable(text):
+        return None
+    models = folder().path
+    path = path_inside(models, text)
+    if path is None or not os.path.lexists(path) or not path.resolve().is_relative_to(models.resolve()):
+        return None
+    return PurePosixPath(text).as_posix() if path != models else None
+
+
+def _save(request: InferenceRequest, name: str, text: str, reason: str) -> None:
+    store.require_no_file(name)
+    store.save(
+        name,
+        text,
+        origin=DefinitionOrigin.API,
+        actor=request.principal.name,
+        reason=reason,
+        now=clock.now(),
+    )
+
+
+async def _change(request: InferenceRequest, change: Callable[[], T]) -> T:
+    """Make a change as the caller's, for the audit."""
+
+    def attributed() -> T:
+        with audit.attribute_to(of_principal(request.principal)):
+            return change()
+
+    return await _in_thread(attributed)
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    try:
+        return await in_thread(call)
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
+
+
+async def _wait_for_end(operation_id: UUID) -> Operation | None:
+    """Return the operation at its end, or after `HOLD` seconds; None if its record was cleared."""
+    until = clock.monotonic() + HOLD
+    with gateway.wake_ups().watch(operation_id) as watch:
+        while True:
+            operation = await _in_thread(Operation.objects.filter(pk=operation_id).first)
+            remaining = until - clock.monotonic()
+            if operation is None or operation.status in TERMINAL or remaining <= 0:
+                return operation
+            await watch.changed(timeout=min(remaining, _POLL))

@@ -1,0 +1,237 @@
+"""`manage.py models`: definitions of models. Each verb calls the functions that REST calls."""
+
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from localai_cluster.accounts.command_line import (
+    AddVerb,
+    Options,
+    VerbCommand,
+    age,
+    as_json,
+    current_actor,
+    printable,
+    table,
+)
+from localai_cluster.kit import clock, errors
+from nodes.api import definition_entries
+from nodes.api.definition_entries import DefinitionEntry
+from nodes.api.definition_shapes import STATES
+from nodes.definitions import edit, store
+from nodes.definitions.files import MAX_FILE_BYTES
+from nodes.loading import definition_removal
+from nodes.loading.definition_removal import RemovalRequest
+from nodes.models import DefinitionOrigin
+from operations.management import following
+
+_LIST = ("NAME", "BACKEND", "MODEL", "ORIGIN", "STATE", "REVISION", "CHANGED", "BY")
+_HISTORY = ("REVISION", "CHANGED", "BY", "ORIGIN", "REASON")
+EDITOR = "EDITOR"
+"""Environment variable with the program that `edit` starts."""
+
+
+class Command(VerbCommand):
+    """One subcommand per verb."""
+
+    help = "Shows, edits and deletes model definitions."
+
+    def add_verbs(self, add: AddVerb) -> None:
+        listed = add("list", list_models, "List definitions, of files too.")
+        listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
+        listed.add_argument("--state", choices=STATES)
+        _model(add("show", show, "Show the YAML of a model."))
+        _edited(_model(add("edit", edit_model, "Change a definition, in $EDITOR unless told what.")))
+        removed = _model(add("remove", remove, "Unload a model and delete its stored definition."))
+        removed.add_argument("--files", action="store_true", help="and the files that no other one names")
+        removed.add_argument("--detach", action="store_true", help="do not wait for the end")
+        _model(add("disable", disable, "Disable a definition: no requests, and its replicas are unloaded."))
+        _model(add("enable", enable, "Enable a definition."))
+        history = _model(add("history", show_history, "List the revisions of a definition."))
+        history.add_argument("--diff", action="store_true", help="with what each has changed")
+        restored = _model(add("restore", restore, "Make the text of a revision the newest one."))
+        restored.add_argument("revision", type=int, metavar="REVISION")
+
+
+def _model(parser: CommandParser) -> CommandParser:
+    parser.add_argument("model", metavar="MODEL")
+    return parser
+
+
+def _edited(parser: CommandParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--set",
+        type=_change,
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"one of {', '.join(edit.FORM)}; an empty value removes the setting; repeatable",
+    )
+    source.add_argument("-f", "--file", type=Path, help="the new YAML")
+    parser.add_argument("--reason", default="", help="why, for the history")
+
+
+def _change(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value) if value else None
+    except ValueError:
+        return name, value
+
+
+def list_models(options: Options) -> str:
+    term = options["term"].casefold()
+    entries = [
+        entry
+        for entry in definition_entries.read_entries()
+        if entry.contains(term) and options["state"] in (None, entry.state)
+    ]
+    rows = definition_entries.summaries_of(entries)
+    unusable = definition_entries.unusable_rows()
+    if options["json"]:
+        return as_json({"definitions": rows, "unusable": unusable})
+    lines = (
+        [table(_LIST, [_line(entry, row) for entry, row in zip(entries, rows, strict=True)])] if rows else []
+    )
+    lines += [
+        f"unusable: {printable(row['file'] or row['name'])}: {printable(row['error'])}" for row in unusable
+    ]
+    return "\n".join(lines) or "no definitions"
+
+
+def _line(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
+    changed = age(entry.updated_at.isoformat(), clock.now())
+    revision = str(row["revision"]) if row["revision"] else ""
+    return (
+        row["name"],
+        row["backend"],
+        row["model"],
+        row["origin"],
+        row["state"],
+        revision,
+        changed,
+        row["actor"],
+    )
+
+
+def show(options: Options) -> str:
+    row = definition_entries.detail_of(options["model"])
+    if options["json"]:
+        return as_json(row)
+    notes = [f"# the file {row['file']} defines this model and stays in force"] if row["shadowed"] else []
+    notes += [f"# {printable(text)}" for text in (*row["warnings"], row["error"]) if text]
+    return "\n".join([*notes, str(row["text"]).rstrip()])
+
+
+def edit_model(options: Options) -> str:
+    """Save the edited text; raise Conflict if somebody else has changed it meanwhile."""
+    name, row = options["model"], store.find(options["model"])
+    former = store.text_in_force(name)
+    if former is None:
+        raise errors.NotFound(f"there is no definition of {name}; `manage.py models list` lists them")
+    if options["set"]:
+        text = edit.apply_changes(former, dict(options["set"]))
+    else:
+        text = _read(options["file"]) if options["file"] is not None else _edit_in_program(former)
+    saved = store.save(
+        name,
+        text,
+        origin=DefinitionOrigin.EDITOR,
+        actor=str(current_actor()),
+        reason=options["reason"],
+        expected_revision=row.revision if row is not None else 0,
+        now=clock.now(),
+    )
+    return _saved(options, f"revision {saved.revision}" if text != former else "not changed")
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path}: {error}") from error
+
+
+def _edit_in_program(text: str) -> str:
+    """Return the text as the user has left it in the editor."""
+    program = shlex.split(os.environ.get(EDITOR, "")) or ["vi"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "definition.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            subprocess.run([*program, str(path)], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CommandError(f"{program[0]}: {error}") from error
+        return _read(path)
+
+
+def _saved(options: Options, done: str) -> str:
+    """Return the definition as it is now."""
+    row = definition_entries.detail_of(options["model"])
+    if options["json"]:
+        return as_json(row)
+    shadowed = f"; the file {row['file']} stays in force" if row["shadowed"] else ""
+    return f"{options['model']}: {done}{shadowed}"
+
+
+def remove(options: Options) -> str:
+    """Request the deletion and follow it to its end."""
+    name = options["model"]
+    request = RemovalRequest(name, str(current_actor()), options["files"])
+    admission = definition_removal.request_removal(request, now=clock.now())
+    job = admission.operation.id
+    if options["detach"]:
+        said = f"{name}: operation {job}; `manage.py operations show {job} --follow` shows it"
+        return as_json({"jobID": str(job)}) if options["json"] else said
+    return following.to_its_end(job, options["out"], as_json=options["json"])
+
+
+def disable(options: Options) -> str:
+    store.set_disabled(options["model"], True, now=clock.now())
+    return _saved(options, "disabled")
+
+
+def enable(options: Options) -> str:
+    store.set_disabled(options["model"], False, now=clock.now())
+    return _saved(options, "enabled")
+
+
+def show_history(options: Options) -> str:
+    revisions = list(store.revisions_of(options["model"]))
+    if not revisions:
+        raise errors.NotFound(f"there is no stored definition of {options['model']}")
+    diffs = list(store.diffs(revisions)) if options["diff"] or options["json"] else []
+    if options["json"]:
+        columns = ("number", "actor", "at", "reason", "origin")
+        rows = [{name: getattr(revision, name) for name in columns} for revision in revisions]
+        return as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
+    now = clock.now()
+    lines = [
+        (str(row.number), age(row.at.isoformat(), now), row.actor, row.origin, row.reason)
+        for row in revisions
+    ]
+    return "\n\n".join(
+        [table(_HISTORY, lines), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
+    )
+
+
+def restore(options: Options) -> str:
+    saved = store.restore(
+        options["model"],
+        options["revision"],
+        actor=str(current_actor()),
+        origin=DefinitionOrigin.EDITOR,
+        now=clock.now(),
+    )
+    return _saved(options, f"revision {saved.revision} has the text of revision {options['revision']}")

@@ -1,0 +1,107 @@
+"""`manage.py models`: what it prints, stores and refuses."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pytest_django import Settings
+
+from localai_cluster.accounts.models import AuditEntry
+from localai_cluster.kit import clock
+from nodes.definitions import store
+from operations.models import Operation
+from tests.support import command_line
+
+pytestmark = pytest.mark.django_db(transaction=True)
+run, refused = partial(command_line.run, "models"), partial(command_line.refused, "models")
+
+TEXT = "name: m\nbackend: echo\nparameters: {model: m.gguf}\n"
+
+
+@pytest.fixture(autouse=True)
+def models(settings: Settings, tmp_path: Path) -> Path:
+    """A models folder with a usable and a broken file."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path)
+    (tmp_path / "file.yaml").write_text(TEXT.replace("name: m", "name: file"))
+    (tmp_path / "broken.yaml").write_text("name: [")
+    store.save("m", TEXT, origin="api", actor="ann", reason="first", now=clock.now())
+    return tmp_path
+
+
+def test_definitions_are_listed_and_shown() -> None:
+    _, file, stored, broken = run("list").splitlines()
+    assert file.split()[:5] == ["file", "echo", "m.gguf", "file", "active"]
+    assert stored.split()[:6] == ["m", "echo", "m.gguf", "api", "active", "1"]
+    assert broken.startswith("unusable: broken.yaml: is not valid YAML")
+    assert len(run("list", "fil").splitlines()) == 3
+    assert [row["name"] for row in json.loads(run("list", "--state", "active", "--json"))["definitions"]] == [
+        "file",
+        "m",
+    ]
+    assert run("show", "m") == TEXT
+    assert json.loads(run("show", "file", "--json"))["file"] == "file.yaml"
+
+
+def test_a_definition_is_edited_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("edit", "m", "--set", "context_size=8192", "--set", 'options=["a:b"]') == "m: revision 2\n"
+    assert "context_size: 8192" in run("show", "m")
+    (tmp_path / "new").write_text(TEXT + "threads: 3\n")
+    assert run("edit", "m", "-f", str(tmp_path / "new"), "--reason", "by hand") == "m: revision 3\n"
+    monkeypatch.setenv("EDITOR", "sed -i s/3/4/")
+    assert run("edit", "m") == "m: revision 4\n"
+    assert "threads: 4" in run("show", "m")
+    monkeypatch.setenv("EDITOR", "true")
+    assert run("edit", "m") == "m: not changed\n"
+    assert run("restore", "m", "1") == "m: revision 5 has the text of revision 1\n"
+    assert run("show", "m") == TEXT
+    history = run("history", "m").splitlines()
+    assert [line.split()[0] for line in history[1:]] == ["5", "4", "3", "2", "1"]
+    assert "-threads: 4" in run("history", "m", "--diff")
+    assert len(json.loads(run("history", "m", "--json"))) == 5
+    assert AuditEntry.objects.filter(kind="definition.saved").count() == 4
+
+
+def test_an_edit_of_a_files_model_says_that_the_file_stays() -> None:
+    assert (
+        run("edit", "file", "--set", "context_size=1")
+        == "file: revision 1; the file file.yaml stays in force\n"
+    )
+    assert run("show", "file").startswith(
+        "# the file file.yaml defines this model and stays in force\nname: file"
+    )
+
+
+def test_a_definition_is_disabled_enabled_and_removed() -> None:
+    assert run("disable", "m") == "m: disabled\n"
+    assert run("enable", "m") == "m: enabled\n"
+    said = run("remove", "m", "--files", "--detach")
+    operation = Operation.objects.get()
+    assert (operation.kind, operation.payload["files"]) == ("definition_delete", True)
+    assert str(operation.id) in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("show", "nope"), "no such definition"),
+        (("edit", "nope", "--set", "context_size=1"), "no definition of nope"),
+        (("edit", "m", "--set", "context_size=x"), "context_size must be"),
+        (("edit", "m", "-f", "/nope"), "/nope"),
+        (("edit", "m", "-f", "/"), "/"),
+        (("restore", "m", "7"), "no revision 7"),
+        (("remove", "file", "--detach"), "file.yaml"),
+        (("disable", "nope"), "no stored definition"),
+        (("history", "file"), "no stored definition"),
+    ],
+)
+def test_refusals_are_one_line(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused(*arguments)
+
+
+def test_an_editor_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("false", "no-such-editor"):
+        monkeypatch.setenv("EDITOR", program)
+        assert program in refused("edit", "m")
+    assert store.revisions_of("m").count() == 1

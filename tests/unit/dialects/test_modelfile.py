@@ -1,0 +1,97 @@
+"""Ollama's description of a model as settings of a definition."""
+
+from typing import Any
+
+import pytest
+
+from localai_cluster.kit.errors import InvalidInput
+from nodes.definitions.files import parse_file
+from nodes.dialects.modelfile import (
+    NotSupported,
+    parameters_of,
+    parse_modelfile,
+    render_modelfile,
+    settings_of,
+)
+
+TEXT = '''# a pirate
+FROM m:latest
+PARAMETER temperature 0.5
+PARAMETER num_ctx 8192
+PARAMETER num_predict -1
+PARAMETER stop "<|end|>"
+parameter stop STOP
+PARAMETER mirostat 1
+SYSTEM """You are
+a pirate."""
+TEMPLATE "{{ .System }}"
+LICENSE mit
+'''
+
+
+def test_the_lines_become_settings() -> None:
+    modelfile = parse_modelfile(TEXT)
+    assert modelfile.base == "m:latest"
+    assert settings_of(modelfile) == {
+        "parameters": {"temperature": 0.5},
+        "context_size": 8192,
+        "stopwords": ["<|end|>", "STOP"],
+        "system_prompt": "You are\na pirate.",
+        "template": {"chat": "{{ .System }}"},
+    }
+
+
+def test_a_template_in_jinja_is_used() -> None:
+    modelfile = parse_modelfile('FROM m\nTEMPLATE """{% for m in messages %}{{ m.content }}{% endfor %}"""')
+    assert settings_of(modelfile)["template"]["jinja_template"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("SYSTEM x", "no FROM"),
+        ("FROM m\nFETCH x", "is no instruction"),
+        ("FROM m\nSYSTEM", "has no value"),
+        ('FROM m\nSYSTEM """x', "does not end"),
+        ("FROM m\n" + "# x\n" * 10_001, "more than"),
+    ],
+)
+def test_what_is_no_modelfile_is_refused(text: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says) as caught:
+        parse_modelfile(text)
+    assert caught.value.field == "modelfile"
+
+
+@pytest.mark.parametrize("value", ["x", True, None, [], "1e999"])
+def test_a_parameter_that_is_no_number_is_refused(value: Any) -> None:
+    modelfile = parse_modelfile("FROM m")
+    modelfile.parameters["num_ctx"] = [value]
+    with pytest.raises(InvalidInput, match="num_ctx is not a number"):
+        settings_of(modelfile)
+
+
+def test_an_adapter_is_not_supported() -> None:
+    with pytest.raises(NotSupported):
+        parse_modelfile("FROM m\nADAPTER ./a.gguf")
+
+
+def test_a_definition_is_shown_as_it_could_be_created() -> None:
+    text = (
+        "name: m\nbackend: b\nparameters: {model: m.gguf, temperature: 0.5, max_tokens: 7}\n"
+        "context_size: 8192\nstopwords: [x]\nsystem_prompt: be brief\n"
+    )
+    definition = parse_file(text.encode(), "m.yaml")
+    assert [line.split(None, 1) for line in parameters_of(definition).splitlines()] == [
+        ["num_ctx", "8192"],
+        ["temperature", "0.5"],
+        ["num_predict", "7"],
+        ["stop", '"x"'],
+    ]
+    modelfile = parse_modelfile(render_modelfile(definition))
+    assert modelfile.base == "m.gguf"
+    assert settings_of(modelfile) == {
+        "context_size": 8192,
+        "parameters": {"temperature": 0.5, "max_tokens": 7},
+        "stopwords": ["x"],
+        "system_prompt": "be brief",
+    }
