@@ -87,6 +87,12 @@ class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
     name = "signedIn"
 
 
+class PersonScheme(CookieScheme):  # type: ignore[no-untyped-call]
+    """The same, for the routes of a person's own keys."""
+
+    target_class = "localai_cluster.accounts.api_keys.PersonAuthentication"
+
+
 class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
     """The session cookie, which stays valid for a few minutes while the database is away."""
 

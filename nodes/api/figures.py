@@ -25,7 +25,7 @@ from nodes.api.worker_routes import parse_node_id
 from nodes.figures import series, store
 from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns
 from nodes.figures.store import Span
-from nodes.models import BackendNode, NodeEvent
+from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import listing
 
 STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
@@ -239,3 +239,76 @@ def _events(node_id: UUID | None, span: Span) -> list[Row]:
     if node_id is not None:
         rows = rows.filter(node_id=node_id)
     return FIGURE_EVENT.rows(rows[:MOST_EVENTS])[::-1]
+
+
+def last_minute(now: datetime) -> Span:
+    """Return the minute before the last ten seconds, whose counts may still arrive."""
+    return Span(series.floor(now, series.SAMPLE_EVERY) - series.SAMPLE_EVERY - MINUTE, MINUTE, 1)
+
+
+def per_second(columns: Columns) -> dict[str, Any]:
+    """Return the fields of the rates of one minute."""
+    counts = {name: columns.get(name, [0]) for name in series.COUNTS}
+    rates = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
+    return {
+        "requests_per_second": rates["requests"],
+        "errors_per_second": rates["errors"],
+        "tokens_per_second": rates["completion_tokens"],
+        "first_token_seconds": first_token_seconds(counts)[0],
+    }
+
+
+_RATES = [
+    field("requests_per_second", {"type": "number"}),
+    field("errors_per_second", {"type": "number"}),
+    field("tokens_per_second", {"type": "number"}, "Of answers."),
+    field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
+]
+TRAFFIC = Shape(
+    "OverviewTraffic",
+    "Requests for inference in the last minute that all web processes have reported.",
+    _RATES,
+)
+MOST_RATED = 2000
+"""Most models of one response."""
+RATE = Shape(
+    "ModelRate",
+    "Requests for a model in the last minute that all web processes have reported.",
+    [field("name", TEXT), *_RATES],
+)
+RATES = Shape(
+    "ModelRates", "The models that have replicas.", [field("models", RATE.many, f"At most {MOST_RATED}.")]
+)
+
+
+class ModelRatesView(NodeView):
+    """`/api/figures/models`."""
+
+    @extend_schema(
+        operation_id="figures_models",
+        summary="Show the requests of all models",
+        tags=["nodes"],
+        responses={200: RATES.ref, **refusals(401, 403)},
+        examples=[
+            response_example(
+                {
+                    "models": [
+                        {
+                            "name": "minilm",
+                            "requests_per_second": 3.5,
+                            "errors_per_second": 0.0,
+                            "tokens_per_second": 812.4,
+                            "first_token_seconds": 0.21,
+                        }
+                    ]
+                }
+            )
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """The requests of each model with a replica over the last minute, in a constant number of queries."""
+        names = NodeModel.objects.order_by("model_name").values_list("model_name", flat=True).distinct()
+        subjects = {series.MODEL_PREFIX + name: name for name in names[:MOST_RATED]}
+        columns = store.read(list(subjects), last_minute(clock.now())) if subjects else {}
+        models = [RATE.of(name=subjects[subject], **per_second(columns[subject])) for subject in columns]
+        return Response(RATES.of(models=models))

@@ -36,8 +36,7 @@ from nodes.api import figures
 from nodes.api.base import MOMENT, NODE_ID, NodeView, enum_schema, response_example
 from nodes.definitions import folder
 from nodes.figures import series, store
-from nodes.figures.series import DAY, MINUTE, SAMPLE_EVERY
-from nodes.figures.store import Span
+from nodes.figures.series import DAY
 from nodes.models import BackendNode, BusCredential, JoinToken, ModelLoadInfo, NodeStatus, NodeType
 from nodes.registry import node_rows
 from nodes.registry.shape import NODE_STATUS
@@ -67,16 +66,6 @@ STRIP_NODE = Shape(
         field("vram_total", BYTES),
         field("ram_used", BYTES),
         field("ram_total", BYTES),
-    ],
-)
-TRAFFIC = Shape(
-    "OverviewTraffic",
-    "Requests for inference in the last minute that all web processes have reported.",
-    [
-        field("requests_per_second", {"type": "number"}),
-        field("errors_per_second", {"type": "number"}),
-        field("tokens_per_second", {"type": "number"}, "Of answers."),
-        field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
     ],
 )
 _CAUSES = (
@@ -124,7 +113,7 @@ OVERVIEW = Shape(
         field("at", TIME),
         field("nodes", STRIP_NODE.many, f"Approved backend nodes by name, at most {MOST_NODES}."),
         field("node_count", count(), "How many there are."),
-        field("traffic", TRAFFIC.ref),
+        field("traffic", figures.TRAFFIC.ref),
         field("attention", ATTENTION.many, "Errors first."),
         field("running", RUNNING.many, f"The newest {MOST_RUNNING}."),
         field("running_count", count(), "How many there are."),
@@ -346,17 +335,8 @@ def _credentials(now: datetime) -> Iterator[Row]:
 
 
 def _traffic(now: datetime) -> Row:
-    """Return the requests of the minute before the last ten seconds, whose counts may still arrive."""
-    span = Span(series.floor(now, SAMPLE_EVERY) - SAMPLE_EVERY - MINUTE, MINUTE, 1)
-    columns = store.read([series.ALL_MODELS], span)[series.ALL_MODELS]
-    counts = {name: columns.get(name, [0]) for name in series.COUNTS}
-    per_second = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
-    return TRAFFIC.of(
-        requests_per_second=per_second["requests"],
-        errors_per_second=per_second["errors"],
-        tokens_per_second=per_second["completion_tokens"],
-        first_token_seconds=figures.first_token_seconds(counts)[0],
-    )
+    columns = store.read([series.ALL_MODELS], figures.last_minute(now))[series.ALL_MODELS]
+    return figures.TRAFFIC.of(**figures.per_second(columns))
 
 
 def _first_steps(nodes: Sequence[_Node]) -> list[Row]:

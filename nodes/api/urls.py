@@ -82,6 +82,7 @@ urlpatterns = [
     path("models/<path:model>/load-status", engines.LoadStatusView.as_view()),
     path("models/<path:model>/explain", placement.ExplainView.as_view()),
     path("figures", figures.FiguresView.as_view()),
+    path("figures/models", figures.ModelRatesView.as_view()),
     path("overview", overview.OverviewView.as_view()),
     path("placement/plan", placement.PlanView.as_view()),
     path("placement/fit/<path:model>", placement.FitView.as_view()),

@@ -23,7 +23,7 @@ export const SORTS: readonly (readonly [sort: string, label: string])[] = [
   ["scheduling_rule", "Scheduling rules"],
   ["join_token", "Join tokens"],
   ["schedule", "Schedules"],
-  ["user", "Passwords"],
+  ["user", "Passwords and keys"],
   ["admin", "Edits in the admin"],
 ];
 

@@ -1,4 +1,4 @@
-// The cluster's figures over time.
+// Figures over time, of the cluster or of one model.
 import type { ReactNode } from "react";
 import { bytes } from "../lib/format";
 import type { Figures } from "./data";
@@ -27,8 +27,9 @@ const CHARTS: readonly Figure[] = [
   { title: "GPU power", name: "power", format: watts },
 ];
 
-export function Charts(): ReactNode {
-  return <OverTime scope="cluster" name="" draw={draw} />;
+/** `model`: absent for the cluster. */
+export function Charts({ model = "" }: { model?: string }): ReactNode {
+  return <OverTime scope={model === "" ? "cluster" : "model"} name={model} draw={draw} />;
 }
 
 function draw(figures: Figures): Drawing[] {

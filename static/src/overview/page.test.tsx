@@ -101,7 +101,7 @@ it("shows causes with the same text apart", async () => {
 it("shows the first steps until all are done", async () => {
   open({ nodes: [], node_count: 0, first_steps: [{ id: "add_node", done: false }, { id: "load_model", done: true }], attention: [], running_count: 0 });
   const steps = within(await screen.findByRole("region", { name: "First steps" })).getAllByRole("listitem");
-  expect(steps.map((step) => step.textContent)).toEqual(["Add a node", "Load a modeldone"]);
+  expect(steps.map((step) => step.textContent)).toEqual(["Add a node", "Add a modeldone"]);
   expect(screen.getByText("Nothing.")).toBeTruthy();
 });
 

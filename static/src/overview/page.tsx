@@ -37,7 +37,7 @@ export function OverviewPage(): ReactNode {
 
 const STEPS: Readonly<Record<Overview["first_steps"][number]["id"], { to: string; text: string }>> = {
   add_node: { to: "/app/nodes", text: "Add a node" },
-  load_model: { to: "/app/models", text: "Load a model" },
+  load_model: { to: "/app/models/add", text: "Add a model" },
   chat: { to: "/app/chat", text: "Chat with it" },
 };
 
@@ -88,7 +88,7 @@ const PAGES: Readonly<Record<Group["cause"], string>> = {
   unhealthy_nodes: "/app/nodes?state=unhealthy",
   full_disks: "/app/capacity?of=disk",
   gpu_errors: "/app/nodes",
-  definitions: "/app/health",
+  definitions: "/app/models",
   join_tokens: "/app/nodes",
   bus_credentials: "/app/nodes",
   versions: "/app/nodes",

@@ -6,6 +6,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import __version__
 from localai_cluster.kit import clock
@@ -114,8 +116,6 @@ def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None
         ("model/", now - timedelta(hours=2), "{9}"),
     ]
     partitions.ensure([(store.SAMPLES, rows[1][1])])
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.executemany("INSERT INTO figure_samples VALUES (%s, %s, %s)", rows)
     assert overview()["traffic"] == {
@@ -124,6 +124,36 @@ def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None
         "tokens_per_second": 20.0,
         "first_token_seconds": 0.2,
     }
+    store.SAMPLES.drop(before=now + 2 * series.HOUR)
+
+
+def test_the_rates_of_models_are_of_the_same_minute_in_a_constant_number_of_queries() -> None:
+    now = clock.now()
+    partitions.ensure((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    node, client, costs = hot.node(), api.admin(), list[int]()
+    hot.replica(node, model="silent")
+    with connection.cursor() as cursor:
+        row = ("model/busy", now - timedelta(seconds=30), "{60,6,0,1200,4,800}")
+        cursor.execute("INSERT INTO figure_samples VALUES (%s, %s, %s)", row)
+    for name in ("busy", "other"):
+        hot.replica(node, model=name)
+        with CaptureQueriesContext(connection) as queries:
+            models = client.get("/api/figures/models").json()["models"]
+        costs.append(len(queries))
+    silent = {
+        "requests_per_second": 0,
+        "errors_per_second": 0,
+        "tokens_per_second": 0,
+        "first_token_seconds": None,
+    }
+    busy = {
+        "requests_per_second": 1,
+        "errors_per_second": 0.1,
+        "tokens_per_second": 20,
+        "first_token_seconds": 0.2,
+    }
+    assert models == [{"name": "busy", **busy}, {"name": "other", **silent}, {"name": "silent", **silent}]
+    assert len(set(costs)) == 1
     store.SAMPLES.drop(before=now + 2 * series.HOUR)
 
 
