@@ -101,7 +101,8 @@ class NamedPaths:
         shards = {shard for path in named for shard in sizes.shards(path)}
         self._paths = {path.relative_to(models).as_posix() for path in shards}
 
-    def __contains__(self, path: str) -> bool:
+    def has(self, path: str) -> bool:
+        """Return True if a definition names the file, or a folder that it is in."""
         return path in self._paths or any(
             str(parent) in self._paths for parent in PurePosixPath(path).parents
         )
@@ -180,7 +181,7 @@ class ImportModel:
         for file in attempt.files:
             download = Download(file, models, self._opener, attempt.meter, cluster.download_connections)
             # A new version of the model may replace the files of the former one, but of no other model.
-            may_replace = file.path in own and file.path not in others
+            may_replace = own.has(file.path) and not others.has(file.path)
             fetched.append(await download.run(may_replace=may_replace))
         return fetched
 

@@ -11,7 +11,7 @@ that was interrupted is repeated, and ends what the former one began.
 
 import os
 import stat
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,15 +52,16 @@ class UnusedFile:
 class Named:
     """What is named by definitions, in force or not, and by running imports."""
 
-    paths: Container[str]
+    paths: NamedPaths
     imported: Collection[str]
     """Files of running imports, and those that stored definitions have fetched."""
     problem: str
     """Why other files may be named too, so that nothing may be removed; "" = they are not."""
 
-    def __contains__(self, path: str) -> bool:
+    def has(self, path: str) -> bool:
+        """Return True if something names the file, or the one whose checksum it has."""
         plain = next((path.removesuffix(side) for side in sizes.SIDES if path.endswith(side)), path)
-        return plain in self.paths or plain in self.imported
+        return self.paths.has(plain) or plain in self.imported
 
 
 async def read_named() -> Named:
@@ -90,11 +91,11 @@ async def _problem(unusable: int) -> str:
     return f"{source} cannot be used and may name any of the files: repair or remove it first"
 
 
-def list_unused(models: Path, named: Container[str]) -> list[UnusedFile]:
+def list_unused(models: Path, named: Named) -> list[UnusedFile]:
     """Return the unused files of the models folder, the oldest first, `MOST_LISTED` at most. Blocks."""
-    files = [file for file in _files(models) if file.path not in named]
+    files = [file for file in _files(models) if not named.has(file.path)]
     for data, path, status in partial_files.partial_files(models):
-        if not path or path not in named:
+        if not path or not named.has(path):
             relative = f"{partial_files.FOLDER}/{data.name}"
             files.append(UnusedFile(relative, status.st_size, _time(status)))
         if len(files) >= MOST_LISTED:
@@ -159,7 +160,8 @@ class Selection:
                 )
             return [listed[path] for path in dict.fromkeys(self.paths)][:MOST_REMOVED]
         old = [file for file in files if self.before is None or file.modified_at < self.before]
-        selected, size = [], 0
+        selected: list[UnusedFile] = []
+        size = 0
         for file in old:
             if (self.bytes_needed and size >= self.bytes_needed) or len(selected) == MOST_REMOVED:
                 break
@@ -198,7 +200,7 @@ class RemoveFiles:
         if named.problem:
             raise errors.Conflict(named.problem)
         await work.report(Tick("removing", f"removing {work.operation.element}"))
-        await in_staging_thread(_set_aside, models, [path for path in paths if path not in named])
+        await in_staging_thread(_set_aside, models, [path for path in paths if not named.has(path)])
         failpoints.passed("files.removal:set_aside")
         freed, kept = await in_staging_thread(_delete, models, await read_named())
         note = f"; {kept} are in use again and stay" if kept else ""
@@ -242,7 +244,7 @@ def _delete(models: Path, named: Named) -> tuple[int, int]:
             file = Path(base, name)
             path = file.relative_to(root).as_posix()
             size = file.lstat().st_size
-            if (path in named or named.problem) and not (models / path).exists():
+            if (named.has(path) or named.problem) and not (models / path).exists():
                 (models / path).parent.mkdir(parents=True, exist_ok=True)
                 file.rename(models / path)
                 kept += 1

@@ -55,7 +55,7 @@ def test_a_removal_on_a_node_deletes_its_models() -> None:
     assert [(place["node_name"], place["total"]) for place in places] == [("control plane", 5), ("n1", 7)]
     removal = call("POST", REMOVE, {"node_id": str(node.id), "paths": ["gone"]}, status=202)
     operation = Operation.objects.get()
-    assert (operation.kind, operation.node_id, operation.element) == ("model_delete", None, "gone")
+    assert (operation.kind, operation.node_id, operation.element) == ("model_delete", node.id, "gone")
     assert removal["jobs"][0]["jobID"] == str(operation.id)
 
 

@@ -398,7 +398,7 @@ async def test_another_file_of_that_name_stays(fetcher: Fetcher) -> None:
 async def test_a_full_disk_is_named(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     if cause == "free":
         usage = shutil.disk_usage(fetcher.models)._replace(free=1)
-        monkeypatch.setattr(partial_files.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     else:
         number = getattr(errno, cause)
 

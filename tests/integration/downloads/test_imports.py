@@ -19,7 +19,7 @@ from nodes.models import DefinitionRevision, ModelDefinition
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import admission, attempts
-from operations.models import Operation
+from operations.models import Event, Operation
 from tests.conftest import BUSY
 from tests.support.sources import Refusal, Source, WebOpener, sha256_of, started
 
@@ -145,7 +145,7 @@ async def test_a_new_version_replaces_the_files_of_its_own_model_only(
     await in_thread(asked, plan)
     work = await Controller().claim()
     await ImportModel(WebOpener())(work)
-    await in_thread(lambda: attempts.finish(*work.attempt, attempts.Event.COMPLETE, now=clock.now()))
+    await in_thread(lambda: attempts.finish(*work.attempt, Event.COMPLETE, now=clock.now()))
     new = DATA + b"2"
     source.files["/m.gguf"] = new
     changed = replace(plan.files[0], size=len(new), sha256=sha256_of(new))
