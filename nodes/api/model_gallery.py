@@ -120,7 +120,7 @@ _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
-class _ModelView(APIView):
+class _GalleryView(APIView):
     envelope = "flat"
 
 
@@ -137,7 +137,7 @@ def _repositories() -> list[Row]:
     ]
 
 
-class AvailableView(_ModelView):
+class AvailableModelsView(_GalleryView):
     """`/models/available`."""
 
     @_describe(
@@ -167,7 +167,7 @@ class AvailableView(_ModelView):
         )
 
 
-class GalleriesView(_ModelView):
+class ModelGalleriesView(_GalleryView):
     """`/models/galleries`."""
 
     @_describe(
@@ -181,7 +181,7 @@ class GalleriesView(_ModelView):
         return Response(_repositories())
 
 
-class FileSerializer(NullIsAbsent):
+class ModelFileSerializer(NullIsAbsent):
     """A file of a model."""
 
     filename = Text(max_length=1024)
@@ -189,7 +189,7 @@ class FileSerializer(NullIsAbsent):
     sha256 = Text(max_length=64, required=False, allow_null=True)
 
 
-class ApplySerializer(NullIsAbsent):
+class ApplyModelSerializer(NullIsAbsent):
     """A model of a gallery by its `id`, or the address of its document in `url`."""
 
     id = Text(max_length=300, required=False, allow_null=True)
@@ -198,7 +198,7 @@ class ApplySerializer(NullIsAbsent):
     name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
     overrides = serializers.DictField(required=False, allow_null=True)
     files = serializers.ListField(
-        child=FileSerializer(), required=False, allow_null=True, max_length=gallery_index.MOST_TEXTS
+        child=ModelFileSerializer(), required=False, allow_null=True, max_length=gallery_index.MOST_TEXTS
     )
 
 
@@ -228,19 +228,19 @@ _STARTED = {200: OpenApiResponse(STARTED.ref, "It is recorded and will be carrie
 _STARTED_EXAMPLE = response_example({"uuid": _JOB, "status": f"https://cluster.example/models/jobs/{_JOB}"})
 
 
-class ApplyView(_ModelView):
+class ApplyModelView(_GalleryView):
     """`/models/apply`."""
 
     @_describe(
         "models_apply",
         "Install a model of a gallery",
         {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
-        request=ApplySerializer,
+        request=ApplyModelSerializer,
         examples=[request_example({"id": "localai@qwen2.5-1.5b-instruct"}), _STARTED_EXAMPLE],
     )
     def post(self, request: Request) -> Response:
         """Fetches its files and defines it; a definition of that name gets a new revision."""
-        fields = validate_body(ApplySerializer, request)
+        fields = validate_body(ApplyModelSerializer, request)
         entry = _applied(fields)
         plan = inspection.plan_entry(entry, name=fields.get("name", ""))
         return _job(request, start(request, plan).operation.id)
@@ -273,7 +273,7 @@ def reference_of(text: str) -> GalleryRef:
     return GalleryRef(gallery, name)
 
 
-class ImportUriView(_ModelView):
+class ImportUriView(_GalleryView):
     """`/models/import-uri`."""
 
     @_describe(
@@ -305,7 +305,7 @@ def _started(admission: Admission, message: str) -> Row:
     )
 
 
-class InstallView(_ModelView):
+class InstallModelView(_GalleryView):
     """`/api/models/install/:id`."""
 
     @_describe(
@@ -325,7 +325,7 @@ class InstallView(_ModelView):
         return Response(_started(admission, import_message(admission, plan.name)))
 
 
-class EstimateView(_ModelView):
+class EstimateView(_GalleryView):
     """`/api/models/estimate/:id`."""
 
     @_describe(
@@ -369,7 +369,7 @@ def _contexts(text: str) -> list[int]:
 _TEXT = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
 
 
-class ModelsView(_ModelView):
+class ModelsView(_GalleryView):
     """`/api/models`."""
 
     @_describe(

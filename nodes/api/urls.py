@@ -77,7 +77,7 @@ urlpatterns = [
     path("catalogue", sources.CatalogueView.as_view()),
     path("models", model_gallery.ModelsView.as_view()),
     path("models/import", sources.ImportView.as_view()),
-    path("models/install/<path:id>", model_gallery.InstallView.as_view()),
+    path("models/install/<path:id>", model_gallery.InstallModelView.as_view()),
     path("models/estimate/<path:id>", model_gallery.EstimateView.as_view()),
     path("models/<path:model>/load-status", engines.LoadStatusView.as_view()),
     path("models/<path:model>/explain", placement.ExplainView.as_view()),

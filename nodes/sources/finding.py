@@ -380,7 +380,7 @@ def select_choice(found: Found, wanted: str) -> Choice | None:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Suggestion:
     """A model that a name may mean; `text` names it when it is pasted."""
 
     text: str
