@@ -49,7 +49,7 @@ def upgrade_one_by_one(page: Page, line: Locator) -> None:
     expect(page).to_have_url(re.compile("/app/backends/aged$"))
     facts = page.get_by_role("region", name="Backend")
     expect(facts).to_contain_text("update to v2.0.0")
-    expect(facts).to_contain_text(re.compile(r"Size\s*\d+ B"))
+    expect(facts).to_contain_text(re.compile(r"Size\s*11.4 MiB"))
     nodes = page.get_by_role("table", name="Nodes with aged")
     nodes.get_by_role("checkbox", name="Select fine").check()
     page.get_by_role("button", name="Upgrade…").click()
