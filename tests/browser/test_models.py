@@ -61,7 +61,7 @@ def test_a_model_is_found_loaded_on_a_node_and_unloaded(screen: Screen, models: 
     expect(replicas.filter(has_text="fine")).to_contain_text("loaded")
     expect(replicas).to_have_count(2)
     assert checks.violations(page) == []
-    page.get_by_role("button", name=f"Actions for {FILED}").click()
+    page.get_by_role("button", name="More", exact=True).click()
     page.get_by_role("menuitem", name="Unload all…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Unload", exact=True).click()
     expect(page.get_by_text("Not running. The first request loads it.")).to_be_visible()
@@ -93,11 +93,11 @@ def test_a_definition_is_edited_restored_cloned_and_deleted(screen: Screen, mode
     expect(page.get_by_text("Revision 3", exact=True)).to_be_visible()
     assert checks.violations(page) == []
 
-    page.get_by_role("button", name=f"Actions for {STORED}").click()
+    page.get_by_role("button", name="More", exact=True).click()
     page.get_by_role("menuitem", name="Clone…").click()
     page.get_by_role("dialog").get_by_role("button", name="Clone").click()
     expect(page).to_have_url(re.compile(f"/app/models/{STORED}-copy/definition$"))
-    page.get_by_role("button", name=f"Actions for {STORED}-copy").click()
+    page.get_by_role("button", name="More", exact=True).click()
     page.get_by_role("menuitem", name="Delete…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Delete").click()
     expect(page.get_by_role("heading", name="Model not found")).to_be_visible()
