@@ -9,15 +9,14 @@ gallery: the control plane reads it from its folder, a worker over HTTP with its
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
-import yaml
-from yaml.composer import Composer
 
 from localai_cluster.kit import clock, untrusted
 from localai_cluster.kit.errors import ClusterError, NotFound
@@ -28,8 +27,6 @@ FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
 MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
 """Limits per index, per field and per text: YAML aliases can multiply data."""
-MOST_NODES = 100_000
-"""Values of one index, each copy that a merge (`<<`) makes of one included."""
 _MOST_BITS = 1024
 """Longest number in bits that is accepted as a text, such as a version."""
 
@@ -48,6 +45,16 @@ _SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 ResolvePath = Callable[[Path], Path]
 """Resolves a local path; raises ValueError for one that must not be read."""
+
+
+class WebClient(Protocol):
+    """What is needed of an `httpx.AsyncClient`."""
+
+    def stream(
+        self, method: str, url: str, *, headers: Any, follow_redirects: bool
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """Open a response."""
+
 
 ReadServed = Callable[[str], Awaitable[bytes]]
 """Reads a file of the control plane's own gallery, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
@@ -88,6 +95,12 @@ class GalleryEntry:
     urls: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     files: tuple[ModelFile, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a model's definition that count more than those of its document."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """A model's definition, if the entry has it itself."""
+    size: str = ""
+    """The size of a model's files, such as `4.2GB`."""
     gallery: Gallery = field(default_factory=Gallery)
 
     @property
@@ -104,58 +117,13 @@ def folded(name: str) -> str:
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     """Return the entries of an index; skip anything else in it. GalleryUnreadable."""
     try:
-        listed = untrusted.load_yaml(text, _Loader)
+        listed = untrusted.load_yaml(text, untrusted.BoundedLoader)
     except untrusted.InvalidYAML as error:
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} {error}") from error
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
-    named = (item for item in listed if isinstance(item, dict) and _text(item.get("name")))
+    named = (item for item in listed if isinstance(item, dict) and text_of(item.get("name")))
     return [_build(item, gallery) for item in islice(named, MOST_ENTRIES)]
-
-
-_FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
-
-
-class _Loader(untrusted.LocatedErrors, *_FAST):  # type: ignore[misc]
-    """Safe YAML of bounded depth and size.
-
-    libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
-    deeply nested text overflows.
-    """
-
-    def __init__(self, stream: bytes) -> None:
-        super().__init__()
-        _FAST[-1].__init__(self, stream)
-        self._level, self._left = 0, MOST_NODES
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node; YAMLError below the deepest accepted level."""
-        self._level += 1
-        self._count(1)
-        if self._level > untrusted.LEVELS:
-            raise yaml.YAMLError(untrusted.TOO_DEEP)
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        return node
-
-    def flatten_mapping(self, node: Any) -> None:
-        """Apply merges; YAMLError if they copy too many values."""
-        for merged in _merged(node):
-            self.flatten_mapping(merged)
-            self._count(2 * len(merged.value))
-        super().flatten_mapping(node)
-
-    def _count(self, nodes: int) -> None:
-        self._left -= nodes
-        if self._left < 0:
-            raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
-
-
-def _merged(node: Any) -> list[Any]:
-    """Return the mappings that are merged into this one."""
-    named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
-    parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]
-    return [part for part in parts if getattr(part, "id", "") == "mapping"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +136,7 @@ class Index:
 
 async def fetch(
     gallery: Gallery,
-    client: httpx.AsyncClient,
+    client: WebClient,
     *,
     served: ReadServed,
     resolve: ResolvePath = Path.resolve,
@@ -186,7 +154,7 @@ async def fetch(
 
     async def read(url: str) -> bytes:
         name = served_name(url)
-        return await (_read(url, client, resolve) if name is None else served(name))
+        return await (read_url(url, client, resolve) if name is None else served(name))
 
     reasons = []
     for url in (gallery.url, *gallery.mirrors):
@@ -205,24 +173,6 @@ async def fetch(
             on_failure(url, clock.monotonic() - begin)
             reasons.append(f"{public_url(url)}: {error or type(error).__name__}")
     raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
-
-
-async def model_files(
-    entry: GalleryEntry, client: httpx.AsyncClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
-) -> tuple[ModelFile, ...]:
-    """Return the files of a model: those of the document that its `url` names, and those of its entry.
-
-    Raise GalleryUnreadable, OSError, ValueError or httpx.HTTPError.
-    """
-    if not (url := entry.config_url or entry.uri):
-        return entry.files
-    async with asyncio.timeout(FETCH_TIMEOUT):
-        text = await _read(located(url, entry.gallery.url, github_url), client, resolve)
-    try:
-        document = await asyncio.to_thread(untrusted.load_yaml, text, _Loader)
-    except untrusted.InvalidYAML as error:
-        raise GalleryUnreadable(f"the document of model {entry.name} {error}") from error
-    return (*_files(document.get("files") if isinstance(document, dict) else None), *entry.files)
 
 
 def web_address(url: str, github_url: str = GITHUB_URL) -> str:
@@ -346,7 +296,8 @@ async def body_bounded(answer: httpx.Response) -> bytes:
     return _bounded(bytes(text))
 
 
-async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> bytes:
+async def read_url(url: str, client: WebClient, resolve: ResolvePath) -> bytes:
+    """Return the content of an address or a local path. ValueError, OSError or httpx.HTTPError."""
     path = local_path(url)
     if path is not None:
         return await asyncio.to_thread(lambda: _bounded(untrusted.read_file(resolve(path), INDEX_LIMIT)))
@@ -365,46 +316,55 @@ def _bounded(text: bytes) -> bytes:
 
 def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     capabilities = item.get("capabilities")
-    url = _text(item.get("url"))
+    url = text_of(item.get("url"))
     names_config = re.split("[?#]", web_address(url))[0].lower().endswith((".yaml", ".yml"))
     return GalleryEntry(
-        name=_text(item.get("name")),
-        alias=_text(item.get("alias")),
-        uri=_text(item.get("uri")) or ("" if names_config or isinstance(capabilities, dict) else url),
+        name=text_of(item.get("name")),
+        alias=text_of(item.get("alias")),
+        uri=text_of(item.get("uri")) or ("" if names_config or isinstance(capabilities, dict) else url),
         config_url=url if names_config else "",
         mirrors=_texts(item.get("mirrors")),
         capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
-        sha256=_text(item.get("sha256")).strip().lower(),
-        version=_text(item.get("version")),
-        description=_text(item.get("description")),
-        icon=_text(item.get("icon")),
-        license=_text(item.get("license")),
+        sha256=text_of(item.get("sha256")).strip().lower(),
+        version=text_of(item.get("version")),
+        description=text_of(item.get("description")),
+        icon=text_of(item.get("icon")),
+        license=text_of(item.get("license")),
         urls=_texts(item.get("urls")),
         tags=_texts(item.get("tags")),
-        files=_files(item.get("files")),
+        files=files_of(item.get("files")),
+        overrides=settings_of(item.get("overrides")),
+        config=settings_of(item.get("config_file")),
+        size=text_of(item.get("size")),
         gallery=gallery,
     )
 
 
-def _files(value: Any) -> tuple[ModelFile, ...]:
+def settings_of(value: Any) -> Mapping[str, Any]:
+    """Return a mapping with text keys; an empty one for anything else."""
+    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else {}
+
+
+def files_of(value: Any) -> tuple[ModelFile, ...]:
+    """Return the files that a list of mappings names; skip anything else."""
     listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
     return tuple(
-        ModelFile(name, _text(item.get("uri")), _text(item.get("sha256")).strip().lower())
+        ModelFile(name, text_of(item.get("uri")), text_of(item.get("sha256")).strip().lower())
         for item in listed
-        if isinstance(item, dict) and (name := _text(item.get("filename")))
+        if isinstance(item, dict) and (name := text_of(item.get("filename")))
     )
 
 
 def _choices(value: Mapping[Any, Any]) -> dict[str, str]:
-    return {_text(key): text for key, item in islice(value.items(), MOST_TEXTS) if (text := _text(item))}
+    return {text_of(key): text for key, item in islice(value.items(), MOST_TEXTS) if (text := text_of(item))}
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
-    return tuple(text for item in listed if (text := _text(item)))
+    return tuple(text for item in listed if (text := text_of(item)))
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Return a text or number as text, without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""

@@ -14,7 +14,7 @@ from localai_cluster import health
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
 from localai_cluster.system_health import SystemHealthView
 from localai_cluster.web.page import page, root
-from nodes.api import catalogue, cluster_backends, engines, installed, join, stock
+from nodes.api import catalogue, cluster_backends, engines, installed, join, model_gallery, stock
 from operations.api import jobs
 
 handler400 = "localai_cluster.web.envelopes.bad_request"
@@ -61,6 +61,10 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("backends/delete/<str:name>", cluster_backends.PlainDeleteView.as_view()),
     path("backends/jobs", jobs.BackendJobsView.as_view()),
     path("backends/jobs/<str:uid>", jobs.JobStatusView.as_view()),
+    path("models/available", model_gallery.AvailableView.as_view()),
+    path("models/galleries", model_gallery.GalleriesView.as_view()),
+    path("models/apply", model_gallery.ApplyView.as_view()),
+    path("models/import-uri", model_gallery.ImportUriView.as_view()),
     path("models/jobs", jobs.ModelJobsView.as_view()),
     path("models/jobs/<str:uid>", jobs.ModelJobStatusView.as_view()),
     path("api/auth/", include("localai_cluster.accounts.sign_in")),

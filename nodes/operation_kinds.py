@@ -8,7 +8,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from localai_cluster.kit import conf
 from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
+from nodes.downloads import imports, unused_files
 from nodes.loading import load_request
 from nodes.registry import bulk
 from nodes.replicas import drains, unload_requests
@@ -57,6 +59,19 @@ def _delete(context: HandlerContext) -> Handler:
     from nodes.replicas import unload_requests
 
     return unload_requests.DeleteModel(context.bus)
+
+
+def _import(context: HandlerContext) -> Handler:
+    from nodes.downloads.imports import ImportModel
+    from nodes.sources.opening import Opener
+
+    return ImportModel(Opener(conf.cluster()))
+
+
+def _remove_files(context: HandlerContext) -> Handler:
+    from nodes.downloads.unused_files import RemoveFiles
+
+    return RemoveFiles()
 
 
 def _remove_definition(context: HandlerContext) -> Handler:
@@ -111,6 +126,10 @@ def register() -> None:
         ),
         OperationKind(unload_requests.UNLOAD, "model", TaskType.DELETION, handler=_unload),
         OperationKind(unload_requests.DELETE, "model", TaskType.DELETION, is_deletion=True, handler=_delete),
+        OperationKind(imports.KIND, "model", attempt_keys=(imports.STALLED_SINCE,), handler=_import),
+        OperationKind(
+            unused_files.KIND, "", TaskType.DELETION, is_deletion=True, handler=_remove_files
+        ),
         OperationKind(
             drains.REMOVE, "model", TaskType.DELETION, is_deletion=True, handler=_remove_definition
         ),

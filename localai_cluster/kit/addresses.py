@@ -118,6 +118,22 @@ def is_special(host: str) -> bool:
     return number.is_link_local or number.is_multicast or number in _METADATA_NUMBERS
 
 
+def is_public(number: str) -> bool:
+    """Return True if this IP address is on the Internet: no private, loopback, shared or reserved one.
+
+    Addresses that carry another one are judged by it (IPv4-mapped, NAT64), or refused (6to4, Teredo).
+    """
+    address = ipaddress.ip_address(number)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(str(address.ipv4_mapped))
+        if address in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
+        if address.sixtofour is not None or address.teredo is not None or address.is_site_local:
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved or is_special(number))
+
+
 def host_of(text: str) -> str:
     """Return the host of `host:port`, the text itself if it is no such address."""
     try:

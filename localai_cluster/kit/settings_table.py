@@ -32,6 +32,7 @@ AccountSeed = Annotated[str, env.seed("account")]
 OperatorSeed = Annotated[str, env.seed("operator")]
 UserSeed = Annotated[str, env.seed("user")]
 LogBytes = Annotated[int, Meta(ge=LEAST_BYTES, le=MOST_BYTES)]
+Connections = Annotated[int, Meta(ge=1, le=16)]
 WebProcesses = Annotated[int, Meta(ge=1, le=MOST_WEB_PROCESSES)]
 _WHEELS = str(Path(__file__).resolve().parents[2] / "dist")
 _SHOWN_PROCESSES = "1; `make run`: one for each core, at most 4"
@@ -79,6 +80,8 @@ class SharedSettings(env.Table):
     """PEM file with CA certificates that registries and galleries may have besides the usual ones."""
     github_url: env.BaseUrl = setting("LOCALAI_GITHUB_URL", "https://raw.githubusercontent.com")
     """Base URL of the files that `github:` addresses name; it may be a mirror."""
+    hugging_face_url: Mirror = setting("HF_MIRROR", "https://huggingface.co", others=("HF", "HF_ENDPOINT"))
+    """Base URL of Hugging Face, for `hf://` and `huggingface://` addresses; it may be a mirror."""
     nats_tls_ca: Pem = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
     """CA certificates that verify the message bus. Any of the three files forces encryption."""
     nats_tls_cert: Pem = setting("LOCALAI_NATS_TLS_CERT")
@@ -195,7 +198,21 @@ class ClusterSettings(SharedSettings):
     """[Automatic upgrades](operating/upgrade-backends.md#automatic-upgrades) by controllers (O103)."""
     upgrade_drain: Duration = setting("CLUSTER_UPGRADE_DRAIN", "2m")
     """Time that an upgrade in waves gives a node's requests before it stops its engines; 0 = none."""
-    model_load_wait: Duration = setting("LOCALAI_MODEL_LOAD_WAIT", "60s", group="Models")
+    model_galleries: env.Galleries = setting("LOCALAI_GALLERIES", group="Models")
+    """JSON list of `{"name", "url"}`: the galleries of models ([below](#sources-of-models))."""
+    hugging_face_token: Secret = setting("HF_TOKEN", others=("HUGGING_FACE_HUB_TOKEN",))
+    """Token for gated and private repositories of Hugging Face; it goes to `HF_MIRROR` only."""
+    share_roots: env.Folders = setting("CLUSTER_SHARE_ROOTS")
+    """Folders of shares, mounted below the models folder, whose models are used where they are."""
+    s3_endpoint: env.BaseUrl = setting("CLUSTER_S3_ENDPOINT", "", "Amazon's")
+    """Base URL of the object store of `s3://` addresses."""
+    s3_region: str = setting("CLUSTER_S3_REGION", "", "us-east-1")
+    """Region of the object store."""
+    s3_access_key: Secret = setting("CLUSTER_S3_ACCESS_KEY")
+    """Access key of the object store; without one, requests are not signed."""
+    s3_secret_key: Secret = setting("CLUSTER_S3_SECRET_KEY")
+    """Secret key of the object store."""
+    model_load_wait: Duration = setting("LOCALAI_MODEL_LOAD_WAIT", "60s")
     """Longest wait of a request for a cold load (C32); 0 = no limit."""
     ollama_load_wait: Duration = setting("CLUSTER_OLLAMA_LOAD_WAIT", "5m")
     """The same on Ollama's routes, whose clients do not repeat a refused request; 0 = no limit."""
@@ -215,6 +232,8 @@ class ClusterSettings(SharedSettings):
     """Every worker has the models folder under the same path, so no file is [sent](staging.md) (R2.56)."""
     node_options: bool = setting("CLUSTER_NODE_OPTIONS", "true")
     """Derive batch and parallel requests from the node where a definition does not say them (R2.80)."""
+    download_connections: Connections = setting("CLUSTER_DOWNLOAD_CONNECTIONS", "4")
+    """Connections over which an import downloads a large file, if its source sends ranges."""
     request_timeout: Seconds = setting("CLUSTER_REQUEST_TIMEOUT", "10m", group="Requests")
     """Time limit of one inference call; of a stream of text until its first piece."""
     stream_stall: Seconds = setting("CLUSTER_STREAM_STALL", "2m")
@@ -349,8 +368,6 @@ class WorkerSettings(SharedSettings):
     """JSON list of {"name", "url"}: the galleries of models for --prefetch-models."""
     prefetch_models: env.Names = setting("LOCALAI_PREFETCH_MODELS", short=True)
     """Models of the galleries, separated by commas, whose files are fetched before the registration."""
-    hugging_face_url: Mirror = setting("HF_MIRROR", "https://huggingface.co", others=("HF", "HF_ENDPOINT"))
-    """Base URL of the files that `huggingface://` and `hf://` addresses name; it may be a mirror."""
     download_rate: env.Rate = setting("LOCALAI_WORKER_DOWNLOAD_RATE", "0")
     """Bandwidth limit of downloads, in bytes per second. 0 = unlimited."""
     require_backend_integrity: bool = setting("LOCALAI_REQUIRE_BACKEND_INTEGRITY", "false", short=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import yaml
+from yaml.composer import Composer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -201,3 +202,50 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
     finally:
         waiter.cancel()
     return call.done()
+
+
+MOST_NODES = 100_000
+"""Values of one text, each copy that a merge (`<<`) makes of one included."""
+_FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
+
+
+class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
+    """Safe YAML of bounded depth and size.
+
+    libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
+    deeply nested text overflows.
+    """
+
+    def __init__(self, stream: bytes) -> None:
+        super().__init__()
+        _FAST[-1].__init__(self, stream)
+        self._level, self._left = 0, MOST_NODES
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose one node; YAMLError below the deepest accepted level."""
+        self._level += 1
+        self._count(1)
+        if self._level > LEVELS:
+            raise yaml.YAMLError(TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Apply merges; YAMLError if they copy too many values."""
+        for merged in _merged(node):
+            self.flatten_mapping(merged)
+            self._count(2 * len(merged.value))
+        super().flatten_mapping(node)
+
+    def _count(self, nodes: int) -> None:
+        self._left -= nodes
+        if self._left < 0:
+            raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
+
+
+def _merged(node: Any) -> list[Any]:
+    """Return the mappings that are merged into this one."""
+    named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+    parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]
+    return [part for part in parts if getattr(part, "id", "") == "mapping"]

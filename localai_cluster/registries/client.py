@@ -12,6 +12,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -61,6 +62,8 @@ class Descriptor(msgspec.Struct, frozen=True):
     digest: str
     size: int = 0
     platform: _Platform | None = None
+    media_type: str = msgspec.field(default="", name="mediaType")
+    annotations: dict[str, Any] | None = None
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -109,6 +112,16 @@ class Registries:
         if manifest.manifests is not None:
             chosen = _choose(manifest.manifests, wanted, reference)
             digest, manifest = await self._manifest(reference, chosen)
+        return self._checked(reference, digest, manifest)
+
+    async def artifact(self, reference: ImageReference) -> Image:
+        """Return an artifact that is for no platform, such as a model. Raise RegistryError."""
+        digest, manifest = await self._manifest(reference, reference.version)
+        if manifest.manifests is not None:
+            raise RegistryError(f"{reference} is an image for several platforms, not a model")
+        return self._checked(reference, digest, manifest)
+
+    def _checked(self, reference: ImageReference, digest: str, manifest: _Manifest) -> Image:
         if not manifest.layers:
             raise RegistryError(f"{reference} is not an image: its manifest has no layers")
         if len(manifest.layers) > MOST_LAYERS:

@@ -30,7 +30,7 @@ from typing import IO, Any, cast
 import zstandard
 
 from localai_cluster.worker import source_files
-from localai_cluster.worker.source_files import CHUNK, ENDED, OnBytes, SourceError, Stopped, Throttle
+from localai_cluster.worker.source_files import CHUNK, ENDED, BadSource, OnBytes, Stopped, Throttle
 
 MOST_BYTES = 64 * 1024**3
 MOST_ENTRIES = 100_000
@@ -86,7 +86,7 @@ def unpack(
 ) -> None:
     """Unpack `layers`, the lowest first, to the new folder `target`.
 
-    The layers of an image may have whiteouts, absolute links, and a path more than once. Raise SourceError,
+    The layers of an image may have whiteouts, absolute links, and a path more than once. Raise BadSource,
     Stopped or OSError.
     """
     survey = _Survey(is_image)
@@ -134,11 +134,11 @@ class _ForwardReader:
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= LONGEST_HEADER:
-            raise SourceError("a header in the archive is too long")
+            raise BadSource("a header in the archive is too long")
         if self._header_bytes is not None:
             self._header_bytes += size
             if self._header_bytes > 2 * LONGEST_HEADER:
-                raise SourceError("the headers of an entry of the archive are too long")
+                raise BadSource("the headers of an entry of the archive are too long")
         return self._take(size)
 
     def _take(self, size: int) -> bytes:
@@ -150,7 +150,7 @@ class _ForwardReader:
 
     def seek(self, position: int) -> int:
         if position < self._position:
-            raise SourceError("an entry of the archive begins before the end of the previous one")
+            raise BadSource("an entry of the archive begins before the end of the previous one")
         if self._size is not None:
             self._position = self._file.seek(min(position, self._size))
         while self._position < position and self._take(min(CHUNK, position - self._position)):
@@ -161,12 +161,12 @@ class _ForwardReader:
         """Read the remaining bytes of a packed file, so that its checksum is verified."""
         while self._size is None and self.read(CHUNK):
             if self._position > 2 * MOST_BYTES:
-                raise SourceError("the archive does not end")
+                raise BadSource("the archive does not end")
 
 
 @contextmanager
 def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
-    """Open the archive as a tar file; errors in it become SourceError."""
+    """Open the archive as a tar file; errors in it become BadSource."""
     try:
         # Neither follows a link nor waits for a pipe.
         descriptor = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -178,13 +178,13 @@ def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
                 yield tar
                 forward.drain()
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
-        raise SourceError(f"the archive is damaged: {error}") from error
+        raise BadSource(f"the archive is damaged: {error}") from error
     except (ValueError, IndexError, OverflowError, RecursionError) as error:
-        raise SourceError(f"the archive cannot be read: {error}") from error
+        raise BadSource(f"the archive cannot be read: {error}") from error
 
 
 def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the entries in their order, and keep none of them. Raise SourceError."""
+    """Yield the entries in their order, and keep none of them. Raise BadSource."""
     reader = cast(_ForwardReader, tar.fileobj)
     while True:
         with reader.headers():
@@ -193,7 +193,7 @@ def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             return
         tar.members = []  # type: ignore[attr-defined]
         if sum(len(key) + len(value) for key, value in tar.pax_headers.items()) > MOST_GLOBAL_HEADERS:
-            raise SourceError("the global headers of the archive are too long")
+            raise BadSource("the global headers of the archive are too long")
         yield entry
 
 
@@ -218,7 +218,7 @@ class _Survey:
         self._bytes = self._entries = 0
 
     def add(self, layer: int, path: Path, stopped: threading.Event) -> None:
-        """Validate every entry of a layer and merge it into the tree. Raise SourceError."""
+        """Validate every entry of a layer and merge it into the tree. Raise BadSource."""
         with _open(path, stopped) as tar:
             for number, entry in enumerate(_entries(tar)):
                 _validate(entry, self._is_image)
@@ -229,7 +229,7 @@ class _Survey:
         """Return an absolute target relative to its link if the tree has it; any other target stays."""
         if target.startswith("/"):
             inside = PurePosixPath(posixpath.normpath(target).lstrip("/"))
-            with suppress(SourceError):
+            with suppress(BadSource):
                 if self._find(self._real(inside)) is not None:
                     return posixpath.relpath(f"/{inside}", f"/{posixpath.dirname(link)}")
         return target
@@ -238,9 +238,9 @@ class _Survey:
         self._entries += 1
         self._bytes += size
         if self._bytes > MOST_BYTES:
-            raise SourceError(f"the archive unpacks to more than {MOST_BYTES} bytes")
+            raise BadSource(f"the archive unpacks to more than {MOST_BYTES} bytes")
         if self._entries > MOST_ENTRIES:
-            raise SourceError(f"the archive has more than {MOST_ENTRIES} entries")
+            raise BadSource(f"the archive has more than {MOST_ENTRIES} entries")
 
     def _merge(self, layer: int, number: int, entry: tarfile.TarInfo) -> None:
         path = self._real(PurePosixPath(entry.name))
@@ -253,7 +253,7 @@ class _Survey:
         elif entry.islnk():
             node = self._find(self._real(PurePosixPath(entry.linkname)))
             if not isinstance(node, _File | _Link if self._is_image else _File):
-                raise SourceError(f"{str(path)!r} in the archive is a link to a file that is not in it")
+                raise BadSource(f"{str(path)!r} in the archive is a link to a file that is not in it")
             self._put(path, layer, replace(node, layer=layer))
         elif entry.issym():
             self._put(path, layer, _Link(layer, entry.linkname))
@@ -279,11 +279,11 @@ class _Survey:
     def _real(self, path: PurePosixPath) -> PurePosixPath:
         """Return where a path of an image lies: follow the links of its folders inside the tree.
 
-        Raise SourceError.
+        Raise BadSource.
         """
         if not self._is_image or isinstance(self._find(path.parent), _Folder):
             return path
-        problem = SourceError(f"{str(path)!r} in the archive lies below a link that leaves it")
+        problem = BadSource(f"{str(path)!r} in the archive lies below a link that leaves it")
         names: list[str] = []
         nodes: list[_Folder | _File | _Link | None] = [self.root]
         pending, hops = [*reversed(path.parent.parts)], 0
@@ -308,14 +308,14 @@ class _Survey:
         return PurePosixPath(*names, path.name)
 
     def _folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
-        """Return the folder at `path` and create it where it is missing. Raise SourceError."""
+        """Return the folder at `path` and create it where it is missing. Raise BadSource."""
         folder = self.root
         for depth, part in enumerate(path.parts):
             node = folder.children.get(part)
             if not isinstance(node, _Folder):
                 is_last = depth == len(path.parts) - 1 and not is_parent
                 if node is not None and not (is_last and (self._is_image or node.layer != layer)):
-                    raise SourceError(f"{str(path)!r} in the archive lies below a file or a link, or is both")
+                    raise BadSource(f"{str(path)!r} in the archive lies below a file or a link, or is both")
                 if not is_last:
                     self._count(0)
                 node = folder.children[part] = _Folder(layer)
@@ -327,7 +327,7 @@ class _Survey:
         folder = self._folder(path.parent, layer, is_parent=True)
         current = folder.children.get(path.name)
         if current is not None and current.layer == layer and not self._is_image:
-            raise SourceError(f"{str(path)!r} occurs twice in the archive")
+            raise BadSource(f"{str(path)!r} occurs twice in the archive")
         folder.children[path.name] = node
 
     def _find(self, path: PurePosixPath) -> "_Folder | _File | _Link | None":
@@ -347,20 +347,20 @@ def _prune(folder: _Folder, layer: int) -> None:
 
 
 def _validate(entry: tarfile.TarInfo, is_image: bool) -> None:
-    """Raise SourceError for a forbidden entry, by our own rules and those of `tarfile`'s data filter."""
+    """Raise BadSource for a forbidden entry, by our own rules and those of `tarfile`'s data filter."""
     name, is_absolute_link = entry.name, entry.issym() and entry.linkname.startswith("/")
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()) or entry.issparse():
-        raise SourceError(f"{name!r} in the archive is not a plain file, folder or link")
+        raise BadSource(f"{name!r} in the archive is not a plain file, folder or link")
     is_odd = any("\0" in text or len(text) > _LONGEST_PATH for text in (name, entry.linkname))
     if _escapes(name) or is_odd or entry.size < 0:
-        raise SourceError(f"{name[:200]!r} in the archive is not a path inside it")
+        raise BadSource(f"{name[:200]!r} in the archive is not a path inside it")
     if (entry.islnk() and _escapes(entry.linkname)) or (is_absolute_link and not is_image):
-        raise SourceError(f"{name!r} in the archive is a link that leaves it")
+        raise BadSource(f"{name!r} in the archive is a link that leaves it")
     if _DATA_FILTER is not None and not is_absolute_link:
         try:
             _DATA_FILTER(entry, "/nowhere/in/particular")
         except tarfile.FilterError as error:
-            raise SourceError(f"{name!r} in the archive: {error}") from error
+            raise BadSource(f"{name!r} in the archive: {error}") from error
 
 
 def _escapes(name: str) -> bool:
@@ -427,13 +427,13 @@ class _Writer:
                 if not remaining:
                     break
         if remaining:
-            raise SourceError("the archive has changed while it was unpacked")
+            raise BadSource("the archive has changed while it was unpacked")
 
     def _write(self, tar: tarfile.TarFile, entry: tarfile.TarInfo, file: _File) -> None:
         path, *others = self._files.paths[file.source]
         reader = tar.extractfile(entry) if entry.isreg() else None
         if reader is None:
-            raise SourceError("the archive has changed while it was unpacked")
+            raise BadSource("the archive has changed while it was unpacked")
         remaining, descriptor = file.size, cast(_ForwardReader, tar.fileobj).descriptor
         with reader, open(self._target / path, "xb", buffering=0) as writer:
             copy = _EntryCopy(reader, writer, descriptor, entry.offset_data)
@@ -444,7 +444,7 @@ class _Writer:
                 if self._stopped.wait(self._throttle.pause(size)):
                     raise Stopped(ENDED)
             if remaining:
-                raise SourceError("the archive is damaged: it ends inside of a file")
+                raise BadSource("the archive is damaged: it ends inside of a file")
             os.fchmod(writer.fileno(), file.mode)
         for other in others:
             _hard_link(self._target / path, self._target / other)
@@ -458,7 +458,7 @@ class _Writer:
         root = os.path.realpath(self._target)
         for path, _ in self._files.links:
             if not Path(os.path.realpath(self._target / path)).is_relative_to(root):
-                raise SourceError(f"{path!r} in the archive is a link that leaves it")
+                raise BadSource(f"{path!r} in the archive is a link that leaves it")
         for path, destination in self._files.system_links:
             os.symlink(destination, self._target / path)
 

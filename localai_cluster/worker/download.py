@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from localai_cluster import gallery_index
-from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit import failpoints
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.outbound import paced
 from localai_cluster.registries.access import RegistryError
 from localai_cluster.registries.client import Descriptor, Image, Registries
 from localai_cluster.registries.references import ImageReference
@@ -35,9 +36,9 @@ from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.source_files import (
     CHUNK,
     ENDED,
+    BadSource,
     DiskFull,
     OnBytes,
-    SourceError,
     Stopped,
     Throttle,
     check_free_space,
@@ -48,8 +49,6 @@ log = logging.getLogger(__name__)
 
 HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
 """Seconds until the headers of a response must have arrived, and without a byte of its body."""
-SLOWEST = 4096
-"""Bytes per second that a server must send; what it lacks counts as waiting, up to `STALL_LIMIT`."""
 MOST_BYTES = 64 * 1024**3
 """Maximum size of an archive in bytes, packed or unpacked."""
 PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
@@ -125,7 +124,7 @@ class Downloads:
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
 
-        Raise DownloadFailed, SourceError (longer than the limit), DiskFull, Stopped or OSError. After a
+        Raise DownloadFailed, BadSource (longer than the limit), DiskFull, Stopped or OSError. After a
         cancellation, no thread writes to the partial file when this returns.
         """
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
@@ -197,7 +196,7 @@ class Downloads:
             writing = asyncio.get_running_loop().create_future()
             writing.set_result(None)
             try:
-                async for piece in _pieces(answer, self._throttle.piece):
+                async for piece in paced(answer.aiter_raw(), self._throttle.piece, STALL_LIMIT):
                     if offset + len(piece) > (archive.size or MOST_BYTES):
                         await wait_for_thread(writing)
                         archive.partial.unlink(missing_ok=True)
@@ -256,32 +255,6 @@ async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
         yield file
 
 
-async def _pieces(answer: httpx.Response, size: int) -> AsyncIterator[bytes]:
-    """Yield the body in pieces of `size` bytes, the last one shorter.
-
-    Raise TimeoutError when nothing arrives, or too little; what arrived before an error is yielded first.
-    """
-    body, buffer, patience = answer.aiter_raw(), bytearray(), STALL_LIMIT
-    error: Exception | None = None
-    data: bytes | None = b""
-    while data is not None:
-        waits_since = clock.monotonic()
-        try:
-            async with asyncio.timeout(patience):
-                data = await anext(body, None)
-        except (httpx.HTTPError, TimeoutError) as broken:
-            data, error = None, broken
-        # A byte now and then must not keep one of the few downloads at once.
-        patience += len(data or b"") / SLOWEST - (clock.monotonic() - waits_since)
-        patience = min(max(patience, 0.0), STALL_LIMIT)
-        buffer += data or b""
-        while len(buffer) >= size or (buffer and data is None):
-            yield bytes(buffer[:size])
-            del buffer[:size]
-    if error is not None:
-        raise error
-
-
 def _is_retryable(status: int) -> bool:
     """Return True if a retry can succeed after this status; 0 means that there was no response."""
     return status in (0, 408, 429) or status >= 500
@@ -305,7 +278,7 @@ def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
 
 def _check_disk_space(partial: Path, offset: int, total: int) -> None:
     if total > MOST_BYTES:
-        raise SourceError(f"{total} bytes are more than the {MOST_BYTES} that an archive may have")
+        raise BadSource(f"{total} bytes are more than the {MOST_BYTES} that an archive may have")
     check_free_space(partial.parent, max(total - offset, 0))
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import httpx
 
-from localai_cluster import gallery_index
+from localai_cluster import gallery_index, model_documents
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.worker.cancellation import Halt
@@ -46,7 +46,7 @@ async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
     for name in config.prefetch_models:
         try:
             entry = _find(name, entries)
-            files = await gallery_index.model_files(
+            files = await model_documents.model_files(
                 entry, client, resolve=_resolver(config), github_url=config.github_url
             )
             for file in files:

@@ -33,11 +33,11 @@ class Stopped(ClusterError):
     permanent = False
 
 
-class SourceError(ClusterError):
+class BadSource(ClusterError):
     """The source folder cannot be copied."""
 
 
-class DiskFull(SourceError):
+class DiskFull(BadSource):
     """The disk has too little free space, or a quota is used up."""
 
 
@@ -94,7 +94,7 @@ class _Plan:
 def copy_tree(
     source: Path, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
 ) -> None:
-    """Copy the folder `source` to the new folder `target`. Raise SourceError, Stopped or OSError."""
+    """Copy the folder `source` to the new folder `target`. Raise BadSource, Stopped or OSError."""
     plan = _survey(source, stopped)
     check_free_space(target.parent, plan.total)
     for relative, mode in plan.folders:
@@ -153,7 +153,7 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
                     plan.files.append((relative, stat.S_IMODE(info.st_mode) & 0o777))
                     total += info.st_size
                 else:
-                    raise SourceError(f"{relative} in the source is not a file, folder or link")
+                    raise BadSource(f"{relative} in the source is not a file, folder or link")
     return replace(plan, files=sorted(plan.files), total=total)
 
 

@@ -225,7 +225,8 @@ def repositories() -> list[Entry]:
     ]
 
 
-def _gallery_errors(offer: catalogue.Offer) -> list[Entry]:
+def gallery_errors(offer: catalogue.Offer) -> list[Entry]:
+    """Return the galleries that cannot be read, each with its reason."""
     return [
         GALLERY_ERROR.of(
             name=name, error=why, **({"readAt": offer.copied_at[name]} if name in offer.copied_at else {})
@@ -271,7 +272,7 @@ class BackendsView(APIView):
                 installedBackends=len({gallery_index.folded(operation.name) for operation in installed}),
                 systemCapability="",
                 preferDevelopmentBackends=False,
-                galleryErrors=_gallery_errors(offer),
+                galleryErrors=gallery_errors(offer),
             )
         )
 

@@ -107,7 +107,7 @@ REPLACED = Shape(
     [field("node_id", UUID), field("node_name", TEXT), field("replica_index", count())],
 )
 PREVIEW = Shape(
-    "PreviewedDefinition",
+    "DefinitionCheck",
     "What saving would do.",
     [
         field("valid", FLAG),

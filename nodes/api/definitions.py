@@ -14,6 +14,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
@@ -67,17 +68,22 @@ class _DefinitionRoute(APIView):
 
     def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
         """Save the text as the caller's; return the definition."""
-        is_page = getattr(request._request.user, "is_authenticated", False)
         row = store.save(
             name,
             text,
-            origin=DefinitionOrigin.EDITOR if is_page else DefinitionOrigin.API,
+            origin=_origin(request),
             actor=principal(request).name,
             reason=fields.get("reason", ""),
             expected_revision=fields.get("revision"),
             now=clock.now(),
         )
         return definition_entries.detail_of(row.name)
+
+
+def _origin(request: Request) -> DefinitionOrigin:
+    """Return the origin of a text: a page has no key, but a session."""
+    has_key = bool(principals.offered_credential(request.headers))
+    return DefinitionOrigin.API if has_key else DefinitionOrigin.EDITOR
 
 
 class DefinitionsView(_DefinitionRoute):
@@ -449,12 +455,11 @@ class DefinitionRestoreView(_DefinitionRoute):
     def post(self, request: Request, name: str, number: int) -> Response:
         """Its text becomes the newest revision; 409 with `revision` if the definition has moved since."""
         fields = validate_body(DefinitionRestoreSerializer, request) if request.data else {}
-        is_page = getattr(request._request.user, "is_authenticated", False)
         store.restore(
             name,
             number,
             actor=principal(request).name,
-            origin=DefinitionOrigin.EDITOR if is_page else DefinitionOrigin.API,
+            origin=_origin(request),
             expected_revision=fields.get("revision"),
             now=clock.now(),
         )

@@ -18,7 +18,8 @@ from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
-from nodes.definitions.sizes import ModelFiles, UnreadableHeader, parse_config, parse_header
+from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
+from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_explanation, load_request, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import scheduling

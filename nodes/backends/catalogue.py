@@ -17,7 +17,7 @@ import logging
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -29,7 +29,14 @@ from django.db import connection
 from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compatible, folded, lookup
+from localai_cluster.gallery_index import (
+    GalleryEntry,
+    GalleryUnreadable,
+    WebClient,
+    compatible,
+    folded,
+    lookup,
+)
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
@@ -204,9 +211,10 @@ class _CachedOffer:
 
 
 class Reader:
-    """Cache of the galleries' offer, one for each process. Thread-safe."""
+    """Cache of what galleries offer, one for each process. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: "ReadAll | None" = None) -> None:
+        self._read = read
         self._lock = threading.Lock()
         self._known = _CachedOffer()
 
@@ -222,13 +230,10 @@ class Reader:
             connection.close()  # a few threads that wait for a slow gallery would hold all connections
         with self._lock:
             if not self._known.is_good(listed, check):
-                offer = combine(asyncio.run(read_all(listed)), now=clock.now())
+                offer = combine(asyncio.run((self._read or read_all)(listed)), now=clock.now())
                 lifetime = TROUBLE_KEPT_FOR if offer.problems else KEPT_FOR
                 self._known = _CachedOffer(listed, offer, clock.monotonic() + lifetime, check)
             return self._known.offer
-
-
-reader = Reader()
 
 
 @dataclass(frozen=True)
@@ -239,11 +244,17 @@ class Reading:
     index: gallery_index.Index | str
 
 
+ReadAll = Callable[[Sequence[Gallery]], Coroutine[Any, Any, list[Reading]]]
+
+
 async def read_all(listed: Sequence[Gallery]) -> list[Reading]:
     """Read all galleries now, in parallel and each within `READ_WITHIN`."""
     async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_ca or True) as client:
-        results = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
+        results = await asyncio.gather(*(read_gallery(gallery, client) for gallery in listed))
     return [Reading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
+
+
+reader = Reader()
 
 
 def combine(readings: Sequence[Reading], *, now: datetime) -> Offer:
@@ -267,7 +278,7 @@ def combine(readings: Sequence[Reading], *, now: datetime) -> Offer:
     return Offer(builds, problems, copied_at)
 
 
-async def _read(gallery: Gallery, client: httpx.AsyncClient) -> gallery_index.Index | str:
+async def read_gallery(gallery: Gallery, client: WebClient) -> gallery_index.Index | str:
     """Return the index, or the reason why the gallery cannot be read."""
     try:
         async with asyncio.timeout(READ_WITHIN):

@@ -306,7 +306,7 @@ def parse_definition(document: object, source: str) -> Definition:
         replace(generation, warnings=(*generation.warnings, *warnings)),
         cases,
         document.get("token_ids") is True,
-        _stated_bytes(document, "vram_needed"),
+        stated_bytes(document, "vram_needed"),
         document.get("disabled") is True,
         auto_layers,
     )
@@ -315,7 +315,7 @@ def parse_definition(document: object, source: str) -> Definition:
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNORECASE)
 
 
-def _stated_bytes(document: Mapping[Any, Any], key: str) -> int:
+def stated_bytes(document: Mapping[Any, Any], key: str) -> int:
     """Return a size in bytes: a whole number, or a number with kB to TB or KiB to TiB; 0 if it is absent."""
     value = document.get(key)
     if value is None:

@@ -1,7 +1,7 @@
-"""Routes about models: OpenAI's `/v1/models`, Ollama's lists, and its routes that load and pull models.
+"""Routes about models: OpenAI's `/v1/models`, Ollama's lists, and its routes that load models.
 
-`pull` of a defined model succeeds at once and nothing is fetched. Ollama's routes that publish a model or
-upload a file are refused for every caller; those that create, copy and delete one are in `ollama_models`.
+Ollama's routes that publish a model or upload a file are refused for every caller; those that create, copy
+and delete one are in `ollama_models`, `pull` is in `pulls`.
 """
 
 import re
@@ -298,17 +298,6 @@ class LoadBody(msgspec.Struct, frozen=True):
 
 
 _NO_TIME = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h))+)")
-
-
-async def pull(request: InferenceRequest) -> Answer:
-    """Respond with success for a defined model; raise ModelNotFound for another one."""
-    await confirm(request)
-    body = wire.parse_struct(wire.parse_json_object(request.body), PullBody)
-    name = body.model or body.name
-    if not name:
-        raise wire.field_error("model", "is required", "missing_required_parameter")
-    await find_definition(name)
-    return status_lines(["pulling manifest", "success"], body.stream)
 
 
 async def refuse(request: InferenceRequest) -> Answer:

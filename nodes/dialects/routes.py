@@ -23,6 +23,7 @@ from nodes.dialects import (
     ollama,
     ollama_models,
     openai,
+    pulls,
     responses,
     retrieval,
     stored_responses,
@@ -440,14 +441,16 @@ _OTHERS |= {
     ),
     "/api/pull": Route(
         name="ollama_pull",
-        summary="Confirm that a model is defined (Ollama)",
-        handler=models.pull,
+        summary="Import a model, or confirm that it is defined (Ollama)",
+        handler=pulls.pull,
         limit=None,
         envelope=OLLAMA,
         body=models.PullBody,
         response=models.StatusResponse,
         other_kinds=_LINES,
-        description="Nothing is fetched.",
+        description="A defined model is there already. Another one is imported if an administrator asks:"
+        " lines say how far it is, and the import goes on when the client leaves.",
+        errors=(400, 401, 403, 404, 413, 429, 500, 502, 503),
     ),
     **{
         f"/api/{verb}": _refused(f"ollama_{verb.partition('/')[0]}", summary, "POST")

@@ -376,7 +376,7 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
         source.close()
     settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER
     if settled and len(file.relative.encode()) <= _LONGEST_PATH:
-        await in_thread(_store_hash, file.relative, stamp, digest.hexdigest(), clock.now())
+        await in_thread(store_hash, file.relative, stamp, digest.hexdigest(), clock.now())
     return digest.hexdigest(), stamp
 
 
@@ -385,7 +385,8 @@ def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:
     return matching_rows.values_list("sha256", flat=True).first()
 
 
-def _store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:
+def store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:
+    """Store the hash of a file with this stamp; remove the hashes that are too old to be used."""
     FileHash.objects.filter(hashed_at__lt=now - KEPT).delete()
     FileHash.objects.update_or_create(
         path=path, defaults={"stamp": stamp, "sha256": sha256, "hashed_at": now}

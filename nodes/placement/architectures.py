@@ -1,6 +1,6 @@
 """A model's architecture as far as its memory depends on it, from the header of its file. Pure.
 
-`describe` makes a `Model` of the figures and tensors of a header (`nodes/definitions/sizes.py`), from which
+`describe` makes a `Model` of the figures and tensors of a header (`nodes/definitions/headers.py`), from which
 `fit.py` estimates the memory. Each function names its source; "llama.cpp" means the sources of build 11549.
 """
 

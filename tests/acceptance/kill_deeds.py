@@ -6,10 +6,12 @@ from typing import Any
 import psycopg
 
 from localai_cluster.kit import clock
+from nodes.sources.plans import ImportPlan, SourceFile
 from tests.acceptance.kill_sweep import Sweep
 from tests.acceptance.test_cold_load import write_model
 from tests.conftest import eventually
 from tests.support.simulator import Act
+from tests.support.sources import sha256_of
 from tests.wire.registry import entry, layer
 
 _SLOW = Act(seconds=3, ticks=12)
@@ -236,6 +238,54 @@ def delete_model_with_files(sweep: Sweep, name: str, victim: Any) -> None:
     query = "INSERT INTO brought_models (node_id, model_name, size, seen_at) VALUES (%s, %s, 1, %s)"
     sweep.execute(query, sweep.nodes[0], name, clock.now())
     delete_model(sweep, name, victim)
+
+
+def import_model(sweep: Sweep, name: str, victim: Any) -> None:
+    """A file of three mebibytes, and its definition."""
+    data = os.urandom(3 * 2**20 + 5)
+    sweep.source.files[f"/{name}.gguf"] = data
+    file = SourceFile(f"{name}/m.gguf", sweep.source.url(f"/{name}.gguf"), len(data), sha256_of(data))
+    text = f"name: {name}\nbackend: echo\nparameters:\n  model: {name}/m.gguf\n"
+    plan = ImportPlan(name, text, (file,), "import", "a source").as_payload()
+    sweep.shell(
+        "from localai_cluster.kit import clock\n"
+        "from nodes.downloads.imports import request_import\n"
+        "from nodes.sources.plans import from_payload\n"
+        f"request_import(from_payload({plan!r}), actor='sweep', now=clock.now())"
+    )
+
+
+def imported(sweep: Sweep, name: str, victim: Any) -> None:
+    """The file is whole, every byte of a piece that was written came once, and nothing else is left."""
+    sweep.until(name, "completed")
+    data, models = sweep.source.files[f"/{name}.gguf"], sweep.cluster.models
+    assert (models / name / "m.gguf").read_bytes() == data
+    assert list((models / ".downloads").iterdir()) == []
+    ranges = [text.removeprefix("bytes=").split("-") for text in sweep.source.sent_to(f"/{name}.gguf")]
+    assert len(ranges) <= 2, ranges
+    assert [int(start) % 2**20 for start, _ in ranges] == [0] * len(ranges), ranges
+    assert len(ranges) == 1 or int(ranges[1][0]) > 0, ranges
+    query = "SELECT revision FROM model_definitions WHERE name = %s"
+    assert sweep.cluster.rows(query, name) == [(1,)]
+
+
+def remove_file(sweep: Sweep, name: str, victim: Any) -> None:
+    """One that nothing names."""
+    (sweep.cluster.models / name).mkdir()
+    (sweep.cluster.models / name / "old.gguf").write_bytes(b"old")
+    sweep.post("/api/models/files/remove", {"paths": [f"{name}/old.gguf"]})
+
+
+def removed(sweep: Sweep, name: str, victim: Any) -> None:
+    """It has gone, and so has the place where it was meanwhile."""
+    sweep.wait(
+        "SELECT 1 FROM operations WHERE kind = %s AND status = %s",
+        "model_files_remove",
+        "completed",
+        what="removed",
+    )
+    assert not (sweep.cluster.models / name).exists()
+    assert not (sweep.cluster.models / ".removed").exists()
 
 
 def unload_model(sweep: Sweep, name: str, victim: Any) -> None:

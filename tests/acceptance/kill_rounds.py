@@ -9,6 +9,7 @@ from tests.acceptance.kill_sweep import Deed, Round, nothing
 CONTROLLER, WEB, TASKS, WORKER = "controller", "web", "tasks", "worker"
 COMMIT, QUESTION, MESSAGE = (":before", ":committed"), (":before", ":sent", ":answered"), (":before", ":sent")
 PULL = (":layer", ":layer@2", ":complete")
+DOWNLOAD = (":piece", ":piece@2", ":verified", ":published")
 SWAP = (":staged", ":set_aside", ":swapped")
 
 
@@ -77,7 +78,7 @@ def on_disk() -> list[Round]:
 
 def on_simulated_workers() -> list[Round]:
     """Commands on several nodes."""
-    return [*of_models(), *asked(), *left_behind(), *in_turn(), *carried_out(), *sent()]
+    return [*of_models(), *of_files(), *asked(), *left_behind(), *in_turn(), *carried_out(), *sent()]
 
 
 def asked() -> list[Round]:
@@ -155,6 +156,16 @@ def sent() -> list[Round]:
         *_each("backend.delete", QUESTION, CONTROLLER, "delete", do.delete),
         *_each("backend.cancel", QUESTION, CONTROLLER, "cancel", do.cancelled_install, outcome="cancelled"),
         *_each("models.running", QUESTION, CONTROLLER, "delete", do.delete),
+    ]
+
+
+def of_files() -> list[Round]:
+    """Imports of models, and the removal of unused files."""
+    whole: dict[str, Any] = {"again": do.imported}
+    return [
+        *_each("download", DOWNLOAD, CONTROLLER, "import a model", do.import_model, **whole),
+        *_each("imports.save", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
+        Round("files.removal:set_aside", CONTROLLER, "remove a file", do.remove_file, again=do.removed),
     ]
 
 

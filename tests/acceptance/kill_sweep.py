@@ -25,6 +25,7 @@ from localai_cluster.messaging.messages import InstalledBackend
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process
 from tests.support.simulator import Act, Fleet
+from tests.support.sources import Source
 from tests.wire.registry import Registry
 
 VISITED_WITHIN = 6.0
@@ -147,6 +148,8 @@ class Sweep:
     opened: bool = False
     registry: Registry = field(default_factory=Registry)
     """Images for the real worker."""
+    source: Source = field(default_factory=Source)
+    """A source of models, whose host the cluster's settings name."""
     asked: str = ""
     """Where an operator's choice of this round goes."""
 
@@ -245,6 +248,12 @@ class Sweep:
         """Runs the task that ends intents without a future."""
         task = self.clean_intents()
         eventually(lambda: not task.alive, seconds=30, what="the task has run")
+
+    def shell(self, code: str) -> None:
+        """Runs Python in a process of the cluster, to its end."""
+        task = self.cluster.spawn("task", "manage.py", "shell", "--no-imports", "-c", code, env={})
+        eventually(lambda: not task.alive, seconds=30, what=f"the code has run: {task.log}")
+        assert task.child.returncode == 0, task.story()
 
     def clean_intents(self, **env: str) -> Process:
         """Start a process that runs that task."""

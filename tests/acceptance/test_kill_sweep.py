@@ -12,6 +12,7 @@ from tests.support.cluster import TOKEN, running_cluster
 from tests.support.effort import EFFORT, swept
 from tests.support.simulator import Fleet, Script, fleet
 from tests.support.simulator.script import STOCK
+from tests.support.sources import started
 
 OLD = frozenset(STOCK) - {"backend.upgrade", "model.stop"}
 
@@ -34,7 +35,10 @@ def chosen(rounds: list[Round]) -> list[Round]:
 @pytest.mark.rule("A78")
 async def test_nothing_of_commands_on_backends_is_lost_by_a_kill_at_any_point() -> None:
     """Accepted means findable, owned or explained, once a fence, ended in time."""
-    with running_cluster(CLUSTER_OPERATION_LEASE="2s") as cluster:
+    with (
+        started(redirects=False) as source,
+        running_cluster(CLUSTER_OPERATION_LEASE="2s", HF_MIRROR=source.url("")) as cluster,
+    ):
         web = await asyncio.to_thread(cluster.web)
         workers = fleet(
             web.url,
@@ -45,7 +49,7 @@ async def test_nothing_of_commands_on_backends_is_lost_by_a_kill_at_any_point() 
             beat_every=4,
         )
         async with workers as simulated:
-            sweep = Sweep(cluster, web, simulated, asyncio.get_running_loop())
+            sweep = Sweep(cluster, web, simulated, asyncio.get_running_loop(), source=source)
             results = await asyncio.to_thread(played, sweep, chosen(on_simulated_workers()))
     assert [str(result) for result in results if result.wrong] == []
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nodes.definitions.files import parse_definition
-from nodes.definitions.sizes import ModelFiles, read_header
+from nodes.definitions.headers import read_header
+from nodes.definitions.sizes import ModelFiles
 from nodes.placement import architectures, fit
 from tests.support import gguf_files
 from tests.support.gguf_models import MODELS

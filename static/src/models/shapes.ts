@@ -8,7 +8,7 @@ export type UnusableFile = Schemas["UnusableDefinition"];
 export type DefinitionForm = Schemas["DefinitionForm"];
 export type DefinitionDetail = Schemas["Definition"];
 export type TextError = Schemas["DefinitionProblem"];
-export type DefinitionPreview = Schemas["PreviewedDefinition"];
+export type DefinitionPreview = Schemas["DefinitionCheck"];
 export type Revision = Schemas["DefinitionRevision"];
 
 export interface SourceVariant {

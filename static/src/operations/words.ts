@@ -75,6 +75,8 @@ const WORDS: Readonly<Record<string, Words>> = {
   model_load: { label: "Model load", noun: "model", ...LOAD },
   model_unload: { label: "Model unload", noun: "model", do: "unload", doing: "Unloading", done: "Unloaded" },
   model_delete: { label: "Model removal", noun: "model", ...REMOVE },
+  model_import: { label: "Model import", noun: "model", do: "import", doing: "Importing", done: "Imported" },
+  model_files_remove: { label: "Removal of unused files", noun: "unused", ...REMOVE },
   definition_delete: { label: "Definition removal", noun: "model", do: "delete", doing: "Deleting", done: "Deleted" },
   node_stop: { label: "Node stop", noun: "node", do: "stop", doing: "Stopping", done: "Stopped" },
   node_approve: { label: "Approve nodes", noun: "", do: "approve", doing: "Approving", done: "Approved" },

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from nodes.definitions.sizes import ModelFiles, read_header
+from nodes.definitions.headers import read_header
+from nodes.definitions.sizes import ModelFiles
 from nodes.placement import fit
 from tests.support import gguf_files, llama_buffers
 from tests.support.backends import ROOT

@@ -63,7 +63,7 @@ async def test_a_compressed_index_is_refused() -> None:
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         with pytest.raises(ValueError, match="compressed"):
-            await gallery_index._read("https://example.com/index.yaml", client, Path)
+            await gallery_index.read_url("https://example.com/index.yaml", client, Path)
 
 
 def test_if_none_is_left_the_worker_uses_its_own() -> None:

@@ -14,19 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.definitions import sizes
+from nodes.definitions import headers, sizes
 from nodes.definitions.files import Definition, parse_definition
-from nodes.definitions.sizes import (
-    Header,
-    ModelFiles,
-    Sizes,
-    Tensor,
-    UnreadableHeader,
-    measure,
-    read_config,
-    read_header,
-    with_file_paths,
-)
+from nodes.definitions.headers import Header, Tensor, UnreadableHeader, read_config, read_header
+from nodes.definitions.sizes import ModelFiles, Sizes, measure, with_file_paths
 from nodes.placement import fit, memory
 
 GIB = 2**30
@@ -95,7 +86,7 @@ def test_the_figures_of_a_gguf_are_found_wherever_they_stand(written: Path, vers
 @pytest.mark.rule("R2.41")
 def test_a_vocabulary_may_be_longer_than_one_read(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts on the border of two reads, and texts that are longer than a read."""
-    monkeypatch.setattr(sizes, "_PIECE", 50)
+    monkeypatch.setattr(headers, "_PIECE", 50)
     words = ["x" * (number * 7 % 130) for number in range(300)]
     vocabulary = list_of(TEXT, len(words), b"".join(map(text, words)))
     written.write_bytes(made_of(pair("t.tokens", LIST, vocabulary), *figures(FIGURES)))
@@ -190,7 +181,7 @@ def test_impossible_figures_are_none(written: Path) -> None:
 
 
 def test_the_lists_of_a_header_are_kept_up_to_a_limit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "MOST_FIGURES", 5)
+    monkeypatch.setattr(headers, "MOST_FIGURES", 5)
     lists = [pair(f"a.{name}", LIST, list_of(U8, 3, b"123")) for name in "bc"]
     written.write_bytes(made_of(*lists))
     assert header(written).figures == {"a.b": (49, 50, 51), "a.c": 3}

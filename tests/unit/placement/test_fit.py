@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, parse_definition
-from nodes.definitions.sizes import LARGEST_FIGURE, Header, ModelFiles, Tensor, read_header
+from nodes.definitions.headers import LARGEST_FIGURE, Header, Tensor, read_header
+from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_request
 from nodes.placement import architectures, fit
 from nodes.placement.choose import Need, Reason, find_refusal, gpu_shares, has_memory, vram_needed

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.definitions.files import parse_definition
-from nodes.definitions.sizes import ModelFiles, read_header
+from nodes.definitions.headers import read_header
+from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_request
 from nodes.placement import fit
 from nodes.placement.choose import (

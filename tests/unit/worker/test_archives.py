@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, outbound
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import archives, backend_store, download, source_files
@@ -32,7 +32,7 @@ from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick, ignore
-from localai_cluster.worker.source_files import SourceError, Stopped, Throttle
+from localai_cluster.worker.source_files import BadSource, Stopped, Throttle
 from tests.support.effort import EFFORT
 
 SCRIPT = b"#!/bin/sh\nexit 1\n"
@@ -299,7 +299,6 @@ async def test_a_byte_now_and_then_does_not_keep_a_download_alive(monkeypatch: p
     """The missing bytes count as waiting; a server that sends enough may pause in between."""
     now = [0.0]
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
-    monkeypatch.setattr(download, "STALL_LIMIT", 60.0)
 
     async def received(pause: float, size: int, count: int) -> int:
         class Drip(httpx.AsyncByteStream):
@@ -309,10 +308,10 @@ async def test_a_byte_now_and_then_does_not_keep_a_download_alive(monkeypatch: p
                     await asyncio.sleep(0)
                     yield bytes(size)
 
-        pieces = download._pieces(httpx.Response(200, stream=Drip()), 1024)
+        pieces = outbound.paced(httpx.Response(200, stream=Drip()).aiter_raw(), 1024)
         return sum([len(piece) async for piece in pieces])
 
-    assert await received(50.0, 50 * download.SLOWEST, 20) == 1000 * download.SLOWEST
+    assert await received(50.0, 50 * outbound.SLOWEST, 20) == 1000 * outbound.SLOWEST
     with pytest.raises(TimeoutError):
         await received(50.0, 1, 20)
 
@@ -594,7 +593,7 @@ def test_what_has_no_place_in_a_backend_is_refused(
 ) -> None:
     """Absolute paths, `..`, links that leave, devices, pipes, names that occur twice."""
     outside = tmp_path / "outside"
-    with pytest.raises((SourceError, OSError)):
+    with pytest.raises((BadSource, OSError)):
         opened(tar(*entries), tmp_path)
     assert not outside.exists()
 
@@ -645,7 +644,7 @@ def test_whatever_layers_hold_nothing_is_written_outside(
             path.unlink()
         ends = [os.path.realpath(path) for path in target.rglob("*")]
         assert all(Path(end).is_relative_to(target) for end in ends)
-    except (SourceError, OSError):
+    except (BadSource, OSError):
         pass
     assert sorted(os.listdir(tmp_path)) == ["home", "outside"]
     assert (tmp_path / "outside").read_bytes() == b"mine"
@@ -670,10 +669,10 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)
-            with pytest.raises(SourceError, match=r"more than|too long"):
+            with pytest.raises(BadSource, match=r"more than|too long"):
                 opened(data, tmp_path)
     monkeypatch.setattr(source_files, "HEADROOM", 2**62)
-    with pytest.raises(SourceError, match="Free up space"):
+    with pytest.raises(BadSource, match="Free up space"):
         opened(tar(), tmp_path)
     assert not (tmp_path / "target").exists()
 
@@ -681,9 +680,9 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_sparse_files_and_negative_sizes_are_refused(tmp_path: Path) -> None:
     sparse = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x"}
     sparse["GNU.sparse.realsize"] = str(2**50)
-    with pytest.raises(SourceError):
+    with pytest.raises(BadSource):
         opened(tar(entry("x", b"1\n0\n10\n".ljust(512, b"\0"), pax_headers=sparse)), tmp_path)
-    with pytest.raises(SourceError):
+    with pytest.raises(BadSource):
         opened(tar(entry("x", pax_headers={"size": "-512"})), tmp_path)
 
 
@@ -697,9 +696,9 @@ def test_headers_that_fill_the_memory_are_refused(tmp_path: Path) -> None:
     head[148:156] = b"%06o\0 " % sum(head)
     block = b"".join(b"%011o\0" % number for number in range(42)) + b"\1" + bytes(7)
     count = 3 * archives.LONGEST_HEADER // len(block)
-    with pytest.raises(SourceError, match="headers of an entry"):
+    with pytest.raises(BadSource, match="headers of an entry"):
         opened(gzip.compress(bytes(head) + block * count), tmp_path)
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(BadSource, match="cannot be read"):
         opened(bytes(head) + block, tmp_path)
     (tmp_path / "archive").unlink()
     archive = io.BytesIO()
@@ -709,13 +708,13 @@ def test_headers_that_fill_the_memory_are_refused(tmp_path: Path) -> None:
             archive.write(tarfile.TarInfo.create_pax_global_header(values))
             writer.offset = archive.tell()
             writer.addfile(tarfile.TarInfo(f"f{number}"))
-    with pytest.raises(SourceError, match="global headers"):
+    with pytest.raises(BadSource, match="global headers"):
         opened(archive.getvalue(), tmp_path)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tar", "gzip"])
 def test_damaged_archives_are_errors_not_crashes(tmp_path: Path, packed: bool) -> None:
-    """Bytes changed, cut off, or no archive at all: SourceError or a refusal of the system, nothing else."""
+    """Bytes changed, cut off, or no archive at all: BadSource or a refusal of the system, nothing else."""
     whole = tar(entry("a/b", os.urandom(3000)), entry("l", type=LINK, linkname="run.sh"))
     whole = gzip.compress(whole) if packed else whole
     chance = random.Random(7)
@@ -730,7 +729,7 @@ def test_damaged_archives_are_errors_not_crashes(tmp_path: Path, packed: bool) -
         folder.mkdir()
         try:
             opened(data, folder)
-        except (SourceError, OSError):
+        except (BadSource, OSError):
             continue
         assert (folder / "target").exists()
     assert {path.name for path in tmp_path.iterdir()} == {str(number) for number in range(len(damaged))}
@@ -752,7 +751,7 @@ def test_an_archive_is_not_opened_through_a_link_and_not_waited_for(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for name in ("pipe", "link"):
-        with pytest.raises((SourceError, OSError)):
+        with pytest.raises((BadSource, OSError)):
             archives.unpack(
                 [tmp_path / name], tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None
             )

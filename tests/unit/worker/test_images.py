@@ -33,7 +33,7 @@ from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick
-from localai_cluster.worker.source_files import DiskFull, SourceError, Throttle
+from localai_cluster.worker.source_files import BadSource, DiskFull, Throttle
 from tests.support.certificates import Authority
 from tests.wire.registry import INDEX, PASSWORD, USER, Registry, digest_of, entry, layer
 
@@ -585,7 +585,7 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
     ],
 )
 def test_layers_that_are_refused(tmp_path: Path, layers: list[bytes]) -> None:
-    with pytest.raises((SourceError, OSError)):
+    with pytest.raises((BadSource, OSError)):
         unpacked(tmp_path, *layers)
     assert not (tmp_path / "outside").exists()
 
@@ -710,7 +710,7 @@ def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: p
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)
-            with pytest.raises(SourceError, match="more than"):
+            with pytest.raises(BadSource, match="more than"):
                 unpacked(tmp_path, *layers)
     assert not (tmp_path / "target").exists()
 

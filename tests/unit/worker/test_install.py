@@ -30,7 +30,7 @@ from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.install_commands import requested_name
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
 from localai_cluster.worker.progress import Tick, ignore
-from localai_cluster.worker.source_files import SourceError, Stopped, Throttle, copy_tree
+from localai_cluster.worker.source_files import BadSource, Stopped, Throttle, copy_tree
 
 
 def backend(folder: Path, version: str = "1", **metadata: str) -> Path:
@@ -123,13 +123,13 @@ def test_copying_keeps_modes_links_and_bytes(tmp_path: Path) -> None:
 def test_odd_things_in_the_source_are_refused(tmp_path: Path) -> None:
     source = backend(tmp_path / "source")
     os.mkfifo(source / "pipe")
-    with pytest.raises(SourceError, match="pipe"):
+    with pytest.raises(BadSource, match="pipe"):
         copy_tree(source, tmp_path / "target", Throttle(0), threading.Event(), lambda *_: None)
 
 
 def test_a_full_disk_is_told_before_a_byte_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_files, "HEADROOM", 2**62)
-    with pytest.raises(SourceError, match="Free up space"):
+    with pytest.raises(BadSource, match="Free up space"):
         copy_tree(backend(tmp_path / "s"), tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None)
     assert not (tmp_path / "t").exists()
 

@@ -1,0 +1,469 @@
+"""HTTP requests to the sources of models: the addresses that are dialled, and who gets a credential.
+
+The addresses come from users and from files that others wrote. A host that the operator has configured
+(`allowed_hosts`: mirrors, galleries, registries) may be anywhere. The name of any other host is resolved
+once for each connection, refused if one of its addresses is not public, and the connection goes to an
+address that was checked: another answer of the name server a moment later (DNS rebinding) changes nothing.
+The name stays in the header `Host`, in SNI and in the check of the certificate. A redirect is a new request
+with the same checks, never from HTTPS to plain HTTP.
+
+A credential goes to its own host only, and not to plain HTTP unless the operator has configured that host.
+A redirect to another origin gets neither the credential nor the headers of the caller. Messages name host
+and path; they never have a query, which may be a signature.
+"""
+
+import asyncio
+import logging
+import re
+import socket
+import ssl
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import httpcore
+import httpx
+import msgspec
+
+from localai_cluster.kit import addresses, clock, names, untrusted
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+
+CONNECT_LIMIT, NEXT_ADDRESS_AFTER = 10.0, 2.0
+"""Seconds until a connection must be open, and after which the next address of a name is tried."""
+HEADERS_LIMIT, STALL_LIMIT = 60.0, 60.0
+"""Seconds until the headers of a response must have arrived, and without a byte of its body."""
+SLOWEST = 4096
+"""Bytes per second that a server must send; what it lacks counts as waiting, up to `STALL_LIMIT`."""
+BODY_LIMIT = 60.0
+"""Seconds for a document that is read as a whole."""
+MOST_REDIRECTS = 5
+LONGEST_URL, LONGEST_WORDS = 8192, 300
+LONGEST_RETRY_AFTER = 3600.0
+_WORDS_BYTES = 16 * 1024
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TEMPORARY = (408, 425, 429)
+_TO_OTHERS = ("accept", "range", "if-range", "if-none-match")
+"""Headers of the caller that a redirect to another origin keeps."""
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
+_NUMBER = re.compile(r"\d{1,18}")
+
+# Both log addresses or headers, and the query of a signed address is a credential.
+for _logger in ("httpx", "httpcore"):
+    logging.getLogger(_logger).setLevel(logging.WARNING)
+
+
+class SourceError(ClusterError):
+    """A source cannot be read; the message has its own words. `permanent`: False if a retry can help."""
+
+    status = 502
+    code = "source_failed"
+
+    def __init__(self, message: str, *, can_retry: bool = False, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.permanent = not can_retry
+
+
+class SourceRefused(SourceError):
+    """A source refuses access (401, 403): it needs a token, or a licence that was accepted."""
+
+    status = 400
+    code = "source_refused"
+
+
+class SourceMissing(SourceError):
+    """A source has no such file."""
+
+    status = 404
+    code = "source_missing"
+
+
+class SourceBusy(SourceError):
+    """A source asks to come back later (429, 503)."""
+
+    status = 503
+    code = "source_busy"
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        super().__init__(message, can_retry=True)
+        self.retry_after = retry_after
+        """Seconds that the source named, 0 if it named none."""
+
+
+class AddressRefused(SourceError):
+    """An address must not be dialled."""
+
+    status = 400
+    code = "address_refused"
+
+
+@dataclass(frozen=True)
+class SourceBody:
+    """The body of a file that is being read."""
+
+    pieces: AsyncIterator[bytes]
+    offset: int
+    """The file's byte with which it begins: 0 if the source ignores ranges."""
+    total: int
+    """Bytes of the whole file, 0 if unknown."""
+    validator: str
+    """A text that is equal for equal content: a strong ETag, else the time of the last change, else ""."""
+    has_ranges: bool = False
+    """True if the source sent the range that was requested; it then sends any other one too."""
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A host, on one port or on any (None)."""
+
+    name: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "_Host":
+        try:
+            address = addresses.parse(text)
+        except ValueError:
+            return cls(addresses.host(text), None)
+        return cls(address.host, address.port)
+
+
+class Outbound:
+    """Sends requests to sources; thread-safe, and usable from several event loops.
+
+    `allowed_hosts` are `host` or `host:port`. `credentials` maps one of these to the value of the header
+    `Authorization` for it. `verify` replaces the usual certificate authorities.
+    """
+
+    def __init__(
+        self,
+        allowed_hosts: Collection[str] = (),
+        credentials: Mapping[str, str] | None = None,
+        *,
+        verify: ssl.SSLContext | None = None,
+    ) -> None:
+        self._allowed = frozenset(map(_Host.parse, allowed_hosts))
+        self._credentials = {_Host.parse(host): value for host, value in (credentials or {}).items()}
+        self._verify = verify
+
+    @asynccontextmanager
+    async def open(
+        self, url: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+    ) -> AsyncIterator[httpx.Response]:
+        """Yield the response after redirects: a status below 300, 304 or 416, and a body that is not encoded.
+
+        Raise SourceError, also when the connection is lost while the caller reads the body.
+        """
+        target = _parse_url(url)
+        try:
+            async with self.client() as client:
+                response = await self._follow(client, target, headers or {}, method)
+                try:
+                    yield response
+                finally:
+                    await response.aclose()
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise SourceError(f"{_site(target)}: {_reason(error)}", can_retry=True) from error
+
+    async def read(self, url: str, limit: int, headers: Mapping[str, str] | None = None) -> bytes:
+        """Return a document of at most `limit` bytes. Raise SourceError."""
+        async with self.open(url, headers) as response, asyncio.timeout(BODY_LIMIT):
+            if response.status_code not in (200, 206):
+                raise SourceError(f"{_site(response.url)}: HTTP status {response.status_code}")
+            body = await _read_at_most(response, limit)
+            if len(body) > limit:
+                raise SourceError(f"{_site(response.url)}: the answer is longer than {limit} bytes")
+            return body
+
+    @asynccontextmanager
+    async def open_range(
+        self,
+        url: str,
+        offset: int = 0,
+        length: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[SourceBody]:
+        """Yield the file from byte `offset` on, `length` bytes or all; see `body_of`. Raise SourceError."""
+        end = "" if length is None else str(offset + length - 1)
+        ranges = {"Range": f"bytes={offset}-{end}"} if offset or length is not None else {}
+        async with self.open(url, {**(headers or {}), **ranges}) as response:
+            yield body_of(response, offset)
+
+    def is_allowed(self, host: str, port: int) -> bool:
+        """Return True if the operator has configured this host: it may have any address."""
+        return not self._allowed.isdisjoint((_Host(host, None), _Host(host, port)))
+
+    def client(self) -> httpx.AsyncClient:
+        """Return a client that dials checked addresses only; the caller checks redirects and credentials."""
+        # One for each call: clients belong to an event loop, and a large file needs few connections.
+        return httpx.AsyncClient(
+            transport=_CheckedTransport(self, self._verify or _usual_authorities()),
+            timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
+            headers={"User-Agent": "localai-cluster"},
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    async def _follow(
+        self, client: httpx.AsyncClient, url: httpx.URL, headers: Mapping[str, str], method: str
+    ) -> httpx.Response:
+        authorization, was_redirected = self._authorization(url), False
+        for _ in range(MOST_REDIRECTS + 1):
+            sent = {**headers, "Accept-Encoding": "identity"}
+            if authorization:
+                sent["Authorization"] = authorization
+            async with asyncio.timeout(HEADERS_LIMIT):
+                request = client.build_request(method, url, headers=sent)
+                response = await client.send(request, stream=True)
+            if response.status_code not in _REDIRECTS:
+                break
+            await response.aclose()
+            target = _redirect_of(response)
+            if _origin(target) != _origin(url):
+                # Nor back to the first host: whoever redirects there chooses the path.
+                authorization, was_redirected = "", True
+                headers = {name: headers[name] for name in headers if name.lower() in _TO_OTHERS}
+            url = target
+        else:
+            raise SourceError(f"{_site(url)}: more than {MOST_REDIRECTS} redirects")
+        if problem := await _problem_of(response, authorization, was_redirected=was_redirected):
+            await response.aclose()
+            raise problem
+        return response
+
+    def _authorization(self, url: httpx.URL) -> str:
+        """Return the credential for this origin, "" if there is none."""
+        _, host, port = _origin(url)
+        if url.scheme != "https" and not self.is_allowed(host, port):
+            return ""
+        return self._credentials.get(_Host(host, port)) or self._credentials.get(_Host(host, None), "")
+
+
+def body_of(response: httpx.Response, offset: int) -> SourceBody:
+    """Return the body of a response to a request for the bytes from `offset` on.
+
+    A source may ignore the range: the body then begins at byte 0. Raise SourceError for another range, and
+    for a file that ends before `offset`.
+    """
+    etag = response.headers.get("etag", "")
+    is_strong = etag.startswith('"') and len(etag) <= LONGEST_WORDS
+    validator = etag if is_strong else response.headers.get("last-modified", "")[:100]
+    pieces = response.aiter_raw()
+    if response.status_code == 200:
+        length = response.headers.get("content-length", "")
+        return SourceBody(pieces, 0, int(length) if _NUMBER.fullmatch(length) else 0, validator)
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    total = int(match[2]) if match and match[2] != "*" else 0
+    if response.status_code == 416 and match and not total and not offset:
+        return SourceBody(_nothing(), 0, 0, validator)  # an empty file has no range
+    if response.status_code == 416:
+        raise SourceError(f"{_site(response.url)}: the file ends before byte {offset}", can_retry=True)
+    if response.status_code != 206 or match is None or match[1] is None or int(match[1]) != offset:
+        raise SourceError(f"{_site(response.url)}: HTTP status {response.status_code} with another range")
+    return SourceBody(pieces, offset, total, validator, has_ranges=True)
+
+
+async def paced(body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMIT) -> AsyncIterator[bytes]:
+    """Yield the body in pieces of `size` bytes, the last one shorter.
+
+    Raise TimeoutError when nothing arrives, or too little; what arrived before an error is yielded first.
+    """
+    buffer, patience = bytearray(), stall
+    error: Exception | None = None
+    data: bytes | None = b""
+    while data is not None:
+        waits_since = clock.monotonic()
+        try:
+            async with asyncio.timeout(patience):
+                data = await anext(body, None)
+        except (httpx.HTTPError, TimeoutError) as broken:
+            data, error = None, broken
+        # A byte now and then must not keep one of the few downloads at once.
+        patience += len(data or b"") / SLOWEST - (clock.monotonic() - waits_since)
+        patience = min(max(patience, 0.0), stall)
+        buffer += data or b""
+        while len(buffer) >= size or (buffer and data is None):
+            yield bytes(buffer[:size])
+            del buffer[:size]
+    if error is not None:
+        raise error
+
+
+class _CheckedTransport(httpx.AsyncHTTPTransport):
+    """Connections to checked addresses. The pool knows them by the name, so TLS verifies the name."""
+
+    def __init__(self, outbound: Outbound, verify: ssl.SSLContext) -> None:
+        super().__init__(verify=verify, trust_env=False)
+        # httpx has no parameter for it yet.
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=verify, network_backend=_CheckedNetwork(outbound)
+        )
+
+
+class _CheckedNetwork(httpcore.AsyncNetworkBackend):
+    """Resolves a name once and connects to one of the addresses that were checked."""
+
+    def __init__(self, outbound: Outbound) -> None:
+        self._outbound, self._network = outbound, httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to the addresses in turn. Raise AddressRefused or an error of httpcore."""
+        numbers = await self._checked_addresses(host, port)
+        connect = partial(
+            self._network.connect_tcp,
+            port=port,
+            local_address=local_address,
+            socket_options=socket_options,
+        )
+        for number in numbers[:-1]:
+            try:
+                return await connect(number, timeout=min(timeout or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER))
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                pass
+        return await connect(numbers[-1], timeout=timeout)
+
+    async def sleep(self, seconds: float) -> None:
+        """Pause between two attempts."""
+        await asyncio.sleep(seconds)
+
+    async def _checked_addresses(self, host: str, port: int) -> list[str]:
+        try:
+            name = addresses.host(host)
+        except ValueError as error:
+            raise AddressRefused(f"{names.plain(host[:100])} {error}") from None
+        # A thread of its own: a resolver that hangs must not occupy those of the database.
+        lookup = untrusted.in_daemon_thread(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT):
+                found = await asyncio.wrap_future(lookup)
+        except TimeoutError:
+            raise SourceError(f"{name}: the name server does not answer", can_retry=True) from None
+        except OSError as error:
+            raise SourceError(f"{name}: {error.strerror or error}", can_retry=True) from None
+        numbers = list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+        if not self._outbound.is_allowed(name, port):
+            barred = next((number for number in numbers if not addresses.is_public(number)), None)
+            if barred is not None or addresses.is_special(name):
+                raise AddressRefused(
+                    f"{name} is {barred or 'a metadata service'}, which is no public address: only hosts of"
+                    " mirrors, galleries and registries in the settings may have one"
+                )
+        return numbers
+
+
+@lru_cache(maxsize=1)
+def _usual_authorities() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    for piece in tuple[bytes, ...]():
+        yield piece
+
+
+def _parse_url(text: str) -> httpx.URL:
+    try:
+        url = httpx.URL(text if len(text) <= LONGEST_URL else "")
+    except (httpx.InvalidURL, ValueError):
+        raise InvalidInput("is no URL", field="url") from None
+    if url.scheme not in ("http", "https") or not url.raw_host or url.port == 0:
+        raise AddressRefused("only http:// and https:// URLs with a host are read")
+    if url.userinfo:
+        raise AddressRefused(f"{_site(url)}: a URL with a user name or password is not read")
+    return url
+
+
+def _redirect_of(response: httpx.Response) -> httpx.URL:
+    site = _site(response.request.url)
+    try:
+        target = _parse_url(str(response.request.url.join(response.headers.get("location", ""))))
+    except (httpx.InvalidURL, ValueError, InvalidInput):
+        raise SourceError(f"{site} redirects to a malformed address") from None
+    if target.scheme != "https" and response.request.url.scheme == "https":
+        raise AddressRefused(f"{site} redirects from HTTPS to plain HTTP")
+    return target
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int]:
+    name = url.raw_host.decode("ascii", "replace")
+    with suppress(ValueError):  # it is refused when it is dialled
+        name = addresses.host(name)
+    return url.scheme, name, url.port or (443 if url.scheme == "https" else 80)
+
+
+async def _problem_of(
+    response: httpx.Response, authorization: str, *, was_redirected: bool
+) -> SourceError | None:
+    """Return the error for a response that is no file, with the source's own words."""
+    status, site = response.status_code, _site(response.url)
+    if status < 300 or status in (304, 416):
+        if response.headers.get("content-encoding", "identity") == "identity":
+            return None
+        return SourceError(f"{site}: the source compresses the file, although it was asked not to")
+    words = await _words_of(response, authorization)
+    text = f"{site}: HTTP status {status}" + (f": {words}" if words else "")
+    if status in (401, 403, 410) and was_redirected:
+        return SourceError(text, can_retry=True)  # a signed address is good for minutes
+    if status in (401, 403):
+        hint = "it needs a token with access to it, and its licence may have to be accepted"
+        return SourceRefused(f"{site} refuses access (HTTP status {status}): {words or hint}")
+    if status in (404, 410):
+        return SourceMissing(text)
+    if status in _TEMPORARY or status >= 500:
+        return SourceBusy(text, retry_after=_retry_after(response))
+    return SourceError(text)
+
+
+async def _words_of(response: httpx.Response, authorization: str) -> str:
+    """Return what a source says about its refusal, on one line and without our credential."""
+    words: Any = response.headers.get("x-error-message", "")
+    try:
+        async with asyncio.timeout(NEXT_ADDRESS_AFTER):
+            body = await _read_at_most(response, _WORDS_BYTES) if not words else b""
+        document = msgspec.json.decode(body) if body and not untrusted.json_problem(body) else None
+    except (httpx.HTTPError, TimeoutError, ValueError):
+        document = None
+    if isinstance(document, dict):
+        words = document.get("error") or document.get("message") or ""
+        words = words.get("message", "") if isinstance(words, dict) else words
+    text = words if isinstance(words, str) else ""
+    for secret in {authorization, authorization.rpartition(" ")[2]} - {""}:
+        text = text.replace(secret, "…")
+    return names.plain(" ".join(text.split())[:LONGEST_WORDS])
+
+
+async def _read_at_most(response: httpx.Response, limit: int) -> bytes:
+    """Return the body, or a beginning of it that is longer than `limit`."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > limit:
+            break
+    return bytes(body[: limit + 1])
+
+
+def _retry_after(response: httpx.Response) -> float:
+    text = response.headers.get("retry-after", "")
+    return min(float(text), LONGEST_RETRY_AFTER) if _NUMBER.fullmatch(text) else 0.0
+
+
+def _site(url: httpx.URL) -> str:
+    """Return host and path of a URL for a message."""
+    host = url.raw_host.decode("ascii", "replace")
+    return names.plain(f"{host}{url.path}"[:200])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, httpx.ConnectTimeout):
+        return "no connection in time"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return f"connection lost: {str(error)[:200] or type(error).__name__}"

@@ -1,0 +1,79 @@
+"""Models of galleries: the settings of a definition and its files, from an entry and its document."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localai_cluster.gallery_index import (
+    FETCH_TIMEOUT,
+    GITHUB_URL,
+    GalleryEntry,
+    GalleryUnreadable,
+    ModelFile,
+    ResolvePath,
+    WebClient,
+    files_of,
+    located,
+    read_url,
+    settings_of,
+    text_of,
+)
+from localai_cluster.kit import untrusted
+
+
+async def model_files(
+    entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
+) -> tuple[ModelFile, ...]:
+    """Return the files of a model; see `model_document`."""
+    return (await model_document(entry, client, resolve=resolve, github_url=github_url)).files
+
+
+@dataclass(frozen=True)
+class ModelDocument:
+    """A model of a gallery: the settings of its definition, and its files."""
+
+    config: Mapping[str, Any]
+    files: tuple[ModelFile, ...]
+    license: str = ""
+    description: str = ""
+
+
+async def model_document(
+    entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
+) -> ModelDocument:
+    """Return a model: the document that its `url` names, completed by its entry.
+
+    Settings of `overrides` count most, then those of the entry's own `config_file`. Raise GalleryUnreadable,
+    OSError, ValueError or httpx.HTTPError.
+    """
+    document: Mapping[str, Any] = {}
+    if url := entry.config_url or entry.uri:
+        async with asyncio.timeout(FETCH_TIMEOUT):
+            text = await read_url(located(url, entry.gallery.url, github_url), client, resolve)
+        document = settings_of(await asyncio.to_thread(_load, text, entry.name))
+    inner = document.get("config_file")
+    if isinstance(inner, str):
+        inner = await asyncio.to_thread(_load, inner.encode("utf-8", "replace"), entry.name)
+    return ModelDocument(
+        _overlaid(_overlaid(settings_of(inner), entry.config), entry.overrides),
+        (*files_of(document.get("files")), *entry.files),
+        entry.license or text_of(document.get("license")),
+        entry.description or text_of(document.get("description")),
+    )
+
+
+def _load(text: bytes, name: str) -> Any:
+    try:
+        return untrusted.load_yaml(text, untrusted.BoundedLoader)
+    except untrusted.InvalidYAML as error:
+        raise GalleryUnreadable(f"the document of model {name} {error}") from error
+
+
+def _overlaid(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings with these overrides; sections are merged, everything else is replaced."""
+    merged = dict(settings)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        merged[key] = _overlaid(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,257 @@
+"""Files of models that nothing uses: their list by place, and their removal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from asgiref.sync import async_to_sync
+from drf_spectacular.utils import OpenApiResponse
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.logs import request_id
+from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
+from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, count, field
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api.base import MOMENT, request_example, require_node_id, response_example
+from nodes.api.node_actions import NodeIds
+from nodes.definitions.folder import folder
+from nodes.downloads import unused_files
+from nodes.downloads.unused_files import Selection, UnusedFile
+from nodes.loading.source_files import in_staging_thread
+from nodes.models import BackendNode
+from nodes.replicas import unload_requests
+from nodes.replicas.unload_requests import UnloadRequest
+from operations.ledger.admission import Admission
+
+MOST_DAYS, MOST_BYTES = 36_500, 2**60
+CONTROL_PLANE = "control plane"
+FILE = Shape(
+    "UnusedFile",
+    "A file of the models folder, or on a node all files of a model, which nothing defines or runs.",
+    [
+        field("path", TEXT, "Its path in the models folder; on a node the model's name."),
+        field("size", count(), "Bytes."),
+        field("modified_at", TIME, "On a node: the time of the last load that sent them."),
+    ],
+)
+PLACE = Shape(
+    "UnusedFilesPlace",
+    "The control plane, or a node.",
+    [
+        field("node_id", {**UUID_SCHEMA, "nullable": True}, "Null: the control plane."),
+        field("node_name", TEXT),
+        field("total", count(), "Bytes of its unused files."),
+        field("files", FILE.many, "The oldest first."),
+        field("problem", TEXT, "Why nothing can be removed here at the moment.", optional=True),
+    ],
+)
+FILES = Shape("UnusedFiles", "Unused files by place.", [field("places", PLACE.many)])
+JOB = Shape(
+    "FileRemovalJob",
+    "An operation that removes files.",
+    [field("jobID", UUID_SCHEMA), field("statusUrl", TEXT)],
+)
+REMOVAL = Shape(
+    "FileRemoval",
+    "What is being removed, by which operations: one on the control plane, on a node one for each model.",
+    [
+        field("message", TEXT),
+        field("paths", {"type": "array", "items": {"type": "string"}}),
+        field("bytes", count()),
+        field("jobs", JOB.many),
+        field("jobID", UUID_SCHEMA, "The first of them.", optional=True),
+        field("statusUrl", TEXT, optional=True),
+    ],
+)
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_FILE = {"path": "old.gguf", "size": 4_800_000_000, "modified_at": MOMENT}
+
+
+class UnusedFilesView(APIView):
+    """`/api/models/files`."""
+
+    @extend_schema(
+        operation_id="models_files",
+        summary="List unused files of models",
+        tags=["nodes"],
+        responses={200: FILES.ref, **refusals(401, 403)},
+        examples=[
+            response_example(
+                {
+                    "places": [
+                        {
+                            "node_id": None,
+                            "node_name": CONTROL_PLANE,
+                            "total": 4_800_000_000,
+                            "files": [_FILE],
+                        }
+                    ]
+                }
+            )
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """Files that no definition and no running import names, on the control plane and on each node.
+
+        On nodes only those that loads have sent; workers list no others. Shares are never listed. 503 while
+        the models folder does not answer.
+        """
+        return Response(FILES.of(places=[place.row for place in _places()]))
+
+
+class RemovalSerializer(NullIsAbsent):
+    """Which unused files of which place; without a node, of the control plane."""
+
+    node_id = NodeIds(required=False, allow_null=True)
+    paths = serializers.ListField(
+        child=Text(max_length=1024),
+        required=False,
+        allow_null=True,
+        min_length=1,
+        max_length=unused_files.MOST_REMOVED,
+    )
+    older_than_days = Whole(required=False, allow_null=True, min_value=0, max_value=MOST_DAYS)
+    bytes_needed = Whole(required=False, allow_null=True, min_value=1, max_value=MOST_BYTES)
+
+
+class RemoveFilesView(APIView):
+    """`/api/models/files/remove`."""
+
+    @extend_schema(
+        operation_id="models_files_remove",
+        summary="Remove unused files of models",
+        tags=["nodes"],
+        request=RemovalSerializer,
+        responses={
+            200: OpenApiResponse(REMOVAL.ref, "There is nothing to remove."),
+            202: OpenApiResponse(REMOVAL.ref, "The removal is recorded and goes on."),
+            **refusals(400, 401, 403, 404, 409, 413),
+        },
+        examples=[
+            request_example({"older_than_days": 30}),
+            response_example(
+                {
+                    "message": "1 file is being removed",
+                    "paths": ["old.gguf"],
+                    "bytes": 4_800_000_000,
+                    "jobs": [{"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}],
+                    "jobID": _JOB,
+                    "statusUrl": f"/api/backends/job/{_JOB}",
+                },
+                status="202",
+            ),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Removes these files, those that are older, or the oldest until so many bytes are free.
+
+        What is named meanwhile stays. 409 while a definition cannot be used: it may name any of the files.
+        """
+        fields = validate_body(RemovalSerializer, request)
+        if not fields.keys() & {"paths", "older_than_days", "bytes_needed"}:
+            raise errors.InvalidInput(
+                "one of paths, older_than_days and bytes_needed is required", field="paths"
+            )
+        now, days = clock.now(), fields.get("older_than_days")
+        selection = Selection(
+            fields.get("paths", ()),
+            None if days is None else now - timedelta(days=days),
+            fields.get("bytes_needed", 0),
+        )
+        node_id = require_node_id(str(fields["node_id"])) if "node_id" in fields else None
+        place = next((place for place in _places() if place.node_id == node_id), _FilesPlace(node_id))
+        if place.problem:
+            raise errors.Conflict(place.problem)
+        selected = selection.of(place.files)
+        removal = _Removal(principal(request).name, request_id.get(), client_address(request), now)
+        admissions = removal.request(node_id, selected) if selected else []
+        return Response(_removal(selected, admissions), status=202 if admissions else 200)
+
+
+@dataclass(frozen=True)
+class _FilesPlace:
+    """Unused files of the control plane (None) or a node."""
+
+    node_id: UUID | None
+    node_name: str = CONTROL_PLANE
+    files: Sequence[UnusedFile] = ()
+    problem: str = ""
+
+    @property
+    def row(self) -> Row:
+        return PLACE.of(
+            node_id=str(self.node_id) if self.node_id else None,
+            node_name=self.node_name,
+            total=sum(file.size for file in self.files),
+            files=[
+                FILE.of(path=file.path, size=file.size, modified_at=file.modified_at) for file in self.files
+            ],
+            problem=self.problem,
+        )
+
+
+def _places() -> list[_FilesPlace]:
+    """Return the control plane and the nodes that have unused files. Raise FolderUnresponsive."""
+    named, files, defined = async_to_sync(_read)()
+    nodes = unused_files.list_on_nodes(defined)
+    return [
+        _FilesPlace(None, CONTROL_PLANE, files, named.problem),
+        *(_FilesPlace(id, name, models, named.problem) for (id, name), models in nodes.items()),
+    ]
+
+
+async def _read() -> tuple[unused_files.Named, list[UnusedFile], set[str]]:
+    named = await unused_files.read_named()
+    files = await in_staging_thread(unused_files.list_unused, conf.cluster().models_path, named)
+    return named, files, {entry.name for entry in await folder().known()}
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """Who removes files, and when."""
+
+    actor: str
+    request_id: str
+    client_address: str
+    now: datetime
+
+    def request(self, node_id: UUID | None, files: Sequence[UnusedFile]) -> list[Admission]:
+        """Request the removal. Raise Conflict."""
+        if node_id is None:
+            return [
+                unused_files.request_removal(
+                    files,
+                    actor=self.actor,
+                    now=self.now,
+                    request_id=self.request_id,
+                    client_address=self.client_address,
+                )
+            ]
+        node = BackendNode.objects.get(pk=node_id)
+        return [unload_requests.delete(self._of_model(file.path, node), now=self.now) for file in files]
+
+    def _of_model(self, model: str, node: BackendNode) -> UnloadRequest:
+        reason = "nothing defines the model any more"
+        return UnloadRequest(model, self.actor, self.request_id, self.client_address, node, reason=reason)
+
+
+def _removal(files: Sequence[UnusedFile], admissions: Sequence[Admission]) -> Row:
+    jobs = [
+        JOB.of(jobID=str(entry.operation.id), statusUrl=f"/api/backends/job/{entry.operation.id}")
+        for entry in admissions
+    ]
+    amount = f"{len(files)} file{'s are' if len(files) != 1 else ' is'} being removed"
+    return REMOVAL.of(
+        message=amount if files else "there is no such unused file",
+        paths=[file.path for file in files],
+        bytes=sum(file.size for file in files),
+        jobs=jobs,
+        **(jobs[0] if jobs else {"jobID": "", "statusUrl": ""}),
+    )

@@ -1,0 +1,471 @@
+"""Models of galleries under the reference's routes (`contract/http-api.md` §5.4), for its clients and pages.
+
+Each command is an import as under the routes of this product; only shapes and names differ.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+from uuid import UUID as Id
+
+from drf_spectacular.utils import OpenApiResponse
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import gallery_index
+from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
+from localai_cluster.kit import clock, errors
+from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
+from localai_cluster.web.shapes import (
+    BYTES,
+    FLAG,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    UUID,
+    Row,
+    Shape,
+    count,
+    field,
+    mapping,
+)
+from nodes.api.base import query_parameter, request_example, response_example
+from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
+from nodes.api.models import LONGEST_MODEL
+from nodes.api.sources import import_message, start
+from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from nodes.sources import catalogue, galleries, inspection
+from nodes.sources.references import GalleryRef
+from operations.api.serializers import STARTED
+from operations.ledger.admission import Admission
+
+MOST_ITEMS, USUAL_ITEMS = 9999, 21
+MOST_CONTEXTS = 16
+_CONTEXT = 8192
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+AVAILABLE = Shape(
+    "AvailableModel",
+    "An entry of a gallery as the reference lists it.",
+    [
+        field("name", TEXT),
+        field("gallery", REPOSITORY.ref),
+        field("installed", FLAG, optional=True),
+        *(field(name, TEXT, optional=True) for name in ("url", "description", "license", "icon", "size")),
+        *(field(name, TEXTS, optional=True) for name in ("urls", "tags")),
+    ],
+)
+JOB_STARTED = Shape(
+    "ModelJobStarted",
+    "The operation was admitted.",
+    [field("uuid", UUID), field("status", TEXT, "The address that tells how it goes.")],
+)
+LISTED = Shape(
+    "ListedModel",
+    "An entry of a gallery as the reference's pages list it (§5.4).",
+    [
+        *(field(name, TEXT) for name in ("id", "name", "description", "icon", "license")),
+        field("urls", TEXTS),
+        field("tags", TEXTS),
+        field("gallery", TEXT),
+        field("installed", FLAG),
+        field("processing", FLAG),
+        field("jobID", TEXT),
+        field("isDeletion", FLAG),
+        field("trustRemoteCode", FLAG),
+        field("additionalFiles", mapping(TEXT) | {"description": "Address by file name."}),
+        field("backend", TEXT, "Empty if only its document says it."),
+        field("voice_cloning", FLAG),
+        field("has_variants", FLAG),
+    ],
+)
+LIST = Shape(
+    "ListedModels",
+    "A page of the galleries' models (§5.4).",
+    [
+        field("models", LISTED.many),
+        field("repositories", REPOSITORY.many),
+        field("allTags", TEXTS),
+        field("allBackends", TEXTS),
+        field("processingModels", mapping(UUID)),
+        field("taskTypes", mapping(TEXT)),
+        field("availableModels", count()),
+        field("installedModels", count()),
+        field("currentPage", count(1)),
+        field("totalPages", count()),
+        field("prevPage", count(1)),
+        field("nextPage", count(1)),
+        *(field(name, NUMBER) for name in ("ramTotal", "ramUsed", "ramUsagePercent")),
+    ],
+)
+AT_CONTEXT = Shape(
+    "MemoryAtContext",
+    "The GPU memory of one replica with a context.",
+    [field("contextLength", count()), field("vramBytes", BYTES), field("vramDisplay", TEXT)],
+)
+ESTIMATE = Shape(
+    "ModelEstimate",
+    "Size and memory of a gallery's model; 0 if unknown.",
+    [
+        field("sizeBytes", BYTES),
+        field("sizeDisplay", TEXT),
+        field("estimates", mapping(AT_CONTEXT.ref), "By the tokens of context."),
+        field("modelMaxContext", count(), optional=True),
+    ],
+)
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
+
+
+class _ModelView(APIView):
+    envelope = "flat"
+
+
+def _describe(operation_id: str, summary: str, answer: Any, **others: Any) -> Callable[[_Call], _Call]:
+    return extend_schema(
+        operation_id=operation_id, summary=summary, tags=["models"], responses=answer, **others
+    )
+
+
+def _repositories() -> list[Row]:
+    return [
+        REPOSITORY.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
+        for gallery in galleries.configured()
+    ]
+
+
+class AvailableView(_ModelView):
+    """`/models/available`."""
+
+    @_describe(
+        "models_available", "List entries of the model galleries", {200: AVAILABLE.many, **flat_refusals()}
+    )
+    def get(self, request: Request) -> Response:
+        """Entries as their galleries have them."""
+        installed = catalogue.installed_names()
+        return Response(
+            [
+                AVAILABLE.of(
+                    name=entry.name,
+                    gallery=REPOSITORY.of(
+                        url=gallery_index.public_url(entry.gallery.url), name=entry.gallery.name
+                    ),
+                    installed=folded(entry.name) in installed,
+                    url=gallery_index.public_url(entry.config_url or entry.uri),
+                    description=entry.description,
+                    license=entry.license,
+                    icon=entry.icon,
+                    size=entry.size,
+                    urls=list(entry.urls),
+                    tags=list(entry.tags),
+                )
+                for entry in catalogue.readable_offer().builds
+            ]
+        )
+
+
+class GalleriesView(_ModelView):
+    """`/models/galleries`."""
+
+    @_describe(
+        "models_galleries",
+        "List the model galleries",
+        {200: REPOSITORY.many, **flat_refusals()},
+        examples=[response_example([_REPOSITORY])],
+    )
+    def get(self, request: Request) -> Response:
+        """As they are configured, without credentials."""
+        return Response(_repositories())
+
+
+class FileSerializer(NullIsAbsent):
+    """A file of a model."""
+
+    filename = Text(max_length=1024)
+    uri = Text(max_length=4096)
+    sha256 = Text(max_length=64, required=False, allow_null=True)
+
+
+class ApplySerializer(NullIsAbsent):
+    """A model of a gallery by its `id`, or the address of its document in `url`."""
+
+    id = Text(max_length=300, required=False, allow_null=True)
+    url = Text(max_length=2048, required=False, allow_null=True)
+    config_url = Text(max_length=2048, required=False, allow_null=True, help_text="The same as `url`.")
+    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
+    overrides = serializers.DictField(required=False, allow_null=True)
+    files = serializers.ListField(
+        child=FileSerializer(), required=False, allow_null=True, max_length=gallery_index.MOST_TEXTS
+    )
+
+
+class PreferencesSerializer(NullIsAbsent):
+    """Wishes for an import; others are ignored."""
+
+    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
+    quantizations = Text(
+        max_length=1024, required=False, allow_null=True, help_text="With commas; the first counts."
+    )
+
+
+class ImportUriSerializer(NullIsAbsent):
+    """An address of a model."""
+
+    uri = Text(max_length=2048)
+    preferences = PreferencesSerializer(required=False, allow_null=True)
+
+
+def _job(request: Request, operation_id: Id) -> Response:
+    job = str(operation_id)
+    return Response(JOB_STARTED.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
+
+
+_COMMAND = {200: OpenApiResponse(JOB_STARTED.ref, "It is recorded and will be carried out.")}
+_STARTED = {200: OpenApiResponse(STARTED.ref, "It is recorded and will be carried out.")}
+_STARTED_EXAMPLE = response_example({"uuid": _JOB, "status": f"https://cluster.example/models/jobs/{_JOB}"})
+
+
+class ApplyView(_ModelView):
+    """`/models/apply`."""
+
+    @_describe(
+        "models_apply",
+        "Install a model of a gallery",
+        {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
+        request=ApplySerializer,
+        examples=[request_example({"id": "localai@qwen2.5-1.5b-instruct"}), _STARTED_EXAMPLE],
+    )
+    def post(self, request: Request) -> Response:
+        """Fetches its files and defines it; a definition of that name gets a new revision."""
+        fields = validate_body(ApplySerializer, request)
+        entry = _applied(fields)
+        plan = inspection.plan_entry(entry, name=fields.get("name", ""))
+        return _job(request, start(request, plan).operation.id)
+
+
+def _applied(fields: dict[str, Any]) -> GalleryEntry:
+    """Return the entry that is to be installed, with the changes of the request."""
+    url = fields.get("url") or fields.get("config_url", "")
+    if model := fields.get("id", ""):
+        entry = galleries.find(reference_of(model))
+    elif url:
+        name = fields.get("name") or gallery_index.name_of(url).removesuffix(".yaml").removesuffix(".yml")
+        entry = GalleryEntry(name, config_url=url)
+    else:
+        raise errors.InvalidInput("id or url is required", field="id")
+    files = [
+        ModelFile(file["filename"], file["uri"], file.get("sha256", "").lower())
+        for file in fields.get("files", ())
+    ]
+    return replace(
+        entry,
+        overrides={**entry.overrides, **fields.get("overrides", {})},
+        files=(*entry.files, *files),
+    )
+
+
+def reference_of(text: str) -> GalleryRef:
+    """Return the entry that `gallery@name` or a bare name means."""
+    gallery, _, name = text.rpartition("@")
+    return GalleryRef(gallery, name)
+
+
+class ImportUriView(_ModelView):
+    """`/models/import-uri`."""
+
+    @_describe(
+        "models_import_uri",
+        "Import a model by its address",
+        {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
+        request=ImportUriSerializer,
+        examples=[request_example({"uri": "hf://Qwen/Qwen2.5-1.5B-Instruct-GGUF"}), _STARTED_EXAMPLE],
+    )
+    def post(self, request: Request) -> Response:
+        """The same as `/api/models/import`, for every text that is accepted there."""
+        fields = validate_body(ImportUriSerializer, request)
+        wishes = fields.get("preferences", {})
+        wanted = wishes.get("quantizations", "").partition(",")[0].strip()
+        plan = inspection.plan_import(
+            fields["uri"], variant=wanted, name=wishes.get("name", "").strip(), now=clock.now()
+        )
+        return _job(request, start(request, plan).operation.id)
+
+
+def _started(admission: Admission, message: str) -> Row:
+    job = str(admission.operation.id)
+    return STARTED.of(
+        jobID=job,
+        uuid=job,
+        statusUrl=f"/api/models/job/{job}",
+        message=message,
+        deduplicated=not admission.created,
+    )
+
+
+class InstallView(_ModelView):
+    """`/api/models/install/:id`."""
+
+    @_describe(
+        "models_install",
+        "Install a model of a gallery by its id",
+        {**_STARTED, **flat_refusals(400, 404, 409, 502)},
+        request=None,
+        parameters=[
+            query_parameter("variant", {"type": "string", "maxLength": 300}, "A variant of the entry.")
+        ],
+    )
+    def post(self, request: Request, id: str) -> Response:
+        """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
+        variant = Parameters(request.query_params, "variant").text("variant", 300)
+        plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
+        admission = start(request, plan)
+        return Response(_started(admission, import_message(admission, plan.name)))
+
+
+class EstimateView(_ModelView):
+    """`/api/models/estimate/:id`."""
+
+    @_describe(
+        "models_estimate",
+        "Estimate the memory of a gallery's model",
+        {200: ESTIMATE.ref, **flat_refusals(400, 404, 502)},
+        parameters=[
+            query_parameter("contexts", {"type": "string", "maxLength": 200}, "Numbers with commas.")
+        ],
+    )
+    def get(self, request: Request, id: str) -> Response:
+        """By the header of its file; the memory is that of a node with a GPU."""
+        contexts = _contexts(Parameters(request.query_params, "contexts").text("contexts", 200))
+        size, memory, trained = inspection.estimate_entry(galleries.find(reference_of(id)), contexts)
+        return Response(
+            ESTIMATE.of(
+                sizeBytes=size,
+                sizeDisplay=human_bytes(size) if size else "",
+                estimates={
+                    str(context): AT_CONTEXT.of(
+                        contextLength=context,
+                        vramBytes=needed,
+                        vramDisplay=human_bytes(needed) if needed else "",
+                    )
+                    for context, needed in memory.items()
+                },
+                modelMaxContext=trained,
+            )
+        )
+
+
+def _contexts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()] or [str(_CONTEXT)]
+    if len(parts) > MOST_CONTEXTS or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
+        raise errors.InvalidInput(
+            f"contexts must be at most {MOST_CONTEXTS} numbers of tokens", field="contexts"
+        )
+    return [int(part) for part in parts]
+
+
+_TEXT = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
+
+
+class ModelsView(_ModelView):
+    """`/api/models`."""
+
+    @_describe(
+        "models_list",
+        "List models of the galleries as the reference's pages do",
+        {200: LIST.ref, **flat_refusals(400)},
+        parameters=[
+            query_parameter("term", _TEXT, "Only entries with this in name, description, tags or gallery."),
+            query_parameter("tag", _TEXT, "Only entries with this tag."),
+            query_parameter("backend", _TEXT, "Only entries that state this backend."),
+            query_parameter("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST}, "Which page."),
+            query_parameter("items", {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "On a page."),
+            query_parameter("sort", {"type": "string", "enum": list(SORTS)}, "The order."),
+            query_parameter("order", {"type": "string", "enum": list(DIRECTIONS)}, "Or turned round."),
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """`/api/catalogue` says more, such as which of them fit."""
+        parameters = Parameters(
+            request.query_params, "term", "tag", "backend", "page", "items", "sort", "order"
+        )
+        wanted = {
+            name: parameters.text(name, LONGEST_SEARCH).casefold() for name in ("term", "tag", "backend")
+        }
+        page = parameters.number("page", 1, FARTHEST) or 1
+        items = parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS
+        sort, order = parameters.choice("sort", SORTS), parameters.choice("order", DIRECTIONS)
+        entries, installed = catalogue.readable_offer().builds, catalogue.installed_names()
+        jobs = catalogue.active_imports()
+        chosen = [entry for entry in entries if _is_wanted(entry, **wanted)]
+        if sort:
+            chosen.sort(key=lambda entry: entry.name.casefold())
+            chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=order == "desc")
+        busy = {catalogue.id_of(each): job for each in entries if (job := jobs.get(folded(each.name)))}
+        pages = -(-len(chosen) // items)
+        rows = [_listed(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
+        return Response(
+            LIST.of(
+                models=rows,
+                repositories=_repositories(),
+                allTags=sorted({tag for entry in entries for tag in entry.tags}),
+                allBackends=sorted({backend for entry in entries if (backend := _backend_of(entry))}),
+                processingModels=busy,
+                taskTypes=dict.fromkeys(busy, "Installation"),
+                availableModels=len(entries),
+                installedModels=len(installed),
+                currentPage=page,
+                totalPages=pages,
+                prevPage=max(page - 1, 1),
+                nextPage=min(page + 1, max(pages, 1)),
+                ramTotal=0,
+                ramUsed=0,
+                ramUsagePercent=0,
+            )
+        )
+
+
+_ORDERS: dict[str, Callable[[GalleryEntry, set[str]], Any]] = {
+    "name": lambda entry, _: (entry.name.casefold(), entry.gallery.name),
+    "repository": lambda entry, _: entry.gallery.name.casefold(),
+    "license": lambda entry, _: entry.license.casefold(),
+    "status": lambda entry, installed: folded(entry.name) not in installed,
+}
+
+
+def _is_wanted(entry: GalleryEntry, *, term: str, tag: str, backend: str) -> bool:
+    return (
+        (not term or term in catalogue.searched(entry))
+        and (not tag or tag in {each.casefold() for each in entry.tags})
+        and (not backend or backend == _backend_of(entry).casefold())
+    )
+
+
+def _backend_of(entry: GalleryEntry) -> str:
+    stated = entry.overrides.get("backend") or entry.config.get("backend")
+    return stated if isinstance(stated, str) else ""
+
+
+def _listed(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
+    job = jobs.get(folded(entry.name), "")
+    return LISTED.of(
+        id=catalogue.id_of(entry),
+        name=entry.name,
+        description=entry.description,
+        icon=entry.icon,
+        license=entry.license,
+        urls=list(entry.urls),
+        tags=list(entry.tags),
+        gallery=entry.gallery.name,
+        installed=folded(entry.name) in installed,
+        processing=bool(job),
+        jobID=job,
+        isDeletion=False,
+        trustRemoteCode=entry.overrides.get("trust_remote_code") is True,
+        additionalFiles={file.name: gallery_index.public_url(file.uri) for file in entry.files},
+        backend=_backend_of(entry),
+        voice_cloning=False,
+        has_variants=False,
+    )

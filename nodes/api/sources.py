@@ -1,0 +1,314 @@
+"""Models from sources: what a pasted text means, the import of one, and the galleries' catalogue."""
+
+from typing import Any
+
+from drf_spectacular.utils import OpenApiResponse
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import Conflict
+from localai_cluster.kit.logs import request_id
+from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
+from nodes.api.base import NODE_ID, query_parameter, request_example, response_example
+from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
+from nodes.api.models import LONGEST_MODEL, check_model_name
+from nodes.definitions.files import MAX_FILE_BYTES
+from nodes.downloads.imports import request_import
+from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from nodes.sources import catalogue, inspection
+from nodes.sources.plans import ImportPlan
+from operations.ledger.admission import Admission
+
+MOST_ITEMS, USUAL_ITEMS = 1000, 50
+LARGEST = 2**60
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+IMPORT_STARTED = Shape(
+    "ImportStarted",
+    "The import was admitted; `statusUrl` tells how it goes.",
+    [
+        field("jobID", UUID),
+        field("statusUrl", TEXT),
+        field("message", TEXT),
+        field("model", TEXT, "The name under which it will be defined."),
+        field("deduplicated", FLAG),
+    ],
+)
+CATALOGUE = Shape(
+    "ModelCatalogue",
+    "A page of what the galleries of models offer.",
+    [
+        field("models", catalogue.ENTRY.many),
+        field("total", count(), "Of those that match."),
+        field("page", count(1)),
+        field("items", count(1)),
+        field("tasks", TEXTS, "Of all entries."),
+        field("licences", TEXTS, "Of all entries."),
+        field("galleries", TEXTS),
+        field("gallery_errors", GALLERY_ERROR.many),
+    ],
+)
+_NODE_FIT = {
+    "node_id": NODE_ID,
+    "node_name": "gpu-a",
+    "fits": True,
+    "reason": "fits on gpu-a (needs 1.9 of 20.0 GiB)",
+}
+_VARIANT = {
+    "id": "Q4_K_M",
+    "label": "Q4_K_M",
+    "quantization": "Q4_K_M",
+    "size": 1117320736,
+    "files": [{"path": "qwen2.5-1.5b-instruct-q4_k_m.gguf", "size": 1117320736}],
+    "licence": "apache-2.0",
+    "gated": False,
+    "recommended": True,
+    "context_size": 32768,
+    "fit": {"fits": True, "summary": "fits on gpu-a (needs 1.9 of 20.0 GiB)", "nodes": [_NODE_FIT]},
+}
+_INSPECTED = {
+    "kind": "huggingface",
+    "title": "Qwen/Qwen2.5-1.5B-Instruct-GGUF",
+    "description": "",
+    "licence": "apache-2.0",
+    "gated": False,
+    "urls": ["https://huggingface.co/Qwen/Qwen2.5-1.5B-Instruct-GGUF"],
+    "icon": "",
+    "commit": "91cad51170dc346986eccefdc2dd33a9da36ead9",
+    "name": "Qwen2.5-1.5B-Instruct",
+    "task": "chat",
+    "variants": [_VARIANT],
+    "candidates": [],
+    "problem": "",
+}
+_ENTRY = {
+    "id": "localai@qwen2.5-1.5b-instruct",
+    "name": "qwen2.5-1.5b-instruct",
+    "gallery": "localai",
+    "description": "A small model that chats.",
+    "icon": "",
+    "licence": "apache-2.0",
+    "tags": ["llm", "gguf"],
+    "task": "chat",
+    "size": 1117320736,
+    "installed": False,
+    "jobID": "",
+    "fits": True,
+}
+_SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
+_WHOLE = {"type": "integer", "minimum": 1}
+
+
+class InspectSerializer(NullIsAbsent):
+    """A text that names a model: a name, an address, a command line, a path or a definition."""
+
+    text = Text(max_length=MAX_FILE_BYTES)
+
+
+class ChangesSerializer(NullIsAbsent):
+    """What is changed of the definition before it is saved; as in the form of definitions."""
+
+    context_size = serializers.JSONField(required=False)
+    parallel = serializers.JSONField(required=False)
+    gpu_layers = serializers.JSONField(required=False)
+    template = serializers.JSONField(required=False)
+    options = serializers.JSONField(required=False)
+    max_tokens = serializers.JSONField(required=False)
+
+
+class ImportSerializer(InspectSerializer):
+    """Which model, and what becomes of it."""
+
+    variant = Text(
+        max_length=1024,
+        required=False,
+        allow_null=True,
+        help_text="Its id; the best one that fits unless given.",
+    )
+    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True, help_text="The suggested one.")
+    changes = ChangesSerializer(required=False, allow_null=True)
+    load = Flag(required=False, allow_null=True, help_text="Load the model when its files are there.")
+
+    def validate_name(self, name: str | None) -> str | None:
+        return None if name is None else check_model_name(name)
+
+
+class _SourceView(APIView):
+    envelope = "flat"
+    most_body_bytes = 4 * MAX_FILE_BYTES
+
+
+class InspectView(_SourceView):
+    """`/api/sources/inspect`."""
+
+    @extend_schema(
+        operation_id="sources_inspect",
+        summary="Show what a text means, and where its model fits",
+        tags=["models"],
+        request=InspectSerializer,
+        responses={200: inspection.INSPECTION.ref, **flat_refusals(400, 404, 413, 502)},
+        examples=[
+            request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"}),
+            response_example(_INSPECTED),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Reads the source, at most 16 MiB of a model's file; nothing is saved.
+
+        A name leads to `candidates`, everything else to `variants`. A source that refuses is a 4xx with its
+        own words.
+        """
+        text = validate_body(InspectSerializer, request)["text"]
+        return Response(inspection.inspect(text, clock.now()))
+
+
+class ImportView(_SourceView):
+    """`/api/models/import`."""
+
+    @extend_schema(
+        operation_id="models_import",
+        summary="Import a model",
+        tags=["models"],
+        request=ImportSerializer,
+        responses={
+            202: OpenApiResponse(IMPORT_STARTED.ref, "The import is recorded and goes on."),
+            **flat_refusals(400, 404, 409, 413, 502),
+        },
+        examples=[
+            request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True}),
+            response_example(
+                {
+                    "jobID": _JOB,
+                    "statusUrl": f"/api/models/job/{_JOB}",
+                    "message": "the import of Qwen2.5-1.5B-Instruct has begun",
+                    "model": "Qwen2.5-1.5B-Instruct",
+                    "deduplicated": False,
+                },
+                status="202",
+            ),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Fetches the files of a variant, then defines the model; an import that is under way is joined.
+
+        409 if a model of this name is defined.
+        """
+        fields = validate_body(ImportSerializer, request)
+        plan = inspection.plan_import(
+            fields["text"],
+            variant=fields.get("variant", ""),
+            name=fields.get("name", ""),
+            changes=fields.get("changes"),
+            now=clock.now(),
+        )
+        refuse_defined(plan)
+        admission = start(request, plan, load=fields.get("load", False))
+        return Response(started_import(admission, plan.name), status=202)
+
+
+def refuse_defined(plan: ImportPlan) -> None:
+    """Raise Conflict if a model has the name of the plan."""
+    if inspection.is_defined(plan.name):
+        raise Conflict(f"a model {plan.name} is defined: choose another name, or edit it", field="name")
+
+
+def start(request: Request, plan: ImportPlan, *, load: bool = False) -> Admission:
+    """Admit the import for the caller of the request."""
+    return request_import(
+        plan,
+        actor=principal(request).name,
+        now=clock.now(),
+        load=load,
+        request_id=request_id.get(),
+        client_address=client_address(request),
+    )
+
+
+def import_message(admission: Admission, model: str) -> str:
+    return f"the import of {model} {'has begun' if admission.created else 'is under way'}"
+
+
+def started_import(admission: Admission, model: str) -> dict[str, Any]:
+    job = str(admission.operation.id)
+    return IMPORT_STARTED.of(
+        jobID=job,
+        statusUrl=f"/api/models/job/{job}",
+        message=import_message(admission, model),
+        model=model,
+        deduplicated=not admission.created,
+    )
+
+
+class CatalogueView(_SourceView):
+    """`/api/catalogue`."""
+
+    @extend_schema(
+        operation_id="catalogue_list",
+        summary="List models of the galleries",
+        tags=["models"],
+        parameters=[
+            query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
+            query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
+            query_parameter("licence", _SEARCH, "Only models of this licence."),
+            query_parameter("gallery", _SEARCH, "Only models of this gallery."),
+            query_parameter("size", _WHOLE | {"maximum": LARGEST}, "Only models of at most so many bytes."),
+            query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
+            query_parameter("page", _WHOLE | {"maximum": FARTHEST, "default": 1}, "Which page."),
+            query_parameter(
+                "items", _WHOLE | {"maximum": MOST_ITEMS, "default": USUAL_ITEMS}, "Models on a page."
+            ),
+        ],
+        responses={200: CATALOGUE.ref, **flat_refusals(400)},
+        examples=[
+            response_example(
+                {
+                    "models": [_ENTRY],
+                    "total": 1,
+                    "page": 1,
+                    "items": USUAL_ITEMS,
+                    "tasks": ["chat"],
+                    "licences": ["apache-2.0"],
+                    "galleries": ["localai"],
+                    "gallery_errors": [],
+                }
+            )
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """The galleries are read at most once a minute; 503 if none can be read."""
+        query = _catalogue_query(request)
+        page = catalogue.read(query, clock.now())
+        return Response(
+            CATALOGUE.of(
+                models=page.rows,
+                total=page.total,
+                page=query.page,
+                items=query.items,
+                tasks=page.tasks,
+                licences=page.licences,
+                galleries=page.galleries,
+                gallery_errors=gallery_errors(page.offer),
+            )
+        )
+
+
+def _catalogue_query(request: Request) -> catalogue.Query:
+    parameters = Parameters(
+        request.query_params, "term", "task", "licence", "gallery", "size", "fits", "page", "items"
+    )
+    texts = {
+        name: parameters.text(name, LONGEST_SEARCH).casefold()
+        for name in ("term", "task", "licence", "gallery")
+    }
+    return catalogue.Query(
+        **texts,
+        most_bytes=parameters.number("size", 1, LARGEST) or 0,
+        fits=parameters.choice("fits", ("true", "false")) == "true",
+        page=parameters.number("page", 1, FARTHEST) or 1,
+        items=parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,
+    )

@@ -1,0 +1,298 @@
+"""The header of a model's file: the figures and tensors that determine the model's memory.
+
+`nodes/placement/fit.py` estimates the memory from them. The reader of the package `gguf` is not used: it maps
+the whole file and builds an array for every value and tensor, so a header costs seconds; it trusts the file's
+contents; and it needs requests and tqdm. The one here allocates nothing whose size the file chooses, and
+refuses a header after a bounded number of steps.
+"""
+
+import io
+import json
+import os
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from localai_cluster.kit import untrusted
+
+
+class UnreadableHeader(ValueError):
+    """The file is truncated or has an impossible value; the text is the reason."""
+
+
+Figure = int | tuple[int, ...]
+
+
+class Tensor(NamedTuple):
+    """A tensor of a GGUF file: its name, the number of ggml's type, its dimensions and its bytes."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """The figures of a model's file, by their keys without the architecture, and its tensors.
+
+    Compared by identity, because it is large.
+    """
+
+    architecture: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    """Whole numbers, and lists of them that have one for each layer; a longer list is its length."""
+    tensors: tuple[Tensor, ...] = ()
+
+
+MOST_TEXTS = 2_000_000
+"""Limit on the texts of all lists of a header; the largest vocabularies have a quarter of it, with merges."""
+MOST_KEYS = 10_000
+MOST_TENSORS = 10_000
+LONGEST_KEY = 256
+LARGEST_FIGURE = 2**32
+LONGEST_LIST = 4096
+"""Limit on the figures of a list, one for each layer; a longer list counts as its length."""
+MOST_FIGURES = 100_000
+"""Limit on the figures of all such lists of a header."""
+MOST_CONFIG_BYTES = 1024 * 1024
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "?", 10: "Q", 11: "q"}
+_WIDTHS = {code: struct.calcsize("<" + text) for code, text in _INTEGERS.items()} | {6: 4, 12: 8}
+_TEXT, _LIST = 8, 9
+_PIECE = 1024 * 1024
+_ALIGNMENT = 32
+
+
+def read_header(path: Path) -> Header | None:
+    """Read the header of a GGUF file; None if it is none. Raises OSError and UnreadableHeader."""
+    with untrusted.open_file(path) as file:
+        return _read_gguf(file, os.fstat(file.fileno()).st_size)
+
+
+def parse_header(content: bytes, size: int) -> Header:
+    """Parse the first bytes of a GGUF file of `size` bytes; raise UnreadableHeader."""
+    header = _read_gguf(io.BytesIO(content), size)
+    if header is None:
+        raise UnreadableHeader("it is not a GGUF file")
+    return header
+
+
+def parse_figures(content: bytes, size: int) -> Header:
+    """Parse the figures in the first bytes of a GGUF file of `size` bytes, as far as they reach.
+
+    The header has no tensors: their table comes after the vocabulary. Raise UnreadableHeader.
+    """
+    file = io.BytesIO(content)
+    if file.read(len(MAGIC)) != MAGIC:
+        raise UnreadableHeader("it is not a GGUF file")
+    return _GgufReader(file, size).figures()
+
+
+def _read_gguf(file: BinaryIO, size: int) -> Header | None:
+    return _GgufReader(file, size).header() if file.read(4) == MAGIC else None
+
+
+class _EndsEarly(UnreadableHeader):
+    """The content ends within a value."""
+
+
+def _header_of(values: Mapping[str, Figure | str]) -> Header:
+    """Return the header of these values, without tensors."""
+    architecture = values.get("general.architecture")
+    prefix = f"{architecture}."
+    figures = {key.removeprefix(prefix): value for key, value in values.items() if not isinstance(value, str)}
+    return Header(architecture if isinstance(architecture, str) else "", figures)
+
+
+class _GgufReader:
+    """A read position in the header of a GGUF file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._texts, self._figures = file, MOST_TEXTS, MOST_FIGURES
+        self._end = size
+
+    def header(self) -> Header:
+        tensors, pairs = self._counts()
+        values: dict[str, Figure | str] = {}
+        self._add_values(pairs, values)
+        header = _header_of(values)
+        return replace(header, tensors=self._tensors(tensors, header.figures.get("general.alignment")))
+
+    def figures(self) -> Header:
+        """Return the header without tensors, with the values before the end of the content."""
+        values: dict[str, Figure | str] = {}
+        _, pairs = self._counts()
+        with suppress(_EndsEarly):
+            self._add_values(pairs, values)
+        return _header_of(values)
+
+    def _counts(self) -> tuple[int, int]:
+        """Return the numbers of tensors and of values."""
+        if self._integer(4) not in _VERSIONS:
+            raise UnreadableHeader("it has an unknown version")
+        tensors, pairs = self._integer(10), self._integer(10)
+        if tensors > MOST_TENSORS or pairs > MOST_KEYS:
+            raise UnreadableHeader(f"it has {tensors} tensors and {pairs} keys")
+        return tensors, pairs
+
+    def _add_values(self, pairs: int, values: dict[str, Figure | str]) -> None:
+        """Add the values of use; of a key that is there twice the first counts."""
+        for _ in range(pairs):
+            key, value = self._name(), self._value(self._integer(4))
+            if value is not None:
+                values.setdefault(key, value)
+
+    def _tensors(self, count: int, alignment: Figure | None) -> tuple[Tensor, ...]:
+        """Read the tensors. One ends where the next begins, so types that are not known are no problem.
+
+        Of several at one place the first has its bytes, so all together are never more than the file.
+        """
+        rows = []
+        for _ in range(count):
+            name, dimensions = self._name(), self._integer(4)
+            if dimensions > 4:
+                raise UnreadableHeader(f"the tensor {name[:64]!r} has {dimensions} dimensions")
+            shape = tuple(self._integer(10) for _ in range(dimensions))
+            rows.append((name, shape, self._integer(4), self._integer(10)))
+        step = alignment if isinstance(alignment, int) and alignment > 0 else _ALIGNMENT
+        position = self._file.tell()
+        data = self._end - min(-(-position // step) * step, self._end)
+        if any(offset > data for *_, offset in rows):
+            raise UnreadableHeader("its tensors do not fit into the file")
+        ends: dict[int, int] = {}
+        end = data
+        for offset in sorted({offset for *_, offset in rows}, reverse=True):
+            ends[offset], end = end, offset
+        return tuple(
+            Tensor(name, kind, shape, ends.pop(offset, offset) - offset) for name, shape, kind, offset in rows
+        )
+
+    def _name(self) -> str:
+        length = self._integer(10)
+        if length > LONGEST_KEY:
+            raise UnreadableHeader(f"a key or name has {length} bytes")
+        return self._read(length).decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> Figure | str | None:
+        """Read the next value: a whole number, a short text or a list of whole numbers; None for others."""
+        if kind in _INTEGERS:
+            return _within(self._integer(kind))
+        if kind == _LIST:
+            return self._list(self._integer(4), self._integer(10))
+        if kind == _TEXT:
+            length = self._integer(10)
+            if length <= LONGEST_KEY:
+                return self._read(length).decode("utf-8", "replace")
+            self._skip(length)
+        elif kind in _WIDTHS:
+            self._skip(_WIDTHS[kind])
+        else:
+            raise UnreadableHeader(f"it has a value of the unknown kind {kind}")
+        return None
+
+    def _list(self, kind: int, length: int) -> Figure | None:
+        if kind in _INTEGERS and length <= min(LONGEST_LIST, self._figures):
+            self._figures -= length
+            content = self._read(_WIDTHS[kind] * length)
+            figures = [_within(int(item)) for item in struct.unpack(f"<{length}{_INTEGERS[kind]}", content)]
+            return tuple(figure or 0 for figure in figures)
+        if kind in _WIDTHS:
+            self._skip(_WIDTHS[kind] * length)
+        elif kind == _TEXT:
+            self._skip_texts(length)
+        else:
+            raise UnreadableHeader("it has a list of lists")
+        return _within(length)
+
+    def _skip_texts(self, count: int) -> None:
+        self._texts -= count
+        if self._texts < 0:
+            raise UnreadableHeader(f"its lists have more than {MOST_TEXTS} texts")
+        content, position = b"", 0
+        for _ in range(count):
+            if position + 8 > len(content):
+                self._skip(max(position - len(content), 0))
+                content, position = content[position:] + self._file.read(_PIECE), 0
+                if len(content) < 8:
+                    raise _EndsEarly("it ends early")
+            position += 8 + int.from_bytes(content[position : position + 8], "little")
+        self._skip(position - len(content))
+
+    def _integer(self, kind: int) -> int:
+        return int.from_bytes(self._read(_WIDTHS[kind]), "little", signed=_INTEGERS[kind].islower())
+
+    def _read(self, length: int) -> bytes:
+        content = self._file.read(length)
+        if len(content) < length:
+            raise _EndsEarly("it ends early")
+        return content
+
+    def _skip(self, length: int) -> None:
+        if length > self._end - self._file.tell():
+            raise UnreadableHeader("a value is longer than the file")
+        self._file.seek(length, os.SEEK_CUR)
+
+
+def _within(figure: int) -> int | None:
+    return figure if 0 <= figure <= LARGEST_FIGURE else None
+
+
+_CONFIG_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "num_experts_per_tok": "expert_used_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "full_attention_interval": "full_attention_interval",
+    "vocab_size": "vocab_size",
+}
+"""Keys of a `config.json` and the figures of a GGUF file that say the same."""
+_SLIDING, _LINEAR = "sliding_attention", "linear_attention"
+
+
+def read_config(path: Path) -> Header | None:
+    """Read the `config.json` of a model in safetensors; None without one. Raises UnreadableHeader."""
+    try:
+        content = untrusted.read_file(path, MOST_CONFIG_BYTES)
+    except FileNotFoundError:
+        return None
+    problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
+    if problem:
+        raise UnreadableHeader(f"it is {problem}")
+    try:
+        config = json.loads(content)
+    except ValueError as error:
+        raise UnreadableHeader("it is not JSON") from error
+    return parse_config(config)
+
+
+def parse_config(config: object) -> Header:
+    """Return the header that the content of a `config.json` describes; raise UnreadableHeader."""
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    if not isinstance(text, dict):
+        raise UnreadableHeader("it is not a mapping")
+    figures: dict[str, Figure] = {
+        figure: value
+        for key, figure in _CONFIG_KEYS.items()
+        if type(value := text.get(key)) is int and 0 <= value <= LARGEST_FIGURE
+    }
+    layers = text.get("layer_types")
+    if isinstance(layers, list) and len(layers) <= LONGEST_LIST:
+        figures["attention.sliding_window_pattern"] = tuple(int(kind == _SLIDING) for kind in layers)
+        heads = figures.get("attention.head_count_kv", 0)
+        if _LINEAR in layers and isinstance(heads, int):
+            figures["attention.head_count_kv"] = tuple(heads * (kind != _LINEAR) for kind in layers)
+    elif text.get("use_sliding_window", True) is False or "gemma" not in str(text.get("model_type")):
+        figures.pop("attention.sliding_window", None)
+    return Header(str(text.get("model_type"))[:LONGEST_KEY], figures)

@@ -1,0 +1,143 @@
+"""Ollama's `pull`: the import of a model by an administrator, with its progress as lines of JSON.
+
+The import is an operation: it goes on when the client leaves, and another pull of the model joins it. A model
+that is defined is there already, for every caller.
+"""
+
+from collections.abc import AsyncIterator
+from uuid import UUID
+
+import msgspec
+
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import ClusterError, Forbidden
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer, Send
+from nodes.dialects import ollama
+from nodes.dialects.models import PullBody
+from nodes.downloads.imports import request_import
+from nodes.gateway import gateway
+from nodes.gateway.endpoint import Outgoing, Played, confirm
+from nodes.gateway.gateway import ModelNotFound, find_definition
+from nodes.gateway.request import InferenceRequest
+from nodes.sources import inspection
+from nodes.sources.finding import Finder
+from nodes.sources.plans import ImportPlan
+from nodes.sources.references import HubRef, ImageRef, recognise
+from operations.executor.work import in_thread
+from operations.models import TERMINAL, Operation, Status
+
+LOOK_EVERY = 1.0
+"""Seconds between two lines of progress."""
+_HEADERS = ((b"content-type", ollama.KIND), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_SUCCESS = {"status": "success"}
+
+
+class PullFailed(ClusterError):
+    """The import has failed; the message is its reason."""
+
+    status = 500
+    code = "pull_failed"
+
+
+async def pull(request: InferenceRequest) -> Answer | Played:
+    """Respond with success for a defined model; import another one if the caller is an administrator."""
+    await confirm(request)
+    body = wire.parse_struct(wire.parse_json_object(request.body), PullBody)
+    name = body.model or body.name
+    if not name:
+        raise wire.field_error("model", "is required", "missing_required_parameter")
+    try:
+        await find_definition(name)
+    except ModelNotFound:
+        if not request.principal.is_admin:
+            raise
+    else:
+        return _answer(body.stream)
+    plan = await _plan(name)
+    admission = await in_thread(
+        request_import,
+        plan,
+        actor=request.principal.name,
+        now=clock.now(),
+        request_id=request.request_id,
+        client_address=request.client_address,
+    )
+    progress = PullProgress(admission.operation.id, plan)
+    return await progress.wait() if body.stream is False else progress
+
+
+def _answer(stream: bool | None) -> Answer:
+    if stream is False:
+        return Answer(msgspec.json.encode(_SUCCESS))
+    return Answer(_line({"status": "pulling manifest"}) + _line(_SUCCESS), kind=ollama.KIND)
+
+
+async def _plan(name: str) -> ImportPlan:
+    """Return the plan of a model as Ollama names it: one of its registry, or `hf.co/owner/repository:tag`."""
+    settings = conf.cluster()
+    reference = recognise(f"ollama pull {name}", mirror=settings.hugging_face_url)
+    if not isinstance(reference, ImageRef | HubRef):
+        raise Forbidden("only models of Ollama's registry and of Hugging Face can be pulled")
+    found = await Finder(settings).find(reference)
+    return await in_thread(
+        lambda: inspection.plan_of(found, name=name.removesuffix(":latest"), now=clock.now())
+    )
+
+
+class PullProgress:
+    """The progress of an import, as lines until it ends."""
+
+    def __init__(self, operation_id: UUID, plan: ImportPlan) -> None:
+        self._operation_id = operation_id
+        main = plan.files[0] if plan.files else None
+        self._digest = f"sha256:{main.sha256}" if main is not None and main.sha256 else ""
+
+    async def play(self, send: Send) -> tuple[int, bytes]:
+        """Send the lines; return the status and the last line."""
+        with Outgoing(send) as client:
+            await client.head(list(_HEADERS))
+            await client.body(_line({"status": "pulling manifest"}))
+            async for operation in self._states():
+                if operation.status in TERMINAL:
+                    return 200, _end(operation)
+                await client.body(_line(self._progress(operation)))
+        return 200, _line({"error": "the record of the import was cleared"})
+
+    async def wait(self) -> Answer:
+        """Wait for the end; raise PullFailed."""
+        async for operation in self._states():
+            if operation.status == Status.COMPLETED:
+                return _answer(False)
+            if operation.status in TERMINAL:
+                raise PullFailed(operation.error or operation.message)
+        raise PullFailed("the record of the import was cleared")
+
+    async def _states(self) -> AsyncIterator[Operation]:
+        """Yield the operation whenever it may have changed, until its record is gone."""
+        with gateway.wake_ups().watch(self._operation_id) as watch:
+            while True:
+                operation = await in_thread(Operation.objects.filter(pk=self._operation_id).first)
+                if operation is None:
+                    return
+                yield operation
+                await watch.changed(timeout=LOOK_EVERY)
+
+    def _progress(self, operation: Operation) -> dict[str, str | int]:
+        status = f"pulling {self._digest[7:19]}" if self._digest else operation.message or "pulling"
+        line: dict[str, str | int] = {"status": status}
+        if self._digest:
+            line["digest"] = self._digest
+        if operation.total_bytes:
+            line |= {"total": operation.total_bytes, "completed": operation.current_bytes}
+        return line
+
+
+def _end(operation: Operation) -> bytes:
+    if operation.status == Status.COMPLETED:
+        return _line(_SUCCESS)
+    return _line({"error": operation.error or operation.message or "the import was cancelled"})
+
+
+def _line(value: object) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

@@ -1,0 +1,1 @@
+"""Downloads of model files, the imports that need them, and files that nothing needs."""

@@ -1,0 +1,296 @@
+"""Downloads one file of a source into the models folder, whatever the source is.
+
+A large file comes over several connections if its source sends ranges. What broke off is requested again at
+the next byte, each time from the source itself: so an address that it signed for a few minutes may expire. A
+file that changes at its source, or whose hash is wrong after it was resumed, starts over. The file is
+verified before it has its own name.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from localai_cluster.kit import backoff, clock, untrusted
+from localai_cluster.kit.outbound import STALL_LIMIT, SourceBody, SourceBusy, SourceError, paced
+from nodes.downloads.partial_files import (
+    CHUNK,
+    FIRST_SPAN,
+    BeingDownloaded,
+    ByteSpan,
+    FolderFailed,
+    PartialFile,
+    disk_full_named,
+)
+from nodes.loading.source_files import (
+    FileChanged,
+    LocalFile,
+    hash_of,
+    in_staging_thread,
+    stamp_of,
+    store_hash,
+)
+from nodes.loading.transfer import UploadMeter
+from nodes.sources.plans import SourceFile
+from operations.executor.work import in_thread
+
+log = logging.getLogger(__name__)
+
+POLL_EVERY = 1.0
+"""Seconds between two looks at a file that another operation downloads."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+MOST_FAILURES = 6
+"""Failures in a row, without a mebibyte in between, after which the operation waits in the queue."""
+LONGEST_WAIT = 60.0
+"""A source that wants a longer pause than this number of seconds gets it from the queue."""
+MOST_RESTARTS = 3
+
+
+class SourceOpener(Protocol):
+    """Opens files of sources; each call asks the source anew."""
+
+    def open(
+        self, file: SourceFile, offset: int = 0, length: int | None = None
+    ) -> AbstractAsyncContextManager[SourceBody]:
+        """Open the file at byte `offset`, for `length` bytes or all. Raise SourceError."""
+
+
+class FileConflict(SourceError):
+    """Another file has the name of one that is to be downloaded."""
+
+    status = 409
+    code = "file_exists"
+
+
+class _StartOver(Exception):
+    """The bytes that are here are of no use; the text gives the reason."""
+
+
+@dataclass
+class DownloadMeter(UploadMeter):
+    """The progress of all files of an import. The sizes of some may be unknown at first."""
+
+    def set_size(self, path: str, size: int) -> None:
+        """Record the size of a file as its source has it."""
+        self.sizes = {**self.sizes, path: size}
+
+    def set_position(self, path: str, position: int) -> None:
+        """Record the bytes of the file that are here, received earlier or by another operation."""
+        self.positions[path] = position
+        self.sizes = {**self.sizes, path: max(self.sizes[path], position)}
+
+    def add_received(self, path: str, count: int) -> None:
+        """Record that more bytes of the file have arrived."""
+        self.set_position(path, self.positions.get(path, 0) + count)
+        self.moved += count
+        self._sent += count
+        self.now = f"downloading {path}"
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A file that is in the models folder, and its hash."""
+
+    file: SourceFile
+    size: int
+    sha256: str
+
+
+class Download:
+    """The download of one file into the folder `models`, over at most `connections` connections."""
+
+    def __init__(
+        self, file: SourceFile, models: Path, opener: SourceOpener, meter: DownloadMeter, connections: int
+    ) -> None:
+        self._file, self._models, self._opener = file, models, opener
+        self._meter, self._connections = meter, connections
+        self._pending: list[ByteSpan] = []
+        self._are_many = False
+
+    async def run(self, *, may_replace: bool = False) -> Fetched:
+        """Return when the file is there, complete and verified.
+
+        `may_replace`: another file may have its name. Raise SourceError, DiskFull or FolderFailed.
+        """
+        try:
+            with disk_full_named(self._models):
+                return await self._existing() or await self._fetch(may_replace)
+        except (OSError, FileChanged) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise FolderFailed(f"{self._file.path} in the models folder: {reason}") from error
+
+    async def _existing(self) -> Fetched | None:
+        """Return the file if it is in the folder already, with the hash or size that it must have."""
+        path = self._models / self._file.path
+        if not await in_staging_thread(path.is_file):
+            return None
+        size = (await in_staging_thread(path.stat)).st_size
+        self._meter.now = f"verifying {self._file.path}"
+        if not self._file.sha256 and size != (self._file.size or await self._size_at_source()):
+            return None
+        local = LocalFile(self._file.path, path, size)
+        sha256, _ = await hash_of(local, self._count_read)
+        if self._file.sha256 not in ("", sha256):
+            return None
+        self._meter.set_size(self._file.path, size)
+        self._meter.finish_file(self._file.path)
+        return Fetched(self._file, size, sha256)
+
+    async def _size_at_source(self) -> int:
+        async with self._opener.open(self._file, 0, 1) as body:
+            return body.total
+
+    async def _fetch(self, may_replace: bool) -> Fetched:
+        partial = await self._locked()
+        try:
+            # The operation that downloaded it until now may have finished it.
+            if (fetched := await self._existing()) is not None:
+                return fetched
+            target = self._models / self._file.path
+            if not may_replace and await in_staging_thread(target.exists):
+                raise FileConflict(
+                    f"the models folder has another file {self._file.path}: remove it, or import under"
+                    " another name"
+                )
+            await in_staging_thread(partial.resume, self._file.url, self._file.sha256)
+            sha256 = await self._receive(partial)
+            await in_staging_thread(partial.publish)
+        finally:
+            # The thread of a write that is under way closes it; a hanging folder must not block the loop.
+            untrusted.in_daemon_thread(partial.close)
+        status = await in_staging_thread(target.stat)
+        await in_thread(store_hash, self._file.path, stamp_of(status), sha256, clock.now())
+        self._meter.finish_file(self._file.path)
+        return Fetched(self._file, status.st_size, sha256)
+
+    async def _locked(self) -> PartialFile:
+        """Wait until no other operation downloads the file."""
+        while True:
+            opening = untrusted.in_daemon_thread(PartialFile.open, self._models, self._file.path)
+            try:
+                return await asyncio.wrap_future(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_opened)
+                raise
+            except BeingDownloaded as other:
+                self._meter.now = f"another operation downloads {self._file.path}"
+                self._meter.set_position(self._file.path, other.done)
+            await asyncio.sleep(POLL_EVERY)
+
+    async def _receive(self, partial: PartialFile) -> str:
+        """Receive all bytes and verify them; return the hash. Start over if they cannot be continued."""
+        problem = ""
+        for _ in range(MOST_RESTARTS + 1):
+            was_resumed = partial.journal.done > 0
+            try:
+                await self._receive_spans(partial)
+            except _StartOver as start_over:
+                problem = str(start_over)
+            else:
+                problem, sha256 = await self._verify(partial)
+                if not problem:
+                    return sha256
+                if not was_resumed:
+                    await in_staging_thread(partial.discard)
+                    raise SourceError(f"{self._file.path}: {problem}")
+            log.warning("%s: %s; downloading all of it again", self._file.path, problem)
+            await in_staging_thread(partial.restart, self._file.url, self._file.sha256)
+            self._meter.positions[self._file.path] = 0
+        raise SourceError(f"{self._file.path}: {problem}, again and again", can_retry=True)
+
+    async def _verify(self, partial: PartialFile) -> tuple[str, str]:
+        """Return what is wrong with the complete file ("" = nothing), and its hash."""
+        if await in_staging_thread(lambda: partial.is_pointer):
+            return "the source has a pointer of Git LFS in place of the file", ""
+        self._meter.now = f"verifying {self._file.path}"
+        sha256 = await in_staging_thread(partial.sha256, self._count_read)
+        if self._file.sha256 not in ("", sha256):
+            return f"its sha256 is {sha256}, the source says {self._file.sha256}", sha256
+        return "", sha256
+
+    async def _receive_spans(self, partial: PartialFile) -> None:
+        """Receive the missing spans over several connections. Raise SourceError and _StartOver."""
+        spans = partial.journal.spans
+        self._meter.set_position(self._file.path, partial.journal.done)
+        self._pending = [span for span in spans if span.missing != 0] if spans else [ByteSpan(0, -1, 0)]
+        self._are_many = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._run_connection(partial, group)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _run_connection(self, partial: PartialFile, group: asyncio.TaskGroup) -> None:
+        while self._pending:
+            await self._receive_span(partial, self._pending.pop(0), group)
+
+    async def _receive_span(self, partial: PartialFile, span: ByteSpan, group: asyncio.TaskGroup) -> None:
+        """Receive a span; retry what may pass. Raise SourceError and _StartOver."""
+        failures = 0
+        while True:
+            before = span.at
+            try:
+                await self._read_span(partial, span, group)
+                if span.missing == 0:
+                    return
+                raise SourceError(f"the source ended the file {span.missing} bytes early", can_retry=True)
+            except SourceError as error:
+                failures = 0 if span.at >= before + CHUNK else failures + 1
+                wanted = error.retry_after if isinstance(error, SourceBusy) else 0.0
+                if error.permanent or failures > MOST_FAILURES or wanted > LONGEST_WAIT:
+                    raise
+                pause = max(wanted, backoff.delay(failures, first=FIRST_PAUSE, longest=LONGEST_PAUSE))
+                self._meter.now = f"{self._file.path}: {error.message}; again in {pause:.0f} s"
+            await asyncio.sleep(pause)
+
+    async def _read_span(self, partial: PartialFile, span: ByteSpan, group: asyncio.TaskGroup) -> None:
+        """Read what the source sends of the span."""
+        length = FIRST_SPAN if span.missing is None else span.missing
+        async with self._opener.open(self._file, span.at, length) as body:
+            await in_staging_thread(self._compare, partial, span, body)
+            if body.has_ranges and not self._are_many:
+                self._are_many = True
+                for _ in range(min(self._connections - 1, len(self._pending))):
+                    group.create_task(self._run_connection(partial, group))
+            async for piece in paced(body.pieces, CHUNK, STALL_LIMIT):
+                piece = piece if span.missing is None else piece[: span.missing]
+                await in_staging_thread(partial.write, span, piece)
+                self._meter.add_received(self._file.path, len(piece))
+                if span.missing == 0:
+                    return
+        if span.missing is None:
+            await in_staging_thread(partial.end_at, span)
+
+    def _compare(self, partial: PartialFile, span: ByteSpan, body: SourceBody) -> None:
+        """Plan the spans at the first response, and compare any later one with it.
+
+        Raise SourceError and _StartOver.
+        """
+        journal, total = partial.journal, body.total or self._file.size or -1
+        if self._file.size and body.total and body.total != self._file.size:
+            raise SourceError(
+                f"{self._file.path} has changed at its source: it has {body.total} bytes instead of"
+                f" {self._file.size}. Look the model up again."
+            )
+        if not journal.spans:
+            if body.has_ranges and total < 0:
+                raise SourceError(f"the source does not say how long {self._file.path} is")
+            partial.divide(span, total, body.validator, with_ranges=body.has_ranges)
+            self._pending += journal.spans[1:]
+            self._meter.set_size(self._file.path, max(total, 0))
+        elif total != journal.total or (not self._file.sha256 and body.validator != journal.validator):
+            raise _StartOver("it has changed at its source")
+        elif body.offset != span.at:
+            raise _StartOver("the connection broke, and the source sends no ranges")
+
+    def _count_read(self, count: int) -> None:
+        self._meter.add_read(self._file.path, count)
+
+
+def _close_opened(opening: "Future[PartialFile]") -> None:
+    """Close a file that was opened for a caller that has gone."""
+    if opening.exception() is None:
+        opening.result().close()

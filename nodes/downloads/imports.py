@@ -1,0 +1,284 @@
+"""The operation `model_import`: fetch the files of a plan into the models folder, then save its definition.
+
+The definition is saved when every file is there and verified, in one transaction under the attempt's fence.
+An attempt that is repeated goes on with the bytes that are there: files that are complete are only verified,
+and a definition that is saved already stays as it is. What may pass puts the operation back into the queue;
+without a byte for `GIVE_UP_AFTER` it fails. Its files count as used from its admission on, so nobody removes
+them meanwhile (`unused_files.py`).
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from localai_cluster.kit import backoff, clock, conf, errors
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.outbound import SourceBusy, SourceError
+from localai_cluster.messaging.messages import human_bytes
+from nodes.commands.commands import first
+from nodes.definitions import rows, sizes, store
+from nodes.definitions.files import Definition
+from nodes.definitions.folder import folder
+from nodes.downloads import partial_files
+from nodes.downloads.downloader import Download, DownloadMeter, Fetched, SourceOpener
+from nodes.loading import load_request
+from nodes.loading.source_files import in_staging_thread
+from nodes.models.replica import load_key
+from nodes.replicas import fleet_queries
+from nodes.sources.plans import ImportPlan, SourceFile, check_files, from_payload
+from operations.executor.work import Postpone, Work, in_thread
+from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
+from operations.ledger.attempts import owned
+from operations.ledger.progress import Tick
+from operations.models import Operation
+
+KIND = "model_import"
+PLAN, LOAD, REVISION, STALLED_SINCE = "plan", "load", "revision", "stalled_since"
+"""Payload keys. The revision is that of the stored definition at the admission, 0 without one."""
+SHARE = "share://"
+"""Prefix of the address of a file that is used where it is."""
+AT_ONCE = 4
+"""Imports that one controller runs at once; each has the connections of the setting."""
+REPORT_EVERY = 0.5
+FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
+"""Seconds in the queue after a failure that may pass, doubled each time."""
+NO_SIGN_LIMIT = 600.0
+"""Seconds without any sign of progress after which the attempt ends: the models folder may hang."""
+GIVE_UP_AFTER = timedelta(hours=24)
+_DOWNLOADED_PERCENT, _SAVING_PERCENT = 90.0, 99.0
+"""O26: downloads and verification reach at most the first, saving shows the second."""
+
+
+def request_import(
+    plan: ImportPlan,
+    *,
+    actor: str,
+    now: datetime,
+    load: bool = False,
+    request_id: str = "",
+    client_address: str = "",
+) -> Admission:
+    """Create the import, or join the active one of the same plan. `load`: load the model afterwards.
+
+    Raises InvalidInput for a plan that must not be followed, Conflict while another plan of the same name is.
+    """
+    check_files(plan.files)
+    row = store.find(plan.name)
+    payload = {PLAN: plan.as_payload(), LOAD: load, REVISION: row.revision if row is not None else 0}
+    request = OperationRequest(
+        KIND,
+        key=f"import:{plan.name}",
+        element=plan.name,
+        actor=actor,
+        payload=payload,
+        request_id=request_id,
+        client_address=client_address,
+    )
+    admission = admit(request, now=now)
+    if not admission.created and _plan_of(admission.operation) != plan:
+        raise in_progress(admission.operation)
+    return admission
+
+
+def _plan_of(operation: Operation) -> ImportPlan:
+    return from_payload(operation.payload[PLAN])
+
+
+def paths_of_active_imports() -> set[str]:
+    """Return the files of the imports that have not ended; one query."""
+    plans = Operation.objects.active().filter(kind=KIND).values_list("payload__plan__files", flat=True)
+    return {file["path"] for files in plans for file in files or ()}
+
+
+class NamedPaths:
+    """The paths in the models folder that definitions name: files with all their shards, and folders."""
+
+    def __init__(self, models: Path, definitions: Iterable[Definition]) -> None:
+        named = {path for definition in definitions for path in sizes.named_paths(models, definition)}
+        shards = {shard for path in named for shard in sizes.shards(path)}
+        self._paths = {path.relative_to(models).as_posix() for path in shards}
+
+    def has(self, path: str) -> bool:
+        """Return True if a definition names the file, or a folder that it is in."""
+        return path in self._paths or any(
+            str(parent) in self._paths for parent in PurePosixPath(path).parents
+        )
+
+
+@dataclass(frozen=True)
+class _Import:
+    """One attempt: its plan, and the progress of its files."""
+
+    work: Work
+    plan: ImportPlan
+    files: Sequence[SourceFile]
+    """Those that are fetched."""
+    meter: DownloadMeter
+
+    @classmethod
+    def of(cls, work: Work) -> "_Import":
+        plan = _plan_of(work.operation)
+        files = [file for file in plan.files if not file.url.startswith(SHARE)]
+        return cls(work, plan, files, DownloadMeter({file.path: file.size for file in files}, plan.source))
+
+    def tick(self, progress_at: datetime | None = None) -> Tick:
+        """Return the progress as of now."""
+        meter, rate = self.meter, self.meter.rate(clock.monotonic())
+        total = meter.total
+        return Tick(
+            "downloading",
+            meter.sentence(rate),
+            current_bytes=meter.current,
+            total_bytes=total,
+            percentage=_DOWNLOADED_PERCENT * meter.current / total if total else 0.0,
+            file_index=meter.file_index,
+            total_files=len(meter.sizes),
+            bytes_per_second=rate,
+            progress_at=progress_at,
+        )
+
+
+class ImportModel:
+    """Handler of the operation; one instance serves all operations of its controller."""
+
+    def __init__(self, opener: SourceOpener) -> None:
+        self._opener = opener
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def __call__(self, work: Work) -> Mapping[str, Any]:
+        """Run the import. Raise ClusterError, or Postpone for what may pass."""
+        attempt = _Import.of(work)
+        if self._turns.locked():
+            await work.report(Tick("waiting", f"waits for one of {AT_ONCE} other imports of this controller"))
+        async with self._turns:
+            try:
+                fetched = await first(_report(attempt), self._fetch_all(attempt))
+            except SourceError as error:
+                if error.permanent:
+                    raise
+                raise _postponed(attempt, error) from error
+        await work.report(Tick("saving", f"saving {attempt.plan.name}", percentage=_SAVING_PERCENT))
+        await in_thread(_save, work, attempt.plan, fetched)
+        note = await _load(work, attempt.plan.name)
+        size = sum(file.size for file in fetched)
+        message = f"model {attempt.plan.name} is here, {human_bytes(size)} in {len(fetched)} files{note}"
+        return {"message": message, "model": attempt.plan.name, "files": len(fetched), "bytes": size}
+
+    async def _fetch_all(self, attempt: _Import) -> list[Fetched]:
+        """Fetch the files in turn; one that is there already is only verified. Raise ClusterError."""
+        cluster, name = conf.cluster(), attempt.plan.name
+        models = cluster.models_path
+        definitions = [one for one in await folder().known() if isinstance(one, Definition)]
+        own = NamedPaths(models, (definition for definition in definitions if definition.name == name))
+        others = NamedPaths(models, (definition for definition in definitions if definition.name != name))
+        active_paths = await in_thread(paths_of_active_imports)
+        await in_staging_thread(partial_files.remove_old_partials, models, clock.now(), active_paths)
+        await in_staging_thread(_check_disk_space, models, attempt.files)
+        fetched = []
+        for file in attempt.files:
+            download = Download(file, models, self._opener, attempt.meter, cluster.download_connections)
+            # A new version of the model may replace the files of the former one, but of no other model.
+            may_replace = own.has(file.path) and not others.has(file.path)
+            fetched.append(await download.run(may_replace=may_replace))
+        return fetched
+
+
+def _check_disk_space(models: Path, files: Iterable[SourceFile]) -> None:
+    """Raise DiskFull if the bytes that are missing do not fit."""
+    present = partial_files.bytes_of_partials(models)
+    missing = sum(
+        max(file.size - present.get(file.path, 0), 0) for file in files if not (models / file.path).exists()
+    )
+    partial_files.check_free_space(models, missing)
+
+
+async def _report(attempt: _Import) -> NoReturn:
+    """Report the progress; raise Postpone after a long time without any sign of it."""
+    sign, sign_at, moved_at = (-1, -1, ""), clock.monotonic(), clock.now()
+    await attempt.work.report(attempt.tick())
+    while True:
+        await asyncio.sleep(REPORT_EVERY)
+        meter = attempt.meter
+        if (latest := (meter.moved, meter.current, meter.now)) != sign:
+            sign, sign_at, moved_at = latest, clock.monotonic(), clock.now()
+        elif clock.monotonic() - sign_at > NO_SIGN_LIMIT:
+            reason = f"nothing has moved for {NO_SIGN_LIMIT:.0f} s ({meter.now}): does the folder answer?"
+            raise _postponed(attempt, SourceError(reason, can_retry=True))
+        attempt.work.progress(attempt.tick(moved_at))
+
+
+def _postponed(attempt: _Import, error: SourceError) -> Postpone | SourceError:
+    """Return what puts the operation back, or its failure after `GIVE_UP_AFTER` without a byte."""
+    operation, now = attempt.work.operation, clock.now()
+    since = now
+    if not attempt.meter.moved and (stored := operation.payload.get(STALLED_SINCE)):
+        since = datetime.fromisoformat(stored)
+    if now - since >= GIVE_UP_AFTER:
+        return SourceError(f"{error.message}; given up after 24 h without a byte")
+    seconds = backoff.delay(operation.attempts + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+    if isinstance(error, SourceBusy):
+        seconds = max(seconds, error.retry_after)
+    until = since + GIVE_UP_AFTER
+    reason = f"{error.message}; given up at {until:%Y-%m-%d %H:%M} UTC unless bytes arrive"
+    return Postpone(reason, seconds=seconds, payload={**operation.payload, STALLED_SINCE: since.isoformat()})
+
+
+def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched]) -> None:
+    """Save the definition, once. Raise Conflict if somebody else has changed it since the admission."""
+    files = [
+        {"path": entry.file.path, "size": entry.size, "sha256": entry.sha256, "source": entry.file.url}
+        for entry in fetched
+    ]
+    with committed("imports.save"):
+        owned(*work.attempt)
+        try:
+            store.save(
+                plan.name,
+                plan.text,
+                origin=plan.origin,
+                actor=work.operation.actor,
+                reason=f"imported from {plan.source}",
+                now=clock.now(),
+                expected_revision=work.operation.payload[REVISION],
+                files=files,
+            )
+        except errors.Conflict as conflict:
+            row = store.find(plan.name)
+            if row is None or row.text != plan.text:  # else an attempt before this one has saved it
+                raise errors.Conflict(
+                    f"{conflict.message}: it was changed meanwhile. The files are here; import it again."
+                ) from conflict
+
+
+async def _load(work: Work, name: str) -> str:
+    """Request a load if the import is to end with one; return what else there is to say."""
+    definition = await folder().find(name)
+    if definition is not None and not definition.source.startswith(rows.SOURCE):
+        return f"; the file {definition.source} of the models folder is in force"
+    if not work.operation.payload[LOAD]:
+        return ""
+    try:
+        await in_thread(_request_load, work, name)
+    except errors.ClusterError as refusal:
+        return f"; it is not loaded: {refusal.message}"
+    return "; it is being loaded"
+
+
+def _request_load(work: Work, name: str) -> None:
+    if fleet_queries.is_served(name):
+        return
+    now, operation = clock.now(), work.operation
+    request = OperationRequest(
+        load_request.KIND,
+        key=load_key(name),
+        element=name,
+        payload={"model": name},
+        actor=operation.actor,
+        request_id=operation.request_id,
+        client_address=operation.client_address,
+        needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
+    )
+    admit(request, now=now)

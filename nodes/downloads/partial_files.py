@@ -1,0 +1,385 @@
+"""A file of the models folder while it is downloaded: its bytes, and a journal of those that are there.
+
+Both lie in the hidden folder `.downloads`, under a hash of the file's path. A lock of the operating system
+makes one process at a time the only writer, and ends with that process, however it ends; so two operations
+share one download, and a process that lost its operation cannot write beside its successor. The journal is
+written after the bytes that it counts, so after a kill the download resumes at the next byte. After a power
+cut the bytes may be missing that it counts: then only a hash makes it usable.
+
+The file becomes visible under its own name by a rename, when it is complete, verified and on disk. All
+functions block.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from localai_cluster.kit import failpoints, untrusted
+from localai_cluster.kit.errors import ClusterError
+
+FOLDER = ".downloads"
+JOURNAL = ".json"
+CHUNK = 2**20
+FIRST_SPAN, MOST_SPANS = 32 * 2**20, 64
+"""Bytes of the first span, which learns the file's size, and the most spans of one file."""
+HEADROOM = 256 * 2**20
+"""Bytes that stay free on the disk of the models folder."""
+KEPT = timedelta(days=7)
+"""Age after which the bytes of a download that nobody resumes are removed."""
+_LONGEST_JOURNAL = 64 * 1024
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+class DiskFull(ClusterError):
+    """The disk of the models folder has too little free space, or a quota is used up."""
+
+    status = 507
+    code = "disk_full"
+
+
+class FolderFailed(ClusterError):
+    """The models folder cannot be read or written."""
+
+    code = "folder_failed"
+
+
+class BeingDownloaded(Exception):
+    """Another process or operation downloads the file. `done` and `total` are its bytes, 0 if unknown."""
+
+    def __init__(self, done: int, total: int) -> None:
+        super().__init__()
+        self.done, self.total = done, total
+
+
+class ByteSpan(msgspec.Struct, array_like=True):
+    """Bytes from `start` to `end` (-1 = the end of the file, unknown); those before `at` are there."""
+
+    start: int
+    end: int
+    at: int
+
+    @property
+    def missing(self) -> int | None:
+        """The number of missing bytes, None if unknown."""
+        return self.end - self.at if self.end >= 0 else None
+
+
+class Journal(msgspec.Struct):
+    """What is there of which file. `total`: -1 = unknown. `boot` and `inode`: when and where it was true."""
+
+    path: str
+    url: str
+    sha256: str
+    total: int = -1
+    validator: str = ""
+    boot: str = ""
+    inode: int = 0
+    spans: list[ByteSpan] = []
+
+    @property
+    def done(self) -> int:
+        """The number of bytes that are there."""
+        return sum(span.at - span.start for span in self.spans)
+
+
+class PartialFile:
+    """A file that is being downloaded, locked by this process.
+
+    Thread-safe, because threads may outlive their caller: after `close` they change nothing.
+    """
+
+    def __init__(self, models: Path, path: str, data: Path, descriptor: int) -> None:
+        self._models, self._data, self._descriptor = models, data, descriptor
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._journal_file = os.open(_journal_of(data), _NEW_JOURNAL, 0o640)
+        self._written_length = os.fstat(self._journal_file).st_size
+        self.journal = Journal(path, "", "")
+        self.digest: hashlib._Hash | None = None
+        """Hash of the bytes, while one connection has received them in order."""
+
+    @classmethod
+    def open(cls, models: Path, path: str) -> Self:
+        """Create the partial file or open that of an earlier attempt. Raise BeingDownloaded or OSError."""
+        data = models / FOLDER / hashlib.sha256(path.encode()).hexdigest()[:32]
+        data.parent.mkdir(mode=0o750, exist_ok=True)
+        descriptor = _open_locked(data)
+        try:
+            return cls(models, path, data, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def resume(self, url: str, sha256: str) -> None:
+        """Continue with what an earlier attempt has received, if it can be trusted, else start over."""
+        journal = _read_journal(self._data)
+        own = self.journal.path
+        status = os.fstat(self._descriptor)
+        if (
+            journal is None
+            or (journal.path, journal.sha256, journal.inode) != (own, sha256, status.st_ino)
+            or any(span.end < 0 or span.start < span.at > status.st_size for span in journal.spans)
+        ):
+            self.restart(url, sha256)
+        elif sha256 or (journal.url == url and journal.validator and journal.boot == _boot_id()):
+            journal.url = url
+            self.journal = journal
+        else:
+            self.restart(url, sha256)
+
+    def restart(self, url: str, sha256: str) -> None:
+        """Drop all bytes; writes of former spans that are still on their way change nothing."""
+        with self._lock:
+            os.ftruncate(self._descriptor, 0)
+            inode = os.fstat(self._descriptor).st_ino
+            self.journal = Journal(self.journal.path, url, sha256, boot=_boot_id(), inode=inode)
+            self.digest = hashlib.sha256()
+            self._write_journal()
+
+    def divide(self, first: ByteSpan, total: int, validator: str, *, with_ranges: bool) -> None:
+        """Plan the spans of a file of `total` bytes (-1 = unknown); `first` is being received."""
+        first.end, spans = total, [first]
+        if with_ranges and total > FIRST_SPAN:
+            size = max(FIRST_SPAN, -(-(total - FIRST_SPAN) // (MOST_SPANS - 1)))
+            first.end = FIRST_SPAN
+            spans += [ByteSpan(at, min(at + size, total), at) for at in range(FIRST_SPAN, total, size)]
+            self.digest = None
+        self.journal.total, self.journal.validator, self.journal.spans = total, validator, spans
+        self._write_journal()
+
+    def write(self, span: ByteSpan, piece: bytes) -> None:
+        """Write the next bytes of a span. Raise DiskFull or OSError."""
+        with self._lock:
+            if self._closed.is_set() or not any(span is known for known in self.journal.spans):
+                return
+            with disk_full_named(self._models):
+                if shutil.disk_usage(self._models).free < len(piece) + HEADROOM // 4:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                view = memoryview(piece)
+                while view:
+                    written = os.pwrite(self._descriptor, view, span.at)
+                    if self.digest is not None:
+                        self.digest.update(view[:written])
+                    span.at, view = span.at + written, view[written:]
+                self._write_journal()
+        failpoints.passed("download:piece")
+
+    def end_at(self, span: ByteSpan) -> None:
+        """Record that a file of unknown size ends with this span."""
+        with self._lock:
+            span.end = self.journal.total = span.at
+            self._write_journal()
+
+    def beginning(self) -> bytes:
+        """Return the first bytes."""
+        return os.pread(self._descriptor, len(_POINTER), 0)
+
+    @property
+    def is_pointer(self) -> bool:
+        """True if the source sent a pointer of Git LFS in place of the file."""
+        return self.journal.total < 1024 and self.beginning() == _POINTER
+
+    def sha256(self, on_bytes: Callable[[int], None]) -> str:
+        """Return the hash of the complete file; call `on_bytes` with each number of bytes read."""
+        if self.digest is not None:
+            return self.digest.hexdigest()
+        digest, at = hashlib.sha256(), 0
+        while not self._closed.is_set() and (piece := os.pread(self._descriptor, CHUNK, at)):
+            digest.update(piece)
+            at += len(piece)
+            on_bytes(len(piece))
+        return digest.hexdigest()
+
+    def publish(self) -> Path:
+        """Move the complete file to its path in the models folder. Raise FolderFailed or OSError."""
+        target = self._models / self.journal.path
+        failpoints.passed("download:verified")
+        with self._lock:
+            if self._closed.is_set():
+                raise FolderFailed("the download was ended")
+            _make_folders(self._models, target.parent)
+            os.fchmod(self._descriptor, 0o644)
+            os.fsync(self._descriptor)
+            try:
+                os.replace(self._data, target)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                raise FolderFailed(f"{target.parent} is on another disk than the models folder") from None
+            _sync_folder(target.parent)
+            failpoints.passed("download:published")
+            _journal_of(self._data).unlink(missing_ok=True)
+        return target
+
+    def discard(self) -> None:
+        """Remove the bytes."""
+        with self._lock:
+            self._unlink()
+
+    def close(self) -> None:
+        """Give up the lock, after a write that is under way; leave nothing if there are no bytes."""
+        self._closed.set()
+        with self._lock:
+            if not os.fstat(self._descriptor).st_size and self._is_in_place():
+                self._unlink()
+            os.close(self._journal_file)
+            os.close(self._descriptor)
+
+    def _is_in_place(self) -> bool:
+        """Return True unless the file was published, after which another one may have its place."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._data))
+        except FileNotFoundError:
+            return False
+
+    def _unlink(self) -> None:
+        self._data.unlink(missing_ok=True)
+        _journal_of(self._data).unlink(missing_ok=True)
+
+    def _write_journal(self) -> None:
+        text = msgspec.json.encode(self.journal)
+        padded = text.ljust(self._written_length)
+        os.pwrite(self._journal_file, padded, 0)
+        self._written_length = len(padded)
+
+
+_NEW_JOURNAL = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _journal_of(data: Path) -> Path:
+    return data.with_name(data.name + JOURNAL)
+
+
+def _open_locked(data: Path) -> int:
+    """Open and lock the file; raise BeingDownloaded if another process or task holds the lock."""
+    while True:
+        descriptor = os.open(data, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its former owner may have published or removed it between our two calls.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(data)):
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            journal = _read_journal(data)
+            raise BeingDownloaded(
+                *(max(journal.done, 0), max(journal.total, 0)) if journal else (0, 0)
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _read_journal(data: Path) -> Journal | None:
+    try:
+        text = untrusted.read_file(_journal_of(data), _LONGEST_JOURNAL)
+        journal = msgspec.json.decode(text.rstrip(), type=Journal)
+    except (OSError, ValueError):
+        return None
+    spans = journal.spans
+    is_sound = all(0 <= span.start <= span.at and (span.end == -1 or span.at <= span.end) for span in spans)
+    return journal if is_sound else None
+
+
+def _boot_id() -> str:
+    """Return the id of this boot of the machine, "" if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _make_folders(models: Path, folder: Path) -> None:
+    """Create the folder below the models folder; raise FolderFailed if a link leads out of it."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.resolve().is_relative_to(models.resolve()) or not existing.is_dir():
+        raise FolderFailed(f"{existing} is no folder of the models folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    while existing != folder:
+        _sync_folder(existing)
+        existing = existing / folder.relative_to(existing).parts[0]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_free_space(models: Path, missing: int) -> None:
+    """Raise DiskFull if `missing` more bytes do not fit on the disk of the models folder."""
+    free = shutil.disk_usage(models).free
+    if missing + HEADROOM > free:
+        raise DiskFull(
+            f"{missing / 2**30:.2f} GiB do not fit on the disk of the models folder:"
+            f" {free / 2**30:.2f} GiB are free, and {HEADROOM / 2**30:.2f} GiB stay so. Remove unused files."
+        )
+
+
+@contextmanager
+def disk_full_named(models: Path) -> Iterator[None]:
+    """Raise DiskFull in place of the system's errors about a full disk or a used-up quota."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFull(f"the disk of the models folder {models} is full: {error.strerror}") from error
+
+
+def partial_files(models: Path) -> Iterator[tuple[Path, str, os.stat_result]]:
+    """Yield the partial files with the path that each will have ("" = unknown) and their status."""
+    with suppress(FileNotFoundError), os.scandir(models / FOLDER) as entries:
+        for entry in entries:
+            if entry.name.endswith(JOURNAL):
+                continue
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    journal = _read_journal(Path(entry.path))
+                    yield Path(entry.path), journal.path if journal else "", status
+
+
+def bytes_of_partials(models: Path) -> dict[str, int]:
+    """Return the bytes that are there of files that are being downloaded, by their path."""
+    journals = (_read_journal(data) for data, _, _ in partial_files(models))
+    return {journal.path: journal.done for journal in journals if journal is not None}
+
+
+def remove_partial(data: Path) -> bool:
+    """Remove a partial file that nobody is writing; return True if it is gone."""
+    with suppress(FileNotFoundError, BeingDownloaded):
+        descriptor = _open_locked(data)
+        try:
+            data.unlink(missing_ok=True)
+            _journal_of(data).unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+        return True
+    return False
+
+
+def remove_old_partials(models: Path, now: datetime, keep: Collection[str]) -> int:
+    """Remove the partial files that have not changed for `KEPT`; return their number."""
+    cutoff = (now - KEPT).timestamp()
+    old = [
+        data for data, path, status in partial_files(models) if status.st_mtime < cutoff and path not in keep
+    ]
+    return sum(map(remove_partial, old))

@@ -1,0 +1,1 @@
+"""Sources of models: what a pasted text means, which variants there are, and the plan of an import."""

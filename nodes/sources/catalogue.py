@@ -1,0 +1,150 @@
+"""The catalogue: what the galleries of models offer, with what is installed, under way, or would fit.
+
+The number of queries is the same for any number of entries: one for operations, four for the fleet.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from asgiref.sync import async_to_sync
+
+from localai_cluster.gallery_index import GalleryEntry, folded
+from localai_cluster.kit.errors import Unavailable
+from localai_cluster.web import shapes
+from nodes.backends.catalogue import Offer
+from nodes.definitions.folder import folder
+from nodes.loading.definition_removal import IMPORT
+from nodes.sources import fits, galleries
+from operations.models import Operation
+
+ENTRY = shapes.Shape(
+    "CatalogueModel",
+    "A model that a gallery offers.",
+    [
+        shapes.field("id", shapes.TEXT, "`gallery@name`, which can be inspected and imported."),
+        shapes.field("name", shapes.TEXT),
+        shapes.field("gallery", shapes.TEXT),
+        shapes.field("description", shapes.TEXT, "Markdown."),
+        shapes.field("icon", shapes.TEXT),
+        shapes.field("licence", shapes.TEXT),
+        shapes.field("tags", shapes.TEXTS),
+        shapes.field("task", shapes.TEXT, "What it is for; empty if its gallery does not say it."),
+        shapes.field("size", shapes.BYTES, "0 if its gallery does not say it."),
+        shapes.field("installed", shapes.FLAG, "A model of this name is defined."),
+        shapes.field("jobID", shapes.TEXT, "The import under way; empty if there is none."),
+        shapes.field("fits", shapes.FLAG, "On any node; null if it is not known.", nullable=True),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Query:
+    """Filter and page of the catalogue; texts are case-folded."""
+
+    term: str = ""
+    task: str = ""
+    licence: str = ""
+    gallery: str = ""
+    most_bytes: int = 0
+    """Largest size; 0 = any. A model of an unknown size is then left out."""
+    fits: bool = False
+    page: int = 1
+    items: int = 50
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the catalogue, and what all entries can be filtered by."""
+
+    rows: list[shapes.Row]
+    total: int
+    tasks: list[str]
+    licences: list[str]
+    galleries: list[str]
+    offer: Offer = field(default_factory=Offer)
+
+
+def read(query: Query, now: datetime) -> Page:
+    """Return a page; raise Unavailable if no gallery can be read."""
+    offer = readable_offer()
+    fleet = fits.read_fleet(now)
+    tasks = {id(entry): galleries.task_of(entry) for entry in offer.builds}
+    matching = [entry for entry in offer.builds if _matches(entry, tasks[id(entry)], query, fleet.fits_size)]
+    first = (query.page - 1) * query.items
+    page = matching[first : first + query.items]
+    installed, jobs = installed_names(), active_imports()
+    rows = [_row(entry, tasks[id(entry)], installed, jobs, fleet) for entry in page]
+    return Page(
+        rows,
+        len(matching),
+        sorted({task for task in tasks.values() if task}),
+        sorted({entry.license for entry in offer.builds if entry.license}),
+        sorted({entry.gallery.name for entry in offer.builds}),
+        offer,
+    )
+
+
+def readable_offer() -> Offer:
+    """Return what the galleries offer; raise Unavailable if none of them can be read."""
+    offer, configured = galleries.offer(), galleries.configured()
+    if configured and len(offer.problems) == len(configured) and not offer.copied_at:
+        raise Unavailable("; ".join(offer.problems.values()))
+    return offer
+
+
+def _matches(entry: GalleryEntry, task: str, query: Query, fits_size: Callable[[int], bool | None]) -> bool:
+    size = galleries.bytes_of(entry)
+    return (
+        (not query.task or query.task == task.casefold())
+        and (not query.licence or query.licence == entry.license.casefold())
+        and (not query.gallery or query.gallery == entry.gallery.name.casefold())
+        and (not query.most_bytes or 0 < size <= query.most_bytes)
+        and (not query.term or query.term in searched(entry))
+        and (not query.fits or fits_size(size) is True)
+    )
+
+
+def searched(entry: GalleryEntry) -> str:
+    """Return the texts of an entry in which a term is looked for."""
+    return "\n".join((entry.name, entry.description, entry.gallery.name, *entry.tags)).casefold()
+
+
+def _row(
+    entry: GalleryEntry,
+    task: str,
+    installed: Collection[str],
+    jobs: dict[str, str],
+    fleet: fits.Fleet,
+) -> shapes.Row:
+    size = galleries.bytes_of(entry)
+    return ENTRY.of(
+        id=id_of(entry),
+        name=entry.name,
+        gallery=entry.gallery.name,
+        description=entry.description,
+        icon=entry.icon,
+        licence=entry.license,
+        tags=list(entry.tags),
+        task=task,
+        size=size,
+        installed=folded(entry.name) in installed,
+        jobID=jobs.get(folded(entry.name), ""),
+        fits=fleet.fits_size(size),
+    )
+
+
+def id_of(entry: GalleryEntry) -> str:
+    """Return the name by which an entry is imported."""
+    return f"{entry.gallery.name}@{entry.name}"
+
+
+def installed_names() -> set[str]:
+    """Return the folded names of all defined models."""
+    return {folded(definition.name) for definition in async_to_sync(folder().all)()}
+
+
+def active_imports() -> dict[str, str]:
+    """Return the imports under way: the operation's id by the model's folded name; one query."""
+    rows = Operation.objects.active().filter(kind=IMPORT).order_by().values_list("element", "id")
+    return {folded(element): str(id) for element, id in rows}

@@ -1,0 +1,390 @@
+"""What a source has: the model that a reference names, with its variants, each with definition and files.
+
+Nothing here reads the database: sources take seconds, and no connection waits for them.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from localai_cluster.gallery_index import GalleryEntry, public_url
+from localai_cluster.kit import names
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.kit.outbound import SourceError
+from localai_cluster.kit.settings_table import ClusterSettings
+from nodes.definitions import edit, schema
+from nodes.definitions.files import MAX_FILE_BYTES
+from nodes.definitions.headers import MOST_CONFIG_BYTES, Header
+from nodes.sources import galleries, images, objects, probing, shares, variants, writing
+from nodes.sources.hub import Hub, Repository
+from nodes.sources.opening import Opener, outbound_of
+from nodes.sources.plans import ImportPlan, SourceFile, check_files
+from nodes.sources.references import (
+    DefinitionRef,
+    HubRef,
+    ImageRef,
+    ObjectRef,
+    Reference,
+    SharedRef,
+    WebRef,
+)
+from nodes.sources.variants import RepositoryFile, Variant, variants_of
+
+MOST_PROBED = 20
+"""Files of an entry whose sizes are asked for."""
+_WHISPER = "ggml-"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A variant that can be imported: its definition, the files to fetch, and what is known of its header."""
+
+    variant: Variant
+    settings: Mapping[str, Any]
+    files: tuple[SourceFile, ...]
+    header: Header | None = None
+    context: int = 0
+    """Tokens that the model was made for; 0 if unknown."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model of a source; `source` is its address for people."""
+
+    kind: str
+    title: str
+    source: str
+    name: str
+    """The name that a person may keep or change."""
+    choices: tuple[Choice, ...] = ()
+    description: str = ""
+    licence: str = ""
+    gated: bool = False
+    urls: tuple[str, ...] = ()
+    icon: str = ""
+    commit: str = ""
+    task: str = ""
+    problem: str = ""
+    wanted: str = ""
+    """The variant that the reference names; "" if it names none."""
+    origin: str = "import"
+
+    def plan(self, choice: Choice, name: str, changes: Mapping[str, Any] | None = None) -> ImportPlan:
+        """Return the plan that imports a choice under a name; raise InvalidInput."""
+        text = writing.text_of(writing.renamed(choice.settings, name))
+        text = edit.apply_changes(text, changes) if changes else text
+        schema.require_usable(text, self.source)
+        return ImportPlan(name, text, check_files(choice.files), self.origin, self.source)
+
+
+class Finder:
+    """Reads sources with the credentials of the settings."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self.outbound = outbound_of(settings)
+        self.opener = Opener(settings, self.outbound)
+        self.hub = Hub(self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token))
+
+    async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> Found:
+        """Return what the reference names, or `entry` of a gallery; raise InvalidInput or SourceError."""
+        if entry is not None:
+            return await self._of_gallery(entry)
+        match reference:
+            case HubRef():
+                return await self._of_hub(reference)
+            case ImageRef():
+                return await self._of_registry(reference)
+            case WebRef(url=url):
+                return await self._of_web(url)
+            case ObjectRef():
+                return await self._of_object(reference)
+            case SharedRef(path=path):
+                return await self._of_share(path)
+            case DefinitionRef(text=text):
+                return _of_definition(text, "a pasted definition")
+        raise InvalidInput("text: names several models: choose one of them", field="text")
+
+    async def _of_hub(self, reference: HubRef) -> Found:
+        repository = await self.hub.repository(reference)
+        listed = _variants(repository.files, reference.path)
+        wanted = reference.path or reference.quantization
+        chosen = variants.select(listed, wanted) if wanted else None
+        if wanted and chosen is None:
+            raise _no_variant(repository.id, wanted, listed)
+        folder = f"hf/{repository.id}"
+        name = writing.model_name(repository.id.partition("/")[2].removesuffix("-GGUF").removesuffix("-gguf"))
+        header, context, problem = await self._hub_header(repository, chosen or next(iter(listed), None))
+
+        def choice(variant: Variant) -> Choice:
+            settings = writing.definition_of(name, variant, folder, task=repository.task, context=context)
+            files = [_hub_file(repository, folder, file, variant) for file in variant.files]
+            return Choice(variant, settings, tuple(files), header, context)
+
+        page = f"{self._settings.hugging_face_url}/{repository.id}"
+        if not listed:
+            problem = "it has no GGUF file and no weights in safetensors that could be run"
+        return Found(
+            "huggingface",
+            repository.id,
+            f"hf://{repository.id}@{repository.commit}",
+            name,
+            tuple(map(choice, listed)),
+            licence=repository.licence,
+            gated=repository.gated,
+            urls=(page,),
+            commit=repository.commit,
+            task=writing.USE_CASES.get(repository.task, ""),
+            problem=problem,
+            wanted=chosen.id if chosen else "",
+        )
+
+    async def _hub_header(
+        self, repository: Repository, variant: Variant | None
+    ) -> tuple[Header | None, int, str]:
+        """Return header, context and problem of a variant; what cannot be read is a problem, not an error."""
+        if variant is None or variant.format in ("pipeline", "file"):
+            return None, 0, ""
+        try:
+            if variant.format == "gguf":
+                file = _hub_file(repository, "hf", variant.files[0], variant)
+                header = await probing.gguf_header(self.opener, file)
+                return header, probing.trained_context(header), ""
+            content = await self.hub.small_file(repository, "config.json", MOST_CONFIG_BYTES)
+            header, config = probing.config_header(content)
+            return header, probing.trained_context(header, config), ""
+        except SourceError as error:
+            return None, 0, error.message
+
+    async def _of_registry(self, reference: ImageRef) -> Found:
+        model = await images.read_model(self.opener, reference)
+        if model.unsupported:
+            reason = f"{reference.name} has {', '.join(model.unsupported)}, which is not supported"
+            raise InvalidInput(f"text: {reason}", field="text")
+        files, problem = tuple(model.files()), ""
+        header, context = None, 0
+        try:
+            header = await probing.gguf_header(self.opener, files[0])
+            context = probing.trained_context(header)
+        except SourceError as error:
+            problem = error.message
+        name = writing.model_name(reference.name.removesuffix(":latest"))
+        settings = writing.definition_of(name, model.variant, model.folder, context=context)
+        if header is not None and header.architecture.endswith("bert"):
+            settings = writing.definition_of(name, model.variant, model.folder, task="feature-extraction")
+        choice = Choice(model.variant, images.with_parameters(settings, model), files, header, context)
+        is_ollama = reference.is_ollama
+        page = f"https://ollama.com/{reference.reference.path}" if is_ollama else ""
+        return Found(
+            "ollama" if is_ollama else "oci",
+            reference.name,
+            f"{'ollama' if is_ollama else 'oci'}://{reference.reference}",
+            name,
+            (choice,),
+            licence=model.licence,
+            urls=(page,) if page else (),
+            task="chat",
+            problem=problem,
+        )
+
+    async def _of_web(self, url: str) -> Found:
+        shown = public_url(url)
+        file_name = unquote(urlsplit(url).path.rpartition("/")[2])
+        if file_name.lower().endswith((".yaml", ".yml")):
+            text = await self.outbound.read(url, MAX_FILE_BYTES)
+            return _of_definition(text.decode("utf-8", "replace"), shown)
+        if urlsplit(url).query:
+            raise InvalidInput(
+                "text: the address has a query, which may be a signature or a secret; use one without",
+                field="text",
+            )
+        host = (urlsplit(url).hostname or "").replace(":", "-")
+        folder = f"web/{host}"
+        source = SourceFile(f"{folder}/{file_name}", url)
+        content, total = await probing.read_start(self.opener, source, 4)
+        is_whisper = file_name.startswith(_WHISPER) and file_name.endswith(".bin")
+        if content != b"GGUF" and not is_whisper:
+            raise InvalidInput(f"text: {shown} is no GGUF file", field="text")
+        variant = _single(file_name, total)
+        return await self._of_file("https", shown, source, variant, folder)
+
+    async def _of_object(self, reference: ObjectRef) -> Found:
+        address = f"s3://{reference.bucket}/{reference.key}"
+        store = await objects.store(self._settings, reference.bucket)
+        with objects.translated_errors(address):
+            listed = await objects.list_files(store, reference.key)
+        prefix = reference.key.rpartition("/")[0] + "/" if "/" in reference.key else ""
+        if len(listed) != 1:
+            prefix = reference.key.rstrip("/") + "/"
+        files = [replace(file, path=file.path.removeprefix(prefix)) for file in listed]
+        found = variants_of(files)
+        if not found:
+            raise InvalidInput(f"text: {address} has no file of a model", field="text")
+        folder = f"s3/{reference.bucket}/{prefix}".rstrip("/")
+        base = f"s3://{reference.bucket}/{prefix}"
+        name = writing.model_name(PurePosixPath(reference.key.rstrip("/")).stem)
+        choices = []
+        for variant in found:
+            sources = [
+                SourceFile(f"{folder}/{file.path}", f"{base}{file.path}", file.size) for file in variant.files
+            ]
+            choices.append(await self._choice(name, variant, folder, tuple(sources)))
+        return Found("s3", address, address, name, tuple(choices), task="chat")
+
+    async def _of_share(self, path: str) -> Found:
+        shared = await shares.look(self._settings, path)
+        name = writing.model_name(PurePosixPath(path.rstrip("/")).stem)
+        choices = []
+        for variant in shared.variants:
+            settings = writing.definition_of(name, variant, shared.folder)
+            header = shared.headers.get(variant.id)
+            choices.append(Choice(variant, settings, (), header, probing.trained_context(header)))
+        return Found("folder", shared.folder, f"share://{shared.folder}", name, tuple(choices), task="chat")
+
+    async def _of_gallery(self, entry: GalleryEntry) -> Found:
+        plan = await galleries.plan_of(entry, self.outbound)
+        files, problem = await self._sized(plan.files)
+        definition = writing.check_text(plan.text)
+        main = next((file for file in files if file.path == definition.model), None)
+        header = None
+        if main is not None and main.path.endswith(".gguf") and main.size:
+            try:
+                header = await probing.gguf_header(self.opener, main)
+            except SourceError as error:
+                problem = error.message
+        variant = _entry_variant(files, definition.model, str(definition.options.get("MMProj") or ""), entry)
+        choice = Choice(
+            variant, writing.settings_of(plan.text), files, header, probing.trained_context(header)
+        )
+        return Found(
+            "gallery",
+            plan.source,
+            plan.source,
+            plan.name,
+            (choice,),
+            description=entry.description,
+            licence=entry.license,
+            urls=entry.urls,
+            icon=entry.icon,
+            task=galleries.task_of(entry),
+            problem=problem,
+            origin="gallery",
+        )
+
+    async def _sized(self, files: Sequence[SourceFile]) -> tuple[tuple[SourceFile, ...], str]:
+        """Return the files with the sizes that their sources tell, and the first problem."""
+
+        async def size(file: SourceFile) -> SourceFile | SourceError:
+            try:
+                _, total = await probing.read_start(self.opener, file, 1)
+                return replace(file, size=total)
+            except SourceError as error:
+                return error
+
+        sized = await asyncio.gather(*map(size, files[:MOST_PROBED]))
+        problem = next((each.message for each in sized if isinstance(each, SourceError)), "")
+        pairs = zip(files, sized, strict=False)
+        known = [old if isinstance(new, SourceError) else new for old, new in pairs]
+        return (*known, *files[MOST_PROBED:]), problem
+
+    async def _of_file(
+        self, kind: str, address: str, file: SourceFile, variant: Variant, folder: str
+    ) -> Found:
+        name = writing.model_name(PurePosixPath(variant.main).stem)
+        choice = await self._choice(name, variant, folder, (replace(file, size=variant.size),))
+        return Found(kind, address, address, name, (choice,), task="chat", urls=(address,))
+
+    async def _choice(
+        self, name: str, variant: Variant, folder: str, files: tuple[SourceFile, ...]
+    ) -> Choice:
+        """Return the choice of a variant whose header its source has."""
+        header = await probing.gguf_header(self.opener, files[0]) if variant.format == "gguf" else None
+        context = probing.trained_context(header)
+        task = "automatic-speech-recognition" if variant.format == "file" else ""
+        settings = writing.definition_of(name, variant, folder, task=task, context=context)
+        return Choice(variant, settings, files, header, context)
+
+
+def _of_definition(text: str, source: str) -> Found:
+    """Return the model of a definition, with the files that its `download_files` names."""
+    definition = writing.check_text(text)
+    settings = writing.settings_of(text)
+    files = galleries.files_of_definition(settings)
+    variant = _files_variant(files, definition.model)
+    return Found(
+        "definition",
+        definition.name,
+        source,
+        definition.name,
+        (Choice(variant, settings, files),),
+        task=next(iter(definition.use_cases), ""),
+    )
+
+
+def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "") -> Variant:
+    listed = tuple(RepositoryFile(file.path, file.size, file.sha256) for file in files)
+    weights = sum(file.size for file in files if file.path != projector)
+    beside = sum(file.size for file in files if file.path == projector)
+    quantization = variants.quantization_of(model)
+    return Variant(quantization or "default", "file", quantization, listed, model, projector, weights, beside)
+
+
+def _entry_variant(files: Sequence[SourceFile], model: str, projector: str, entry: GalleryEntry) -> Variant:
+    """Return the variant of an entry; where no source says a size, that of the gallery counts."""
+    variant = _files_variant(files, model, projector)
+    stated = galleries.bytes_of(entry)
+    return variant if variant.weights or not stated else replace(variant, weights=stated)
+
+
+def _single(file_name: str, size: int) -> Variant:
+    quantization = variants.quantization_of(file_name)
+    kind = "gguf" if file_name.lower().endswith(".gguf") else "file"
+    files = (RepositoryFile(file_name, size),)
+    return Variant(quantization or file_name, kind, quantization, files, file_name, weights=size)
+
+
+def _variants(files: Sequence[RepositoryFile], path: str) -> list[Variant]:
+    """Return the variants, and a file that is none of them if it is the one that was named."""
+    listed = variants_of(files)
+    named = next((file for file in files if file.path == path), None)
+    is_whisper = named is not None and named.path.rpartition("/")[2].startswith(_WHISPER)
+    if named is not None and is_whisper and variants.select(listed, path) is None:
+        return [*listed, replace(_single(named.path, named.size), files=(named,))]
+    return listed
+
+
+def _hub_file(repository: Repository, folder: str, file: RepositoryFile, variant: Variant) -> SourceFile:
+    address = f"hf://{repository.id}@{repository.commit}/{file.path}"
+    main = f"{folder}/{variant.main}" if variant.main else folder
+    return SourceFile(f"{folder}/{file.path}", address, file.size, file.sha256, main)
+
+
+def _no_variant(model: str, wanted: str, listed: Sequence[Variant]) -> InvalidInput:
+    offered = ", ".join(variant.id for variant in listed[:20]) or "none"
+    shown = names.plain(wanted[:100])
+    return InvalidInput(f"{model} has no variant {shown!r}; it has: {offered}", field="variant")
+
+
+def select_choice(found: Found, wanted: str) -> Choice | None:
+    """Return the choice of this variant; raise InvalidInput if there is none of that name."""
+    if not wanted:
+        return None
+    listed = [choice.variant for choice in found.choices]
+    variant = variants.select(listed, wanted)
+    if variant is None:
+        raise _no_variant(found.title, wanted, listed)
+    return found.choices[listed.index(variant)]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that a name may mean; `text` names it when it is pasted."""
+
+    text: str
+    title: str
+    kind: str
+    description: str = ""
+    size: int = 0

@@ -1,0 +1,171 @@
+"""Galleries of models: their entries, cached by each process, and the plan that an entry becomes.
+
+The index is read as that of backends (`nodes/backends/catalogue.py`): at most once a minute, its last good
+copy while it is away. A document or file that an entry names by a local path is read only beside the index of
+a gallery that is local itself.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from localai_cluster import gallery_index, model_documents
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, ModelFile
+from localai_cluster.kit import conf, names
+from localai_cluster.kit.errors import InvalidInput, NotFound
+from localai_cluster.kit.outbound import Outbound, SourceError
+from localai_cluster.messaging.messages import Gallery, decode_galleries
+from nodes.backends import catalogue
+from nodes.definitions.files import UnusableDefinition, stated_bytes
+from nodes.sources import references, writing
+from nodes.sources.opening import outbound_of
+from nodes.sources.plans import ImportPlan, SourceFile, check_files
+from nodes.sources.references import GalleryRef, HubRef, ImageRef, NameRef, ObjectRef, WebRef
+
+WITHIN = 20.0
+"""Seconds for the document of an entry."""
+
+
+def configured() -> list[Gallery]:
+    """Return the galleries of models of this cluster."""
+    return list(decode_galleries(json.dumps(conf.cluster().model_galleries)))
+
+
+class GuardedClient:
+    """Reads what galleries name by the rules of `Outbound`, in place of a client of httpx."""
+
+    def __init__(self, outbound: Outbound) -> None:
+        self._outbound = outbound
+
+    def stream(
+        self, method: str, url: str, *, headers: Any, follow_redirects: bool
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """Open a response; redirects are always followed, each after a check."""
+        return self._outbound.open(url, headers, method)
+
+
+async def read_all(listed: Sequence[Gallery]) -> list[catalogue.Reading]:
+    """Read all galleries now, in parallel, by the rules of `Outbound`."""
+    client = GuardedClient(outbound_of(conf.cluster()))
+    results = await asyncio.gather(*(catalogue.read_gallery(gallery, client) for gallery in listed))
+    return [catalogue.Reading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
+
+
+reader = catalogue.Reader(read_all)
+
+
+def offer() -> catalogue.Offer:
+    """Return the entries of all galleries, and the reasons for those that cannot be read."""
+    return reader.read(configured())
+
+
+def find(reference: GalleryRef | NameRef) -> GalleryEntry:
+    """Return the entry of this name; raise NotFound with the reasons for unreadable galleries."""
+    found = offer()
+    gallery = reference.gallery if isinstance(reference, GalleryRef) else ""
+    name = gallery_index.folded(reference.name if isinstance(reference, GalleryRef) else reference.term)
+    for entry in found.builds:
+        if gallery_index.folded(entry.name) == name and gallery in ("", entry.gallery.name):
+            return entry
+    shown = names.plain(f"{gallery}@{name}" if gallery else name)
+    reasons = [f"no gallery has a model {shown!r}", *found.problems.values()]
+    if not configured():
+        reasons.append("no gallery is configured")
+    raise NotFound("; ".join(reasons), field="text")
+
+
+def task_of(entry: GalleryEntry) -> str:
+    """Return what a model is for, by its definition or its tags; "" if neither says it."""
+    stated = entry.overrides.get("known_usecases") or entry.config.get("known_usecases")
+    if isinstance(stated, list) and stated:
+        return str(stated[0])[:64].lower().removeprefix("flag_")
+    return next(iter(catalogue.use_cases(entry.tags)), "")
+
+
+async def plan_of(entry: GalleryEntry, outbound: Outbound, *, name: str = "") -> ImportPlan:
+    """Return the plan of an entry; raise InvalidInput, SourceError or GalleryUnreadable."""
+    document = await _document(entry, outbound)
+    wanted = name or writing.model_name(entry.name)
+    text = writing.text_of(writing.renamed(document.config, wanted))
+    writing.check_text(text)
+    # The entry comes after its document, so of two files of one name its own counts.
+    files = {file.name: file for file in document.files}
+    return ImportPlan(
+        wanted,
+        text,
+        check_files(_source_file(file, entry.gallery.url) for file in files.values()),
+        "gallery",
+        f"{entry.gallery.name}@{entry.name}",
+    )
+
+
+async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.ModelDocument:
+    try:
+        async with asyncio.timeout(WITHIN):
+            return await model_documents.model_document(
+                entry,
+                GuardedClient(outbound),
+                resolve=lambda path: _beside(path, entry.gallery),
+                github_url=conf.cluster().github_url,
+            )
+    except TimeoutError:
+        raise SourceError(f"{entry.name}: no answer within {WITHIN:.0f} s", can_retry=True) from None
+    except GalleryUnreadable as error:
+        raise SourceError(error.message) from error
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        reason = names.plain(str(error)[:200]) or type(error).__name__
+        raise SourceError(f"the document of model {entry.name} cannot be read: {reason}") from error
+
+
+def _beside(path: Path, gallery: Gallery) -> Path:
+    """Return a path that an entry names; raise ValueError unless it is beside the index of its gallery."""
+    index = gallery_index.local_path(gallery.url)
+    if index is None or not path.resolve().is_relative_to(index.parent.resolve()):
+        raise ValueError("a gallery may name files of this machine only beside its own index")
+    return path.resolve()
+
+
+def files_of_definition(settings: Mapping[str, Any]) -> tuple[SourceFile, ...]:
+    """Return the files that `download_files` of a definition names, as LocalAI's do."""
+    listed = gallery_index.files_of(settings.get("download_files"))
+    return check_files(_source_file(file, "") for file in listed)
+
+
+def _source_file(file: ModelFile, index: str) -> SourceFile:
+    """Return a file with an address that can be opened; a relative one is beside the index."""
+    settings = conf.cluster()
+    uri = gallery_index.located(file.uri, index, settings.github_url)
+    try:
+        found = references.recognise(uri, mirror=settings.hugging_face_url)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"the file {names.plain(file.name[:100])!r}: {error.message}", field="text"
+        ) from None
+    return SourceFile(file.name, _address(found, file), sha256=file.sha256)
+
+
+def _address(found: references.Reference, file: ModelFile) -> str:
+    match found:
+        case HubRef(repo=repo, revision=revision, path=path) if path:
+            return f"hf://{repo}@{revision or 'main'}/{path}"
+        case WebRef(url=url):
+            return url
+        case ObjectRef(bucket=bucket, key=key):
+            return f"s3://{bucket}/{key}"
+        case ImageRef(reference=reference) if reference.is_pinned:
+            return f"oci://{reference.host}/{reference.path}@{reference.version}"
+    shown = names.plain(gallery_index.public_url(file.uri)[:200])
+    raise InvalidInput(f"{shown} is no source of a model's file", field="text")
+
+
+def bytes_of(entry: GalleryEntry) -> int:
+    """Return the bytes that an entry says its files have; 0 if it does not."""
+    try:
+        return stated_bytes({"size": entry.size.strip()}, "size") if entry.size else 0
+    except UnusableDefinition:
+        return 0

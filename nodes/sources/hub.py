@@ -1,0 +1,180 @@
+"""Hugging Face: metadata and files of repositories, each pinned to a commit, and the search of models.
+
+The JSON API of the hub is called through `Outbound`, not through the package `huggingface_hub`: that has one
+HTTP client for the whole process, follows redirects by rules of its own, reads an answer of any length, and
+takes its token from files and variables that this product does not name (docs/decisions/0034).
+
+Answers are bounded, and only the named fields of them are read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from localai_cluster.kit import names, untrusted
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.kit.outbound import Outbound, SourceError, SourceMissing, SourceRefused
+from nodes.sources.references import HubRef
+from nodes.sources.variants import RepositoryFile
+
+MOST_BYTES = 16 * 1024 * 1024
+"""Bytes of an answer; a repository of ten thousand files needs a quarter of it."""
+MOST_FILES = 10_000
+"""Files of a repository."""
+SEARCHED = 20
+_LONGEST_TEXT = 300
+
+
+class _Lfs(msgspec.Struct, frozen=True):
+    sha256: str = ""
+    size: int = 0
+
+
+class _Sibling(msgspec.Struct, frozen=True):
+    rfilename: str
+    size: int | None = None
+    lfs: _Lfs | None = None
+
+
+class _Card(msgspec.Struct, frozen=True):
+    license: str | list[str] | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    base_model: str | list[str] | None = None
+
+
+class _Repository(msgspec.Struct, frozen=True):
+    id: str
+    sha: str = ""
+    private: bool = False
+    gated: bool | str = False
+    disabled: bool = False
+    pipeline_tag: str = ""
+    library_name: str = ""
+    tags: list[str] = []
+    downloads: int = 0
+    card: _Card | None = msgspec.field(default=None, name="cardData")
+    siblings: list[_Sibling] = []
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit."""
+
+    id: str
+    commit: str
+    files: tuple[RepositoryFile, ...]
+    gated: bool
+    private: bool
+    task: str
+    licence: str
+    library: str
+    base: str
+    """The repository that it was made from, "" if it says none."""
+    downloads: int = 0
+
+
+class Hub:
+    """The API of the hub or of its mirror at `endpoint`."""
+
+    def __init__(self, outbound: Outbound, endpoint: str, *, has_token: bool) -> None:
+        self._outbound = outbound
+        self._endpoint = endpoint
+        self._has_token = has_token
+
+    async def repository(self, reference: HubRef) -> Repository:
+        """Return the repository at the commit of its revision; raise SourceError."""
+        revision = quote(reference.revision or "main", safe="")
+        address = f"{self._endpoint}/api/models/{reference.repo}/revision/{revision}?blobs=true"
+        try:
+            found = _decode(await self._outbound.read(address, MOST_BYTES), _Repository, reference.repo)
+        except (SourceRefused, SourceMissing) as error:
+            raise self._explained(error, reference) from error
+        if found.disabled:
+            raise SourceRefused(f"{reference.repo} is disabled at its source")
+        return _repository(found)
+
+    async def search(self, term: str) -> list[Repository]:
+        """Return the most used repositories that the term finds; raise SourceError."""
+        query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": SEARCHED})
+        body = await self._outbound.read(f"{self._endpoint}/api/models?{query}", MOST_BYTES)
+        found = _decode(body, list[_Repository], term)
+        return [_repository(each) for each in found[:SEARCHED]]
+
+    async def small_file(self, repository: Repository, path: str, limit: int) -> bytes:
+        """Return a file of at most `limit` bytes; raise SourceError."""
+        return await self._outbound.read(self.address(repository.id, repository.commit, path), limit)
+
+    def address(self, repo: str, commit: str, path: str) -> str:
+        """Return the address of a file at a commit."""
+        return f"{self._endpoint}/{repo}/resolve/{commit}/{quote(path)}"
+
+    def _explained(self, error: SourceError, reference: HubRef) -> SourceError:
+        """Return the refusal in words: the hub answers 401 for what is private and for what is not there."""
+        if isinstance(error, SourceMissing) or not self._has_token:
+            revision = f" with revision {reference.revision}" if reference.revision else ""
+            hint = "" if self._has_token else "; if it is private, the server needs HF_TOKEN"
+            return SourceMissing(f"there is no repository {reference.repo}{revision}{hint}")
+        return error
+
+
+def _decode(body: bytes, kind: Any, subject: str) -> Any:
+    """Return the JSON of an answer as `kind`; raise SourceError."""
+    if problem := untrusted.json_problem(body):
+        raise SourceError(f"{subject}: the answer is {problem}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{subject}: the answer cannot be read: {str(error)[:200]}") from None
+
+
+def _repository(found: _Repository) -> Repository:
+    if len(found.siblings) > MOST_FILES:
+        count = len(found.siblings)
+        raise InvalidInput(f"{found.id} has {count} files; at most {MOST_FILES} are listed", field="text")
+    commit = found.sha if _is_commit(found.sha) else ""
+    if found.siblings and not commit:
+        raise SourceError(f"{found.id}: the answer names no commit")
+    card = found.card or _Card()
+    return Repository(
+        _shown(found.id),
+        commit,
+        tuple(_file(sibling) for sibling in found.siblings if not names.unprintable(sibling.rfilename)),
+        bool(found.gated),
+        found.private,
+        _shown(found.pipeline_tag),
+        _licence(card, found.tags),
+        _shown(found.library_name),
+        _shown(_first(card.base_model)),
+        found.downloads,
+    )
+
+
+def _file(sibling: _Sibling) -> RepositoryFile:
+    """Return a file with the size of its content: that of the pointer is not it."""
+    size = sibling.lfs.size if sibling.lfs is not None else sibling.size or 0
+    sha256 = sibling.lfs.sha256.lower() if sibling.lfs is not None else ""
+    return RepositoryFile(sibling.rfilename, max(size, 0), sha256)
+
+
+def _is_commit(text: str) -> bool:
+    return len(text) == 40 and all(character in "0123456789abcdef" for character in text)
+
+
+def _licence(card: _Card, tags: Sequence[str]) -> str:
+    stated = _first(card.license)
+    if stated == "other" and card.license_name:
+        stated = card.license_name
+    tagged = next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), "")
+    return _shown(stated or tagged)
+
+
+def _first(value: str | list[str] | None) -> str:
+    return (value[0] if value else "") if isinstance(value, list) else value or ""
+
+
+def _shown(text: str) -> str:
+    return names.plain(text[:_LONGEST_TEXT])

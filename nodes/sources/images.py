@@ -1,0 +1,198 @@
+"""Models in registries: those of Ollama, and OCI artifacts whose layers are files.
+
+A manifest of Ollama has one layer for the weights and others for projector, template, parameters, system
+prompt and licence, each by its digest. The weights have the model's own template; Ollama's is in Go's
+language and is not kept.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localai_cluster.kit import names, untrusted
+from localai_cluster.kit.outbound import SourceError
+from localai_cluster.registries.access import RegistryError
+from localai_cluster.registries.client import Descriptor
+from localai_cluster.registries.references import ImageReference
+from nodes.sources import writing
+from nodes.sources.opening import Opener, translated
+from nodes.sources.plans import SourceFile, check_path
+from nodes.sources.probing import read_start
+from nodes.sources.references import OLLAMA_REGISTRY, ImageRef
+from nodes.sources.variants import RepositoryFile, Variant, quantization_of, variants_of
+
+_OLLAMA = "application/vnd.ollama.image."
+_MODEL, _PROJECTOR, _ADAPTER = f"{_OLLAMA}model", f"{_OLLAMA}projector", f"{_OLLAMA}adapter"
+_SMALL = 256 * 1024
+"""Bytes of a layer of text that is read."""
+_TITLE = "org.opencontainers.image.title"
+_DOCKER_MODEL = "application/vnd.docker.ai.gguf.v3"
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "temperature": ("parameters", "temperature"),
+    "top_k": ("parameters", "top_k"),
+    "top_p": ("parameters", "top_p"),
+    "min_p": ("parameters", "min_p"),
+    "repeat_penalty": ("parameters", "repeat_penalty"),
+    "presence_penalty": ("parameters", "presence_penalty"),
+    "frequency_penalty": ("parameters", "frequency_penalty"),
+    "num_predict": ("parameters", "max_tokens"),
+    "seed": ("parameters", "seed"),
+    "stop": ("stopwords",),
+    "num_ctx": ("context_size",),
+    "num_gpu": ("gpu_layers",),
+    "num_thread": ("threads",),
+}
+"""Parameter of Ollama and its place in a definition."""
+
+
+@dataclass(frozen=True)
+class RegistryModel:
+    """A model of a registry: its variant, the address of each file, and what its layers say."""
+
+    variant: Variant
+    folder: str
+    addresses: Mapping[str, str]
+    """Address by path in the variant."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    system: str = ""
+    licence: str = ""
+    unsupported: tuple[str, ...] = ()
+    """What the model has that a definition cannot say."""
+
+    def files(self) -> list[SourceFile]:
+        """Return the files to fetch."""
+        main = f"{self.folder}/{self.variant.main}"
+        return [
+            SourceFile(
+                check_path(f"{self.folder}/{file.path}"),
+                self.addresses[file.path],
+                file.size,
+                file.sha256,
+                main,
+            )
+            for file in self.variant.files
+        ]
+
+
+async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
+    """Return the model that a registry has under this name; raise SourceError."""
+    try:
+        async with opener.registries() as client:
+            image = await client.artifact(reference.reference)
+    except RegistryError as error:
+        raise translated(error) from error
+    if any(layer.media_type == _MODEL for layer in image.layers):
+        return await _ollama_model(opener, reference.reference, image.layers)
+    return _artifact(reference.reference, image.layers)
+
+
+async def _ollama_model(
+    opener: Opener, reference: ImageReference, layers: Sequence[Descriptor]
+) -> RegistryModel:
+    """Return a model of Ollama's registry, also of another registry in its form."""
+    by_type: dict[str, Descriptor] = {}
+    for layer in layers:
+        by_type.setdefault(layer.media_type, layer)
+    weights, projector = by_type[_MODEL], by_type.get(_PROJECTOR)
+    if sum(layer.media_type == _MODEL for layer in layers) > 1:
+        raise SourceError(f"{reference}: a model whose weights are in several layers is not supported")
+    texts = {
+        name: await _read_layer(opener, reference, by_type[f"{_OLLAMA}{name}"])
+        for name in ("params", "system", "license")
+        if f"{_OLLAMA}{name}" in by_type
+    }
+    files = [_layer_file("model", weights), *([_layer_file("mmproj", projector)] if projector else [])]
+    variant = Variant(
+        reference.version,
+        "gguf",
+        quantization_of(f"{reference.version}.gguf"),
+        tuple(files),
+        files[0].path,
+        files[1].path if projector else "",
+        weights.size,
+        projector.size if projector else 0,
+    )
+    path = reference.path.removeprefix("library/")
+    return RegistryModel(
+        variant,
+        f"ollama/{path}" if reference.host == OLLAMA_REGISTRY else f"oci/{_host_part(reference)}/{path}",
+        {file.path: _blob(reference, f"sha256:{file.sha256}") for file in files},
+        _parameters(texts.get("params", b"")),
+        texts.get("system", b"").decode("utf-8", "replace").strip(),
+        names.plain(texts.get("license", b"").decode("utf-8", "replace").strip().partition("\n")[0][:200]),
+        ("an adapter",) if _ADAPTER in by_type else (),
+    )
+
+
+def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> RegistryModel:
+    """Return an artifact whose layers are files, each named by its title."""
+    files, addresses = [], {}
+    for index, layer in enumerate(layers):
+        title = (layer.annotations or {}).get(_TITLE, "")
+        if not title and layer.media_type == _DOCKER_MODEL:
+            title = f"model-{index}.gguf" if index else "model.gguf"
+        if not isinstance(title, str) or not title or names.unprintable(title):
+            continue
+        files.append(RepositoryFile(title, layer.size, layer.digest.removeprefix("sha256:")))
+        addresses[title] = _blob(reference, layer.digest)
+    found = variants_of(files)
+    if not found:
+        raise SourceError(f"{reference} has no layer that is a model's file with a name")
+    folder = f"oci/{_host_part(reference)}/{reference.path}"
+    return RegistryModel(found[0], folder, addresses)
+
+
+def _host_part(reference: ImageReference) -> str:
+    return reference.host.replace(":", "-").strip("[]").replace("[", "").replace("]", "")
+
+
+def _layer_file(kind: str, layer: Descriptor) -> RepositoryFile:
+    """Return the file of a layer: its digest is in its name, because a tag may move to other weights."""
+    digest = layer.digest.removeprefix("sha256:")
+    return RepositoryFile(f"{kind}-{digest[:16]}.gguf", layer.size, digest)
+
+
+def _blob(reference: ImageReference, digest: str) -> str:
+    return f"oci://{reference.host}/{reference.path}@{digest}"
+
+
+async def _read_layer(opener: Opener, reference: ImageReference, layer: Descriptor) -> bytes:
+    if layer.size > _SMALL:
+        return b""
+    content, _ = await read_start(opener, SourceFile("layer", _blob(reference, layer.digest)), _SMALL)
+    return content
+
+
+def _parameters(content: bytes) -> dict[str, Any]:
+    """Return the parameters of a model of Ollama; none if they cannot be read."""
+    if not content or untrusted.json_problem(content):
+        return {}
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: found[key] for key in _PARAMETERS if key in found and _is_usable(key, found[key])}
+
+
+def _is_usable(key: str, value: object) -> bool:
+    """Return True if a definition can have this value; a model with a wrong one is usable without it."""
+    if key == "stop":
+        return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    kinds = int if key.startswith("num_") else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and -(2**31) <= value < 2**31
+
+
+def with_parameters(settings: dict[str, Any], model: RegistryModel) -> dict[str, Any]:
+    """Return the settings of a definition with the parameters and system prompt of a model."""
+    for key, value in model.parameters.items():
+        section = settings
+        *outer, name = _PARAMETERS[key]
+        for part in outer:
+            section = section.setdefault(part, {})
+        section[name] = value
+    if model.system:
+        settings["system_prompt"] = model.system[: writing.LONGEST_PROMPT]
+    return settings

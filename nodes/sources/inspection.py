@@ -1,0 +1,280 @@
+"""Inspection of a pasted text, and the plan of its import.
+
+Both read the source anew, so a plan never rests on what a page has shown some time ago. The database is read
+before and after the source, never while it is waited for.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from django.db import connection
+
+from localai_cluster.gallery_index import GalleryEntry
+from localai_cluster.kit import conf, names
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.kit.outbound import SourceError
+from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
+from nodes.definitions.folder import folder
+from nodes.definitions.sizes import ModelFiles
+from nodes.loading.load_request import estimate_need
+from nodes.sources import fits, galleries, variants, writing
+from nodes.sources.finding import Candidate, Choice, Finder, Found, select_choice
+from nodes.sources.hub import Repository
+from nodes.sources.plans import ImportPlan
+from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
+
+KINDS = ("huggingface", "gallery", "ollama", "oci", "https", "s3", "folder", "definition", "search")
+MOST_CANDIDATES = 20
+"""Candidates of each kind."""
+_TAGGED = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
+
+_KIND = {"type": "string", "enum": list(KINDS)}
+
+FILE = Shape("VariantFile", "A file of a variant.", [field("path", TEXT), field("size", BYTES)])
+VARIANT = Shape(
+    "ModelVariant",
+    "One way to run a model.",
+    [
+        field("id", TEXT, "For `variant` of an import."),
+        field("label", TEXT),
+        field("quantization", TEXT),
+        field("size", BYTES, "Of all its files; 0 if unknown."),
+        field("files", FILE.many, "At most 200."),
+        field("licence", TEXT),
+        field("gated", FLAG, "Its source asks for consent to a licence."),
+        field("recommended", FLAG),
+        field("context_size", count(), "Tokens that the model was made for; 0 if unknown."),
+        field("fit", fits.FIT.ref),
+    ],
+)
+CANDIDATE = Shape(
+    "ModelCandidate",
+    "A model that a name may mean.",
+    [
+        field("text", TEXT, "To be inspected instead of the name."),
+        field("title", TEXT),
+        field("kind", _KIND),
+        field("description", TEXT),
+        field("size", BYTES, "0 if unknown."),
+    ],
+)
+INSPECTION = Shape(
+    "SourceInspection",
+    "What a pasted text means.",
+    [
+        field("kind", _KIND),
+        field("title", TEXT),
+        field("description", TEXT),
+        field("licence", TEXT),
+        field("gated", FLAG),
+        field("urls", TEXTS),
+        field("icon", TEXT),
+        field("commit", TEXT),
+        field("name", TEXT, "The suggested name of the model."),
+        field("task", TEXT),
+        field("variants", VARIANT.many),
+        field("candidates", CANDIDATE.many),
+        field("problem", TEXT, "What could not be found out."),
+    ],
+)
+_MOST_SHOWN = 200
+_WEB = ("https://", "http://")
+"""Beginnings of the addresses that a page may link to."""
+
+
+def inspect(text: str, now: datetime) -> Row:
+    """Return what the text means; raise InvalidInput or SourceError."""
+    reference = _recognised(text)
+    if isinstance(reference, NameRef):
+        return _search(reference)
+    found = _find(reference)
+    fleet = fits.read_fleet(now)
+    rows = [_fit(fleet, choice) for choice in found.choices]
+    fitting = [
+        choice.variant.id for choice, fit in zip(found.choices, rows, strict=True) if fit["fits"] is not False
+    ]
+    best = found.wanted or variants.recommended((choice.variant for choice in found.choices), fitting)
+    return INSPECTION.of(
+        kind=found.kind,
+        title=names.plain(found.title[:300]),
+        description=found.description,
+        licence=found.licence,
+        gated=found.gated,
+        urls=[url for url in found.urls if url.startswith(_WEB)],
+        icon=found.icon if found.icon.startswith(_WEB) else "",
+        commit=found.commit,
+        name=found.name,
+        task=found.task,
+        variants=[
+            _variant(found, choice, fit, is_best=choice.variant.id == best)
+            for choice, fit in zip(found.choices, rows, strict=True)
+        ],
+        candidates=[],
+        problem=found.problem,
+    )
+
+
+def plan_import(
+    text: str, *, variant: str = "", name: str = "", changes: Mapping[str, Any] | None = None, now: datetime
+) -> ImportPlan:
+    """Return the plan that imports what the text means; raise InvalidInput or SourceError.
+
+    An unknown variant is an error, never another variant. Without one the best that fits is taken.
+    """
+    reference = _recognised(text)
+    if isinstance(reference, NameRef):
+        raise InvalidInput(
+            f"text: {names.plain(reference.term)!r} may mean several models: inspect it and choose one",
+            field="text",
+        )
+    found = _find(reference)
+    return plan_of(found, variant=variant, name=name, changes=changes, now=now)
+
+
+def plan_of(
+    found: Found,
+    *,
+    variant: str = "",
+    name: str = "",
+    changes: Mapping[str, Any] | None = None,
+    now: datetime,
+) -> ImportPlan:
+    """Return the plan that imports a variant of what was found."""
+    if not found.choices:
+        raise InvalidInput(f"text: {found.problem or 'it has nothing that could be run'}", field="text")
+    choice = select_choice(found, variant or found.wanted) or _best(found, now)
+    return found.plan(choice, name or found.name, changes)
+
+
+def plan_entry(entry: GalleryEntry, *, variant: str = "", name: str = "") -> ImportPlan:
+    """Return the plan that imports an entry of a gallery; raise InvalidInput or SourceError."""
+    found = _read_source(None, entry)
+    choice = select_choice(found, variant) or found.choices[0]
+    return found.plan(choice, name or found.name)
+
+
+def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, dict[int, int], int]:
+    """Return the size of an entry, its memory by tokens of context, and the context it was made for."""
+    choice = _read_source(None, entry).choices[0]
+    files, memory = _files_of(choice), {}
+    for context in contexts:
+        definition = writing.check_text(writing.text_of({**choice.settings, "context_size": context}))
+        memory[context] = estimate_need(definition, files).vram
+    return files.payload, memory, choice.context
+
+
+def is_defined(name: str) -> bool:
+    """Return True if a model has this name."""
+    return async_to_sync(folder().find)(name) is not None
+
+
+def _best(found: Found, now: datetime) -> Choice:
+    listed = [choice.variant for choice in found.choices]
+    if len(listed) == 1:
+        return found.choices[0]
+    fleet = fits.read_fleet(now)
+    fitting = [choice.variant.id for choice in found.choices if _fit(fleet, choice)["fits"] is not False]
+    best = variants.recommended(listed, fitting)
+    return next(choice for choice in found.choices if choice.variant.id == best)
+
+
+def _recognised(text: str) -> Reference:
+    return recognise(text, mirror=conf.cluster().hugging_face_url)
+
+
+def _find(reference: Reference) -> Found:
+    return _read_source(reference, galleries.find(reference) if isinstance(reference, GalleryRef) else None)
+
+
+def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> Found:
+    """Return what a source has; no connection to the database is held meanwhile."""
+    if not connection.in_atomic_block:
+        connection.close()
+    return async_to_sync(Finder(conf.cluster()).find)(reference, entry)
+
+
+def _fit(fleet: fits.Fleet, choice: Choice) -> Row:
+    """Return where a choice fits, with the definition that its import would save."""
+    return fleet.fit(writing.check_text(writing.text_of(choice.settings)), _files_of(choice))
+
+
+def _files_of(choice: Choice) -> ModelFiles:
+    variant = choice.variant
+    return ModelFiles(variant.weights, variant.size or variant.weights, choice.header, variant.projector_size)
+
+
+def _variant(found: Found, choice: Choice, fit: Row, *, is_best: bool) -> Row:
+    variant = choice.variant
+    return VARIANT.of(
+        id=variant.id,
+        label=variant.quantization or variant.id,
+        quantization=variant.quantization,
+        size=variant.size or variant.weights,
+        files=[FILE.of(path=file.path, size=file.size) for file in variant.files[:_MOST_SHOWN]],
+        licence=found.licence,
+        gated=found.gated,
+        recommended=is_best,
+        context_size=choice.context,
+        fit=fit,
+    )
+
+
+def _search(reference: NameRef) -> Row:
+    """Return the models that a name may mean: those of galleries, then those of the hub."""
+    offer = galleries.offer()
+    candidates = list(_of_galleries(offer.builds, reference.term))[:MOST_CANDIDATES]
+    if _TAGGED.fullmatch(reference.term):
+        candidates.append(
+            Candidate(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
+        )
+    problems = list(offer.problems.values())
+    if not connection.in_atomic_block:
+        connection.close()
+    try:
+        repositories = async_to_sync(Finder(conf.cluster()).hub.search)(reference.term)
+    except SourceError as error:
+        problems.append(error.message)
+    else:
+        candidates += map(_of_hub, repositories)
+    return INSPECTION.of(
+        **dict.fromkeys(("description", "licence", "icon", "commit", "name", "task"), ""),
+        kind="search",
+        title=reference.term,
+        gated=False,
+        urls=[],
+        variants=[],
+        candidates=[CANDIDATE.of(**vars(candidate)) for candidate in candidates],
+        problem="; ".join(problems),
+    )
+
+
+def _of_galleries(entries: Sequence[Any], term: str) -> list[Candidate]:
+    """Return the entries whose name, tags or description have the term, those of that name first."""
+    folded = term.casefold()
+    ranked = []
+    for entry in entries:
+        name = entry.name.casefold()
+        texts = (name == folded, name.startswith(folded), folded in name)
+        if any(texts) or any(folded in text.casefold() for text in (entry.description, *entry.tags)):
+            ranked.append(([not each for each in texts], entry))
+    ranked.sort(key=lambda pair: pair[0])
+    return [
+        Candidate(
+            f"{entry.gallery.name}@{entry.name}",
+            entry.name,
+            "gallery",
+            entry.description[:300],
+            galleries.bytes_of(entry),
+        )
+        for _, entry in ranked[:MOST_CANDIDATES]
+    ]
+
+
+def _of_hub(repository: Repository) -> Candidate:
+    facts = (repository.task, repository.licence, f"{repository.downloads} downloads a month")
+    return Candidate(
+        f"hf://{repository.id}", repository.id, "huggingface", ", ".join(fact for fact in facts if fact)
+    )

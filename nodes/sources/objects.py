@@ -1,0 +1,102 @@
+"""Files in object stores of S3's kind, through `obstore`, which is imported at the first use.
+
+Credentials are those of the settings. Without them requests are not signed: the library must not look for
+credentials of the machine that this process runs on.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from localai_cluster.kit import names
+from localai_cluster.kit.outbound import SourceBody, SourceError, SourceMissing, SourceRefused
+from localai_cluster.kit.settings_table import ClusterSettings
+from nodes.sources.variants import RepositoryFile
+
+SCHEME = "s3://"
+MOST_OBJECTS = 10_000
+"""Objects of a folder that are listed."""
+_PIECE = 1024 * 1024
+_USUAL_REGION = "us-east-1"
+
+
+async def store(settings: ClusterSettings, bucket: str) -> Any:
+    """Return the store of a bucket."""
+    return await asyncio.to_thread(_make_store, settings, bucket)
+
+
+def _make_store(settings: ClusterSettings, bucket: str) -> Any:
+    from obstore.store import S3Store
+
+    options: dict[str, Any] = {"region": settings.s3_region or _USUAL_REGION}
+    if settings.s3_endpoint:
+        options |= {"endpoint": settings.s3_endpoint, "virtual_hosted_style_request": False}
+    if settings.s3_access_key and settings.s3_secret_key:
+        options |= {"access_key_id": settings.s3_access_key, "secret_access_key": settings.s3_secret_key}
+    else:
+        options["skip_signature"] = True
+    client: Any = {
+        "allow_http": settings.s3_endpoint.startswith("http://"),
+        "timeout": "1h",
+        "connect_timeout": "10s",
+    }
+    # The operation repeats what failed, with a reason that people see.
+    return S3Store(bucket, **options, client_options=client, retry_config={"max_retries": 0})
+
+
+async def read(store: Any, key: str, offset: int, length: int | None) -> SourceBody:
+    """Return an object from byte `offset` on, `length` bytes or all of it."""
+    import obstore
+
+    options: Any = None
+    if length is not None:
+        options = {"range": (offset, offset + length)}
+    elif offset:
+        options = {"range": {"offset": offset}}
+    found = await obstore.get_async(store, key, options=options)
+    return SourceBody(_pieces(found), offset, int(found.meta["size"]), str(found.meta.get("e_tag") or ""))
+
+
+async def _pieces(found: Any) -> AsyncIterator[bytes]:
+    async for piece in found.stream(min_chunk_size=_PIECE):
+        yield bytes(piece)
+
+
+async def list_files(store: Any, key: str) -> list[RepositoryFile]:
+    """Return the object of this key, or else those below it; raise FileNotFoundError if there are none."""
+    import obstore
+
+    if not key.endswith("/"):
+        try:
+            meta = await obstore.head_async(store, key)
+        except FileNotFoundError:
+            key = f"{key}/"
+        else:
+            return [RepositoryFile(key, int(meta["size"]))]
+    found: list[RepositoryFile] = []
+    async for batch in obstore.list(store, prefix=key, chunk_size=1000):
+        found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
+        if len(found) > MOST_OBJECTS:
+            raise SourceError(f"{names.plain(key[:100])} has more than {MOST_OBJECTS} objects")
+    if not found:
+        raise FileNotFoundError
+    return found
+
+
+@contextmanager
+def translated_errors(url: str) -> Iterator[None]:
+    """Raise the errors of the library as those of a source."""
+    from obstore import exceptions
+
+    shown = names.plain(url[:200])
+    try:
+        yield
+    except FileNotFoundError:
+        raise SourceMissing(f"{shown} does not exist") from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        hint = "set CLUSTER_S3_ACCESS_KEY and CLUSTER_S3_SECRET_KEY to a key that may read it"
+        raise SourceRefused(f"{shown}: access refused: {hint}") from None
+    except exceptions.BaseError as error:
+        reason = names.plain(" ".join(str(error).split())[:200])
+        raise SourceError(f"{shown}: {reason}", can_retry=True) from error

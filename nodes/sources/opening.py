@@ -1,0 +1,146 @@
+"""Files of sources, opened by their lasting addresses from any byte on.
+
+Each call asks the source anew, so a signed address that has expired does not matter. Tokens are added here
+from the settings of this process; no address and no row has one.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import quote
+
+import httpx
+
+from localai_cluster.kit.outbound import (
+    AddressRefused,
+    Outbound,
+    SourceBody,
+    SourceBusy,
+    SourceError,
+    SourceMissing,
+    SourceRefused,
+    body_of,
+)
+from localai_cluster.kit.settings_table import ClusterSettings
+from localai_cluster.registries import references
+from localai_cluster.registries.access import Access, ImageMissing, RegistryError
+from localai_cluster.registries.client import Registries
+from nodes.sources import objects
+from nodes.sources.plans import SourceFile
+from nodes.sources.references import OLLAMA_REGISTRY
+
+HUB = "hf://"
+IMAGES = ("oci://", "ollama://")
+SHARE = "share://"
+KNOWN_REGISTRIES = ("docker.io", "registry-1.docker.io", "ghcr.io", "quay.io", OLLAMA_REGISTRY)
+
+
+def hosts_of(settings: ClusterSettings) -> set[str]:
+    """Return the hosts that the operator has configured as sources: they may have private addresses."""
+    addresses = [settings.hugging_face_url, settings.github_url, settings.s3_endpoint]
+    for gallery in settings.model_galleries:
+        addresses += [gallery["url"], *gallery.get("mirrors", ())]
+    hosts = {host for address in addresses if (host := _host(address))}
+    return hosts | {registry.host for registry in settings.registries}
+
+
+def outbound_of(settings: ClusterSettings) -> Outbound:
+    """Return the client for sources of models with the credentials of these settings."""
+    credentials = {}
+    if settings.hugging_face_token and (host := _host(settings.hugging_face_url)):
+        credentials[host] = f"Bearer {settings.hugging_face_token}"
+    return Outbound(hosts_of(settings), credentials, verify=settings.registry_ca)
+
+
+def _host(address: str) -> str:
+    """Return `host` or `host:port` of an address, "" if it has none."""
+    try:
+        url = httpx.URL(address)
+    except (httpx.InvalidURL, ValueError):
+        return ""
+    if url.scheme not in ("http", "https"):
+        return ""
+    return f"{url.host}:{url.port}" if url.port else url.host
+
+
+class Opener:
+    """Opens files by the addresses of plans."""
+
+    def __init__(self, settings: ClusterSettings, outbound: Outbound | None = None) -> None:
+        self._settings = settings
+        self._outbound = outbound or outbound_of(settings)
+        self._access = Access(settings.registries, settings.registry_config)
+
+    @asynccontextmanager
+    async def open(
+        self, file: SourceFile, offset: int = 0, length: int | None = None
+    ) -> AsyncIterator[SourceBody]:
+        """Yield the file from byte `offset` on, `length` bytes or all of it; raise SourceError."""
+        url = file.url
+        if url.startswith(objects.SCHEME):
+            async with self._open_object(url, offset, length) as body:
+                yield body
+        elif url.startswith(IMAGES):
+            async with self._open_blob(url, offset, length) as body:
+                yield body
+        elif url.startswith(("http://", "https://", HUB)):
+            address = self.web_address(url)
+            async with self._outbound.open_range(address, offset, length) as body:
+                yield body
+        elif url.startswith(SHARE):
+            raise SourceError(f"{url}: the files of a share are used where they are and not fetched")
+        else:
+            raise AddressRefused("only https://, hf://, oci://, ollama:// and s3:// addresses are read")
+
+    def web_address(self, url: str) -> str:
+        """Return the web address of a file; raise AddressRefused for a malformed address of the hub."""
+        if not url.startswith(HUB):
+            return url
+        repository, at, rest = url.removeprefix(HUB).partition("@")
+        commit, slash, path = rest.partition("/")
+        if not at or not slash or repository.count("/") != 1:
+            raise AddressRefused("an hf:// address is hf://owner/repository@commit/path")
+        return f"{self._settings.hugging_face_url}/{repository}/resolve/{commit}/{quote(path)}"
+
+    @asynccontextmanager
+    async def registries(self) -> AsyncIterator[Registries]:
+        """Yield a client of registries that dials checked addresses only."""
+        async with self._outbound.client() as client:
+            yield Registries(client, self._access)
+
+    @asynccontextmanager
+    async def _open_blob(self, url: str, offset: int, length: int | None) -> AsyncIterator[SourceBody]:
+        reference = references.parse(f"oci://{url.partition('://')[2]}")
+        if reference is None or not reference.is_pinned:
+            raise AddressRefused("the address of a blob is oci://host/repository@sha256:…")
+        end = "" if length is None else str(offset + length - 1)
+        ranges = {"Range": f"bytes={offset}-{end}"} if offset or length is not None else {}
+        try:
+            async with self.registries() as client:
+                response = await client.open_layer(reference, reference.version, ranges)
+                try:
+                    yield body_of(response, offset)
+                finally:
+                    await response.aclose()
+        except RegistryError as error:
+            raise translated(error) from error
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise SourceError(
+                f"{reference.host}: {str(error)[:200] or 'connection lost'}", can_retry=True
+            ) from error
+
+    @asynccontextmanager
+    async def _open_object(self, url: str, offset: int, length: int | None) -> AsyncIterator[SourceBody]:
+        bucket, _, key = url.removeprefix(objects.SCHEME).partition("/")
+        store = await objects.store(self._settings, bucket)
+        with objects.translated_errors(url):
+            yield await objects.read(store, key, offset, length)
+
+
+def translated(error: RegistryError) -> SourceError:
+    """Return the error of a registry as one of a source."""
+    if isinstance(error, ImageMissing):
+        return SourceMissing(error.message)
+    if not error.permanent:
+        return SourceBusy(error.message)
+    is_refusal = "refuses access" in error.message or "needs a credential" in error.message
+    return (SourceRefused if is_refusal else SourceError)(error.message)

@@ -1,0 +1,96 @@
+"""Headers of models that are not here: read by ranges, a megabyte for the figures of a model.
+
+The vocabulary of a GGUF file lies between its figures and its tensors and takes megabytes. The figures are
+sufficient for an estimate, so the rest is read only where they do not come first. Quantizations of one model
+have the same figures, so one header serves all of them.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+from localai_cluster.kit import untrusted
+from localai_cluster.kit.outbound import SourceError
+from nodes.definitions.headers import (
+    MOST_CONFIG_BYTES,
+    Header,
+    UnreadableHeader,
+    parse_config,
+    parse_figures,
+    parse_header,
+)
+from nodes.sources.opening import Opener
+from nodes.sources.plans import SourceFile
+
+FIGURES_BYTES, TABLE_BYTES = 1024 * 1024, 16 * 1024 * 1024
+"""Bytes of a file that are read for its figures, and for the table of its tensors."""
+WITHIN = 20.0
+"""Seconds for one header."""
+_POINTER = b"version https://git-lfs"
+_TRAINED = "context_length"
+_UNKNOWN = 2**60
+"""Bytes of a file whose size is not known."""
+
+
+async def read_start(opener: Opener, file: SourceFile, length: int) -> tuple[bytes, int]:
+    """Return the first bytes of a file, and its size; raise SourceError."""
+    content = bytearray()
+    try:
+        async with asyncio.timeout(WITHIN), opener.open(file, 0, length) as body:
+            async for piece in body.pieces:
+                content += piece
+                if len(content) >= length:
+                    break
+            total = body.total
+    except TimeoutError:
+        raise SourceError(f"no answer within {WITHIN:.0f} s", can_retry=True) from None
+    return bytes(content[:length]), total
+
+
+async def gguf_header(opener: Opener, file: SourceFile) -> Header:
+    """Return the header of a GGUF file; raise SourceError for what is none."""
+    content, total = await read_start(opener, file, FIGURES_BYTES)
+    _check_length(content, total, file)
+    try:
+        header = parse_figures(content, total or file.size or _UNKNOWN)
+        if "block_count" in header.figures or len(content) < FIGURES_BYTES:
+            return header
+        content, total = await read_start(opener, file, TABLE_BYTES)
+        return parse_header(content, total or file.size or _UNKNOWN)
+    except UnreadableHeader as error:
+        raise SourceError(f"{file.path}: {error}") from None
+
+
+def _check_length(content: bytes, total: int, file: SourceFile) -> None:
+    """Refuse the pointer of a large file in its place, and a file of another length than its source says."""
+    if content.startswith(_POINTER):
+        raise SourceError(f"{file.path}: the source sends the pointer of a large file, not its content")
+    if total and file.size and total != file.size:
+        raise SourceError(f"{file.path}: the file has {total} bytes, but its source says {file.size}")
+    if total and len(content) < min(total, FIGURES_BYTES):
+        raise SourceError(f"{file.path}: the file ends early", can_retry=True)
+
+
+def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
+    """Return the header that a `config.json` describes, and its content; raise SourceError."""
+    problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
+    if problem:
+        raise SourceError(f"config.json is {problem}")
+    try:
+        config = json.loads(content)
+        return parse_config(config), config
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"config.json cannot be read: {str(error)[:100]}") from None
+
+
+def trained_context(header: Header | None, config: Mapping[str, object] | None = None) -> int:
+    """Return the tokens of context that a model was made for; 0 if it does not say."""
+    value: object = header.figures.get(_TRAINED, 0) if header is not None else 0
+    if not value and config is not None:
+        inner = config.get("text_config")
+        sections = (config, inner if isinstance(inner, dict) else {})
+        value = next((section[key] for section in sections for key in _CONTEXTS if key in section), 0)
+    return value if isinstance(value, int) and 0 < value < 2**31 else 0
+
+
+_CONTEXTS = ("max_position_embeddings", "model_max_length", "seq_length")

@@ -1,0 +1,104 @@
+"""Models on shares: used where they are, read-only, and never copied.
+
+A share's folder (`CLUSTER_SHARE_ROOTS`) is mounted below the models folder: only what is in there is sent to
+workers, and a link that leads out of it is not followed (`nodes/loading/source_files.py`). A share may hang,
+so it is read in a thread of its own.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from localai_cluster.kit import names, untrusted
+from localai_cluster.kit.errors import InvalidInput, Unavailable
+from localai_cluster.kit.settings_table import ClusterSettings
+from nodes.definitions.headers import Header, UnreadableHeader, read_config, read_header
+from nodes.sources.variants import RepositoryFile, Variant, variants_of
+
+WITHIN = 10.0
+MOST_FILES = 10_000
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The variants in a folder of a share; `folder` is its path in the models folder."""
+
+    folder: str
+    variants: tuple[Variant, ...]
+    headers: Mapping[str, Header]
+    """By the variant's id."""
+
+
+async def look(settings: ClusterSettings, path: str) -> Shared:
+    """Return the models at this path; raise InvalidInput, or Unavailable if the share does not answer."""
+    reading = untrusted.in_daemon_thread(_look, settings, path)
+    if not await untrusted.wait_until_done(reading, timeout=WITHIN):
+        raise Unavailable(f"the share does not answer within {WITHIN:.0f} s", retry_after=30)
+    return reading.result()
+
+
+def _look(settings: ClusterSettings, path: str) -> Shared:
+    target, models = _inside(settings, path), settings.models_path.resolve()
+    base = target if target.is_dir() else target.parent
+    files = list(_files(base)) if target.is_dir() else [_file(base, target)]
+    found = variants_of(files)
+    if not found:
+        raise _wrong(path, "has no file of a model")
+    headers = {}
+    for variant in found:
+        try:
+            name = variant.main or "config.json"
+            header = (read_header if variant.main else read_config)(base / name)
+        except (OSError, UnreadableHeader):
+            continue
+        if header is not None:
+            headers[variant.id] = header
+    return Shared(base.relative_to(models).as_posix(), tuple(found), headers)
+
+
+def _inside(settings: ClusterSettings, path: str) -> Path:
+    """Return the resolved path; raise InvalidInput unless it is in a listed root below the models folder."""
+    models = settings.models_path.resolve()
+    roots = [root.resolve() for root in settings.share_roots]
+    try:
+        target = (Path("/") / path).resolve() if path.startswith("/") else (models / path).resolve()
+    except (OSError, RuntimeError, ValueError):
+        raise _wrong(path, "cannot be read") from None
+    root = next((root for root in roots if target.is_relative_to(root)), None)
+    if root is None:
+        raise _wrong(path, "is in none of the folders that CLUSTER_SHARE_ROOTS lists")
+    if root == models or not target.is_relative_to(models):
+        raise _wrong(path, "is on a share that is not mounted below the models folder")
+    if not target.exists():
+        raise _wrong(path, "does not exist")
+    return target
+
+
+def _files(base: Path) -> list[RepositoryFile]:
+    found = []
+    for folder, _, file_names in os.walk(base):
+        for name in file_names:
+            path = Path(folder, name)
+            if path.is_symlink() and not _is_within(path, base):
+                continue
+            found.append(_file(base, path))
+            if len(found) > MOST_FILES:
+                raise _wrong(str(base), f"has more than {MOST_FILES} files")
+    return found
+
+
+def _is_within(path: Path, base: Path) -> bool:
+    """Return True if a link leads to a file of this folder."""
+    try:
+        return path.resolve(strict=True).is_relative_to(base)
+    except (OSError, RuntimeError):
+        return False
+
+
+def _file(base: Path, path: Path) -> RepositoryFile:
+    return RepositoryFile(path.relative_to(base).as_posix(), path.stat().st_size)
+
+
+def _wrong(path: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"text: {names.plain(path[:200])} {problem}", field="text")

@@ -1,0 +1,209 @@
+"""The variants of a repository: its files grouped by quantization, with the files that each needs. Pure.
+
+A variant is what a person chooses: a GGUF file with all its parts and its projector, or the weights of a
+repository in safetensors with configuration, tokenizer and templates.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+MOST_VARIANTS = 100
+_SHARD = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)", re.ASCII
+)
+_QUANTIZATION = re.compile(
+    r"(?:^|[-_./])(?P<name>(?:UD-)?(?:I?Q\d(?:_[0-9A-Z]{1,3})*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32|FP8))"
+    r"(?=[-_./]|$)",
+    re.IGNORECASE,
+)
+_PREFERRED = (
+    *(
+        "Q4_K_M",
+        "UD-Q4_K_XL",
+        "Q4_K_XL",
+        "MXFP4",
+        "MXFP4_MOE",
+        "Q4_K_S",
+        "Q5_K_M",
+        "Q4_0",
+        "IQ4_XS",
+        "IQ4_NL",
+    ),
+    *("Q5_K_S", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "Q3_K_L", "Q3_K_M", "IQ3_M", "F16", "FP16", "BF16"),
+)
+"""Quantizations by how often they are the best choice, the first of all that fit is recommended."""
+_PROJECTORS = ("F16", "FP16", "BF16", "Q8_0", "F32", "FP32")
+_BESIDE = re.compile(
+    r"(?:.*\.safetensors\.index\.json|(?:.+_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(?:json|txt)|merges\.txt|chat_template.*|(?:pre)?processor.*\.json|preprocessor_config\.json"
+    r"|modules\.json|.*\.tiktoken|.*\.model|[0-9]_\w+/config\.json)",
+    re.ASCII,
+)
+_PARTS_OF_PIPELINES = (".safetensors", ".json", ".txt", ".model")
+PIPELINE = "model_index.json"
+"""The file of a repository that is a pipeline of several models in folders."""
+
+
+@dataclass(frozen=True)
+class RepositoryFile:
+    """A file of a repository; an unknown hash is empty."""
+
+    path: str
+    size: int = 0
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model: the files that it needs; `main` is the one that the definition names."""
+
+    id: str
+    format: str
+    """`gguf`, `safetensors`, `pipeline` or `file`."""
+    quantization: str
+    files: tuple[RepositoryFile, ...]
+    main: str
+    projector: str = ""
+    weights: int = 0
+    """Bytes of the weights alone."""
+    projector_size: int = 0
+
+    @property
+    def size(self) -> int:
+        """The bytes of all its files."""
+        return sum(file.size for file in self.files)
+
+
+def variants_of(files: Sequence[RepositoryFile]) -> list[Variant]:
+    """Return the variants, smallest first, those of GGUF before the others; none if nothing can be run."""
+    plain = [file for file in files if not any(part.startswith(".") for part in file.path.split("/"))]
+    return _with_ids([*_gguf_variants(plain), *_safetensors_variant(plain)])[:MOST_VARIANTS]
+
+
+def quantization_of(path: str) -> str:
+    """Return the quantization that a file's name, or else its folder, says; "" if none does."""
+    name = PurePosixPath(path)
+    for text in (name.name.rpartition(".")[0], str(name.parent)):
+        if found := list(_QUANTIZATION.finditer(text)):
+            return found[-1]["name"].upper()
+    return ""
+
+
+def recommended(variants: Iterable[Variant], fitting: Iterable[str]) -> str:
+    """Return the id of the best choice among those that fit, or else among all; "" without any."""
+    listed, fits = list(variants), set(fitting)
+    for candidates in ([variant for variant in listed if variant.id in fits], listed):
+        if candidates:
+            return min(candidates, key=lambda variant: (_rank(variant), variant.size)).id
+    return ""
+
+
+def select(variants: Sequence[Variant], wanted: str) -> Variant | None:
+    """Return the variant of this id or quantization, or that has this file; None if there is none."""
+    folded = wanted.casefold()
+    for variant in variants:
+        if folded in (variant.id.casefold(), variant.quantization.casefold()):
+            return variant
+    return next((each for each in variants if any(file.path == wanted for file in each.files)), None)
+
+
+def _rank(variant: Variant) -> int:
+    quantization = variant.quantization
+    return _PREFERRED.index(quantization) if quantization in _PREFERRED else len(_PREFERRED)
+
+
+def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
+    weights: list[RepositoryFile] = []
+    projectors: list[RepositoryFile] = []
+    for file in files:
+        name = file.path.rpartition("/")[2].lower()
+        if name.endswith(".gguf") and "imatrix" not in name:
+            (projectors if "mmproj" in name else weights).append(file)
+    variants = [
+        _gguf_variant(parts, _projector_for(parts[0].path, projectors)) for parts in _complete_sets(weights)
+    ]
+    return sorted(variants, key=lambda variant: (variant.weights, variant.main))
+
+
+def _complete_sets(files: Sequence[RepositoryFile]) -> list[list[RepositoryFile]]:
+    """Return the parts of each model in order; a set that lacks a part is left out."""
+    sets: dict[str, dict[int, RepositoryFile]] = defaultdict(dict)
+    counts: dict[str, int] = {}
+    for file in files:
+        shard = _SHARD.fullmatch(file.path)
+        key = f"{shard['stem']}-of-{shard['count']}" if shard else file.path
+        sets[key][int(shard["number"]) if shard else 1] = file
+        counts[key] = int(shard["count"]) if shard else 1
+    return [
+        [parts[number] for number in sorted(parts)]
+        for key, parts in sets.items()
+        if len(parts) == counts[key] == max(parts) and min(parts) == 1
+    ]
+
+
+def _gguf_variant(parts: Sequence[RepositoryFile], projector: RepositoryFile | None) -> Variant:
+    main, size = parts[0].path, sum(part.size for part in parts)
+    files = (*parts, *([projector] if projector else []))
+    quantization = quantization_of(_SHARD.sub(r"\g<stem>.\g<suffix>", main))
+    return Variant(
+        quantization or PurePosixPath(main).stem,
+        "gguf",
+        quantization,
+        files,
+        main,
+        projector.path if projector else "",
+        size,
+        projector.size if projector else 0,
+    )
+
+
+def _with_ids(variants: Sequence[Variant]) -> list[Variant]:
+    """Return the variants with ids that differ: where a quantization is there twice, that is the file."""
+    counts = Counter(variant.id for variant in variants)
+    changed = [
+        variant if counts[variant.id] == 1 else replace(variant, id=variant.main or variant.id)
+        for variant in variants
+    ]
+    if len({variant.id for variant in changed}) < len(changed):
+        return [replace(variant, id=variant.main or variant.id) for variant in variants]
+    return changed
+
+
+def _projector_for(path: str, projectors: Sequence[RepositoryFile]) -> RepositoryFile | None:
+    """Return the projector of a model: one beside it, in the usual type."""
+    folder = PurePosixPath(path).parent
+
+    def rank(file: RepositoryFile) -> tuple[bool, int, str]:
+        kind = quantization_of(file.path)
+        place = _PROJECTORS.index(kind) if kind in _PROJECTORS else len(_PROJECTORS)
+        return PurePosixPath(file.path).parent != folder, place, file.path
+
+    return min(projectors, key=rank, default=None)
+
+
+def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:
+    paths = {file.path for file in files}
+    if PIPELINE in paths:
+        chosen = [file for file in files if file.path.endswith(_PARTS_OF_PIPELINES)]
+        return [_folder_variant("pipeline", chosen)] if _weight_bytes(chosen) else []
+    weights = [file for file in files if "/" not in file.path and file.path.endswith(".safetensors")]
+    named = [file for file in weights if not file.path.startswith("consolidated")]
+    weights = named or weights
+    if not weights or "config.json" not in paths:
+        return []
+    if sum(map(len, _complete_sets(weights))) < len(weights):
+        return []
+    beside = [file for file in files if _BESIDE.fullmatch(file.path)]
+    return [_folder_variant("safetensors", [*weights, *beside])]
+
+
+def _folder_variant(kind: str, files: Sequence[RepositoryFile]) -> Variant:
+    unique = {file.path: file for file in files}
+    return Variant(kind, kind, "", tuple(unique.values()), "", weights=_weight_bytes(list(unique.values())))
+
+
+def _weight_bytes(files: Sequence[RepositoryFile]) -> int:
+    return sum(file.size for file in files if file.path.endswith(".safetensors"))

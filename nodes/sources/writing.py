@@ -1,0 +1,137 @@
+"""The definition that an import saves: settings of LocalAI's form as YAML. Pure.
+
+The texts come from other machines. A definition is copied value by value within limits, because the aliases
+of a few kilobytes of YAML can expand to gigabytes, and only its own parser decides whether it is usable.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from localai_cluster.kit import names, untrusted
+from localai_cluster.kit.errors import InvalidInput
+from nodes.definitions.files import MAX_FILE_BYTES, MAX_NAME, Definition, UnusableDefinition, parse_file
+from nodes.sources.variants import Variant
+
+MOST_VALUES, DEEPEST = 5000, 32
+LONGEST_PROMPT = 32 * 1024
+LARGEST_CONTEXT = 8192
+"""Tokens of context of an import, unless the model was made for fewer."""
+LLAMA = "llama-cpp"
+_IMAGE_TASKS = ("text-to-image", "image-to-image")
+_BACKENDS = {
+    **dict.fromkeys(("feature-extraction", "sentence-similarity"), "sentencetransformers"),
+    "text-ranking": "rerankers",
+    **dict.fromkeys(_IMAGE_TASKS, "diffusers"),
+    "automatic-speech-recognition": "whisper",
+    "text-to-speech": "kokoro",
+}
+"""Task of a repository in safetensors and the backend that runs it; all others are for vLLM."""
+USE_CASES = {
+    **dict.fromkeys(("text-generation", "conversational", "image-text-to-text", "any-to-any"), "chat"),
+    **dict.fromkeys(("feature-extraction", "sentence-similarity"), "embeddings"),
+    "text-ranking": "rerank",
+    **dict.fromkeys(_IMAGE_TASKS, "image"),
+    "automatic-speech-recognition": "transcript",
+    "text-to-speech": "tts",
+    "text-to-video": "video",
+    "object-detection": "detection",
+}
+"""Task of the hub and our name for what the model is for."""
+
+
+def definition_of(
+    name: str, variant: Variant, folder: str, *, task: str = "", context: int = 0
+) -> dict[str, Any]:
+    """Return the settings that run a variant whose files are in `folder` of the models folder."""
+    if variant.format in ("safetensors", "pipeline"):
+        return _of_folder(name, variant, folder, task)
+    if task in _IMAGE_TASKS:
+        return _base(name, "stablediffusion-ggml", f"{folder}/{variant.main}")
+    settings = _base(name, LLAMA, f"{folder}/{variant.main}")
+    if variant.projector:
+        settings["mmproj"] = f"{folder}/{variant.projector}"
+    case = USE_CASES.get(task, "chat")
+    if case in ("embeddings", "rerank"):
+        settings["embeddings" if case == "embeddings" else "reranking"] = True
+        settings["known_usecases"] = [case]
+        return settings
+    settings["context_size"] = min(context or LARGEST_CONTEXT, LARGEST_CONTEXT)
+    settings["known_usecases"] = ["chat", "completion", *(["vision"] if variant.projector else [])]
+    # The model's own template, which its file has.
+    settings["options"] = ["use_jinja:true"]
+    settings["template"] = {"use_tokenizer_template": True}
+    return settings
+
+
+def _of_folder(name: str, variant: Variant, folder: str, task: str) -> dict[str, Any]:
+    backend = "diffusers" if variant.format == "pipeline" else _BACKENDS.get(task, "vllm")
+    settings = _base(name, backend, folder)
+    case = USE_CASES.get(task, "image" if variant.format == "pipeline" else "chat")
+    if case == "embeddings":
+        settings["embeddings"] = True
+    settings["known_usecases"] = ["chat", "completion"] if case == "chat" else [case]
+    if backend == "vllm":
+        settings["template"] = {"use_tokenizer_template": True}
+    return settings
+
+
+def _base(name: str, backend: str, model: str) -> dict[str, Any]:
+    return {"name": name, "backend": backend, "parameters": {"model": model}}
+
+
+def text_of(settings: Mapping[str, Any]) -> str:
+    """Return settings as YAML without aliases; raise InvalidInput if they are too many or too long."""
+    text = yaml.safe_dump(_Copier().copied(settings), sort_keys=False, allow_unicode=True, width=110)
+    if len(text.encode()) > MAX_FILE_BYTES:
+        raise InvalidInput(f"the definition is longer than {MAX_FILE_BYTES} bytes", field="text")
+    return text
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """Return the settings of a definition's text; raise InvalidInput."""
+    try:
+        settings = untrusted.load_yaml(text, untrusted.PlainLoader)
+    except untrusted.InvalidYAML as error:
+        raise InvalidInput(f"the definition {error}", field="text") from None
+    if not isinstance(settings, dict):
+        raise InvalidInput("the definition is not a mapping of settings", field="text")
+    return settings
+
+
+def check_text(text: str) -> Definition:
+    """Return the definition; raise InvalidInput with the reason for an unusable one."""
+    try:
+        return parse_file(text.encode(), "import")
+    except UnusableDefinition as error:
+        raise InvalidInput(f"the definition {error}", field="text") from None
+
+
+class _Copier:
+    """Copies YAML values, each a new object, so that none becomes an alias."""
+
+    def __init__(self) -> None:
+        self._left = MOST_VALUES
+
+    def copied(self, value: Any, level: int = 0) -> Any:
+        self._left -= 1
+        if self._left < 0 or level > DEEPEST:
+            raise InvalidInput("the definition has too many values, or too deep ones", field="text")
+        if isinstance(value, Mapping):
+            return {str(key): self.copied(item, level + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.copied(item, level + 1) for item in value]
+        return value if isinstance(value, bool | int | float | str) or value is None else str(value)
+
+
+def model_name(text: str) -> str:
+    """Return a name for a model that this text may suggest: printable, without blanks, and no path."""
+    plain = names.plain(text).strip().strip("/.").replace("\\", "-").replace(" ", "-")
+    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:MAX_NAME] or "model"
+
+
+def renamed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings of a model under another name."""
+    return {"name": name, **{key: value for key, value in settings.items() if key != "name"}}

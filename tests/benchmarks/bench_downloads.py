@@ -1,0 +1,96 @@
+"""Throughput and memory of the downloader over loopback, with one and with four connections.
+
+`python -m tests.benchmarks.bench_downloads [GiB]` downloads one file from a source in a process of its own.
+It prints the rate until all bytes are there and until the file is verified, and by how much memory grew. The
+hash is part of one connection's time; several connections read the file again for it.
+"""
+
+import asyncio
+import multiprocessing
+import resource
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import django
+
+from localai_cluster.kit import clock
+
+RUNS = 3
+
+
+def serve(path: Path, address: "multiprocessing.Queue[str]") -> None:
+    """Runs a source until it is terminated."""
+    set_up()
+    from tests.support.sources import Source
+
+    source = Source(files={"/m.gguf": path}, redirects=False)
+    source.start()
+    address.put(source.url("/m.gguf"))
+    threading.Event().wait()
+
+
+def set_up() -> None:
+    """Settings without servers: nothing here needs one."""
+    from tests.support import environment
+
+    assert environment.HOME
+    django.setup()
+
+
+async def download(url: str, size: int, connections: int, folder: Path) -> tuple[float, float]:
+    """Seconds until the bytes are there, and until the file is."""
+    from nodes.downloads import downloader
+    from nodes.downloads.downloader import Download, DownloadMeter
+    from nodes.sources.plans import SourceFile
+    from tests.support.sources import WebOpener
+
+    begin, received = clock.monotonic(), 0.0
+    plain = Download._verify
+
+    async def verify(self: Download, partial: Any) -> tuple[str, str]:
+        nonlocal received
+        received = clock.monotonic() - begin
+        return await plain(self, partial)
+
+    async def store(*_: Any) -> None:
+        pass
+
+    file = SourceFile("m.gguf", url, size)
+    with patch.object(Download, "_verify", verify), patch.object(downloader, "in_thread", store):
+        await Download(file, folder, WebOpener(), DownloadMeter({"m.gguf": size}, ""), connections).run()
+    return received, clock.monotonic() - begin
+
+
+def main() -> None:
+    """Prints the table."""
+    set_up()
+    size = int(float(sys.argv[1] if len(sys.argv) > 1 else "1") * 2**30)
+    spawning = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        original = Path(folder, "original")
+        with original.open("wb") as file:
+            file.truncate(size)
+        address: multiprocessing.Queue[str] = spawning.Queue()
+        server = spawning.Process(target=serve, args=(original, address), daemon=True)
+        server.start()
+        url = address.get()
+        print(f"{'connections':<13}{'MiB/s':>8}{'verified':>10}{'memory, MiB':>13}")
+        for connections in (1, 4):
+            for run in range(RUNS):
+                models = Path(folder, f"models-{connections}-{run}")
+                models.mkdir()
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                received, verified = asyncio.run(download(url, size, connections, models))
+                grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+                rates = f"{size / 2**20 / received:>8.0f}{size / 2**20 / verified:>10.0f}"
+                print(f"{connections:<13}{rates}{grown:>13.1f}", flush=True)
+                (models / "m.gguf").unlink()
+        server.terminate()
+
+
+if __name__ == "__main__":
+    main()

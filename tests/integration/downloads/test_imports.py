@@ -1,0 +1,263 @@
+"""Imports: files, then the definition, once; what may pass waits in the queue; one plan at a time."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.kit.outbound import SourceBusy, SourceError
+from nodes.definitions import store
+from nodes.downloads import imports
+from nodes.downloads.imports import ImportModel, request_import
+from nodes.models import DefinitionRevision, ModelDefinition
+from nodes.sources.plans import ImportPlan, SourceFile
+from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.ledger import admission, attempts
+from operations.models import Event, Operation
+from tests.conftest import BUSY
+from tests.support.sources import Refusal, Source, WebOpener, sha256_of, started
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+DATA = bytes(range(256)) * 100
+PATH = "tiny/tiny.gguf"
+TEXT = "name: tiny\nbackend: llama-cpp\nparameters:\n  model: tiny/tiny.gguf\n"
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    with started(files={"/m.gguf": DATA, "/template.jinja": b"{{ x }}"}) as source:
+        yield source
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "models"
+    path.mkdir()
+    cluster = replace(conf.cluster(), models_path=path)
+    monkeypatch.setattr(conf, "cluster", lambda: cluster)
+    return path
+
+
+@pytest.fixture
+def plan(source: Source) -> ImportPlan:
+    files = (
+        SourceFile(PATH, source.url("/m.gguf"), len(DATA), sha256_of(DATA)),
+        SourceFile("tiny/template.jinja", source.url("/template.jinja")),
+        SourceFile("shared/other.gguf", "share://nas/other.gguf", 10**12),
+    )
+    return ImportPlan("tiny", TEXT, files, "import", "the hub")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition is true."""
+    deadline = clock.monotonic() + 15 * BUSY
+    while not condition():
+        assert clock.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def asked(plan: ImportPlan, *, load: bool = False) -> Operation:
+    return request_import(plan, actor="ann", now=clock.now(), load=load).operation
+
+
+class Controller:
+    """Claims and runs attempts as a controller does; `ticks` is what it reported."""
+
+    def __init__(self) -> None:
+        self.ticks: list[Any] = []
+        self.handler = ImportModel(WebOpener())
+
+    async def claim(self) -> Work:
+        (operation,) = await in_thread(attempts.claim, "c", now=clock.now(), lease=60, limit=1)
+
+        async def write(batch: Any) -> set[Any]:
+            self.ticks += [tick for ticks in batch.values() for tick in ticks]
+            return set()
+
+        return Work(operation, Recorder(write))
+
+    async def run(self) -> Any:
+        return await self.handler(await self.claim())
+
+
+async def test_files_come_first_and_the_definition_last(plan: ImportPlan, models: Path) -> None:
+    operation = await in_thread(asked, plan)
+    assert not await in_thread(ModelDefinition.objects.exists)
+    controller = Controller()
+    result = await controller.run()
+    assert (models / PATH).read_bytes() == DATA
+    assert result == {
+        "message": "model tiny is here, 25.0 KiB in 2 files",
+        "model": "tiny",
+        "files": 2,
+        "bytes": len(DATA) + 7,
+    }
+    row = await in_thread(store.find, "tiny")
+    assert row is not None
+    assert (row.text, row.origin, row.revision) == (TEXT, "import", 1)
+    assert row.files[0] == {
+        "path": PATH,
+        "size": len(DATA),
+        "sha256": sha256_of(DATA),
+        "source": plan.files[0].url,
+    }
+    revision = await in_thread(DefinitionRevision.objects.get)
+    assert (revision.actor, revision.reason) == ("ann", "imported from the hub")
+    percentages = [tick.percentage for tick in controller.ticks]
+    assert percentages == sorted(percentages)
+    assert max(percentages[:-1], default=0) <= 90 < percentages[-1] < 100
+    assert operation.key == "import:tiny"
+
+
+async def test_an_attempt_that_is_repeated_changes_nothing(plan: ImportPlan, source: Source) -> None:
+    """As after a kill between the definition and the end of the operation."""
+    await in_thread(asked, plan)
+    controller = Controller()
+    work = await controller.claim()
+    await controller.handler(work)
+    source.requests.clear()
+    await controller.handler(work)
+    assert [request.range for request in source.seen("storage")] == ["bytes=0-0"]  # the size of the template
+    assert await in_thread(DefinitionRevision.objects.count) == 1
+
+
+async def test_a_definition_that_was_changed_meanwhile_stays(plan: ImportPlan) -> None:
+    await in_thread(asked, plan)
+    other = TEXT + "context_size: 512\n"
+    await in_thread(lambda: store.save(None, other, origin="editor", actor="bob", now=clock.now()))
+    with pytest.raises(Conflict, match="it was changed meanwhile"):
+        await Controller().run()
+    row = await in_thread(store.find, "tiny")
+    assert row is not None
+    assert row.text == other
+
+
+async def test_a_new_version_replaces_the_files_of_its_own_model_only(
+    plan: ImportPlan, models: Path, source: Source
+) -> None:
+    await in_thread(asked, plan)
+    work = await Controller().claim()
+    await ImportModel(WebOpener())(work)
+    await in_thread(lambda: attempts.finish(*work.attempt, Event.COMPLETE, now=clock.now()))
+    new = DATA + b"2"
+    source.files["/m.gguf"] = new
+    changed = replace(plan.files[0], size=len(new), sha256=sha256_of(new))
+    another = replace(plan, name="copy", text=TEXT.replace("name: tiny", "name: copy"), files=(changed,))
+    await in_thread(asked, another)
+    with pytest.raises(SourceError, match=r"another file tiny/tiny\.gguf"):
+        await Controller().run()
+    await in_thread(lambda: Operation.objects.filter(element="copy").delete())
+    await in_thread(asked, replace(plan, files=(changed,)))
+    await Controller().run()
+    assert (models / PATH).read_bytes() == new
+
+
+def test_requests_of_one_plan_join_and_of_another_one_conflict(plan: ImportPlan) -> None:
+    first = asked(plan)
+    assert request_import(plan, actor="bob", now=clock.now()).operation.id == first.id
+    with pytest.raises(Conflict, match="model_import of tiny is in progress"):
+        request_import(replace(plan, source="elsewhere"), actor="bob", now=clock.now())
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", ".hidden", "a/../b", "CON", "x.yaml", "a\\b", "a\n"])
+def test_hostile_paths_are_refused(plan: ImportPlan, path: str) -> None:
+    with pytest.raises(InvalidInput):
+        asked(replace(plan, files=(SourceFile(path, "https://a.example/f"),)))
+    assert not Operation.objects.exists()
+
+
+async def test_what_may_pass_waits_in_the_queue(plan: ImportPlan, source: Source) -> None:
+    operation = await in_thread(asked, plan)
+    source.refusals = [Refusal(429, (("Retry-After", "900"),))]
+    with pytest.raises(Postpone) as postponed:
+        await Controller().run()
+    assert postponed.value.seconds == 900
+    assert "HTTP status 429; given up at" in postponed.value.reason
+    since = (postponed.value.payload or {})[imports.STALLED_SINCE]
+    stalled = clock.now() - timedelta(hours=25)
+    await in_thread(
+        lambda: Operation.objects.filter(pk=operation.id).update(
+            status="pending",
+            lease_until=None,
+            payload={**operation.payload, imports.STALLED_SINCE: stalled.isoformat()},
+        )
+    )
+    source.refusals = [Refusal(429, (("Retry-After", "900"),))]
+    with pytest.raises(SourceError, match="given up after 24 h without a byte") as error:
+        await Controller().run()
+    assert error.value.permanent
+    assert since
+
+
+async def test_a_refusal_fails_in_the_words_of_the_source(plan: ImportPlan, source: Source) -> None:
+    await in_thread(asked, plan)
+    source.tokens = {"/m.gguf": "Bearer x"}
+    with pytest.raises(ClusterError, match=r"refuses access .*Access is restricted: sign in"):
+        await Controller().run()
+
+
+async def test_a_lost_operation_saves_nothing(plan: ImportPlan) -> None:
+    """Another controller has taken it over; its fence is higher."""
+    await in_thread(asked, plan)
+    controller = Controller()
+    work = await controller.claim()
+    await in_thread(lambda: Operation.objects.update(fence=99))
+    with pytest.raises(Exception, match=str(work.id)):
+        await controller.handler(work)
+    assert not await in_thread(ModelDefinition.objects.exists)
+
+
+async def test_the_model_is_loaded_afterwards_if_asked(plan: ImportPlan) -> None:
+    await in_thread(lambda: asked(plan, load=True))
+    result = await Controller().run()
+    assert result["message"].endswith("; it is being loaded")
+    load = await in_thread(lambda: Operation.objects.get(kind="model_load"))
+    assert (load.element, load.actor) == ("tiny", "ann")
+
+
+async def test_no_more_imports_at_once_than_allowed(plan: ImportPlan, source: Source) -> None:
+    source.pause_at = 1000
+    controller = Controller()
+    running = []
+    for number in range(imports.AT_ONCE + 1):
+        text = TEXT.replace("name: tiny", f"name: tiny-{number}").replace("tiny/", f"tiny-{number}/")
+        file = replace(plan.files[0], path=f"tiny-{number}/tiny.gguf")
+        await in_thread(asked, replace(plan, name=f"tiny-{number}", text=text, files=(file,)))
+        work = await controller.claim()
+        running.append(asyncio.create_task(controller.handler(work)))
+        await asyncio.sleep(0)
+    await until(lambda: any("waits for one of 4" in tick.message for tick in controller.ticks))
+    source.pause_at = -1
+    source.released.set()
+    results = await asyncio.gather(*running)
+    assert [result["bytes"] for result in results] == [len(DATA)] * len(running)
+
+
+async def test_nothing_moves_for_long(
+    plan: ImportPlan, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the models folder hangs."""
+    monkeypatch.setattr(imports, "NO_SIGN_LIMIT", 0.2)
+    monkeypatch.setattr(imports, "REPORT_EVERY", 0.05)
+    source.pause_at = 1000
+    await in_thread(asked, plan)
+    with pytest.raises(Postpone, match="nothing has moved for"):
+        await Controller().run()
+
+
+def test_a_removed_operation_is_no_plan() -> None:
+    """The paths of imports that have ended are not in use."""
+    assert imports.paths_of_active_imports() == set()
+    admission.admit(admission.OperationRequest("model_import", "import:x", "x", "a"), now=clock.now())
+    assert imports.paths_of_active_imports() == set()
+
+
+def test_busy_is_temporary() -> None:
+    assert not SourceBusy("x").permanent

@@ -1,0 +1,214 @@
+"""Files that nothing names: what is listed, what is removed, and what returns when it is named meanwhile."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import Conflict
+from nodes.definitions import store
+from nodes.downloads import unused_files
+from nodes.downloads.imports import request_import
+from nodes.downloads.partial_files import PartialFile
+from nodes.downloads.unused_files import RemoveFiles, Selection, UnusedFile, request_removal
+from nodes.models import BackendNode, BroughtModel
+from nodes.sources.plans import ImportPlan, SourceFile
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import attempts
+from operations.models import Operation
+from tests.support import api
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+NAMED = "a.gguf"
+YAML = "name: {}\nbackend: llama-cpp\nparameters:\n  model: {}\n"
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "models"
+    path.mkdir()
+    cluster = replace(conf.cluster(), models_path=path)
+    monkeypatch.setattr(conf, "cluster", lambda: cluster)
+    write(path, "a.yaml", YAML.format("a", NAMED))
+    write(path, NAMED)
+    return path
+
+
+def write(models: Path, path: str, text: str = "x", *, days: int = 0) -> None:
+    file = models / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    then = (clock.now() - timedelta(days=days)).timestamp()
+    os.utime(file, (then, then))
+
+
+async def listed(models: Path) -> list[str]:
+    named = await unused_files.read_named()
+    return [file.path for file in unused_files.list_unused(models, named)]
+
+
+async def remove(*paths: str) -> Any:
+    files = [UnusedFile(path, 1, clock.now()) for path in paths]
+    await in_thread(lambda: request_removal(files, actor="ann", now=clock.now()))
+    return await RemoveFiles()(await claim())
+
+
+async def claim() -> Work:
+    (operation,) = await in_thread(attempts.claim, "c", now=clock.now(), lease=60, limit=1)
+
+    async def write(batch: Any) -> set[Any]:
+        return set()
+
+    return Work(operation, Recorder(write))
+
+
+async def test_what_nothing_names_is_listed_with_the_oldest_first(models: Path, tmp_path: Path) -> None:
+    write(models, "old.gguf", days=9)
+    write(models, "deep/er/older.gguf", days=90)
+    write(models, "b/weights/w.safetensors")
+    write(models, "b.yaml", YAML.format("b", "b/weights"))
+    write(models, "c-00001-of-00002.gguf")
+    write(models, "c-00002-of-00002.gguf")
+    write(models, "c.yaml", YAML.format("c", "c-00001-of-00002.gguf"))
+    write(models, f"{NAMED}.sha256")
+    write(models, ".hidden/file")
+    write(models, "notes.txt")
+    write(tmp_path, "elsewhere/file")
+    (models / "link.gguf").symlink_to(tmp_path / "elsewhere/file")
+    (models / "share").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(models / "fifo")
+    assert await listed(models) == ["deep/er/older.gguf", "old.gguf", "notes.txt"]
+
+
+async def test_files_of_a_running_import_are_in_use(models: Path) -> None:
+    write(models, "tiny/m.gguf")
+    assert await listed(models) == ["tiny/m.gguf"]
+    plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
+    await in_thread(lambda: request_import(plan, actor="a", now=clock.now()))
+    assert await listed(models) == []
+
+
+async def test_downloads_that_nobody_resumes_are_listed_and_removed(models: Path) -> None:
+    partial = PartialFile.open(models, "gone/m.gguf")
+    partial.restart("https://a.example", "")
+    (path,) = await listed(models)
+    assert path.startswith(".downloads/")
+    result = await remove(path)
+    assert await listed(models) == [path]  # somebody writes it
+    partial.close()
+    await end(result)
+    await remove(path)
+    assert await listed(models) == []
+    assert list((models / ".downloads").iterdir()) == []
+
+
+async def end(result: Any) -> None:
+    await in_thread(lambda: Operation.objects.all().delete())
+
+
+async def test_a_removal_takes_files_and_empty_folders_only(models: Path) -> None:
+    write(models, "deep/er/older.gguf", "12345")
+    write(models, "deep/other.gguf")
+    write(models, NAMED)
+    result = await remove("deep/er/older.gguf", NAMED, "missing.gguf")
+    assert result == {"message": "5 B freed", "bytes": 5}
+    assert left_in(models) == ["a.gguf", "a.yaml", "deep", "deep/other.gguf"]
+
+
+def left_in(models: Path) -> list[str]:
+    return sorted(path.relative_to(models).as_posix() for path in models.rglob("*"))
+
+
+@pytest.mark.parametrize("by", ["import", "definition", "broken definition"])
+async def test_what_is_named_meanwhile_returns(
+    models: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """It is named after the files were set aside, as when another process saves at that moment."""
+    write(models, "tiny/m.gguf", "12345")
+    plain: Callable[..., None] = unused_files._set_aside
+
+    def name_it(*arguments: Any) -> None:
+        plain(*arguments)
+        assert not (models / "tiny").joinpath("m.gguf").exists()
+        if by == "definition":
+            write(models, "tiny.yaml", YAML.format("tiny", "tiny/m.gguf"))
+        elif by == "broken definition":
+            write(models, "tiny.yaml", "name: [")
+        else:
+            plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
+            request_import(plan, actor="a", now=clock.now())
+
+    monkeypatch.setattr(unused_files, "_set_aside", name_it)
+    result = await remove("tiny/m.gguf")
+    assert (models / "tiny/m.gguf").read_text() == "12345"
+    assert result == {"message": "0 B freed; 1 are in use again and stay", "bytes": 0}
+    assert not (models / ".removed").exists()
+
+
+async def test_an_interrupted_removal_is_ended_by_the_next_attempt(models: Path) -> None:
+    write(models, "old.gguf", "12345")
+    unused_files._set_aside(models, ["old.gguf"])
+    assert await listed(models) == []
+    result = await remove("old.gguf")
+    assert result["bytes"] == 5
+    assert not (models / ".removed").exists()
+
+
+async def test_nothing_is_removed_while_a_definition_cannot_be_used(models: Path) -> None:
+    write(models, "broken.yaml", "name: [")
+    write(models, "old.gguf")
+    with pytest.raises(Conflict, match=r"broken\.yaml cannot be used and may name any of the files"):
+        await remove("old.gguf")
+    assert (models / "old.gguf").exists()
+
+
+async def test_a_stored_definition_names_files_in_any_state(models: Path) -> None:
+    write(models, "d/m.gguf")
+    text = YAML.format("d", "d/m.gguf")
+    await in_thread(lambda: store.save(None, text, origin="api", actor="a", now=clock.now()))
+    assert await listed(models) == []
+    await in_thread(lambda: store.set_disabled("d", True, now=clock.now()))
+    assert await listed(models) == []
+
+
+def test_paths_that_lead_out_are_never_touched(models: Path, tmp_path: Path) -> None:
+    """A path comes from the list; a payload that was changed by hand must not matter either."""
+    write(tmp_path, "elsewhere/file")
+    (models / "share").symlink_to(tmp_path / "elsewhere")
+    unused_files._set_aside(models, ["share/file", "../elsewhere/file", "/etc/hostname"])
+    assert (tmp_path / "elsewhere/file").exists()
+
+
+def test_a_selection_by_age_and_by_bytes() -> None:
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    files = [UnusedFile(str(number), 10, day + timedelta(days=number)) for number in range(5)]
+
+    def of(**options: Any) -> list[str]:
+        return [file.path for file in Selection(**options).of(files)]
+
+    assert of(before=day + timedelta(days=2)) == ["0", "1"]
+    assert of(bytes_needed=11) == ["0", "1"]
+    assert of(bytes_needed=1000, before=day + timedelta(days=3)) == ["0", "1", "2"]
+    assert of(paths=["3", "1", "3"]) == ["3", "1"]
+
+
+def test_models_of_nodes_that_nothing_defines_or_runs() -> None:
+    node, other = api.make_node("n1"), api.make_node("n2")
+    for where, name in ((node, "gone"), (node, "a"), (node, "runs"), (other, "gone")):
+        BroughtModel.objects.create(node_id=where.id, model_name=name, size=7, seen_at=clock.now())
+    api.replica(BackendNode.objects.get(pk=node.id), "runs")
+    with CaptureQueriesContext(connection) as queries:
+        places = unused_files.list_on_nodes({"a"})
+    assert {name: [file.path for file in files] for (_, name), files in places.items()} == {
+        "n1": ["gone"],
+        "n2": ["gone"],
+    }
+    assert len(queries) == 2
