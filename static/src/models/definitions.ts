@@ -4,20 +4,7 @@ import { useAction, type Action } from "../api/action";
 import { call, client } from "../api/client";
 import { useChange, useLive } from "../live/hooks";
 import { isActive, type LiveState } from "../live/store";
-import type { DefinitionDetail, DefinitionList, DefinitionPreview, ModelRate, Revision, Started, UnusableFile, DefinitionRow } from "./shapes";
-
-interface Answer {
-  data?: unknown;
-  error?: unknown;
-  response: Response;
-}
-type Send = (path: string, init?: object) => Promise<Answer>;
-/** The routes that the generated types do not have yet. */
-const server = client as unknown as Record<"GET" | "POST" | "PUT" | "DELETE", Send>;
-
-async function ask<Data>(answer: Promise<Answer>): Promise<Data> {
-  return (await call(answer)) as Data;
-}
+import type { DefinitionDetail, DefinitionPreview, DefinitionRow, Revision, UnusableFile } from "./shapes";
 
 const KEY = ["models", "defined"] as const;
 /** Definitions in one answer. */
@@ -31,7 +18,7 @@ export interface Definitions {
 async function fetchDefinitions(signal: AbortSignal): Promise<Definitions> {
   const rows: DefinitionRow[] = [];
   for (let page = 1; ; page += 1) {
-    const list = await ask<DefinitionList>(server.GET("/api/definitions", { params: { query: { page, items: PAGE } }, signal }));
+    const list = await call(client.GET("/api/definitions", { params: { query: { page, items: PAGE } }, signal }));
     rows.push(...list.definitions);
     if (list.definitions.length === 0 || rows.length >= list.total) return { rows, unusable: list.unusable };
   }
@@ -58,7 +45,7 @@ export function useRates(): ReadonlyMap<string, number> {
   const query = useQuery({
     queryKey: ["models", "rates"],
     queryFn: async ({ signal }) => {
-      const { models } = await ask<{ models: ModelRate[] }>(server.GET("/api/figures/models", { signal }));
+      const { models } = await call(client.GET("/api/figures/models", { signal }));
       return new Map(models.map(({ name, requests_per_second }) => [name, requests_per_second]));
     },
   });
@@ -73,7 +60,7 @@ const NO_RATES: ReadonlyMap<string, number> = new Map();
 export function useDefinition(name: string): UseQueryResult<DefinitionDetail> {
   return useQuery({
     queryKey: [...KEY, "one", name],
-    queryFn: ({ signal }) => ask<DefinitionDetail>(server.GET("/api/definitions/{name}", { params: { path: { name } }, signal })),
+    queryFn: ({ signal }) => call(client.GET("/api/definitions/{name}", { params: { path: { name } }, signal })),
     staleTime: 0,
   });
 }
@@ -81,7 +68,7 @@ export function useDefinition(name: string): UseQueryResult<DefinitionDetail> {
 export function useRevisions(name: string): UseQueryResult<readonly Revision[]> {
   return useQuery({
     queryKey: [...KEY, "revisions", name],
-    queryFn: async ({ signal }) => (await ask<{ revisions: Revision[] }>(server.GET("/api/definitions/{name}/revisions", { params: { path: { name } }, signal }))).revisions,
+    queryFn: async ({ signal }) => (await call(client.GET("/api/definitions/{name}/revisions", { params: { path: { name } }, signal }))).revisions,
     staleTime: 0,
   });
 }
@@ -93,7 +80,7 @@ export type Edit = { text: string } | { changes: Record<string, unknown> };
 export function usePreview(name: string, edit: Edit | null): UseQueryResult<DefinitionPreview> {
   return useQuery({
     queryKey: ["models", "preview", name, edit],
-    queryFn: ({ signal }) => ask<DefinitionPreview>(server.POST("/api/definitions/preview", { body: { ...(name === "" ? {} : { name }), ...edit }, signal })),
+    queryFn: ({ signal }) => call(client.POST("/api/definitions/preview", { body: { ...(name === "" ? {} : { name }), ...edit }, signal })),
     enabled: edit !== null,
     placeholderData: keepPreviousData,
     staleTime: 0,
@@ -110,25 +97,25 @@ export interface Save {
 }
 
 export function saveDefinition(name: string, { edit, revision, reason }: Save): Promise<DefinitionDetail> {
-  return ask(server.PUT("/api/definitions/{name}", { params: { path: { name } }, body: { ...edit, revision, ...(reason === "" ? {} : { reason }) } }));
+  return call(client.PUT("/api/definitions/{name}", { params: { path: { name } }, body: { ...edit, revision, ...(reason === "" ? {} : { reason }) } }));
 }
 
 export function cloneDefinition(name: string, newName: string): Promise<DefinitionDetail> {
-  return ask(server.POST("/api/definitions/{name}/clone", { params: { path: { name } }, body: { name: newName } }));
+  return call(client.POST("/api/definitions/{name}/clone", { params: { path: { name } }, body: { name: newName } }));
 }
 
 export function setDisabled(name: string, disabled: boolean): Promise<DefinitionDetail> {
-  return ask(server.POST(`/api/definitions/{name}/${disabled ? "disable" : "enable"}`, { params: { path: { name } } }));
+  return call(client.POST(`/api/definitions/{name}/${disabled ? "disable" : "enable"}`, { params: { path: { name } } }));
 }
 
 /** `newest`: the revision that the person has seen. */
 export function restoreRevision(name: string, number: number, newest: number): Promise<DefinitionDetail> {
-  return ask(server.POST("/api/definitions/{name}/revisions/{number}/restore", { params: { path: { name, number } }, body: { revision: newest } }));
+  return call(client.POST("/api/definitions/{name}/revisions/{number}/restore", { params: { path: { name, number } }, body: { revision: newest } }));
 }
 
 /** Has the replicas drained, then the definition removed. */
-export function deleteDefinition(name: string, withFiles: boolean): Promise<Started> {
-  return ask(server.DELETE("/api/definitions/{name}", { params: { path: { name }, query: withFiles ? { files: true } : {} } }));
+export function deleteDefinition(name: string, withFiles: boolean): Promise<unknown> {
+  return call(client.DELETE("/api/definitions/{name}", { params: { path: { name }, query: withFiles ? { files: true } : {} } }));
 }
 
 /** Changes a definition and has everything that is shown of definitions read again, also after a refusal. */

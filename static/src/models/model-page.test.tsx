@@ -18,7 +18,7 @@ let preview: DefinitionPreview;
 let saved: () => unknown;
 let revisions: readonly Revision[];
 
-const REVISIONS = [
+const REVISIONS: readonly Revision[] = [
   { number: 3, actor: "ada", at: "2026-08-22T10:00:00Z", reason: "more context", origin: "editor", diff: "--- 2\n+++ 3\n@@ -3 +3 @@\n-context_size: 4096\n+context_size: 8192\n" },
   { number: 2, actor: "bob", at: "2026-08-21T10:00:00Z", reason: "", origin: "import", diff: "" },
 ];

@@ -1,25 +1,13 @@
 // Where models come from: what a pasted text is, the import of one of its variants, and the galleries' models.
 import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
-import type { Catalogue, Source, Started } from "./shapes";
-
-interface Answer {
-  data?: unknown;
-  error?: unknown;
-  response: Response;
-}
-/** The routes that the generated types do not have yet. */
-const server = client as unknown as Record<"GET" | "POST", (path: string, init?: object) => Promise<Answer>>;
-
-async function ask<Data>(answer: Promise<Answer>): Promise<Data> {
-  return (await call(answer)) as Data;
-}
+import type { Catalogue, ImportStarted, Source } from "./shapes";
 
 /** Says what a text is, such as a name, an address or a definition; nothing is asked for an empty one. */
 export function useSource(text: string): UseQueryResult<Source> {
   return useQuery({
     queryKey: ["models", "source", text],
-    queryFn: ({ signal }) => ask<Source>(server.POST("/api/sources/inspect", { body: { text }, signal })),
+    queryFn: ({ signal }) => call(client.POST("/api/sources/inspect", { body: { text }, signal })),
     enabled: text !== "",
     retry: false,
   });
@@ -33,9 +21,9 @@ export interface Import {
 }
 
 /** Downloads a variant and defines the model; the answer does not wait for it. */
-export function importModel({ text, variant, name, load }: Import): Promise<Started & { model: string }> {
+export function importModel({ text, variant, name, load }: Import): Promise<ImportStarted> {
   const body = { text, load, ...(variant === "" ? {} : { variant }), ...(name === "" ? {} : { name }) };
-  return ask(server.POST("/api/models/import", { body }));
+  return call(client.POST("/api/models/import", { body }));
 }
 
 /** The filters of the catalogue; "" stands for all. */
@@ -56,10 +44,10 @@ const GIB = 1024 ** 3;
 
 export function useCatalogue({ term, task, licence, gallery, size, fits, page }: CatalogueFilter): UseQueryResult<Catalogue> {
   const chosen = Object.entries({ term, task, licence, gallery }).filter(([, value]) => value !== "");
-  const query = { ...Object.fromEntries(chosen), ...(size === "" ? {} : { size: Number(size) * GIB }), ...(fits ? { fits: true } : {}), page, items: ITEMS };
+  const query = { ...Object.fromEntries(chosen), ...(size === "" ? {} : { size: Number(size) * GIB }), ...(fits ? { fits: "true" as const } : {}), page, items: ITEMS };
   return useQuery({
     queryKey: ["models", "catalogue", query],
-    queryFn: ({ signal }) => ask<Catalogue>(server.GET("/api/catalogue", { params: { query }, signal })),
+    queryFn: ({ signal }) => call(client.GET("/api/catalogue", { params: { query }, signal })),
     placeholderData: keepPreviousData,
   });
 }
