@@ -4,8 +4,8 @@ Files of the models folder are listed too; a file wins over a stored definition 
 shadowed. A save from the pages has the origin `editor`, one with a key `api`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from asgiref.sync import async_to_sync
 from drf_spectacular.types import OpenApiTypes
@@ -332,6 +332,9 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
+_Post = TypeVar("_Post", bound=Callable[..., Any])
+
+
 class _SwitchView(_DefinitionRoute):
     disables: bool
 
@@ -343,7 +346,7 @@ class _SwitchView(_DefinitionRoute):
         return Response(definition_entries.detail_of(name))
 
 
-def _describe_switch(operation_id: str, summary: str, state: str) -> Any:
+def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[_Post], _Post]:
     return extend_schema(
         operation_id=operation_id,
         summary=summary,

@@ -9,7 +9,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from nodes.api import definitions
+from localai_cluster.kit import clock
 from nodes.definitions import store
 from nodes.models import ModelDefinition
 from operations.models import Operation
@@ -83,7 +83,7 @@ def test_a_definition_is_created_edited_restored_cloned_and_listed() -> None:
 def test_the_list_is_filtered_and_paged() -> None:
     create()
     create(TEXT.replace("name: m", "name: Other").replace("llama-cpp", "echo"))
-    store.set_disabled("Other", True, now=definitions.clock.now())
+    store.set_disabled("Other", True, now=clock.now())
     answer("PUT", "/file", {"changes": {"context_size": 1}})
 
     def names(query: str) -> list[str]:
