@@ -259,7 +259,7 @@ _MEANINGS = {
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
     501: "The cluster has no such function.",
-    502: "The source of a model refused, or did not answer; the message has its words.",
+    502: "A source of models cannot be read; the message has its own words.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
 _PARAMETERS = {

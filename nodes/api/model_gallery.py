@@ -373,7 +373,7 @@ class ModelsView(_GalleryView):
     """`/api/models`."""
 
     @_describe(
-        "models_list",
+        "models_gallery_list",
         "List models of the galleries as the reference's pages do",
         {200: LIST.ref, **flat_refusals(400)},
         parameters=[
