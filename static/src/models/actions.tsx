@@ -204,7 +204,8 @@ function Replicas({ row }: { row: ModelRow }): ReactNode {
 
 function Delete({ row, onClose }: DialogProps): ReactNode {
   const [withFiles, setWithFiles] = useState(false);
-  const action = useDefinitionAction(() => deleteDefinition(row.name, withFiles), `Deletion of ${row.name} requested.`);
+  // The list follows with the operation.
+  const action = useAction(() => deleteDefinition(row.name, withFiles), `Deletion of ${row.name} requested.`);
   return (
     <Confirm open danger onClose={onClose} title={<>Delete <bdi>{row.name}</bdi></>} action="Delete" busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, onClose)}>
       <p>Its replicas are drained, then its definition is removed.</p>

@@ -19,7 +19,7 @@ import { Catalogue } from "./catalogue";
 import { modelAddress } from "./rows";
 import { Candidates, SourceView, type Chosen } from "./source";
 import { filterAddress, filterOf, importModel, useSource, type CatalogueFilter } from "./sources";
-import { useDefinitionAction } from "./definitions";
+import { useDefinitionAction, useDefinitionChanges } from "./definitions";
 import { Failure, Work } from "./work";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
@@ -47,6 +47,7 @@ export function AddModelPage(): ReactNode {
   const [view, setView] = useInAddress(readView, writeView);
   const [text, setText] = useState(view.text);
   const [started, setStarted] = useState<StartedImport | null>(null);
+  useDefinitionChanges();
   const field = useRef<HTMLTextAreaElement>(null);
   const type = (typed: string) => {
     setText(typed);

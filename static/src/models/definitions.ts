@@ -6,7 +6,11 @@ import { useChange, useLive } from "../live/hooks";
 import { isActive, type LiveState } from "../live/store";
 import type { DefinitionDetail, DefinitionPreview, DefinitionRow, Revision, UnusableFile } from "./shapes";
 
-const KEY = ["models", "defined"] as const;
+const LIST = ["models", "defined"] as const;
+/** What the chat and the search know of models. */
+const CAPABILITIES = ["models", "definitions"] as const;
+/** One of them, and its revisions. */
+const ONE = ["models", "definition"] as const;
 /** Definitions in one answer. */
 const PAGE = 500;
 
@@ -24,18 +28,25 @@ async function fetchDefinitions(signal: AbortSignal): Promise<Definitions> {
   }
 }
 
-/** Operations that change definitions, by those that have not ended. */
-function changing({ operations }: LiveState): number {
-  let total = 0;
-  for (const operation of operations.values()) if ((operation.kind === "model_import" || operation.kind === "definition_delete") && isActive(operation)) total += 1;
-  return total;
+/** Operations that change definitions: how many run, and how many have ended. */
+function changes({ operations }: LiveState): string {
+  const total = { active: 0, ended: 0 };
+  for (const operation of operations.values()) if (operation.kind === "model_import" || operation.kind === "definition_delete") total[isActive(operation) ? "active" : "ended"] += 1;
+  return `${total.active} ${total.ended}`;
+}
+
+/** Has the lists of definitions read again when an operation may have changed them. */
+export function useDefinitionChanges(): void {
+  const queries = useQueryClient();
+  useChange(useLive(changes), () => {
+    for (const queryKey of [LIST, CAPABILITIES]) void queries.invalidateQueries({ queryKey });
+  });
 }
 
 /** All definitions. Files change without notice: they are read again when a person returns to the page. */
 export function useDefinitionList(): UseQueryResult<Definitions> {
-  const queries = useQueryClient();
-  useChange(useLive(changing), () => void queries.invalidateQueries({ queryKey: KEY }));
-  return useQuery({ queryKey: KEY, queryFn: ({ signal }) => fetchDefinitions(signal), refetchOnWindowFocus: true });
+  useDefinitionChanges();
+  return useQuery({ queryKey: LIST, queryFn: ({ signal }) => fetchDefinitions(signal), refetchOnWindowFocus: true });
 }
 
 const RATES_MS = 15_000;
@@ -59,7 +70,7 @@ const NO_RATES: ReadonlyMap<string, number> = new Map();
 
 export function useDefinition(name: string): UseQueryResult<DefinitionDetail> {
   return useQuery({
-    queryKey: [...KEY, "one", name],
+    queryKey: [...ONE, name],
     queryFn: ({ signal }) => call(client.GET("/api/definitions/{name}", { params: { path: { name } }, signal })),
     staleTime: 0,
   });
@@ -67,7 +78,7 @@ export function useDefinition(name: string): UseQueryResult<DefinitionDetail> {
 
 export function useRevisions(name: string): UseQueryResult<readonly Revision[]> {
   return useQuery({
-    queryKey: [...KEY, "revisions", name],
+    queryKey: [...ONE, name, "revisions"],
     queryFn: async ({ signal }) => (await call(client.GET("/api/definitions/{name}/revisions", { params: { path: { name } }, signal }))).revisions,
     staleTime: 0,
   });
@@ -121,12 +132,11 @@ export function deleteDefinition(name: string, withFiles: boolean): Promise<unkn
 /** Changes a definition and has everything that is shown of definitions read again, also after a refusal. */
 export function useDefinitionAction<Input, Output>(work: (input: Input) => Promise<Output>, done: string | ((output: Output, input: Input) => unknown)): Action<Input> {
   const queries = useQueryClient();
-  const reread = () => Promise.all([queries.invalidateQueries({ queryKey: KEY }), queries.invalidateQueries({ queryKey: ["models", "definitions"] })]);
   return useAction(async (input: Input) => {
     try {
       return await work(input);
     } finally {
-      void reread();
+      for (const queryKey of [LIST, CAPABILITIES, ONE]) void queries.invalidateQueries({ queryKey });
     }
   }, done);
 }
