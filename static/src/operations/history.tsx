@@ -25,7 +25,7 @@ import { HistoryDetails } from "./history-details";
 import { addressOf, NO_FILTERS, requestParams, exportOf, filtersIn, isNarrowed, OUTCOMES, type Filters } from "./history-query";
 import { WorkGlyph } from "./lines";
 import { ActivityHead } from "./tabs";
-import { KINDS, noun, outcome, placeOf, stateOf } from "./words";
+import { KINDS, noun, outcome, outcomePlace, stateOf } from "./words";
 
 type Entry = components["schemas"]["HistoryEntry"];
 
@@ -200,7 +200,7 @@ const Line = memo(
             <span className="muted">{noun(entry)}</span>
           </span>
           <span className="name grow history-outcome">
-            {outcomeText} <bdi>{placeOf(entry)}</bdi>
+            {outcomeText} <bdi>{outcomePlace(entry)}</bdi>
             {entry.status === "failed" && (
               <span className="muted">
                 : <bdi>{brief(entry.error ?? "")}</bdi>

@@ -162,6 +162,11 @@ export function placeOf(operation: Operation): string {
   return place(operation, names.length > 0 ? names : [operation.nodeName ?? ""]);
 }
 
+/** The nodes beside an outcome, which may have counted them. */
+export function outcomePlace(operation: Operation): string {
+  return operation.status === "cancelled" && (operation.nodes ?? []).length > 1 ? "" : placeOf(operation);
+}
+
 /** The server's text about the files that a load sends: which one of how many, bytes, rate, time left. */
 export function sendingOf(operation: Operation): string {
   return stateOf(operation) === "running" && operation.phase === "staging" ? operation.message : "";
