@@ -15,6 +15,7 @@ import httpx
 
 from localai_cluster.kit import clock
 from tests.benchmarks import planted
+from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, running_cluster
 
 TEXT = """\
@@ -71,6 +72,8 @@ def measure(cluster: Cluster, requests: int) -> None:
             answer = client.get(f"/api/definitions{path}")
             assert answer.status_code == 200, answer.text
 
+        # The first scan parses all files, and is answered with 503 until it has ended.
+        eventually(lambda: client.get("/api/definitions").status_code == 200, seconds=60)
         print(f"{'milliseconds':<28}{'median':>10}{'p95':>10}")
         for what, path in (
             ("first page", ""),
