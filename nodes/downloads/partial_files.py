@@ -377,7 +377,13 @@ def remove_partial(data: Path) -> bool:
 
 
 def remove_old_partials(models: Path, now: datetime, keep: Collection[str]) -> int:
-    """Remove the partial files that have not changed for `KEPT`; return their number."""
+    """Remove the partial files that have not changed for `KEPT`; return their number.
+
+    A journal without its file was left by a process that was killed after it had published the file.
+    """
+    for journal in (models / FOLDER).glob(f"*{JOURNAL}"):
+        if not (data := journal.with_suffix("")).exists():
+            remove_partial(data)
     cutoff = (now - KEPT).timestamp()
     old = [
         data for data, path, status in partial_files(models) if status.st_mtime < cutoff and path not in keep
