@@ -105,7 +105,7 @@ def list_unused(models: Path, named: Named) -> list[UnusedFile]:
 
 def _files(models: Path) -> Iterator[UnusedFile]:
     """Yield the plain files of the folder, on its own file system."""
-    device, pending = models.stat().st_dev, [models]
+    device, pending = models.stat().st_dev, [] if _is_on_share(models) else [models]
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
@@ -114,12 +114,17 @@ def _files(models: Path) -> Iterator[UnusedFile]:
                 relative = Path(entry.path).relative_to(models).as_posix()
                 if not is_own or status.st_dev != device:
                     continue
-                if stat.S_ISDIR(status.st_mode):
+                if stat.S_ISDIR(status.st_mode) and not _is_on_share(Path(entry.path)):
                     pending.append(Path(entry.path))
                 elif stat.S_ISREG(status.st_mode) and not (
                     "/" not in relative and entry.name.endswith(_DEFINITIONS)
                 ):
                     yield UnusedFile(relative, status.st_size, _time(status))
+
+
+def _is_on_share(folder: Path) -> bool:
+    """Return True if the folder is on a share that the settings list: nothing is ever removed there."""
+    return any(folder.resolve().is_relative_to(root.resolve()) for root in conf.cluster().share_roots)
 
 
 def _time(status: os.stat_result) -> datetime:
@@ -224,7 +229,11 @@ def _set_aside(models: Path, paths: Sequence[str]) -> None:
 def _is_own(models: Path, path: str) -> bool:
     """Return True if this is a plain file of the models folder, and not one that a link leads to."""
     file = sizes.path_inside(models, path)
-    if file is None or not file.parent.resolve().is_relative_to(models.resolve()):
+    if (
+        file is None
+        or not file.parent.resolve().is_relative_to(models.resolve())
+        or _is_on_share(file.parent)
+    ):
         return False
     try:
         status = file.lstat()

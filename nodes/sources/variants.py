@@ -122,10 +122,10 @@ def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
         name = file.path.rpartition("/")[2].lower()
         if name.endswith(".gguf") and "imatrix" not in name:
             (projectors if "mmproj" in name else weights).append(file)
-    variants = [
-        _gguf_variant(parts, _projector_for(parts[0].path, projectors)) for parts in _complete_sets(weights)
-    ]
-    return sorted(variants, key=lambda variant: (variant.weights, variant.main))
+    sets = sorted(
+        _complete_sets(weights), key=lambda parts: (sum(part.size for part in parts), parts[0].path)
+    )
+    return [_gguf_variant(parts, _projector_for(parts[0].path, projectors)) for parts in sets[:MOST_VARIANTS]]
 
 
 def _complete_sets(files: Sequence[RepositoryFile]) -> list[list[RepositoryFile]]:

@@ -87,6 +87,7 @@ class Controller:
         return await self.handler(await self.claim())
 
 
+@pytest.mark.rule("O26")
 async def test_files_come_first_and_the_definition_last(plan: ImportPlan, models: Path) -> None:
     operation = await in_thread(asked, plan)
     assert not await in_thread(ModelDefinition.objects.exists)

@@ -88,6 +88,17 @@ async def test_what_nothing_names_is_listed_with_the_oldest_first(models: Path, 
     assert await listed(models) == ["deep/er/older.gguf", "old.gguf", "notes.txt"]
 
 
+async def test_a_share_is_never_cleaned(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(models, "nas/m.gguf")
+    write(models, "nas/deep/m.gguf")
+    assert sorted(await listed(models)) == ["nas/deep/m.gguf", "nas/m.gguf"]
+    cluster = replace(conf.cluster(), share_roots=(models / "nas",))
+    monkeypatch.setattr(conf, "cluster", lambda: cluster)
+    assert await listed(models) == []
+    await remove("nas/m.gguf")
+    assert (models / "nas/m.gguf").exists()
+
+
 async def test_files_of_a_running_import_are_in_use(models: Path) -> None:
     write(models, "tiny/m.gguf")
     assert await listed(models) == ["tiny/m.gguf"]
