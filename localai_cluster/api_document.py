@@ -87,6 +87,12 @@ class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
     name = "signedIn"
 
 
+class PersonScheme(CookieScheme):  # type: ignore[no-untyped-call]
+    """The same, for the routes of a person's own keys."""
+
+    target_class = "localai_cluster.accounts.api_keys.PersonAuthentication"
+
+
 class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
     """The session cookie, which stays valid for a few minutes while the database is away."""
 
@@ -253,6 +259,7 @@ _MEANINGS = {
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
     501: "The cluster has no such function.",
+    502: "A source of models cannot be read; the message has its own words.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
 _PARAMETERS = {

@@ -271,6 +271,8 @@ class OperationTarget(models.Model):
     """Like the columns of an operation."""
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
+    dismissed_at = models.DateTimeField(null=True, blank=True)
+    """Time at which this failure was dismissed or tried again, apart from those on other nodes."""
 
     class Meta:
         db_table = "operation_targets"

@@ -17,7 +17,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts import audit, passwords, principals
+from localai_cluster.accounts import api_keys, audit, passwords, principals
 from localai_cluster.accounts.authentication import SignInAuthentication, client_address, user_of_key
 from localai_cluster.accounts.principals import KeyUser
 from localai_cluster.kit import clock, errors
@@ -369,4 +369,5 @@ urlpatterns = [
     path("token-login", TokenLoginView.as_view()),
     path("logout", LogoutView.as_view()),
     path("password", PasswordView.as_view()),
+    *api_keys.urlpatterns,
 ]

@@ -212,7 +212,7 @@ class StopBackend:
 class InstalledBackend:
     """One element of the reply to `backend.list`.
 
-    Extension: `alias`, a second name that starts the backend.
+    Extensions: `alias`, a second name that starts the backend, and `size`, the bytes of its files.
     """
 
     name: str = ""
@@ -224,6 +224,7 @@ class InstalledBackend:
     uri: str = omitted("")
     digest: str = omitted("")
     alias: str = omitted("")
+    size: int = omitted(0)
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,13 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
         return flat(error.message, error.field) | {
             key: error.data[key] for key in _FLAT_KEYS if key in error.data
         }
-    return nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
+    body = nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
+    if refusals := error.data.get("refusals"):
+        body["error"]["refusals"] = refusals
+    return body
 
 
-_FLAT_KEYS = ("code", "meta_alternative", "last_replicas", "revision", "line", "column")
+_FLAT_KEYS = ("code", "meta_alternative", "last_replicas", "revision", "line", "column", "refusals")
 """Keys of an error's data that the flat envelope includes."""
 _REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
 

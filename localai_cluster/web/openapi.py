@@ -68,6 +68,22 @@ _EXAMPLES = {
 }
 
 
+class NodeRefusalSerializer(serializers.Serializer[Any]):
+    """A node that cannot take a request for many nodes."""
+
+    node_id = serializers.UUIDField()
+    node_name = serializers.CharField()
+    reason = serializers.CharField()
+
+    class Meta:
+        ref_name = "NodeRefusal"
+
+
+def _node_refusals() -> NodeRefusalSerializer:
+    help_text = "The nodes that cannot take it. Nothing has started; the same request without them may."
+    return NodeRefusalSerializer(many=True, required=False, help_text=help_text)
+
+
 class RefusalSerializer(serializers.Serializer[Any]):
     """A refusal of a caller, nested envelope (§0.4)."""
 
@@ -78,6 +94,7 @@ class RefusalSerializer(serializers.Serializer[Any]):
         message = serializers.CharField()
         type = serializers.CharField(allow_blank=True)
         field = serializers.CharField(required=False, help_text="What is wrong, or has moved since.")
+        refusals = _node_refusals()
 
         class Meta:
             ref_name = "RefusalDetail"
@@ -100,6 +117,7 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
         required=False,
         help_text="Models whose last replica would stop; send them in `last_replicas` to confirm.",
     )
+    refusals = _node_refusals()
 
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:

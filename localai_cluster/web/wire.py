@@ -198,7 +198,7 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
     the first wrong field in the order of `kind`.
     """
     try:
-        values = {name: fields.get(name) for name in kind.__struct_fields__}
+        values = {name: fields.get(name) for name in kind.__struct_encode_fields__}
         return msgspec.convert(values, kind, strict=not texts)
     except msgspec.ValidationError as error:
         # The problem may quote the request.

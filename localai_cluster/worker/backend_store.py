@@ -71,6 +71,8 @@ class Metadata:
     version: str = omitted("")
     uri: str = omitted("")
     digest: str = omitted("")
+    size: int = omitted(0)
+    """Bytes of its files; 0 = unknown, as for installs of other workers."""
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,7 @@ class Commands:
                     uri=entry.metadata.uri,
                     digest=entry.metadata.digest,
                     alias=entry.metadata.alias,
+                    size=entry.metadata.size,
                 )
                 for _, entry in sorted(entries.items())
                 if not entry.is_alias

@@ -21,7 +21,7 @@ MOST = 64
 LONGEST_NAME, LONGEST_UUID, LONGEST_DRIVER = 128, 96, 48
 GIB = 2**30
 _REPORTED = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
-_REPORTED_IF_KNOWN = ("temperature", "power", "ecc_errors", "driver")
+_REPORTED_IF_KNOWN = ("temperature", "power", "power_limit", "ecc_errors", "driver")
 _NO_DRIVER = frozenset(
     {
         pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
@@ -54,6 +54,8 @@ class Gpu:
     """In degrees Celsius."""
     power: int | None = None
     """In watts."""
+    power_limit: int | None = None
+    """The most watts that the driver lets it draw."""
     ecc_errors: int | None = None
     """Uncorrected memory errors since the driver was loaded."""
     driver: str = ""
@@ -128,7 +130,6 @@ class Nvml:
             return None
         capability = self._query(library.nvmlDeviceGetCudaComputeCapability, handle)
         rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)
-        milliwatts = self._query(library.nvmlDeviceGetPowerUsage, handle)
         return Gpu(
             index=index,
             uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), LONGEST_UUID),
@@ -138,7 +139,8 @@ class Nvml:
             utilization=None if rates is None else min(int(rates.gpu), 100),
             compute_capability="" if capability is None else f"{capability[0]}.{capability[1]}",
             temperature=self._query(library.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-            power=None if milliwatts is None else round(milliwatts / 1000),
+            power=_scaled(self._query(library.nvmlDeviceGetPowerUsage, handle), 1000),
+            power_limit=_scaled(self._query(library.nvmlDeviceGetEnforcedPowerLimit, handle), 1000),
             ecc_errors=self._query(
                 library.nvmlDeviceGetTotalEccErrors,
                 handle,
@@ -245,6 +247,7 @@ class AmdGpus(SysfsGpus):
             vendor="amd",
             temperature=_scaled(_sensor(device, "temp1_input"), 1000),
             power=_scaled(_sensor(device, "power1_average") or _sensor(device, "power1_input"), 1_000_000),
+            power_limit=_scaled(_sensor(device, "power1_cap"), 1_000_000),
             driver=_text(_sysfs(Path("/sys/module/amdgpu/version")), LONGEST_DRIVER),
             processes=self._processes(unique_id),
         )

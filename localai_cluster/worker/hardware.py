@@ -208,7 +208,7 @@ def _process_tree(pid: int) -> tuple[set[int], int]:
 def system_facts() -> dict[str, Any]:
     """Return what identifies the machine's software and processor; what cannot be found out is absent."""
     facts: dict[str, Any] = {"os": _os_name(), "kernel": platform.release(), "cpu": _cpu_name()}
-    facts["cpu_count"] = psutil.cpu_count() or 0
+    facts |= {"cpu_count": psutil.cpu_count(), "cpu_cores": psutil.cpu_count(logical=False)}
     with contextlib.suppress(OSError):
         booted_at = datetime.fromtimestamp(psutil.boot_time(), UTC)
         facts["booted_at"] = booted_at.isoformat(timespec="seconds")

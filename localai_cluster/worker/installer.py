@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import stat
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -362,7 +363,7 @@ class Installer:
             if start.is_symlink() or not start.is_file():
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')
             (staged / METADATA_FILE).unlink(missing_ok=True)
-            (staged / METADATA_FILE).write_bytes(encode(metadata))
+            (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_size_of(staged))))
             failpoints.passed("worker.install:staged")
             if halt.is_set():
                 raise Stopped(ENDED)
@@ -394,6 +395,12 @@ class Installer:
             swap(staged, target)
         except OSError as error:
             raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
+
+
+def _size_of(folder: Path) -> int:
+    """Return the bytes of all files below `folder`."""
+    entries = (path.lstat() for path in folder.rglob("*"))
+    return sum(entry.st_size for entry in entries if stat.S_ISREG(entry.st_mode))
 
 
 def _unpack_into(

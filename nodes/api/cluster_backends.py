@@ -14,12 +14,11 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import principal
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import flat
 from localai_cluster.web.openapi import extend_schema, flat_refusals
-from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api.models import HOLD, wait_for_end
 from nodes.api.node_backends import (
@@ -33,22 +32,21 @@ from nodes.api.node_backends import (
     install_request,
     requester_of,
 )
+from nodes.api.waves import WaveOptionsSerializer, last_replicas_field, with_waves
 from nodes.backends import catalogue, node_commands, wave_requests
-from nodes.backends.admission import admit
+from nodes.backends.admission import admit, admit_on_nodes
 from nodes.backends.backend_requests import (
     DELETE,
     INSTALL,
     UPGRADE,
     BackendRequest,
     RequestScope,
+    chosen_nodes,
     everywhere,
     nodes_for_request,
 )
-from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
-from operations.api.jobs import found as find_operation
-from operations.api.serializers import MOST_NODES, STARTED, NodesSerializer, started_body
-from operations.api.verbs import describe_verb
+from operations.api.serializers import STARTED, NodesSerializer, started_body
 from operations.ledger.admission import Admission
 from operations.models import Status
 
@@ -70,32 +68,6 @@ def describe_command(
             200: OpenApiResponse(answer.ref, "The operation is recorded and will be carried out."),
             **flat_refusals(400, 404, 409, 413),
         },
-    )
-
-
-class WaveOptionsSerializer(NullIsAbsent):
-    """How an upgrade goes over its nodes."""
-
-    max_unavailable = Whole(
-        required=False,
-        allow_null=True,
-        min_value=1,
-        max_value=MOST_NODES,
-        default=1,
-        help_text="Nodes upgraded at a time.",
-    )
-    canary = serializers.BooleanField(
-        required=False, allow_null=True, default=True, help_text="One node goes first, alone."
-    )
-
-
-def last_replicas_field() -> serializers.ListField:
-    return serializers.ListField(
-        child=Text(max_length=255),
-        required=False,
-        allow_null=True,
-        max_length=MOST_NODES,
-        help_text="Models whose last replica may stop.",
     )
 
 
@@ -132,13 +104,9 @@ def _chosen(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -
     if not (ids := fields.get("nodes")):
         ready, left_out = everywhere(command)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
-    nodes = nodes_for_request(ids)
-    for id in ids:
-        if id not in nodes:
-            raise errors.NotFound(f"node {id} is not registered", field="nodes")
-        if reason := node_commands.refusal(nodes[id]):
-            raise errors.Conflict(reason, field="nodes")
-    return replace(by, nodes=sorted(nodes.values(), key=lambda node: node.name))
+    if unknown := sorted(map(str, set(ids) - nodes_for_request(ids).keys())):
+        raise errors.NotFound(f"node {unknown[0]} is not registered", field="nodes")
+    return replace(by, nodes=chosen_nodes(command, ids, field="nodes"))
 
 
 def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> Admission:
@@ -146,11 +114,12 @@ def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, A
     origin = _chosen(by, command, fields)
     if origin.all_nodes and command.kind == INSTALL and not command.uri:
         refuse_hardware_build(command)
-    if (waves := fields.get("waves")) is not None:
-        confirmed = sorted(set(fields.get("last_replicas", ())))
-        origin = replace(origin, waves=Options(**waves), last_replicas=confirmed)
-        wave_requests.refuse_last_replicas(command.backend, origin.nodes, confirmed)
-    return admit(command, origin, now=clock.now())
+    origin = with_waves(origin, fields, len(origin.nodes))
+    if origin.waves is not None:
+        wave_requests.refuse_last_replicas(command.backend, origin.nodes, origin.last_replicas)
+    if origin.all_nodes:
+        return admit(command, origin, now=clock.now())
+    return admit_on_nodes(command, origin, field="nodes", now=clock.now())
 
 
 def refuse_hardware_build(command: BackendRequest) -> None:
@@ -262,6 +231,11 @@ class DeleteEverywhereView(_Everywhere):
         return self._answer(request, name)
 
 
+NODE_REFUSAL = Shape(
+    "BackendNodeRefusal",
+    "A node that cannot take the change of a backend.",
+    [field("node_id", UUID), field("node_name", TEXT), field("reason", TEXT)],
+)
 CHANGE_OUTCOME = Shape(
     "BackendChangeOutcome",
     "What became of the change of one backend: its operation, or `error` with the reason.",
@@ -274,6 +248,9 @@ CHANGE_OUTCOME = Shape(
         field("error", TEXT, optional=True),
         field("field", TEXT, "The field of the request that is wrong.", optional=True),
         field("last_replicas", TEXTS, "Models to confirm in `last_replicas`.", optional=True),
+        field(
+            "refusals", NODE_REFUSAL.many, "Nodes that cannot take it: nothing has started.", optional=True
+        ),
     ],
 )
 CHANGE_OUTCOMES = Shape(
@@ -333,7 +310,7 @@ class ChangesView(_CommandView):
                 outcome |= accepted_body(admission, kind)
             except errors.ClusterError as error:
                 outcome |= flat(error.message, error.field)
-                outcome["last_replicas"] = error.data.get("last_replicas", [])
+                outcome |= {name: error.data.get(name, []) for name in ("last_replicas", "refusals")}
             results.append(CHANGE_OUTCOME.of(**outcome))
         return Response(CHANGE_OUTCOMES.of(results=results))
 
@@ -468,32 +445,3 @@ def _outcome(backend: str, nodes: int) -> str:
     if not nodes:
         return f"backend {backend} is on no node"
     return f"backend {backend} deleted; it was on {'1 node' if nodes == 1 else f'{nodes} nodes'}"
-
-
-class ChoiceSerializer(NullIsAbsent):
-    """What becomes of an upgrade in waves."""
-
-    choice = serializers.ChoiceField(choices=wave_requests.CHOICES)
-    last_replicas = last_replicas_field()
-
-
-class WavesView(_CommandView):
-    """`/api/operations/:jobID/waves`."""
-
-    @describe_verb("waves", "Continue or stop an upgrade in waves", ChoiceSerializer)
-    def post(self, request: Request, job_id: str) -> Response:
-        """After a wave that failed: `continue` opens the next one, `stop` ends what has not begun.
-
-        `stop` may come at any time. `continue` with `last_replicas` also lets a part go on that waits for
-        this confirmation.
-        """
-        operation, fields = find_operation(job_id), validate_body(ChoiceSerializer, request)
-        wave_requests.choose(
-            operation.id,
-            fields["choice"],
-            last_replicas=fields.get("last_replicas", ()),
-            actor=principal(request).name,
-            now=clock.now(),
-        )
-        stopped = fields["choice"] == wave_requests.STOP
-        return Response({"success": True, "message": "stopped" if stopped else "goes on"})

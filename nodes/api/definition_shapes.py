@@ -107,7 +107,7 @@ REPLACED = Shape(
     [field("node_id", UUID), field("node_name", TEXT), field("replica_index", count())],
 )
 PREVIEW = Shape(
-    "DefinitionPreview",
+    "DefinitionCheck",
     "What saving would do.",
     [
         field("valid", FLAG),
@@ -150,7 +150,13 @@ REMOVAL = Shape(
 )
 YAML_EXAMPLE = "name: m\nbackend: llama-cpp\nparameters:\n  model: m.gguf\ncontext_size: 8192\n"
 MOMENT_EXAMPLE = "2026-11-28T09:15:04.120394Z"
-FORM_EXAMPLE = {"context_size": 8192, "parallel": None, "gpu_layers": None, "template": "", "options": []}
+FORM_EXAMPLE: dict[str, Any] = {
+    "context_size": 8192,
+    "parallel": None,
+    "gpu_layers": None,
+    "template": "",
+    "options": [],
+}
 FORM_EXAMPLE |= {"max_tokens": None}
 DETAIL_EXAMPLE = {
     "name": "m",

@@ -4,8 +4,8 @@ Files of the models folder are listed too; a file wins over a stored definition 
 shadowed. A save from the pages has the origin `editor`, one with a key `api`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from asgiref.sync import async_to_sync
 from drf_spectacular.types import OpenApiTypes
@@ -14,6 +14,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
@@ -67,17 +68,22 @@ class _DefinitionRoute(APIView):
 
     def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
         """Save the text as the caller's; return the definition."""
-        is_page = getattr(request._request.user, "is_authenticated", False)
         row = store.save(
             name,
             text,
-            origin=DefinitionOrigin.EDITOR if is_page else DefinitionOrigin.API,
+            origin=_origin(request),
             actor=principal(request).name,
             reason=fields.get("reason", ""),
             expected_revision=fields.get("revision"),
             now=clock.now(),
         )
         return definition_entries.detail_of(row.name)
+
+
+def _origin(request: Request) -> DefinitionOrigin:
+    """Return the origin of a text: a page has no key, but a session."""
+    has_key = bool(principals.offered_credential(request.headers))
+    return DefinitionOrigin.API if has_key else DefinitionOrigin.EDITOR
 
 
 class DefinitionsView(_DefinitionRoute):
@@ -326,6 +332,9 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
+_Post = TypeVar("_Post", bound=Callable[..., Any])
+
+
 class _SwitchView(_DefinitionRoute):
     disables: bool
 
@@ -337,7 +346,7 @@ class _SwitchView(_DefinitionRoute):
         return Response(definition_entries.detail_of(name))
 
 
-def _describe_switch(operation_id: str, summary: str, state: str) -> Any:
+def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[_Post], _Post]:
     return extend_schema(
         operation_id=operation_id,
         summary=summary,
@@ -449,12 +458,11 @@ class DefinitionRestoreView(_DefinitionRoute):
     def post(self, request: Request, name: str, number: int) -> Response:
         """Its text becomes the newest revision; 409 with `revision` if the definition has moved since."""
         fields = validate_body(DefinitionRestoreSerializer, request) if request.data else {}
-        is_page = getattr(request._request.user, "is_authenticated", False)
         store.restore(
             name,
             number,
             actor=principal(request).name,
-            origin=DefinitionOrigin.EDITOR if is_page else DefinitionOrigin.API,
+            origin=_origin(request),
             expected_revision=fields.get("revision"),
             now=clock.now(),
         )

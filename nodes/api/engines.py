@@ -24,7 +24,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
 from localai_cluster.web.openapi import extend_schema, refusals
-from localai_cluster.web.rest import Text, validate_body
+from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
@@ -33,6 +33,7 @@ from nodes.api.base import (
     NodeView,
     query_parameter,
     request_example,
+    require_node_id,
     response_example,
     text_schema,
 )
@@ -47,7 +48,7 @@ from nodes.api.models import (
     wait_for_end,
 )
 from nodes.api.worker_routes import parse_node_id
-from nodes.backends import worker_logs
+from nodes.backends import node_commands, worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
 from nodes.loading import load_request, wait
@@ -58,16 +59,23 @@ from nodes.registry import dial_targets
 from nodes.registry.listing import Parameters
 from nodes.replicas import fleet_queries, unload_requests
 from operations.ledger.admission import OperationRequest, admit
-from operations.models import Status
+from operations.models import Operation, Status
 
 STATUS_WITHIN = 5.0
 """Time limit in seconds for the status of an engine."""
 MOST_REPLICAS = 256
 """Most engines of a model that one request queries and shows."""
+MOST_REQUESTED = 64
+"""Most replicas that one request loads."""
 LOADED = Shape(
     "ModelLoaded",
     "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",
-    [field("loaded", TEXTS), field("message", TEXT), field("jobID", UUID_SCHEMA, optional=True)],
+    [
+        field("loaded", TEXTS),
+        field("message", TEXT),
+        field("jobID", UUID_SCHEMA, optional=True),
+        field("jobIDs", {"type": "array", "items": UUID_SCHEMA}, "Of several loads.", optional=True),
+    ],
 )
 MEMORY = Shape(
     "EngineMemory",
@@ -127,6 +135,13 @@ class BackendModelSerializer(UnloadModelSerializer):
         return check_model_name(name)
 
 
+class LoadModelSerializer(BackendModelSerializer):
+    """The same, and how many more replicas on which node; without both one serving replica is enough."""
+
+    replicas = Whole(required=False, allow_null=True, min_value=1, max_value=MOST_REQUESTED)
+    node_id = Text(required=False, allow_null=True, max_length=64)
+
+
 class LoadView(APIView):
     """`/backend/load`."""
 
@@ -134,10 +149,10 @@ class LoadView(APIView):
         operation_id="backend_load",
         summary="Load a model",
         tags=["nodes"],
-        request=BackendModelSerializer,
+        request=LoadModelSerializer,
         responses={
             200: OpenApiResponse(LOADED.ref, "A replica serves."),
-            202: OpenApiResponse(LOADED.ref, "The load is recorded and goes on."),
+            202: OpenApiResponse(LOADED.ref, "The loads are recorded and go on."),
             **refusals(400, 401, 403, 404, 409, 413),
         },
         examples=[
@@ -146,7 +161,11 @@ class LoadView(APIView):
         ],
     )
     def post(self, request: Request) -> Response:
-        """Loads one replica of the model unless one serves; errors carry `loaded` and `message` as well."""
+        """Loads one replica of the model unless one serves; errors carry `loaded` and `message` as well.
+
+        With `replicas` or `node_id` (ours) every call loads that many more, on that node or wherever they
+        fit: a load each.
+        """
         try:
             return self._load(request)
         except errors.ClusterError as error:
@@ -154,10 +173,12 @@ class LoadView(APIView):
             return Response({"loaded": [], "message": error.message} | body, status=error.status)
 
     def _load(self, request: Request) -> Response:
-        fields = validate_body(BackendModelSerializer, request)
+        fields = validate_body(LoadModelSerializer, request)
         model: str = fields["model"]
         if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
+        if fields.get("replicas") or fields.get("node_id"):
+            return self._load_more(request, fields)
         if fleet_queries.is_served(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
@@ -172,17 +193,39 @@ class LoadView(APIView):
             needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
         )
         operation = admit(wanted_load, now=now).operation
-        if fields.get("wait", True):
-            operation = wait_for_end(operation, HOLD)
+        return _loaded(model, [operation], wait=fields.get("wait", True))
+
+    def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
+        node = node_commands.find_node(require_node_id(fields["node_id"])) if fields.get("node_id") else None
+        operations = load_request.request_replicas(
+            fields["model"],
+            fields.get("replicas") or 1,
+            node_id=None if node is None else node.pk,
+            actor=principal(request).name,
+            request_id=request_id.get(),
+            client_address=client_address(request),
+        )
+        return _loaded(fields["model"], operations, wait=fields.get("wait", True))
+
+
+def _loaded(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
+    """Return 200 after the end of the loads, 202 while one goes on; raise LoadFailed if one failed."""
+    if wait:
+        until = clock.monotonic() + HOLD
+        operations = [
+            wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
+        ]
+    for operation in operations:
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise LoadFailed(f"loading model {model} failed: {operation.error or operation.message}")
-        finished = operation.status == Status.COMPLETED
-        body = LOADED.of(
-            loaded=[model] if finished else [],
-            message=f"model {model} is {'loaded' if finished else 'being loaded'}",
-            jobID=str(operation.id),
-        )
-        return Response(body, status=200 if finished else 202)
+    finished = all(operation.status == Status.COMPLETED for operation in operations)
+    body = LOADED.of(
+        loaded=[model] if finished else [],
+        message=f"model {model} is {'loaded' if finished else 'being loaded'}",
+        jobID=str(operations[0].id),
+        jobIDs=[str(operation.id) for operation in operations] if len(operations) > 1 else [],
+    )
+    return Response(body, status=200 if finished else 202)
 
 
 class ShutdownView(APIView):

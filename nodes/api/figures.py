@@ -1,4 +1,4 @@
-"""Figures over time of the cluster, a node or a model: `GET /api/figures`, and the memory of a node."""
+"""Figures over time of the cluster, a node or a model: `GET /api/figures`."""
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -10,7 +10,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import extend_schema, refusals
-from localai_cluster.web.shapes import BYTES, TEXT, TIME, Row, Shape, column, count, field, text
+from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, column, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
     MOMENT,
@@ -18,7 +18,6 @@ from nodes.api.base import (
     NodeView,
     enum_schema,
     query_parameter,
-    require_node_id,
     response_example,
     text_schema,
 )
@@ -26,7 +25,7 @@ from nodes.api.worker_routes import parse_node_id
 from nodes.figures import series, store
 from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns
 from nodes.figures.store import Span
-from nodes.models import BackendNode, NodeEvent
+from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import listing
 
 STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
@@ -242,44 +241,74 @@ def _events(node_id: UUID | None, span: Span) -> list[Row]:
     return FIGURE_EVENT.rows(rows[:MOST_EVENTS])[::-1]
 
 
-SAMPLE = Shape(
-    "MemorySample",
-    "What a node used of its memory in one minute.",
-    [
-        field("at", TIME, "The beginning of the minute."),
-        field("vram_used", BYTES, "Null for a node without VRAM.", nullable=True),
-        field("ram_used", BYTES, nullable=True),
-    ],
+def last_minute(now: datetime) -> Span:
+    """Return the minute before the last ten seconds, whose counts may still arrive."""
+    return Span(series.floor(now, series.SAMPLE_EVERY) - series.SAMPLE_EVERY - MINUTE, MINUTE, 1)
+
+
+def per_second(columns: Columns) -> dict[str, Any]:
+    """Return the fields of the rates of one minute."""
+    counts = {name: columns.get(name, [0]) for name in series.COUNTS}
+    rates = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
+    return {
+        "requests_per_second": rates["requests"],
+        "errors_per_second": rates["errors"],
+        "tokens_per_second": rates["completion_tokens"],
+        "first_token_seconds": first_token_seconds(counts)[0],
+    }
+
+
+_RATES = [
+    field("requests_per_second", {"type": "number"}),
+    field("errors_per_second", {"type": "number"}),
+    field("tokens_per_second", {"type": "number"}, "Of answers."),
+    field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
+]
+TRAFFIC = Shape(
+    "OverviewTraffic",
+    "Requests for inference in the last minute that all web processes have reported.",
+    _RATES,
 )
-SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
+MOST_RATED = 2000
+"""Most models of one response."""
+RATE = Shape(
+    "ModelRate",
+    "Requests for a model in the last minute that all web processes have reported.",
+    [field("name", TEXT), *_RATES],
+)
+RATES = Shape(
+    "ModelRates", "The models that have replicas.", [field("models", RATE.many, f"At most {MOST_RATED}.")]
+)
 
 
-class MemoryView(NodeView):
-    """`/api/nodes/:id/memory`."""
+class ModelRatesView(NodeView):
+    """`/api/figures/models`."""
 
     @extend_schema(
-        operation_id="nodes_memory",
-        summary="Show a node's memory over the last hour",
+        operation_id="figures_models",
+        summary="Show the requests of all models",
         tags=["nodes"],
-        responses={200: SAMPLES.ref, **refusals(401, 403, 404)},
+        responses={200: RATES.ref, **refusals(401, 403)},
         examples=[
-            response_example({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})
+            response_example(
+                {
+                    "models": [
+                        {
+                            "name": "minilm",
+                            "requests_per_second": 3.5,
+                            "errors_per_second": 0.0,
+                            "tokens_per_second": 812.4,
+                            "first_token_seconds": 0.21,
+                        }
+                    ]
+                }
+            )
         ],
     )
-    def get(self, request: Request, node_id: str) -> Response:
-        """A sample a minute; none for minutes in which the node was not heard."""
-        subject = f"{series.NODE_PREFIX}{require_node_id(node_id)}"
-        span = Span(series.floor(clock.now(), MINUTE) - HOUR, MINUTE, 61)
-        columns = store.read([subject], span)[subject]
-        unknown: list[int | None] = [None] * span.count
-        pairs = zip(columns.get("vram_used", unknown), columns.get("ram_used", unknown), strict=True)
-        rows = [
-            SAMPLE.of(
-                at=(span.start + index * MINUTE).isoformat(),
-                vram_used=None if vram is None else vram << 20,
-                ram_used=None if ram is None else ram << 20,
-            )
-            for index, (vram, ram) in enumerate(pairs)
-            if vram is not None or ram is not None
-        ]
-        return Response(SAMPLES.of(samples=rows))
+    def get(self, request: Request) -> Response:
+        """The requests of each model with a replica over the last minute, in a constant number of queries."""
+        names = NodeModel.objects.order_by("model_name").values_list("model_name", flat=True).distinct()
+        subjects = {series.MODEL_PREFIX + name: name for name in names[:MOST_RATED]}
+        columns = store.read(list(subjects), last_minute(clock.now())) if subjects else {}
+        models = [RATE.of(name=subjects[subject], **per_second(columns[subject])) for subject in columns]
+        return Response(RATES.of(models=models))

@@ -1,6 +1,6 @@
 """Models of galleries under the reference's routes (`contract/http-api.md` §5.4), for its clients and pages.
 
-Each command is an import or a deletion as under the routes of this product; only shapes and names differ.
+Each command is an import as under the routes of this product; only shapes and names differ.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import UUID as Id
 
-from asgiref.sync import async_to_sync
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -16,10 +15,8 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
-from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
@@ -40,9 +37,6 @@ from nodes.api.base import query_parameter, request_example, response_example
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
 from nodes.api.models import LONGEST_MODEL
 from nodes.api.sources import import_message, start
-from nodes.definitions.folder import folder
-from nodes.loading import definition_removal
-from nodes.loading.definition_removal import RemovalRequest
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
@@ -126,7 +120,7 @@ _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
-class _ModelView(APIView):
+class _GalleryView(APIView):
     envelope = "flat"
 
 
@@ -143,7 +137,7 @@ def _repositories() -> list[Row]:
     ]
 
 
-class AvailableView(_ModelView):
+class AvailableModelsView(_GalleryView):
     """`/models/available`."""
 
     @_describe(
@@ -173,7 +167,7 @@ class AvailableView(_ModelView):
         )
 
 
-class GalleriesView(_ModelView):
+class ModelGalleriesView(_GalleryView):
     """`/models/galleries`."""
 
     @_describe(
@@ -187,7 +181,7 @@ class GalleriesView(_ModelView):
         return Response(_repositories())
 
 
-class FileSerializer(NullIsAbsent):
+class ModelFileSerializer(NullIsAbsent):
     """A file of a model."""
 
     filename = Text(max_length=1024)
@@ -195,7 +189,7 @@ class FileSerializer(NullIsAbsent):
     sha256 = Text(max_length=64, required=False, allow_null=True)
 
 
-class ApplySerializer(NullIsAbsent):
+class ApplyModelSerializer(NullIsAbsent):
     """A model of a gallery by its `id`, or the address of its document in `url`."""
 
     id = Text(max_length=300, required=False, allow_null=True)
@@ -204,7 +198,7 @@ class ApplySerializer(NullIsAbsent):
     name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
     overrides = serializers.DictField(required=False, allow_null=True)
     files = serializers.ListField(
-        child=FileSerializer(), required=False, allow_null=True, max_length=gallery_index.MOST_TEXTS
+        child=ModelFileSerializer(), required=False, allow_null=True, max_length=gallery_index.MOST_TEXTS
     )
 
 
@@ -234,19 +228,19 @@ _STARTED = {200: OpenApiResponse(STARTED.ref, "It is recorded and will be carrie
 _STARTED_EXAMPLE = response_example({"uuid": _JOB, "status": f"https://cluster.example/models/jobs/{_JOB}"})
 
 
-class ApplyView(_ModelView):
+class ApplyModelView(_GalleryView):
     """`/models/apply`."""
 
     @_describe(
         "models_apply",
         "Install a model of a gallery",
         {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
-        request=ApplySerializer,
+        request=ApplyModelSerializer,
         examples=[request_example({"id": "localai@qwen2.5-1.5b-instruct"}), _STARTED_EXAMPLE],
     )
     def post(self, request: Request) -> Response:
         """Fetches its files and defines it; a definition of that name gets a new revision."""
-        fields = validate_body(ApplySerializer, request)
+        fields = validate_body(ApplyModelSerializer, request)
         entry = _applied(fields)
         plan = inspection.plan_entry(entry, name=fields.get("name", ""))
         return _job(request, start(request, plan).operation.id)
@@ -279,7 +273,7 @@ def reference_of(text: str) -> GalleryRef:
     return GalleryRef(gallery, name)
 
 
-class ImportUriView(_ModelView):
+class ImportUriView(_GalleryView):
     """`/models/import-uri`."""
 
     @_describe(
@@ -300,48 +294,6 @@ class ImportUriView(_ModelView):
         return _job(request, start(request, plan).operation.id)
 
 
-def _remove(request: Request, name: str) -> Admission:
-    definition = async_to_sync(folder().find)(name)
-    order = RemovalRequest(
-        name,
-        principal(request).name,
-        request_id=request_id.get(),
-        client_address=client_address(request),
-    )
-    file = definition.source if definition is not None and not definition.is_row else ""
-    return definition_removal.request_removal(order, file, now=clock.now())
-
-
-class DeleteView(_ModelView):
-    """`/models/delete/:name`."""
-
-    @_describe(
-        "models_delete_plain",
-        "Delete a model",
-        {**_COMMAND, **flat_refusals(404, 409)},
-        request=None,
-        examples=[_STARTED_EXAMPLE],
-    )
-    def post(self, request: Request, name: str) -> Response:
-        """Unloads the model and deletes its definition; its files stay. 409 for a model of a file."""
-        return _job(request, _remove(request, name).operation.id)
-
-
-class DeleteByIdView(_ModelView):
-    """`/api/models/delete/:id`."""
-
-    @_describe(
-        "models_delete_listed",
-        "Delete a model of a gallery",
-        {**_STARTED, **flat_refusals(404, 409)},
-        request=None,
-    )
-    def post(self, request: Request, id: str) -> Response:
-        """The same, by the id of the list."""
-        name = id.rpartition("@")[2]
-        return Response(_started(_remove(request, name), f"model {name} is being deleted"))
-
-
 def _started(admission: Admission, message: str) -> Row:
     job = str(admission.operation.id)
     return STARTED.of(
@@ -353,7 +305,7 @@ def _started(admission: Admission, message: str) -> Row:
     )
 
 
-class InstallView(_ModelView):
+class InstallModelView(_GalleryView):
     """`/api/models/install/:id`."""
 
     @_describe(
@@ -373,7 +325,7 @@ class InstallView(_ModelView):
         return Response(_started(admission, import_message(admission, plan.name)))
 
 
-class EstimateView(_ModelView):
+class EstimateView(_GalleryView):
     """`/api/models/estimate/:id`."""
 
     @_describe(
@@ -417,11 +369,11 @@ def _contexts(text: str) -> list[int]:
 _TEXT = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
 
 
-class ModelsView(_ModelView):
+class ModelsView(_GalleryView):
     """`/api/models`."""
 
     @_describe(
-        "models_list",
+        "models_gallery_list",
         "List models of the galleries as the reference's pages do",
         {200: LIST.ref, **flat_refusals(400)},
         parameters=[

@@ -4,7 +4,7 @@ The sentences are those of `nodes/registry/actions.py` (`contract/http-api.md` Â
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -29,16 +29,12 @@ from nodes.api.base import (
     require_node_id,
     response_example,
 )
-from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request, requester_of
-from nodes.api.node_settings import LABELS
+from nodes.api.node_backends import ACCEPTED
 from nodes.api.worker_routes import parse_node_id
-from nodes.backends import admission, node_stop
-from nodes.backends.backend_requests import INSTALL
+from nodes.backends import node_stop
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
-from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
-from operations.api.serializers import MOST_NODES
 
 MOST_IDS = 500
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -346,147 +342,3 @@ class StopView(NodeView):
             deduplicated=not admitted.created,
         )
         return Response(body, status=202)
-
-
-_KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
-"""Kinds of operations over many nodes by verb."""
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-_RESPONSES = {
-    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
-    **refusals(400, 401, 403, 413),
-}
-
-
-def _example(text: str) -> dict[str, str]:
-    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": text}
-
-
-def _node_ids() -> serializers.ListField:
-    return serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_NODES)
-
-
-class BulkInstallSerializer(InstallSerializer):
-    """What to install, and on which nodes."""
-
-    ids = _node_ids()
-
-
-class BulkSerializer(DrainRequestSerializer):
-    """A verb and its nodes. `reject` needs a reason; `label` needs labels to set or to remove."""
-
-    verb = serializers.ChoiceField(choices=list(_KINDS))
-    ids = _node_ids()
-    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
-    labels = serializers.DictField(
-        child=serializers.CharField(allow_blank=True, max_length=LONGEST_VALUE, trim_whitespace=False),
-        required=False,
-        allow_null=True,
-    )
-    remove_labels = serializers.ListField(
-        child=serializers.CharField(max_length=LONGEST_KEY, trim_whitespace=False),
-        required=False,
-        allow_null=True,
-        max_length=MOST_LABELS,
-    )
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """Add how many labels there may be."""
-        schema["properties"]["labels"] |= LABELS
-        return super().described(schema)
-
-    def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
-        """Return them by node id as the registry writes it."""
-        try:
-            return {str(UUID(text)): fingerprint for text, fingerprint in (fingerprints or {}).items()}
-        except ValueError:
-            raise serializers.ValidationError("must be an object of node ids") from None
-
-    def validate_labels(self, value: dict[str, str] | None) -> dict[str, str]:
-        """Raise ValidationError for labels that no node may have."""
-        try:
-            check_labels(value or {})
-        except errors.InvalidInput as refusal:
-            raise serializers.ValidationError(refusal.message) from None
-        return value or {}
-
-    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Check what one verb needs."""
-        if attrs["verb"] == "reject" and not attrs.get("reason", "").strip():
-            raise serializers.ValidationError({"reason": ["must not be empty"]})
-        if attrs["verb"] == "label" and not (attrs.get("labels") or attrs.get("remove_labels")):
-            raise serializers.ValidationError({"labels": ["must not be empty"]})
-        return attrs
-
-
-def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the verb that were given."""
-    names = ("reason", "deadline_seconds", "fingerprints", "labels", "remove_labels")
-    return {name: fields[name] for name in names if fields.get(name) not in (None, "", {}, [])}
-
-
-class BulkView(NodeView):
-    """`/api/nodes/bulk`."""
-
-    @extend_schema(
-        operation_id="nodes_bulk",
-        summary="Run a verb on many nodes",
-        tags=["nodes"],
-        request=BulkSerializer,
-        responses=_RESPONSES,
-        examples=[
-            request_example(
-                {"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}
-            ),
-            response_example(_example("drain of 1 node started"), status="202"),
-        ],
-    )
-    def post(self, request: Request) -> Response:
-        """Runs one verb on each of the nodes, as one operation that goes on without its caller.
-
-        Each node is decided separately. Agents get their API token by registering again.
-        """
-        fields = validate_body(BulkSerializer, request)
-        bulk_request = bulk.BulkRequest(
-            _KINDS[fields["verb"]],
-            fields["ids"],
-            actor_of(request),
-            _options(fields),
-            request_id=request_id.get(),
-            client_address=client_address(request),
-        )
-        admitted = bulk.request(bulk_request, now=clock.now())
-        job = str(admitted.operation.id)
-        started = "started" if admitted.created else "in progress already"
-        body = ACCEPTED.of(
-            jobID=job,
-            statusUrl=f"/api/backends/job/{job}",
-            message=f"{fields['verb']} of {admitted.operation.element} {started}",
-            deduplicated=not admitted.created,
-        )
-        return Response(body, status=202)
-
-
-class BulkInstallView(NodeView):
-    """`/api/nodes/backends/install`."""
-
-    @extend_schema(
-        operation_id="nodes_bulk_install",
-        summary="Install a backend on many nodes",
-        tags=["backends"],
-        request=BulkInstallSerializer,
-        responses={**_RESPONSES, **refusals(409)},
-        examples=[
-            request_example({"ids": [NODE_ID], "backend": "local@minilm"}),
-            response_example(_example("backend installation started"), status="202"),
-        ],
-    )
-    def post(self, request: Request) -> Response:
-        """Installs a backend on these nodes as one operation. Files that are there stay, nothing is forced.
-
-        A node that cannot take it gets a part that fails with the reason; the others go on.
-        """
-        fields = validate_body(BulkInstallSerializer, request)
-        command, origin = install_request(fields), requester_of(request, [])
-        admitted = admission.admit_on_nodes(command, origin, fields["ids"], now=clock.now())
-        return Response(accepted_body(admitted, INSTALL), status=202)

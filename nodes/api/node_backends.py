@@ -26,7 +26,7 @@ from localai_cluster.web.rest import (
     Text,
     validate_body,
 )
-from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
+from localai_cluster.web.shapes import BYTES, FLAG, TEXT, UUID, Shape, column, field
 from localai_cluster.web.wire import parse_json
 from nodes.api.base import NodeView, request_example, require_node_id, response_example, response_header
 from nodes.api.worker_routes import parse_node_id
@@ -281,6 +281,7 @@ NODE_BACKEND = Shape(
         column("uri", TEXT, optional=True),
         column("digest", TEXT, optional=True),
         column("alias", TEXT, "Another name that starts it.", optional=True),
+        column("size", BYTES, "Of its files.", optional=True),
     ],
 )
 _HEADERS = [

@@ -103,6 +103,7 @@ _BEHIND = {
             "utilization": 12,
             "temperature": 48,
             "power": 33,
+            "power_limit": 72,
             "ecc_errors": 0,
             "driver": "550.54.15, CUDA 12.4",
         }
@@ -112,6 +113,7 @@ _BEHIND = {
         "kernel": "6.1.0-18-amd64",
         "cpu": "AMD EPYC 7443P 24-Core Processor",
         "cpu_count": 48,
+        "cpu_cores": 24,
         "booted_at": "2026-08-01T06:00:00+00:00",
     },
     "approval": {"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""},

@@ -10,7 +10,8 @@ from typing import Any
 
 from asgiref.sync import async_to_sync
 from django.db import connection
-from django.db.models import Count, F, Max
+from django.db.models import Exists, F, OuterRef
+from django.db.models.functions import Left
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -35,16 +36,18 @@ from nodes.api import figures
 from nodes.api.base import MOMENT, NODE_ID, NodeView, enum_schema, response_example
 from nodes.definitions import folder
 from nodes.figures import series, store
-from nodes.figures.series import DAY, MINUTE, SAMPLE_EVERY
-from nodes.figures.store import Span
+from nodes.figures.series import DAY
 from nodes.models import BackendNode, BusCredential, JoinToken, ModelLoadInfo, NodeStatus, NodeType
 from nodes.registry import node_rows
 from nodes.registry.shape import NODE_STATUS
-from operations.models import ACTIVE, Operation, Status
+from operations.causes import LONGEST_ERROR, cause_of
+from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 MOST_NODES = 1000
 """Most nodes of the strip."""
 MOST_GROUPS = MOST_RUNNING = 10
+MOST_FAILURES = 5000
+"""Most failures that are grouped."""
 MOST_NAMED = 5
 FULL_DISK = 0.05
 """Fraction of a models disk that is free below which the disk counts as full."""
@@ -63,16 +66,6 @@ STRIP_NODE = Shape(
         field("vram_total", BYTES),
         field("ram_used", BYTES),
         field("ram_total", BYTES),
-    ],
-)
-TRAFFIC = Shape(
-    "OverviewTraffic",
-    "Requests for inference in the last minute that all web processes have reported.",
-    [
-        field("requests_per_second", {"type": "number"}),
-        field("errors_per_second", {"type": "number"}),
-        field("tokens_per_second", {"type": "number"}, "Of answers."),
-        field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
     ],
 )
 _CAUSES = (
@@ -100,6 +93,11 @@ RUNNING = Shape(
         column("node_name", TEXT),
         column("status", enum_schema([status.value for status in ACTIVE])),
         column("progress", PERCENT),
+        column("message", TEXT, "What it does, or what it waits for.", source=Left("message", _LONGEST_TEXT)),
+        column("current_bytes", BYTES),
+        column("total_bytes", BYTES),
+        column("last_progress_at", TIME, nullable=True),
+        column("time_limit_at", TIME, nullable=True),
         column("created_at", TIME),
     ],
 )
@@ -115,7 +113,7 @@ OVERVIEW = Shape(
         field("at", TIME),
         field("nodes", STRIP_NODE.many, f"Approved backend nodes by name, at most {MOST_NODES}."),
         field("node_count", count(), "How many there are."),
-        field("traffic", TRAFFIC.ref),
+        field("traffic", figures.TRAFFIC.ref),
         field("attention", ATTENTION.many, "Errors first."),
         field("running", RUNNING.many, f"The newest {MOST_RUNNING}."),
         field("running_count", count(), "How many there are."),
@@ -161,6 +159,11 @@ _EXAMPLE = {
             "node_name": "gpu-a",
             "status": "processing",
             "progress": 40.0,
+            "message": "sending minilm.gguf to gpu-a, file 1 of 2: 40 MiB of 100 MiB, 20 MiB/s, 3 s left",
+            "current_bytes": 41943040,
+            "total_bytes": 104857600,
+            "last_progress_at": MOMENT,
+            "time_limit_at": None,
             "created_at": MOMENT,
         }
     ],
@@ -257,13 +260,29 @@ def _group(cause: str, level: str, sentence: str, names: Sequence[str], number: 
 
 
 def _failures() -> Iterator[Row]:
-    """Yield the undismissed failures by kind and error, the largest groups first."""
-    failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
-    groups = (
-        failed.order_by().values_list("kind", "error").annotate(number=Count("pk"), example=Max("element"))
-    )
-    for kind, error, number, example in groups.order_by(F("number").desc(), "kind", "error")[:MOST_GROUPS]:
-        yield _group("failures", "error", error or kind, [example], number)
+    """Yield the undismissed failures by kind and cause, the largest groups first; each node counts.
+
+    Two queries. An operation whose targets failed has no cause of its own.
+    """
+    failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True).order_by()
+    targets = OperationTarget.objects.filter(status=TargetStatus.ERROR)
+    of_failed = targets.filter(operation__in=failed, dismissed_at__isnull=True).order_by()
+    whole = failed.filter(~Exists(targets.filter(operation=OuterRef("pk"))))
+    beginning = Left("error", LONGEST_ERROR)
+    rows = [
+        *of_failed.values_list("operation__kind", "operation__element", "node_name", beginning)[
+            :MOST_FAILURES
+        ],
+        *whole.values_list("kind", "element", "node_name", beginning)[:MOST_FAILURES],
+    ]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for kind, element, node, error in rows:
+        cause = cause_of(error, (node, element.rpartition("@")[2]))
+        groups.setdefault((kind, cause), []).append(node or element)
+    for (_, cause), names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))[
+        :MOST_GROUPS
+    ]:
+        yield _group("failures", "error", cause, sorted(set(names)), len(names))
 
 
 _NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (
@@ -316,17 +335,8 @@ def _credentials(now: datetime) -> Iterator[Row]:
 
 
 def _traffic(now: datetime) -> Row:
-    """Return the requests of the minute before the last ten seconds, whose counts may still arrive."""
-    span = Span(series.floor(now, SAMPLE_EVERY) - SAMPLE_EVERY - MINUTE, MINUTE, 1)
-    columns = store.read([series.ALL_MODELS], span)[series.ALL_MODELS]
-    counts = {name: columns.get(name, [0]) for name in series.COUNTS}
-    per_second = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
-    return TRAFFIC.of(
-        requests_per_second=per_second["requests"],
-        errors_per_second=per_second["errors"],
-        tokens_per_second=per_second["completion_tokens"],
-        first_token_seconds=figures.first_token_seconds(counts)[0],
-    )
+    columns = store.read([series.ALL_MODELS], figures.last_minute(now))[series.ALL_MODELS]
+    return figures.TRAFFIC.of(**figures.per_second(columns))
 
 
 def _first_steps(nodes: Sequence[_Node]) -> list[Row]:

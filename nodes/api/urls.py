@@ -6,6 +6,7 @@ Heartbeats and registration are raw ASGI routes in front of Django (`localai_clu
 from django.urls import path
 
 from nodes.api import (
+    bulk,
     catalogue,
     cluster_backends,
     definitions,
@@ -26,6 +27,7 @@ from nodes.api import (
     self_service,
     sources,
     stock,
+    waves,
 )
 
 urlpatterns = [
@@ -40,8 +42,8 @@ urlpatterns = [
     path("nodes/models", nodes.ReplicasView.as_view()),
     path("nodes/models/unload", models.ModelUnloadView.as_view()),
     path("nodes/models/delete", models.ModelDeleteView.as_view()),
-    path("nodes/bulk", node_actions.BulkView.as_view()),
-    path("nodes/backends/install", node_actions.BulkInstallView.as_view()),
+    path("nodes/bulk", bulk.BulkView.as_view()),
+    path("nodes/backends/install", bulk.BulkInstallView.as_view()),
     path("nodes/approve", node_actions.ApproveManyView.as_view()),
     path("nodes/conflicts", nodes.ConflictsView.as_view()),
     path("nodes/scheduling", scheduling.SchedulingRulesView.as_view()),
@@ -65,7 +67,6 @@ urlpatterns = [
     path("nodes/<str:node_id>/identity/rotate", node_actions.RotateView.as_view()),
     path("nodes/<str:node_id>/identity/revoke", node_actions.RevokeView.as_view()),
     path("nodes/<str:node_id>/events", nodes.EventsView.as_view()),
-    path("nodes/<str:node_id>/memory", figures.MemoryView.as_view()),
     path("nodes/<str:node_id>/backends", node_backends.NodeBackendsView.as_view()),
     path("nodes/<str:node_id>/backends/install", node_backends.InstallView.as_view()),
     path("nodes/<str:node_id>/backends/upgrade", node_backends.UpgradeView.as_view()),
@@ -76,12 +77,12 @@ urlpatterns = [
     path("catalogue", sources.CatalogueView.as_view()),
     path("models", model_gallery.ModelsView.as_view()),
     path("models/import", sources.ImportView.as_view()),
-    path("models/install/<path:id>", model_gallery.InstallView.as_view()),
-    path("models/delete/<path:id>", model_gallery.DeleteByIdView.as_view()),
+    path("models/install/<path:id>", model_gallery.InstallModelView.as_view()),
     path("models/estimate/<path:id>", model_gallery.EstimateView.as_view()),
     path("models/<path:model>/load-status", engines.LoadStatusView.as_view()),
     path("models/<path:model>/explain", placement.ExplainView.as_view()),
     path("figures", figures.FiguresView.as_view()),
+    path("figures/models", figures.ModelRatesView.as_view()),
     path("overview", overview.OverviewView.as_view()),
     path("placement/plan", placement.PlanView.as_view()),
     path("placement/fit/<path:model>", placement.FitView.as_view()),
@@ -114,5 +115,5 @@ urlpatterns = [
     path("backends/delete/<str:name>", cluster_backends.DeleteEverywhereView.as_view()),
     path("backends/upgrades", installed.UpgradesView.as_view()),
     path("backends/upgrades/check", installed.UpgradeCheckView.as_view()),
-    path("operations/<str:job_id>/waves", cluster_backends.WavesView.as_view()),
+    path("operations/<str:job_id>/waves", waves.WavesView.as_view()),
 ]

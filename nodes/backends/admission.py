@@ -3,8 +3,7 @@
 `admit` is one transaction: it reads the intents of the nodes, joins equal requests, queues different requests
 behind them (`backend_requests.py`), and writes operation, targets and intents. `cancel` is its counterpart: a
 target that is cancelled while its wave is open is no success, so the wave needs an operator's choice before
-the next one opens (`waves.py`). `admit_on_nodes` gives nodes that cannot take an install a target with the
-reason.
+the next one opens (`waves.py`).
 """
 
 import contextlib
@@ -26,14 +25,15 @@ from nodes.backends import intents, node_commands, wait_reasons, wave_requests, 
 from nodes.backends.backend_requests import (
     DELETE,
     KINDS,
+    UPGRADE,
     BackendRequest,
-    ExcludedNode,
     RequestOrder,
     RequestScope,
-    nodes_for_request,
+    refuse_by_name,
     refuse_unlisted,
     unlisted,
 )
+from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes.events import emit
@@ -44,7 +44,6 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 
 _RACES = ("operation_one_active_a_key", "intent_once")
 _TRIES = 5
-_TRIES_ON_NODES = 3
 
 
 class _Raced(Exception):
@@ -126,7 +125,7 @@ def _write_parts(
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
     beginning = {node.id for node in scope.nodes if turns.get(node.id) == operation.open_wave}
-    spares = bool(operation.waves) or scope.drains
+    spares = (bool(operation.waves) and request.kind == UPGRADE) or scope.drains
     intents_by_node = _join_or_create_intents(operation, request, order, beginning, spares, now)
     ready: OperationTarget | None = None
     new_targets = []
@@ -160,7 +159,7 @@ def _refuse_unless_ended(active: Operation) -> None:
 
 
 def _refuse_other_waves(active: Operation, scope: RequestScope) -> None:
-    if wave_requests.options_of(active) != scope.waves:
+    if Options.of(active) != scope.waves:
         raise errors.Conflict(
             f"the same is in progress with other waves (operation {active.id})", operation=active.id
         )
@@ -250,21 +249,6 @@ def _new_target(
             intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts
         )(target, now)
     return target
-
-
-def refusals_by_node(request: BackendRequest, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
-    """Return the reason for each node whose present work contradicts the request."""
-    names = {node.id: node.name for node in nodes}
-    refusals: dict[UUID, str] = {}
-    rows: dict[UUID, list[PendingBackendOp]] = {}
-    for intent in PendingBackendOp.objects.filter(node__in=names, backend=request.backend):
-        rows.setdefault(intent.node_id, []).append(intent)
-    for node_id, node_rows in rows.items():
-        try:
-            RequestOrder.of(request, node_rows).refuse(request, names, is_load=False)
-        except errors.Conflict as refusal:
-            refusals[node_id] = refusal.message
-    return refusals
 
 
 def _unopened_targets_to_replace(
@@ -414,7 +398,12 @@ def retry(
         raise errors.NotFound(ledger.NO_SUCH_OPERATION)
     chosen = OperationTarget.objects.filter(operation=operation).exclude(status=TargetStatus.SUCCESS)
     # Without a choice of nodes, targets that a newer request has replaced stay replaced.
-    chosen = chosen.filter(node_id__in=only) if only else chosen.exclude(status=TargetStatus.SUPERSEDED)
+    # The same applies to failures that were dismissed or tried again.
+    chosen = (
+        chosen.filter(node_id__in=only)
+        if only
+        else chosen.exclude(status=TargetStatus.SUPERSEDED).filter(dismissed_at__isnull=True)
+    )
     ids = {target.intent_id for target in chosen if target.intent_id and target.status not in targets.ENDED}
     if operation.status in ACTIVE and ids:
         with committed("backends.retry"):
@@ -431,52 +420,32 @@ def retry(
     scope = replace(
         asked_by,
         nodes=possible,
-        waves=wave_requests.options_of(operation),
+        waves=Options.of(operation),
         last_replicas=wave_requests.confirmed_in(operation),
         drains=operation.payload.get("drains", False),
     )
     result = admit(BackendRequest.of(operation), scope, now=now)
-    failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
-    # A failure on another node still needs a decision.
-    unresolved = failed.exclude(node_id__in=[node.id for node in possible])
-    if operation.status == Status.FAILED and not unresolved.exists():
+    if operation.status == Status.FAILED:
+        # A failure on another node still needs a decision.
+        failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
+        tried = list(
+            failed.filter(node_id__in=[node.id for node in possible]).values_list("node_id", flat=True)
+        )
         comment = f"tried again as operation {result.operation.id}"
-        ledger.dismiss(operation.id, actor=asked_by.actor, now=now, comment=comment)
+        if tried or not failed.exists():
+            ledger.dismiss(operation.id, actor=asked_by.actor, now=now, comment=comment, nodes=tried)
     return result
 
 
-def admit_on_nodes(
-    command: BackendRequest, scope: RequestScope, node_ids: Sequence[UUID], *, now: datetime
-) -> Admission:
-    """Admit one operation for all of these nodes, or join the active one. The scope has no nodes yet.
+def admit_on_nodes(request: BackendRequest, scope: RequestScope, *, field: str, now: datetime) -> Admission:
+    """Admit one operation for the chosen nodes of the scope, or join the active one.
 
-    Raise Conflict only if work on these nodes changes faster than it can be read.
+    Raise NodesRefused, which names those of several nodes that cannot take it: then nothing has started.
+    `field` is the one that names the nodes.
     """
-    refusals: dict[UUID, str] = {}
-    for _ in range(_TRIES_ON_NODES):
-        chosen = _with_nodes(scope, node_ids, refusals)
-        try:
-            return admit(command, chosen, now=now)
-        except (errors.Conflict, errors.NotFound):
-            conflicting = refusals_by_node(command, chosen.nodes)
-            if not conflicting and BackendNode.objects.filter(pk__in=node_ids).count() == len(chosen.nodes):
-                raise
-            refusals |= conflicting
-    raise errors.Conflict("operations on these nodes change too often; try again", field="nodes")
-
-
-def _with_nodes(scope: RequestScope, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> RequestScope:
-    """Sort the nodes into those that get the command and those that are left out with a reason."""
-    registered = nodes_for_request(node_ids)
-    nodes: list[BackendNode] = []
-    left_out: list[ExcludedNode] = []
-    for id in sorted(set(node_ids)):
-        node = registered.get(id)
-        if node is None:
-            removed_node = BackendNode(id=id, name=str(id))
-            left_out.append(ExcludedNode(removed_node, "the node is no longer registered", fails=True))
-        elif reason := refusals.get(id) or node_commands.refusal(node):
-            left_out.append(ExcludedNode(node, reason, fails=True))
-        else:
-            nodes.append(node)
-    return replace(scope, nodes=sorted(nodes, key=lambda node: node.name), left_out=left_out)
+    try:
+        return admit(request, scope, now=now)
+    except (errors.Conflict, errors.NotFound):
+        if len(scope.nodes) > 1:
+            refuse_by_name(request, [node.id for node in scope.nodes], field=field)
+        raise

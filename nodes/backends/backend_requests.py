@@ -17,6 +17,7 @@ from localai_cluster.kit.leases import among
 from nodes.backends import node_commands
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
+from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
 from operations.ledger import target_changes
 from operations.models import Operation, OperationTarget, TargetStatus
 
@@ -187,6 +188,39 @@ def refuse_unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> No
         raise errors.Conflict(
             f"{request.backend} is not installed on {names}; install it there", field="nodes"
         )
+
+
+def chosen_nodes(request: BackendRequest, ids: Collection[UUID], *, field: str) -> list[BackendNode]:
+    """Return these nodes by name. Raise NodesRefused if one of them takes no commands. One query then."""
+    registered = nodes_for_request(ids)
+    if any(id not in registered or node_commands.refusal(registered[id]) for id in ids):
+        refuse_by_name(request, ids, field=field)
+    return sorted(registered.values(), key=lambda node: node.name)
+
+
+def refuse_by_name(request: BackendRequest, ids: Collection[UUID], *, field: str) -> None:
+    """Raise NodesRefused, which names those of the nodes that cannot take the request now, if there are any.
+
+    Three queries at most.
+    """
+    registered = nodes_for_request(ids)
+    reasons = {id: GONE if id not in registered else node_commands.refusal(registered[id]) for id in set(ids)}
+    nodes = [node for id, node in registered.items() if not reasons[id]]
+    rows: dict[UUID, list[PendingBackendOp]] = {}
+    for intent in PendingBackendOp.objects.filter(node__in=among(registered), backend=request.backend):
+        rows.setdefault(intent.node_id, []).append(intent)
+    orders = {node.id: RequestOrder.of(request, rows.get(node.id, ())) for node in nodes}
+    for node in unlisted(request, [node for node in nodes if not orders[node.id].same]):
+        reasons[node.id] = f"{request.backend} is not installed on {node.name}; install it there"
+    for node in nodes:
+        try:
+            orders[node.id].refuse(request, {node.id: node.name}, is_load=False)
+        except errors.Conflict as refusal:
+            reasons[node.id] = refusal.message
+    names = {id: registered[id].name if id in registered else str(id) for id in reasons}
+    refused = [NodeRefusal(id, names[id], reason) for id, reason in reasons.items() if reason]
+    if refused:
+        raise NodesRefused(sorted(refused, key=lambda refusal: refusal.node_name), field=field)
 
 
 _NEXT = timedelta(microseconds=1)

@@ -113,6 +113,8 @@ WHERE = shapes.Shape(
         shapes.column("digest", shapes.TEXT, optional=True),
         shapes.column("uri", shapes.TEXT, optional=True),
         shapes.column("installed_at", shapes.TEXT, optional=True),
+        shapes.column("alias", shapes.TEXT, "Another name that starts it.", optional=True),
+        shapes.column("size", shapes.BYTES, "Of its files.", optional=True),
     ],
 )
 VARIANT = shapes.Shape(

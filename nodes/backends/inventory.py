@@ -82,7 +82,8 @@ _LENGTHS = {
     "alias": 255,
 }
 _FLAGS = ("is_system", "is_meta")
-COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest", "alias")
+COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,8 @@ def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
     for entry in listed[:MOST]:
         row = {name: _storable(getattr(entry, name))[:length] for name, length in _LENGTHS.items()}
         if row["name"].strip():
-            rows_by_name.setdefault(row["name"], row | {name: getattr(entry, name) for name in _FLAGS})
+            flags = {name: getattr(entry, name) for name in _FLAGS}
+            rows_by_name.setdefault(row["name"], row | flags | {"size": min(max(entry.size, 0), _LARGEST)})
     return rows_by_name
 
 

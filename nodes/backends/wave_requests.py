@@ -1,4 +1,4 @@
-"""Requests about upgrades in waves: the plan for the nodes, last replicas, continue or stop."""
+"""Requests about work in waves: the plan for the nodes, last replicas, continue or stop."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -21,12 +21,6 @@ from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, 
 
 CONTINUE, STOP = "continue", "stop"
 CHOICES = (CONTINUE, STOP)
-
-
-def options_of(operation: Operation) -> Options | None:
-    """Parse the wave options of the operation's payload; None without waves."""
-    waves_payload = operation.payload.get("waves")
-    return Options(waves_payload["max_unavailable"], waves_payload["canary"]) if waves_payload else None
 
 
 def confirmed_in(operation: Operation) -> Sequence[str]:

@@ -1,8 +1,10 @@
-"""Upgrades in waves: the transaction that ends the last target of a wave opens the next one.
+"""Upgrades and installs in waves: the transaction that ends the last target of a wave opens the next one.
+
+If the request has a pause between waves, the schedule of `catch_up` opens it when the pause is over.
 
 A target whose wave is not open has no intent, so no work on it can begin. When every target of the open wave
-has succeeded, the targets of the next one get their intents. When one failed or was cancelled, no more waves
-open until an operator has decided about the remaining ones (`wave_requests.py`).
+has ended, the targets of the next one get their intents. When as many failed as the request allows, or one
+was cancelled, no more waves open until an operator has decided about the others (`wave_requests.py`).
 
 The canary shows the effect of the upgrade where the least is at stake. Nodes with the last replica of a model
 follow after the other reachable nodes. Unreachable nodes would delay all others, so they come last.
@@ -33,10 +35,28 @@ CANARY = 0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a request for waves. `max_unavailable`: nodes upgraded at a time, at least 1."""
+    """Options of a request for waves."""
 
     max_unavailable: int = 1
+    """Nodes at a time, at least 1."""
     canary: bool = True
+    pause_seconds: int = 0
+    """Pause between the end of a wave and the next one."""
+    stop_at_failures: int = 1
+    """Number of failed nodes, of all waves, from which on each failure needs an operator's choice."""
+
+    @classmethod
+    def of(cls, operation: Operation) -> "Options | None":
+        """Parse the operation's payload; None without waves."""
+        stored = operation.payload.get("waves")
+        if not stored:
+            return None
+        return cls(**{name: stored[name] for name in cls.__dataclass_fields__ if name in stored})
+
+
+def nodes_at_once(limit: int | str, nodes: int) -> int:
+    """Return the number of nodes at a time of a limit such as 3 or "25%", which rounds down; at least 1."""
+    return limit if isinstance(limit, int) else max(nodes * int(limit.removesuffix("%")) // 100, 1)
 
 
 @dataclass(frozen=True)
@@ -100,9 +120,9 @@ def go_on(changed: target_changes.Changed, *, now: datetime) -> None:
 
 
 def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> Turn | None:
-    """Return the wave to open, or None.
+    """Return the wave to open, or None: a wave runs, or the pause before the next one.
 
-    If a target of the open wave did not succeed, write the question to the operator instead.
+    If too many targets failed, or one was cancelled, write the question to the operator instead.
     """
     if operation.waves not in GOING_ON or operation.status not in ACTIVE:
         return None
@@ -113,17 +133,41 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
         status: [target.node_name for target in opened if target.status == status]
         for status in (TargetStatus.ERROR, TargetStatus.CANCELLED)
     }
-    if not any(names_by_status.values()):
-        return next_turn(operation, all_parts)
+    options = Options.of(operation) or Options()
+    failures = sum(target.status == TargetStatus.ERROR and target.wave is not None for target in all_parts)
+    has_failed = names_by_status[TargetStatus.ERROR] and failures >= options.stop_at_failures
+    if not has_failed and not names_by_status[TargetStatus.CANCELLED]:
+        return _turn_after_pause(operation, all_parts, options, now)
     operation.waves = Waves.ASKS
     words = {TargetStatus.ERROR: "failed", TargetStatus.CANCELLED: "was cancelled"}
     ended = [f"{words[status]} on {', '.join(names)}" for status, names in names_by_status.items() if names]
-    reason = f"the upgrade {' and '.join(ended)}: continue with the next wave, or stop"
+    what = operation.kind.removeprefix("backend_")
+    reason = f"the {what} {' and '.join(ended)}: continue with the next wave, or stop"
     unopened = [target for target in all_parts if targets.held(target)]
     for target in unopened:
         target_changes.rest(reason, until=None)(target, now)
     _save([operation], {operation.id: all_parts}, unopened, now)
     return None
+
+
+def _turn_after_pause(
+    operation: Operation, all_parts: Sequence[OperationTarget], options: Options, now: datetime
+) -> Turn | None:
+    """Return the next wave if the pause before it is over; begin the pause if it has not begun.
+
+    The targets of the next wave hold the end of the pause as their next check (`catch_up`).
+    """
+    waves = [target.wave for target in all_parts if target.wave is not None and targets.held(target)]
+    opening = [target for target in all_parts if targets.held(target) and target.wave == min(waves)]
+    pause_ends = [target.next_check_at for target in opening if target.next_check_at is not None]
+    if options.pause_seconds and opening and not pause_ends:
+        until = now + timedelta(seconds=options.pause_seconds)
+        reason = f"pause between two waves, until {until:%H:%M:%S} UTC"
+        for target in opening:
+            target_changes.rest(reason, until=until)(target, now)
+        _save([operation], {operation.id: all_parts}, opening, now)
+        return None
+    return None if any(until > now for until in pause_ends) else next_turn(operation, all_parts)
 
 
 def next_turn(operation: Operation, all_parts: Sequence[OperationTarget]) -> Turn | None:
@@ -196,9 +240,9 @@ def _new_intent(operation: Operation, target: OperationTarget, now: datetime) ->
     return PendingBackendOp(
         id=uuid4(),
         node_id=target.node_id,
-        op=PendingBackendOp.Op.UPGRADE,
+        op=PendingBackendOp.Op(operation.kind.removeprefix("backend_")),
         operation_id=operation.id,
-        spares_requests=True,
+        spares_requests=operation.kind == "backend_upgrade",
         next_retry_at=now,
         created_at=now,
         **{name: operation.payload[name] for name in INTENT_COLUMNS},
@@ -218,14 +262,17 @@ def _save(
 
 
 def catch_up(*, now: datetime) -> int:
-    """Open targets whose node was busy when their wave opened; return how many were checked."""
+    """Open targets whose node was busy when their wave opened, and waves whose pause is over.
+
+    Return how many targets were checked.
+    """
     waiting = OperationTarget.objects.filter(operation__waves__in=GOING_ON, operation__status__in=ACTIVE)
     waiting = waiting.filter(intent_id__isnull=True, next_check_at__lte=now).exclude(status__in=targets.ENDED)
-    ids = set(waiting.values_list("operation_id", flat=True))
+    ids = list(waiting.values_list("operation_id", flat=True))
     if not ids:
         return 0
     with committed("waves.catch_up"):
-        rows = Operation.objects.filter(pk__in=ids, status__in=ACTIVE, waves__in=GOING_ON)
+        rows = Operation.objects.filter(pk__in=set(ids), status__in=ACTIVE, waves__in=GOING_ON)
         operations = list(rows.order_by("pk").select_for_update(no_key=True))
         targets_by_operation = targets.of(operations)
         turns = []
@@ -236,7 +283,6 @@ def catch_up(*, now: datetime) -> int:
             ]
             turns += [(operation, due)] if due else []
         attach(turns, targets_by_operation, now=now)
-        changed = [operation for operation, _ in turns]
-        go_on(target_changes.Changed(changed, targets_by_operation), now=now)
-        emit(changed, targets_by_operation)
-    return sum(len(due) for _, due in turns)
+        go_on(target_changes.Changed(operations, targets_by_operation), now=now)
+        emit(operations, targets_by_operation)
+    return len(ids)

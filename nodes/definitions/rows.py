@@ -4,9 +4,10 @@
 change is one query, and a lost NOTIFY costs only the time until the next poll.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from django.db import connections
@@ -54,7 +55,7 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
         rows = {id: row for id, row in known.items() if stamps.get(id) == row.change}
         if outdated := stamps.keys() - rows.keys():
             for id, *values, text in present.filter(pk__in=outdated).values_list(*_COLUMNS):
-                rows[id] = _parsed(StoredDefinition(*values, _NOT_PARSED), text)
+                rows[id] = _parsed(values, text)
         return rows
     finally:
         connections.close_all()
@@ -62,13 +63,14 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
 
 def stored_definition(row: ModelDefinition) -> StoredDefinition:
     """Return the row with its text parsed."""
-    return _parsed(StoredDefinition(*(getattr(row, name) for name in _COLUMNS[1:-1]), _NOT_PARSED), row.text)
+    return _parsed([getattr(row, name) for name in _COLUMNS[1:-1]], row.text)
 
 
 _NOT_PARSED = UnusableDefinition("was not parsed")
 
 
-def _parsed(row: StoredDefinition, text: str) -> StoredDefinition:
+def _parsed(values: Sequence[Any], text: str) -> StoredDefinition:
+    row = StoredDefinition(*values, content=_NOT_PARSED)
     try:
         definition = parse_file(text.encode(), row.source)
     except UnusableDefinition as error:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import yaml
@@ -175,19 +176,23 @@ def _of_parser(error: UnusableDefinition, tree: yaml.Node | None) -> TextProblem
 
 def _violations(document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
     found = Draft202012Validator(definition_schema()).iter_errors(document)
-    for _, error in zip(range(_MOST_ERRORS), found, strict=False):
+    try:
+        errors = list(islice(found, _MOST_ERRORS))
+    except ValueError:
+        return  # a whole number of thousands of digits has no text; the parser refuses it
+    for error in errors:
         path: Path = tuple(error.absolute_path)
-        yield TextProblem(_sentence(error), ".".join(map(str, path)), *_place(tree, path))
+        if error.validator == "required":
+            path = (*path, error.message.split("'")[1])
+        yield TextProblem(_sentence(error, path), ".".join(map(str, path)), *_place(tree, path))
 
 
-def _sentence(error: Any) -> str:
+def _sentence(error: Any, path: Path) -> str:
     """Return the violation without the value, which may be large."""
-    key = f"`{'.'.join(map(str, error.absolute_path))}` " if error.absolute_path else ""
+    key = f"`{'.'.join(map(str, path))}` "
     match error.validator:
         case "required":
-            missing = error.message.split("'")[1]
-            inside = ".".join((*map(str, error.absolute_path), missing))
-            return f"does not say `{inside}`"
+            return f"does not say {key.strip()}"
         case "type":
             kinds = (
                 [error.validator_value] if isinstance(error.validator_value, str) else error.validator_value
@@ -269,7 +274,7 @@ def _secrets(text: str, document: object, tree: yaml.Node | None) -> Iterator[Te
             name, _, rest = (
                 child.partition(":") if isinstance(key, int) and isinstance(child, str) else (key, "", child)
             )
-            is_stated = isinstance(rest, str | int | float) and bool(str(rest).strip())
+            is_stated = bool(rest.strip()) if isinstance(rest, str) else isinstance(rest, int | float)
             if isinstance(name, str) and is_stated and _SECRET_KEY.fullmatch(name.strip()):
                 shown = ".".join(map(str, (*path, key)))
                 yield TextProblem(f"`{names.plain(shown[:64])}` {_WORDS}", shown, *_place(tree, (*path, key)))

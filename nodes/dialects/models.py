@@ -1,7 +1,7 @@
 """Routes about models: OpenAI's `/v1/models`, Ollama's lists, and its routes that load models.
 
-Ollama's routes that publish a model or upload a file are refused for every caller; those that create, copy and
-delete one are in `ollama_models`, `pull` is in `pulls`.
+Ollama's routes that publish a model or upload a file are refused for every caller; those that create, copy
+and delete one are in `ollama_models`, `pull` is in `pulls`.
 """
 
 import re

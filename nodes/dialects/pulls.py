@@ -56,13 +56,12 @@ async def pull(request: InferenceRequest) -> Answer | Played:
         return _answer(body.stream)
     plan = await _plan(name)
     admission = await in_thread(
-        lambda: request_import(
-            plan,
-            actor=request.principal.name,
-            now=clock.now(),
-            request_id=request.request_id,
-            client_address=request.client_address,
-        )
+        request_import,
+        plan,
+        actor=request.principal.name,
+        now=clock.now(),
+        request_id=request.request_id,
+        client_address=request.client_address,
     )
     progress = PullProgress(admission.operation.id, plan)
     return await progress.wait() if body.stream is False else progress

@@ -202,13 +202,14 @@ def _foreign(path: Path, root: Path) -> str:
 def _remove_file(path: Path, relative: str, removal: FileRemoval) -> None:
     """Remove the file with its checksum files, then empty folders; a file that has gone is no error."""
     try:
+        # An attempt that is repeated finds them by their file.
+        for suffix in sizes.SIDES:
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             size = path.lstat().st_size
             path.unlink()
             removal.removed.append(relative)
             removal.size += size
-        for suffix in sizes.SIDES:
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
         for parent in list(path.parents)[: len(Path(relative).parts) - 1]:
             with suppress(OSError):
                 os.rmdir(parent)

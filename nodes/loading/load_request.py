@@ -131,7 +131,38 @@ def request_scale_up(
     a transaction, which would hold the counter of changes while it waits for the model's lock.
     """
     now = clock.now()
-    request = admission.OperationRequest(
+    request = _scale_up(model_name, allowed_nodes, actor, reason, now, replaces)
+    with transaction.atomic(durable=True):
+        return admission.admit_one_more(request, now=now)
+
+
+def request_replicas(
+    model_name: str, count: int, *, node_id: UUID | None, actor: str, request_id: str, client_address: str
+) -> list[Operation]:
+    """Create the loads that a person requests: `count` more replicas, on one node or on any; all or none.
+
+    Raises as `request_scale_up`.
+    """
+    now = clock.now()
+    allowed_nodes = None if node_id is None else [node_id]
+    request = replace(
+        _scale_up(model_name, allowed_nodes, actor, f"requested by {actor}", now),
+        request_id=request_id,
+        client_address=client_address,
+    )
+    with transaction.atomic(durable=True):
+        return [admission.admit_one_more(request, now=now) for _ in range(count)]
+
+
+def _scale_up(
+    model_name: str,
+    allowed_nodes: Collection[UUID] | None,
+    actor: str,
+    reason: str,
+    now: datetime,
+    replaces: UUID | None = None,
+) -> admission.OperationRequest:
+    return admission.OperationRequest(
         KIND,
         key=load_key(model_name),
         element=model_name,
@@ -145,8 +176,6 @@ def request_scale_up(
         | ({} if replaces is None else {REPLACES: str(replaces)}),
         needed_until=now + timedelta(seconds=initial_seconds()),
     )
-    with transaction.atomic(durable=True):
-        return admission.admit_one_more(request, now=now)
 
 
 def active_loads(model_names: Collection[str]) -> ActiveLoads:

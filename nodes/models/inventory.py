@@ -137,6 +137,7 @@ class NodeBackend(models.Model):
     uri = models.CharField(max_length=2048, blank=True, default="")
     digest = models.CharField(max_length=255, blank=True, default="")
     alias = models.CharField(max_length=255, blank=True, default="", help_text="another name that starts it")
+    size = models.BigIntegerField(default=0, db_default=0, help_text="bytes of its files; 0 = unknown")
 
     objects = NodeBackendQuerySet.as_manager()
 

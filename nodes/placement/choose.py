@@ -139,9 +139,10 @@ class Need:
         return self.requires_memory(is_reported=False) and self.vram_share > 0 and not card_vram
 
     def with_layers(self, layers: int) -> "Need":
-        """Return the need with so many layers on the GPU; 0: as defined."""
-        less = dict(self.partial).get(layers, self.vram)
-        return replace(self, vram=less, terms=(), by_gpu=(), contexts=(), partial=()) if layers else self
+        """Return the need with so many layers on the GPU, a number of `partial`; 0: as defined."""
+        if not layers:
+            return self
+        return replace(self, vram=dict(self.partial)[layers], terms=(), by_gpu=(), contexts=(), partial=())
 
 
 NO_NEED = Need()

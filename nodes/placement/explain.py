@@ -239,7 +239,7 @@ TERMS: Mapping[str, Term] = {
         "it lacks the VRAM needed",
         lambda _, node, need: (
             f"{format_free_gpus(node) or format_gib(node.free_vram)} free of"
-            f" {format_gib(vram_needed(node, need))} needed"
+            f" {gib_rounded_up(vram_needed(node, need))} needed"
         ),
     ),
     "gpus": Term("on the fewest GPUs", "on more GPUs", lambda rank, *_: str(rank.gpus)),
@@ -422,7 +422,7 @@ def _node_memory(
     needed, usable = vram_needed(node, need), max(usable_bytes(node, need), 0)
     if refusal is not None:
         return NodeMemory(node, MemoryVerdict.REFUSED, needed, usable, reason=str(refusal))
-    if not needed or not (node.most_vram or node.free_vram or node.gpus):
+    if not needed or not node.reports_memory:
         return NodeMemory(node, MemoryVerdict.UNKNOWN, needed, usable)
     if has_memory(node, need):
         return NodeMemory(node, MemoryVerdict.FITS, needed, usable)

@@ -20,15 +20,24 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode
 from nodes.registry import actions, change, claims, labels, lifecycle
+from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
 from operations.ledger.admission import Admission, OperationRequest, admit
 from operations.ledger.attempts import owned
-from operations.models import OperationTarget, TargetStatus
+from operations.models import Operation, OperationTarget, TargetStatus
 
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
 RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
+_ACTION_OF_KIND = {
+    APPROVE: actions.APPROVE,
+    REJECT: actions.REJECT,
+    DRAIN: actions.DRAIN,
+    RESUME: actions.RESUME,
+    REMOVE: actions.REMOVE,
+}
+"""The action whose conditions a verb has."""
 _REFUSALS_SHOWN = 10
 NODES_AT_ONCE, REMOVED_AT_ONCE = 25, 100
 """Nodes between two reports of an operation's progress, and in one transaction of removals."""
@@ -61,11 +70,19 @@ class BulkRequest:
 def request(bulk: BulkRequest, *, now: datetime) -> Admission:
     """Admit the operation, or join the active one with the same verb, options and nodes.
 
-    A node that is no longer registered gets a target as well, which fails.
+    Raises NodesRefused, which names the nodes that cannot take the verb now: then nothing has started. A node
+    that changes afterwards gets a target that fails.
     """
     ids = sorted(set(bulk.node_ids))
-    names = dict(BackendNode.objects.filter(pk__in=ids).values_list("id", "name"))
     key, element = identity(bulk.kind, bulk.options, ids)
+    nodes = BackendNode.objects.in_bulk(ids)
+    names = {id: node.name for id, node in nodes.items()}
+    if not Operation.objects.active().filter(key=key).exists():
+        refused = [
+            NodeRefusal(id, names.get(id, str(id)), why) for id in ids if (why := _refusal(bulk, nodes, id))
+        ]
+        if refused:
+            raise NodesRefused(refused, field="ids")
     return admit(
         OperationRequest(
             bulk.kind,
@@ -79,6 +96,18 @@ def request(bulk: BulkRequest, *, now: datetime) -> Admission:
         ),
         now=now,
     )
+
+
+def _refusal(bulk: BulkRequest, nodes: Mapping[UUID, BackendNode], node_id: UUID) -> str:
+    """Return why the node cannot take the verb now; "" if it can."""
+    node = nodes.get(node_id)
+    if node is None:
+        return GONE
+    fingerprint = bulk.options.get("fingerprints", {}).get(str(node_id))
+    if fingerprint is not None and fingerprint != node.fingerprint:
+        return lifecycle.FINGERPRINT_CHANGED
+    action = _ACTION_OF_KIND.get(bulk.kind)
+    return actions.refusal(action, node) if action else ""
 
 
 def identity(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str, str]:

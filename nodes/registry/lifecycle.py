@@ -98,7 +98,7 @@ def approve(
     with transaction.atomic():
         change = Change(lock_node(node_id), now)
         if fingerprint is not None and fingerprint != change.node.fingerprint:
-            raise errors.Conflict("the fingerprint has changed; review the node again", field="fingerprint")
+            raise errors.Conflict(FINGERPRINT_CHANGED, field="fingerprint")
         try:
             change.apply(Event.APPROVED, actor, reason=reason)
         except errors.Conflict as refusal:
@@ -219,6 +219,7 @@ def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -
         )
 
 
+FINGERPRINT_CHANGED = "the fingerprint has changed; review the node again"
 RESUMED_OFFLINE = "resumed, waiting for its next heartbeat"
 OWN_DEADLINE = 60.0
 """Seconds a stopping worker has for its whole way out (§0.6)."""

@@ -109,6 +109,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 _FACT_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "temperature": _optional(_whole_number(1000)),
     "power": _optional(_whole_number(100_000)),
+    "power_limit": _optional(_whole_number(100_000)),
     "ecc_errors": _optional(_whole_number(_LARGEST)),
     "driver": _text(GPU_LENGTHS["driver"]),
 }
@@ -137,6 +138,7 @@ GPUS_SCHEMA: dict[str, Any] = {
             "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
             "temperature": _described_fact("Degrees Celsius.", 1000),
             "power": _described_fact("Watts.", 100_000),
+            "power_limit": _described_fact("The most watts that its driver lets it draw.", 100_000),
             "ecc_errors": _described_fact("Uncorrected memory errors since its driver was loaded.", _LARGEST),
             "driver": {"type": "string", "maxLength": GPU_LENGTHS["driver"], "nullable": True},
         },
@@ -150,6 +152,7 @@ _SYSTEM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "kernel": _text(128),
     "cpu": _text(128),
     "cpu_count": _optional(_whole_number(100_000)),
+    "cpu_cores": _optional(_whole_number(100_000)),
     "booted_at": _time,
 }
 SYSTEM_SCHEMA: dict[str, Any] = {
@@ -159,6 +162,7 @@ SYSTEM_SCHEMA: dict[str, Any] = {
     "properties": {
         **{name: {"type": "string", "maxLength": 128, "nullable": True} for name in ("os", "kernel", "cpu")},
         "cpu_count": _described_fact("Logical processors.", 100_000),
+        "cpu_cores": _described_fact("Cores of the processors.", 100_000),
         "booted_at": {"type": "string", "format": "date-time", "nullable": True},
     },
 }

@@ -190,6 +190,7 @@ GPU = Shape(
         field("utilization", count(0, maximum=100), "Percent; null if it is not reported.", nullable=True),
         field("temperature", count(), "Degrees Celsius.", optional=True),
         field("power", count(), "Watts.", optional=True),
+        field("power_limit", count(), "The most watts that its driver lets it draw.", optional=True),
         field("ecc_errors", count(), "Uncorrected memory errors.", optional=True),
         field("driver", TEXT, optional=True),
     ],
@@ -202,6 +203,7 @@ SYSTEM = Shape(
         field("kernel", TEXT, optional=True),
         field("cpu", TEXT, optional=True),
         field("cpu_count", count(), "Logical processors.", optional=True),
+        field("cpu_cores", count(), optional=True),
         field("booted_at", TIME, optional=True),
     ],
 )

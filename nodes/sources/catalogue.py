@@ -14,11 +14,9 @@ from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import shapes
 from nodes.backends.catalogue import Offer
 from nodes.definitions.folder import folder
+from nodes.loading.definition_removal import IMPORT
 from nodes.sources import fits, galleries
 from operations.models import Operation
-
-IMPORT = "model_import"
-"""The kind of the operation that imports a model."""
 
 ENTRY = shapes.Shape(
     "CatalogueModel",
@@ -56,7 +54,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Page:
+class CataloguePage:
     """A page of the catalogue, and what all entries can be filtered by."""
 
     rows: list[shapes.Row]
@@ -67,7 +65,7 @@ class Page:
     offer: Offer = field(default_factory=Offer)
 
 
-def read(query: Query, now: datetime) -> Page:
+def read(query: Query, now: datetime) -> CataloguePage:
     """Return a page; raise Unavailable if no gallery can be read."""
     offer = readable_offer()
     fleet = fits.read_fleet(now)
@@ -77,7 +75,7 @@ def read(query: Query, now: datetime) -> Page:
     page = matching[first : first + query.items]
     installed, jobs = installed_names(), active_imports()
     rows = [_row(entry, tasks[id(entry)], installed, jobs, fleet) for entry in page]
-    return Page(
+    return CataloguePage(
         rows,
         len(matching),
         sorted({task for task in tasks.values() if task}),
@@ -117,7 +115,7 @@ def _row(
     task: str,
     installed: Collection[str],
     jobs: dict[str, str],
-    fleet: fits.Fleet,
+    fleet: fits.FleetFit,
 ) -> shapes.Row:
     size = galleries.bytes_of(entry)
     return ENTRY.of(

@@ -15,6 +15,7 @@ from localai_cluster.kit import names
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.outbound import SourceError
 from localai_cluster.kit.settings_table import ClusterSettings
+from nodes.definitions import edit, schema
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.definitions.headers import MOST_CONFIG_BYTES, Header
 from nodes.sources import galleries, images, objects, probing, shares, variants, writing
@@ -71,10 +72,11 @@ class Found:
     """The variant that the reference names; "" if it names none."""
     origin: str = "import"
 
-    def plan(self, choice: Choice, name: str, settings: Mapping[str, Any]) -> ImportPlan:
-        """Return the plan that imports a choice with these settings; raise InvalidInput."""
-        text = writing.text_of(writing.renamed(settings, name))
-        writing.check_text(text)
+    def plan(self, choice: Choice, name: str, changes: Mapping[str, Any] | None = None) -> ImportPlan:
+        """Return the plan that imports a choice under a name; raise InvalidInput."""
+        text = writing.text_of(writing.renamed(choice.settings, name))
+        text = edit.apply_changes(text, changes) if changes else text
+        schema.require_usable(text, self.source)
         return ImportPlan(name, text, check_files(choice.files), self.origin, self.source)
 
 
@@ -378,7 +380,7 @@ def select_choice(found: Found, wanted: str) -> Choice | None:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Suggestion:
     """A model that a name may mean; `text` names it when it is pasted."""
 
     text: str

@@ -40,7 +40,7 @@ _GENERIC = {"name": "model", "backend": "llama-cpp", "parameters": {"model": "mo
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetFit:
     """The nodes as they are now."""
 
     nodes: Sequence[Candidate]
@@ -91,6 +91,6 @@ class Fleet:
         return ProtectionRules("", self.now, {}, {})
 
 
-def read_fleet(now: datetime) -> Fleet:
+def read_fleet(now: datetime) -> FleetFit:
     """Return the nodes as they are now; four queries."""
-    return Fleet(fleet_cache.read_fleet(""), now)
+    return FleetFit(fleet_cache.read_fleet(""), now)

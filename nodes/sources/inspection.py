@@ -21,7 +21,7 @@ from nodes.definitions.folder import folder
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading.load_request import estimate_need
 from nodes.sources import fits, galleries, variants, writing
-from nodes.sources.finding import Candidate, Choice, Finder, Found, select_choice
+from nodes.sources.finding import Choice, Finder, Found, Suggestion, select_choice
 from nodes.sources.hub import Repository
 from nodes.sources.plans import ImportPlan
 from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
@@ -146,14 +146,14 @@ def plan_of(
     if not found.choices:
         raise InvalidInput(f"text: {found.problem or 'it has nothing that could be run'}", field="text")
     choice = select_choice(found, variant or found.wanted) or _best(found, now)
-    return found.plan(choice, name or found.name, writing.changed(choice.settings, changes or {}))
+    return found.plan(choice, name or found.name, changes)
 
 
 def plan_entry(entry: GalleryEntry, *, variant: str = "", name: str = "") -> ImportPlan:
     """Return the plan that imports an entry of a gallery; raise InvalidInput or SourceError."""
     found = _read_source(None, entry)
     choice = select_choice(found, variant) or found.choices[0]
-    return found.plan(choice, name or found.name, choice.settings)
+    return found.plan(choice, name or found.name)
 
 
 def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, dict[int, int], int]:
@@ -196,7 +196,7 @@ def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> Fou
     return async_to_sync(Finder(conf.cluster()).find)(reference, entry)
 
 
-def _fit(fleet: fits.Fleet, choice: Choice) -> Row:
+def _fit(fleet: fits.FleetFit, choice: Choice) -> Row:
     """Return where a choice fits, with the definition that its import would save."""
     return fleet.fit(writing.check_text(writing.text_of(choice.settings)), _files_of(choice))
 
@@ -228,7 +228,7 @@ def _search(reference: NameRef) -> Row:
     candidates = list(_of_galleries(offer.builds, reference.term))[:MOST_CANDIDATES]
     if _TAGGED.fullmatch(reference.term):
         candidates.append(
-            Candidate(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
+            Suggestion(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
         )
     problems = list(offer.problems.values())
     if not connection.in_atomic_block:
@@ -251,7 +251,7 @@ def _search(reference: NameRef) -> Row:
     )
 
 
-def _of_galleries(entries: Sequence[Any], term: str) -> list[Candidate]:
+def _of_galleries(entries: Sequence[Any], term: str) -> list[Suggestion]:
     """Return the entries whose name, tags or description have the term, those of that name first."""
     folded = term.casefold()
     ranked = []
@@ -262,7 +262,7 @@ def _of_galleries(entries: Sequence[Any], term: str) -> list[Candidate]:
             ranked.append(([not each for each in texts], entry))
     ranked.sort(key=lambda pair: pair[0])
     return [
-        Candidate(
+        Suggestion(
             f"{entry.gallery.name}@{entry.name}",
             entry.name,
             "gallery",
@@ -273,8 +273,8 @@ def _of_galleries(entries: Sequence[Any], term: str) -> list[Candidate]:
     ]
 
 
-def _of_hub(repository: Repository) -> Candidate:
+def _of_hub(repository: Repository) -> Suggestion:
     facts = (repository.task, repository.licence, f"{repository.downloads} downloads a month")
-    return Candidate(
+    return Suggestion(
         f"hf://{repository.id}", repository.id, "huggingface", ", ".join(fact for fact in facts if fact)
     )

@@ -135,26 +135,3 @@ def model_name(text: str) -> str:
 def renamed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the settings of a model under another name."""
     return {"name": name, **{key: value for key, value in settings.items() if key != "name"}}
-
-
-def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with what a person changed in a form; raise InvalidInput for an unknown field."""
-    result = _Copier().copied(settings)
-    for name, value in changes.items():
-        match name:
-            case "context_size" | "gpu_layers":
-                result[name] = value
-            case "parallel":
-                others = [each for each in result.get("options", []) if not str(each).startswith("parallel:")]
-                result["options"] = [*others, f"parallel:{value}"]
-            case "options":
-                result["options"] = value
-            case "max_tokens":
-                result.setdefault("parameters", {})["max_tokens"] = value
-            case "template":
-                result["template"] = {"chat": value, "jinja_template": True}
-            case _:
-                raise InvalidInput(
-                    f"changes: {names.plain(name[:60])} cannot be changed here", field="changes"
-                )
-    return dict(result)

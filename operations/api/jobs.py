@@ -169,15 +169,19 @@ class DismissView(APIView):
         request=shapes.DismissSerializer,
         responses={
             200: shapes.DoneSerializer,
-            **flat_refusals(404, 409),
+            **flat_refusals(400, 404, 409),
         },
     )
     def post(self, request: Request, job_id: str) -> Response:
-        """Removes a failure from the live list for all users; its record stays (O52)."""
+        """Removes a failure from the live list for all users; its record stays (O52).
+
+        With `nodes` only the failures on these nodes; the operation stays for the others.
+        """
         job = found(job_id).id
         user: Any = request.user
-        comment = validate_body(shapes.DismissSerializer, request).get("comment", "")
-        admission.dismiss(job, actor=user.name, now=clock.now(), comment=comment)
+        fields = validate_body(shapes.DismissSerializer, request)
+        comment, nodes = fields.get("comment", ""), fields.get("nodes", ())
+        admission.dismiss(job, actor=user.name, now=clock.now(), comment=comment, nodes=nodes)
         return Response({"success": True, "message": "operation dismissed"})
 
 

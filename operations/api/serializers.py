@@ -38,12 +38,6 @@ class SuccessSerializer(serializers.Serializer[Any]):
     success = serializers.BooleanField()
 
 
-class DismissSerializer(NullIsAbsent):
-    """Why the failure needs no more attention."""
-
-    comment = Text(required=False, allow_null=True, max_length=500)
-
-
 STATES = ("queued", "running", "verifying", "waiting_for_nodes", "completed", "failed", "cancelled")
 """O62."""
 
@@ -119,6 +113,12 @@ class NodesSerializer(NullIsAbsent):
         allow_empty=False,
         max_length=MOST_NODES,
     )
+
+
+class DismissSerializer(NodesSerializer):
+    """Why the failure needs no more attention; with nodes, only the failures on these."""
+
+    comment = Text(required=False, allow_null=True, max_length=500)
 
 
 def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:

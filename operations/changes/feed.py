@@ -20,6 +20,7 @@ from django.db import connection, transaction
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, TEXTS, TIME, UUID, Row, Shape, count, enum, field
 from operations import models
+from operations.causes import cause_of
 from operations.models import Operation, OperationTarget, Status, TargetStatus, Waves
 
 _RESTING = (Status.PENDING, Status.WAITING)
@@ -77,6 +78,12 @@ _RUNS = (
     field("startedAt", TIME, optional=True),
     field("finishedAt", TIME, optional=True),
 )
+CAUSE = field(
+    "cause",
+    TEXT,
+    "Of a failure: its error without what differs from node to node; failures with one cause share it.",
+    optional=True,
+)
 TARGET = Shape(
     "OperationTarget",
     "One node's part of an operation.",
@@ -88,6 +95,8 @@ TARGET = Shape(
         field("file_name", TEXT, optional=True),
         field("phase", TEXT, optional=True),
         field("error", TEXT, optional=True),
+        CAUSE,
+        field("dismissedAt", TIME, "Since when its failure is off the live list.", optional=True),
         field("current", TEXT, optional=True),
         field("total", TEXT, optional=True),
         field("current_bytes", WHOLE, optional=True),
@@ -119,6 +128,8 @@ WAVES = Shape(
         field("count", count(), "How many waves there are."),
         field("maxUnavailable", count(1)),
         field("canary", FLAG),
+        field("pauseSeconds", count(), "Pause between two waves.", optional=True),
+        field("stopAtFailures", count(1), "It asks once this many nodes have failed.", optional=True),
         field("lastReplicas", TEXTS, "Models whose last replica may stop."),
     ],
 )
@@ -154,6 +165,7 @@ FIELDS = (
     field("currentBytes", WHOLE, optional=True),
     field("totalBytes", WHOLE, optional=True),
     field("error", TEXT, optional=True),
+    CAUSE,
     field("dismissedAt", TIME, "Since when it is off the live list.", optional=True),
     field("dismissedBy", TEXT, optional=True),
     field("dismissedComment", TEXT, optional=True),
@@ -171,8 +183,11 @@ OPERATION = Shape(
 )
 
 
-def target_as_dict(target: OperationTarget) -> Row:
-    """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
+def target_as_dict(target: OperationTarget, element: str = "") -> Row:
+    """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2).
+
+    `element` is the name that the cause of its failure leaves out.
+    """
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
     has_explanation = target.waits_for_node or target.attempts or target.overdue_since
@@ -184,6 +199,8 @@ def target_as_dict(target: OperationTarget) -> Row:
         file_name=target.file_name,
         phase=target.phase,
         error=target.error or (target.reason if waits and has_explanation else ""),
+        cause=cause_of(target.error, (target.node_name, element)) if target.error else "",
+        dismissedAt=_moment(target.dismissed_at),
         reason=target.reason,
         attempts=target.attempts,
         nextLookAt=_moment(target.next_check_at),
@@ -213,6 +230,8 @@ def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> Row | No
         count=len({target.wave for target in targets}),
         maxUnavailable=plan["max_unavailable"],
         canary=plan["canary"],
+        pauseSeconds=plan.get("pause_seconds", 0),
+        stopAtFailures=plan.get("stop_at_failures", 1),
         lastReplicas=plan["last_replicas"],
     )
 
@@ -225,9 +244,10 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Ro
     """Return an operation for the wire."""
     targets, kind = list(targets), facts_of(operation)
     runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING
+    name = operation.element.rpartition("@")[2]
     return OPERATION.of(
         id=operation.element,
-        name=operation.element.rpartition("@")[2],
+        name=name,
         fullName=operation.element,
         jobID=str(operation.id),
         kind=operation.kind,
@@ -251,7 +271,8 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Ro
         currentBytes=operation.current_bytes,
         totalBytes=operation.total_bytes,
         error=operation.error,
-        nodes=[target_as_dict(target) for target in targets],
+        cause=cause_of(operation.error, (operation.node_name, name)) if operation.error else "",
+        nodes=[target_as_dict(target, name) for target in targets],
         startedAt=_moment(operation.started_at),
         finishedAt=_moment(operation.finished_at),
         dismissedAt=_moment(operation.dismissed_at),
@@ -315,7 +336,8 @@ def change_of(
     """
     if moved is None or len(moved) == len(targets):
         return as_dict(operation, targets)
-    nodes = [target_as_dict(target) for target in moved]
+    name = operation.element.rpartition("@")[2]
+    nodes = [target_as_dict(target, name) for target in moved]
     return {**as_dict(operation), "nodes": nodes, PARTIAL: True}
 
 

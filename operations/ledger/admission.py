@@ -1,6 +1,6 @@
 """Admission and user actions on operations: create, join, extend the need, cancel, dismiss a failure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import count
@@ -190,10 +190,14 @@ def changed(did: str, operation: Operation, detail: str = "") -> Change:
     return Change(f"operation.{did}", subject, str(operation.id), detail)
 
 
-def dismiss(operation_id: UUID, *, actor: str, now: datetime, comment: str = "") -> Operation:
+def dismiss(
+    operation_id: UUID, *, actor: str, now: datetime, comment: str = "", nodes: Collection[UUID] = ()
+) -> Operation:
     """Acknowledge a failure, which leaves every live list (O52); a dismissed failure is not changed.
 
-    Raises NotFound, and Conflict with the status of an operation that has not failed.
+    With `nodes` only the failures on these: the operation is dismissed with the last of them. Raises
+    NotFound, InvalidInput for nodes on which it has not failed, and Conflict with the status of an operation
+    that has not failed.
     """
     with committed("ledger.dismiss"):
         operation = locked(operation_id)
@@ -201,13 +205,31 @@ def dismiss(operation_id: UUID, *, actor: str, now: datetime, comment: str = "")
             raise errors.Conflict(
                 f"the operation is {operation.status}: only a failure can be dismissed", field="status"
             )
-        if operation.dismissed_at is None:
+        if operation.dismissed_at is not None:
+            return operation
+        if nodes and _dismiss_targets(operation, nodes, now):
+            audit.record(changed("dismissed_part", operation, f"on {_nodes(nodes)}: {comment}"), at=now)
+        else:
             operation.dismissed_at, operation.dismissed_by = now, actor[:_LONGEST_ACTOR]
             operation.dismissed_comment = comment[:LONGEST_COMMENT]
             operation.save(update_fields=["dismissed_at", "dismissed_by", "dismissed_comment"])
             audit.record(changed("dismissed", operation, comment), at=now)
-            emit([operation])
+        emit([operation])
     return operation
+
+
+def _dismiss_targets(operation: Operation, nodes: Collection[UUID], now: datetime) -> bool:
+    """Dismiss the failures on these nodes; return True if others remain. Raises InvalidInput."""
+    failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
+    if strange := sorted(map(str, set(nodes) - set(failed.values_list("node_id", flat=True)))):
+        raise errors.InvalidInput(f"nodes: it has not failed on {', '.join(strange[:5])}", field="nodes")
+    remaining = failed.filter(dismissed_at__isnull=True)
+    remaining.filter(node_id__in=nodes).update(dismissed_at=now)
+    return remaining.exists()
+
+
+def _nodes(nodes: Collection[UUID]) -> str:
+    return "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
 
 
 def locked(operation_id: UUID) -> Operation:

@@ -169,14 +169,21 @@ def all_routes() -> list[str]:
 PAGES = ("/", "/app", "/app/{path}", "/browse", "/browse/{rest}", "/login", "/favicon.svg")
 
 
+def _signs_in(path: str, kind: str) -> bool | int:
+    if path.startswith("/api/auth/api-keys"):
+        # Only people manage keys, in sessions of their own.
+        return kind in ("user session", "admin session") or (403 if kind == "newcomer session" else 401)
+    # Open to all; a change needs the CSRF token, which callers without a session do not send here.
+    return kind.endswith("session") or 403
+
+
 def allowed(path: str, kind: str) -> bool | int:
     """Whether `kind` may call `path` at all; a number is the refusal's status."""
     person, admin = kind.removesuffix(" session") in ("user", "admin"), kind.startswith("admin")
     if path in PAGES or path in ("/healthz", "/readyz", "/api/branding"):
         return True
     if path.startswith("/api/auth/"):
-        # Open to all; a change needs the CSRF token, which callers without a session do not send here.
-        return kind.endswith("session") or 403
+        return _signs_in(path, kind)
     if kind == "newcomer session":
         return 401 if path.startswith("/metrics") else 403
     if path in ("/version", "/api/features", "/api/models/capabilities") or path.endswith("/load-status"):

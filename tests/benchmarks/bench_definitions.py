@@ -8,6 +8,7 @@ page, of a search and of one definition, and what a poll of the rows costs.
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from uuid import uuid4
 
 import httpx
@@ -78,7 +79,7 @@ def measure(cluster: Cluster, requests: int) -> None:
             ("all on one page", "?items=1000"),
             ("one definition", "/org/stored-00001"),
         ):
-            show(what, times(lambda path=path: get(path), requests))
+            show(what, times(partial(get, path), requests))
     known = rows.read_rows({})
     show("poll of unchanged rows", times(lambda: rows.read_rows(known), requests))
     show("first poll of the rows", times(lambda: rows.read_rows({}), 5))

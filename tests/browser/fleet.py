@@ -117,6 +117,14 @@ class Fleet:
         """POST as the static admin."""
         return self.cluster.post(self.webs[0], path, body)
 
+    def put(self, path: str, body: Any) -> httpx.Response:
+        """PUT as the static admin."""
+        return httpx.put(f"{self.webs[0].url}{path}", json=body, headers=ADMIN, timeout=120)
+
+    def delete(self, path: str) -> httpx.Response:
+        """DELETE as the static admin."""
+        return httpx.delete(f"{self.webs[0].url}{path}", headers=ADMIN, timeout=120)
+
     def install(self, node: str, backend: str) -> str:
         """Asks for an install; answers the operation's id."""
         reply = self.post(f"/api/nodes/{self.id(node)}/backends/install", {"backend": backend})
@@ -129,8 +137,7 @@ class Fleet:
 
     def remove(self, name: str) -> None:
         """Deregisters a node."""
-        url = f"{self.webs[0].url}/api/nodes/{self.id(name)}"
-        assert httpx.delete(url, headers=ADMIN, timeout=120).is_success
+        assert self.delete(f"/api/nodes/{self.id(name)}").is_success
 
     def resume_all(self) -> None:
         """Puts the workers into service again, no matter what a test has done to them."""

@@ -1,4 +1,4 @@
-"""The browser's part of `make measure`: interaction to next paint, memory, first load.
+"""The browser's part of `make measure`: interaction to next paint, charts, memory, first load.
 
 Five hundred seeded nodes and two hundred operations move all the while. Chromium itself says how long each
 interaction took until its paint (event timing, in steps of 8 ms; what took less than 16 ms it does not tell
@@ -16,14 +16,16 @@ from rich.console import Console
 
 from localai_cluster.embedded import build
 from localai_cluster.kit import clock
-from tests.browser import install
+from tests.browser import install, week
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, seeded, sign_in
 from tests.browser.screen import settings
 from tests.measure.table import Measured, show
 
 NODES, OPERATIONS = 500, 200
-NEXT_PAINT, GROWTH = 200.0, 10.0
+NEXT_PAINT, CHARTS, GROWTH = 200.0, 300.0, 10.0
+CHARTED = "gpu-h100-106"
+TURNS = 7
 WARM_UP_SECONDS = 120.0
 """Until the page remembers as many ended operations as it ever will."""
 TOLD_FROM = 16
@@ -41,6 +43,18 @@ new PerformanceObserver((list) => {
 }).observe({ type: "event", durationThreshold: 16, buffered: true });
 """
 _TOLD = "() => [...window.interactions.values()]"
+_WEEK = """async () => {
+  const frame = () => new Promise(requestAnimationFrame);
+  const buttons = [...document.querySelectorAll("[aria-label='Time shown'] button")];
+  const began = performance.now();
+  buttons.find((button) => button.textContent === "Week").click();
+  const sliders = () => [...document.querySelectorAll(".chart [role=slider]")];
+  while (sliders().length < 6 || sliders().some((slider) => slider.ariaValueMax > 200)) await frame();
+  await frame();
+  await frame();
+  return performance.now() - began;
+}"""
+"""Presses *Week* and waits until every chart is drawn: it has an hour's 360 steps before, 169 after."""
 
 
 def minutes() -> float:
@@ -117,6 +131,22 @@ def interactions(page: Page, fleet: Fleet) -> list[Measured]:
     ]
 
 
+def charts(page: Page, fleet: Fleet) -> list[Measured]:
+    """From the press to the drawn week of eight GPUs, each time in a page that was loaded anew."""
+    node = fleet.id(CHARTED)
+    week.plant(fleet.cluster, node, clock.now())
+    took = []
+    for _ in range(TURNS):
+        page.goto(f"{fleet.webs[0].url}/app/nodes/{node}")
+        expect(page.get_by_role("region", name="Over time").get_by_role("slider").first).to_be_visible()
+        took.append(float(page.evaluate(_WEEK)))
+    took.sort()
+    return [
+        Measured("charts of 8 GPUs over a week, median", took[TURNS // 2], CHARTS, unit="ms"),
+        Measured("charts of 8 GPUs over a week, worst", took[-1], unit="ms"),
+    ]
+
+
 def heap(page: Page) -> float:
     """Bytes in use after everything that can go is gone."""
     debugger = page.context.new_cdp_session(page)
@@ -172,7 +202,7 @@ def measure(program: str) -> list[Measured]:
     ):
         browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
         with opened(browser, fleet) as page:
-            found = interactions(page, fleet)
+            found = interactions(page, fleet) + charts(page, fleet)
         with opened(browser, fleet) as page:
             found += memory(page, fleet)
         browser.close()

@@ -8,27 +8,24 @@ ends it.
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import httpx
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
-from localai_cluster.kit import clock
-from tests.browser import install
+from tests.browser import day, install
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, sign_in
 from tests.browser.screen import settings
-from tests.browser.shots import PATIENCE, PICTURES, WIDE
+from tests.browser.shots import PATIENCE, WIDE
+from tests.browser.story_teller import SAID, Teller
 from tests.conftest import eventually
-from tests.support.cluster import ROOT, TOKEN
+from tests.support.cluster import TOKEN
 
-SAID = ROOT / "build" / "story.txt"
 OTHERS = ("fine", "failing", "killed", "drained")
 SLOW_RATE = "600000"
 """Bytes a second: an install takes 20 s, its time limit is 8 s."""
@@ -37,102 +34,6 @@ LIMITS = {
     "CLUSTER_NODE_STALE_AFTER": "15s",
     "CLUSTER_INSTALL_WAIT": "60s",
 }
-
-
-class Teller:
-    """The cluster, a browser, and what was said."""
-
-    def __init__(self, fleet: Fleet, page: Page) -> None:
-        self.fleet, self.page = fleet, page
-        self.began = clock.monotonic()
-        SAID.write_text("")
-
-    def say(self, *words: object) -> None:
-        """A line of the record."""
-        line = f"[{clock.monotonic() - self.began:6.1f}] {' '.join(map(str, words))}"
-        print(line, flush=True)
-        with SAID.open("a") as file:
-            file.write(line + "\n")
-
-    def post(self, path: str, body: Any = None) -> dict[str, Any]:
-        """Asks over REST and says the answer."""
-        begun = clock.monotonic()
-        reply = self.fleet.post(path, body)
-        self.say(f"POST {path} {body or ''} -> {reply.status_code} in {clock.monotonic() - begun:.2f} s")
-        self.say(reply.text[:400])
-        found: dict[str, Any] = reply.json()
-        return found
-
-    def on(self, node: str, verb: str, backend: str) -> str:
-        """Asks for work of one backend on one node."""
-        reply = self.post(f"/api/nodes/{self.fleet.id(node)}/backends/{verb}", {"backend": backend})
-        return str(reply.get("jobID", ""))
-
-    def manage(self, *words: str) -> None:
-        """What the command line says."""
-        done = subprocess.run(
-            [sys.executable, "manage.py", *words],
-            cwd=ROOT,
-            env=dict(self.fleet.cluster.environment),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        self.say(f"$ manage.py {' '.join(words)} (exit code {done.returncode})\n{done.stdout}{done.stderr}")
-
-    def operation(self, job: str) -> dict[str, Any]:
-        """One operation as REST has it."""
-        found: dict[str, Any] = self.fleet.get(f"/api/operations/{job}").json()
-        return found
-
-    def until_ended(self, job: str, seconds: float = 120.0) -> None:
-        """Says each change of an operation until it has ended."""
-        last = ""
-        for _ in range(int(seconds * 2)):
-            told = self.operation(job)
-            parts = [
-                (n["node_name"], n["status"], int(n["percentage"]) // 25 * 25) for n in told.get("nodes", ())
-            ]
-            line = f"{told['status']}: {told['message']} {parts}"
-            if line != last:
-                self.say(line)
-            last = line
-            if told["status"] in ("completed", "failed", "cancelled"):
-                return
-            time.sleep(0.5)
-
-    def job(self, backend: str, kind: str) -> str:
-        """The id of what runs."""
-        found = self.fleet.get("/api/operations").json()["operations"]
-        return next(str(one["jobID"]) for one in found if (one["name"], one["kind"]) == (backend, kind))
-
-    def show(self, path: str) -> Page:
-        """A page, once it is live."""
-        self.page.goto(self.fleet.webs[0].url + path)
-        expect(self.page.get_by_test_id("connection")).to_have_text("Live")
-        time.sleep(1)
-        return self.page
-
-    def picture(self, name: str, *, end: bool = False) -> None:
-        """A picture; `end`: of the end of the page."""
-        if end:
-            self.page.mouse.move(WIDE["width"] / 2, WIDE["height"] / 2)
-            self.page.mouse.wheel(0, 5000)
-        time.sleep(0.4)
-        path = PICTURES / "story" / f"{name}.png"
-        path.parent.mkdir(exist_ok=True)
-        self.page.screenshot(path=path, animations="disabled", caret="hide")
-        self.say(f"picture {path.name}: {path.stat().st_size // 1024} kB")
-
-    def clear(self) -> None:
-        """Dismisses every failure."""
-        for one in self.fleet.get("/api/operations/inbox").json()["operations"]:
-            self.fleet.post(f"/api/operations/{one['jobID']}/dismiss")
-
-    def restart(self, name: str) -> None:
-        """Starts a worker that was killed."""
-        self.fleet.workers[name] = self.fleet.worker(name)
-        eventually(lambda: self.fleet.node(name)["status"] == "healthy", what="it is back")
 
 
 def one_install(one: Teller) -> None:
@@ -158,6 +59,8 @@ def five_nodes(one: Teller) -> None:
     one.fleet.workers["killed"].kill()
     one.post(f"/api/nodes/{one.fleet.id('drained')}/drain", {"reason": "its disk is replaced"})
     dialog.get_by_role("button", name="Install on 5 nodes").click()
+    expect(dialog.get_by_role("alert").first).to_contain_text("Nothing has started")
+    dialog.get_by_role("button", name="Install on 4 nodes").click()
     time.sleep(5)
     one.picture("picker")
     dialog.get_by_role("button", name="Continue in background").click()
@@ -272,8 +175,8 @@ def upgrade(one: Teller) -> None:
     one.fleet.publish("batch", "2.0.0")
     page = one.show("/app/backends?view=installed")
     page.get_by_role("button", name="Check for updates").click()
-    named = page.get_by_text("batch", exact=True)
-    lines = page.get_by_role("list", name="Installed backends").get_by_role("listitem")
+    named = page.get_by_role("link", name="batch", exact=True)
+    lines = page.get_by_role("table", name="Installed backends").get_by_role("row")
     line = lines.filter(has=named).first
     expect(line).to_contain_text("update to v2.0.0")
     one.say("before:", line.inner_text())
@@ -364,42 +267,49 @@ SCENES = (one_install, five_nodes, drained, upgrade, agents, commands, unload, c
 
 
 def main() -> int:
-    """Plays the scenes that are named, all if none is."""
+    """Plays the scenes that are named, all if none is; `day` plays docs/operators-day.md instead."""
     program = install.chromium()
     if not program:
         print(install.LEFT_OUT)
         return 1
     SAID.parent.mkdir(exist_ok=True)
-    with (
-        running_fleet(webs=2, workers=OTHERS, tasks=True, **LIMITS) as fleet,
-        sync_playwright() as playwright,
-    ):
-        add_slow(fleet)
+    is_day = sys.argv[1:] == ["day"]
+    fleet_of_day = running_fleet(webs=1, workers=(), tasks=True)
+    started = fleet_of_day if is_day else running_fleet(webs=2, workers=OTHERS, tasks=True, **LIMITS)
+    with started as fleet, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
         context = browser.new_context(**settings(still=True) | {"viewport": WIDE})
         context.set_default_timeout(PATIENCE)
         context.add_cookies(sign_in(fleet.webs[0].url))
-        one = Teller(fleet, context.new_page())
-        answers: dict[int, int] = {}
-
-        def look() -> None:
-            for web in fleet.webs:
-                code = fleet.cluster.get(web, "/api/operations").status_code
-                answers[code] = answers.get(code, 0) + 1
-
-        with always(look, 0.2):
-            for scene in SCENES:
-                if len(sys.argv) < 2 or scene.__name__ in sys.argv[1:]:
-                    one.say(f"== {scene.__name__}: {scene.__doc__}")
-                    try:
-                        scene(one)
-                        fleet.resume_all()
-                        one.clear()
-                    except Exception as error:
-                        one.say(f"THE SCENE BROKE OFF: {error!r}")
-        one.say("answers of GET /api/operations while it played:", answers)
+        if is_day:
+            day.play(fleet, day.Day(fleet, context.new_page(), "day"))
+        else:
+            add_slow(fleet)
+            play(fleet, Teller(fleet, context.new_page()))
         browser.close()
     return 0
+
+
+def play(fleet: Fleet, one: Teller) -> None:
+    """Plays the scenes, while a script asks both web processes for the list of operations."""
+    answers: dict[int, int] = {}
+
+    def look() -> None:
+        for web in fleet.webs:
+            code = fleet.cluster.get(web, "/api/operations").status_code
+            answers[code] = answers.get(code, 0) + 1
+
+    with always(look, 0.2):
+        for scene in SCENES:
+            if len(sys.argv) < 2 or scene.__name__ in sys.argv[1:]:
+                one.say(f"== {scene.__name__}: {scene.__doc__}")
+                try:
+                    scene(one)
+                    fleet.resume_all()
+                    one.clear()
+                except Exception as error:
+                    one.say(f"THE SCENE BROKE OFF: {error!r}")
+    one.say("answers of GET /api/operations while it played:", answers)
 
 
 def add_slow(fleet: Fleet) -> None:

@@ -11,10 +11,12 @@ from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
 from tests.support.effort import swept
+from tests.support.seeding.nodes import MODELS
 
 PAGES = (
-    "login", "overview", "nodes", "node", "activity", "models", "scheduling", "backends", "capacity",
-    "health", "password", "nowhere",
+    "login", "overview", "nodes", "node", "node/replicas", "node/backends", "node/timeline",
+    "node/settings", "activity", "models", "model", "models/add", "scheduling", "backends",
+    "backends?view=installed", "backends/llama-cpp", "capacity", "health", "keys", "password", "nowhere",
 )  # fmt: skip
 _MOVING = """() => document.getAnimations().filter((one) => one.playState === "running"
   && (one.effect?.getComputedTiming().duration ?? 0) > 10).length"""
@@ -25,9 +27,9 @@ def opened(window: Opener, crowd: Fleet, cookies: Cookies, which: str, **how: bo
     screen = window(crowd.webs[0].url, () if which == "login" else cookies, **how)
     if which == "nowhere":
         screen.expect("status of 404")
-    node = crowd.id("gpu-a100-112")
-    path = {"login": "/login", "node": f"/app/nodes/{node}", "nowhere": "/app/nowhere"}
-    page = screen.go(path.get(which, f"/app/{which}"))
+    node = f"nodes/{crowd.id('gpu-a100-112')}"
+    path = {"login": "/login", "model": f"/app/models/{MODELS[0]}"}
+    page = screen.go(path.get(which, f"/app/{re.sub('^node(?=$|/)', node, which)}"))
     expect(page.get_by_role("heading", level=1)).to_be_visible()
     if which not in ("login", "nowhere"):
         expect(page.get_by_test_id("connection")).to_have_text("Live")

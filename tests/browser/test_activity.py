@@ -127,9 +127,7 @@ def test_the_inbox_retries_what_failed_and_dismisses_with_a_comment(
     everywhere(cluster, "quick", "fine", "refusing", "fifth")
     expect(page.get_by_role("link", name=re.compile("^Inbox.*1 failure$"))).to_be_visible()
     expect(part(page, "quick", "refusing")).to_contain_text("no image")
-    page.get_by_role(
-        "button", name="Retry all failed (2): Could not install backend quick on 2 nodes"
-    ).click()
+    page.get_by_role("button", name="Retry all failed (2): quick on 2 nodes").click()
     expect(page.get_by_text("No failures").first).to_be_visible()
     eventually(lambda: not cluster.get("/api/operations").json()["operations"], what="the retry has ended")
     sent = {name: worker.count("backend.install") - before[name] for name, worker in acting.items()}
@@ -137,8 +135,8 @@ def test_the_inbox_retries_what_failed_and_dismisses_with_a_comment(
     acting["fifth"].machine.script = Script({"backend.install": Act(refuse="image is broken")})
     for backend in ("present", "doomed"):
         everywhere(cluster, backend, "fifth")
-    for backend in ("present", "doomed"):
-        page.get_by_role("checkbox", name=f"Select: Could not install backend {backend} on fifth").check()
+    # Two operations that failed for one cause are one card.
+    page.get_by_role("checkbox", name="Select: Could not install backend in 2 operations").check()
     page.get_by_role("button", name="Dismiss selected (2)…").click()
     page.get_by_label("Comment (optional)").fill("image is rebuilt upstream")
     page.get_by_role("dialog").get_by_role("button", name="Dismiss", exact=True).click()
@@ -160,7 +158,8 @@ def test_a_failure_of_which_one_part_is_tried_again_stays_for_the_other(
     everywhere(cluster, "cutting", "refusing", "fifth")
     page.get_by_role("button", name="Retry cutting on refusing").click()
     eventually(lambda: acting["refusing"].machine.backends.get("cutting") is not None, what="it is installed")
-    expect(part(page, "cutting", "fifth")).to_contain_text("no image")
+    expect(page.get_by_role("heading", name="Could not install backend cutting on fifth")).to_be_visible()
+    expect(page.get_by_role("list", name="Failures")).to_contain_text("no image")
     assert [one["name"] for one in cluster.get("/api/operations/inbox").json()["operations"]] == ["cutting"]
     assert acting["fifth"].count("backend.install") == before + 1
 
@@ -275,3 +274,124 @@ def test_axe_finds_nothing_serious(
         expect(page.get_by_text("renewed").first).to_be_visible()
     assert checks.sideways(page) == []
     assert checks.violations(page) == []
+
+
+_FAILURES = """
+from uuid import uuid4
+from localai_cluster.kit import clock
+from operations.models import Operation, OperationTarget
+now = clock.now()
+failed = {"kind": "backend_install", "status": "failed", "finished_at": now, "actor": "ann"}
+for number in range(300):
+    error = f"{number} MiB free on lone-{number}"
+    one = Operation.objects.create(key=f"lone {number}", element="lone", error=error, **failed)
+many = Operation.objects.create(key="many", element="many", by_parts=True, error="…", **failed)
+OperationTarget.objects.bulk_create(
+    OperationTarget(
+        operation=many, node_id=uuid4(), node_name=f"gpu-{number}", status="error", finished_at=now,
+        error=f"registry answered {403 if number < 290 else 500} for https://r.example/{uuid4()}",
+    )
+    for number in range(300)
+)
+"""
+
+
+@pytest.mark.rule("UW25", "O52")
+def test_300_equal_failures_are_one_card(view: Screen, place: tuple[Fleet, Workers], acting: Workers) -> None:
+    """Of one operation, and of 300; each cause is opened, retried and dismissed on its own (P10)."""
+    cluster, _ = place
+    cluster.cluster.manage("shell", "--no-imports", "-c", _FAILURES)
+    page = live(view, "/app/activity/inbox")
+    cards = page.get_by_role("list", name="Failures").get_by_role("article")
+    expect(cards).to_have_count(2)
+    expect(cards.first.or_(cards.last)).to_contain_text("Could not install backend lone in 300 operations")
+    causes = page.get_by_role("list", name="Causes of the failure of many")
+    toggle = causes.get_by_role("button", name="290 nodes: registry answered 403 for …")
+    toggle.click()
+    rows = causes.get_by_role("list", name="Nodes of many").get_by_role("listitem")
+    expect(rows.first).to_contain_text("gpu-0")
+    assert rows.count() < 50, "rows are virtual"
+    assert page.evaluate("document.documentElement.scrollHeight") < 3000
+    assert checks.violations(page) == []
+    toggle.click()
+    causes.get_by_role("button", name="Dismiss (10): registry answered 500 for …").click()
+    expect(page.get_by_role("heading", name="Could not install backend many on 290 nodes")).to_be_visible()
+    page.get_by_role("button", name=re.compile("^Dismiss many on 290 nodes")).click()
+    page.get_by_role("dialog").get_by_role("button", name="Dismiss", exact=True).click()
+    expect(cards).to_have_count(1)
+    put_away = "UPDATE operations SET dismissed_at = now() WHERE element = 'lone' RETURNING id"
+    assert len(cluster.cluster.rows(put_away)) == 300
+
+
+@pytest.mark.rule("UW25")
+def test_nodes_that_cannot_take_an_install_are_refused_by_name_and_the_others_go_on_in_waves(
+    view: Screen, place: tuple[Fleet, Workers], acting: Workers
+) -> None:
+    cluster, _ = place
+    acting["fine"].machine.script = Script({"backend.install": Act(seconds=3, ticks=5)})
+    before = {name: worker.count("backend.install") for name, worker in acting.items()}
+    page = live(view, "/app/backends")
+    page.get_by_role("button", name="Install aged…").click()
+    dialog = page.get_by_role("dialog", name="Install aged")
+    for name in ("fine", "slow", "fifth"):
+        dialog.get_by_role("checkbox", name=f"Select {name}", exact=True).check()
+    dialog.get_by_text("All at once", exact=True).click()
+    dialog.get_by_role("radio", name=re.compile("^In waves")).check()
+    dialog.get_by_label("Nodes at a time").fill("50%")
+    assert cluster.post(f"/api/nodes/{cluster.id('slow')}/drain").is_success
+    try:
+        dialog.get_by_role("button", name="Install on 3 nodes").click()
+        expect(dialog.get_by_role("alert").first).to_contain_text("Nothing has started")
+        row = dialog.get_by_role("row").filter(has=page.get_by_text("slow", exact=True))
+        expect(row).to_contain_text("node slow is draining")
+        assert {name: worker.count("backend.install") for name, worker in acting.items()} == before
+        assert checks.violations(page) == []
+        dialog.get_by_role("button", name="Install on 2 nodes").click()
+        waiting = dialog.get_by_role("row").filter(has=page.get_by_text("fine", exact=True))
+        expect(waiting.or_(dialog.get_by_text("waits for wave 2 of 2")).first).to_be_visible()
+        expect(dialog.get_by_test_id("picker-tally")).to_contain_text("2 of 3 done, 1 failed")
+    finally:
+        assert cluster.post(f"/api/nodes/{cluster.id('slow')}/resume").is_success
+    assert acting["slow"].count("backend.install") == before["slow"]
+    (ended,) = cluster.get("/api/operations/history?backend=aged&limit=1").json()["operations"]
+    assert (ended["waves"]["maxUnavailable"], ended["waves"]["count"]) == (1, 2)
+
+
+@pytest.mark.rule("UW27")
+def test_a_cancel_of_many_nodes_says_how_many_had_already_finished(
+    view: Screen, place: tuple[Fleet, Workers], acting: Workers
+) -> None:
+    cluster, _ = place
+    for name in ("slow", "silent", "refusing"):
+        acting[name].machine.script = Script({"backend.install": Act(seconds=60, ticks=200)})
+    page = live(view, "/app/activity")
+    job = everywhere(cluster, "parted", *NAMES)
+    for name in ("fine", "fifth"):
+        expect(part(page, "parted", name)).to_contain_text("done")
+    page.get_by_role("button", name=re.compile("^Cancel: Installing backend parted")).click()
+    page.get_by_role("alertdialog").get_by_role("button", name="Cancel operation").click()
+    ended = page.get_by_role("region", name="Recently finished")
+    expect(ended).to_contain_text("3 cancelled, 2 had already finished")
+    assert cluster.get(f"/api/backends/job/{job}").json()["state"] == "cancelled"
+
+
+@pytest.mark.rule("UI-9.10")
+def test_on_a_phone_history_shows_what_the_outcome_and_when(
+    window: Opener, place: tuple[Fleet, Workers], acting: Workers, admin: Cookies
+) -> None:
+    """Nothing of them is cut, and the filters do not come first (P14)."""
+    cluster, _ = place
+    job = everywhere(cluster, "byhand", "fine")
+    eventually(lambda: cluster.ended(job), what="it is installed")
+    page = live(window(cluster.webs[0].url, admin, narrow=True), "/app/activity/history?backend=byhand")
+    line = page.get_by_role("button", name=re.compile("byhand")).first
+    for words in ("byhand", "installed", "ago"):
+        expect(line).to_contain_text(words)
+    cut = line.evaluate(
+        "line => [...line.querySelectorAll('.name, .history-when')].filter((each) => each.offsetWidth > 0"
+        " && each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent)"
+    )
+    assert cut == []
+    expect(line.locator(".ended-actor")).to_be_hidden()
+    expect(page.get_by_text("Filters", exact=True)).to_be_visible()
+    assert checks.sideways(page) == []

@@ -229,10 +229,14 @@ def test_a_node_shows_what_it_reported_runs_and_has(packed: Screen, crowd: Fleet
     found = [node for node in crowd.get("/api/nodes").json() if node["status"] == "healthy"]
     busy = max(found, key=lambda node: node["model_count"])
     page = live(packed.go(f"/app/nodes/{busy['id']}"))
+    expect(
+        page.get_by_role("region", name="Memory").get_by_role("img", name=re.compile("^RAM used"))
+    ).to_be_visible()
+    page.get_by_role("link", name="Replicas").click()
     replicas = page.get_by_role("region", name="Replicas")
     expect(replicas.get_by_text("loaded")).to_have_count(busy["model_count"])
     expect(replicas).to_contain_text("in flight")
-    expect(page.get_by_role("region", name="Memory")).to_contain_text("RAM used")
+    page.get_by_role("navigation", name="Parts of").get_by_role("link", name="Backends").click()
     expect(page.get_by_role("region", name="Installed backends")).to_contain_text("Reported by the worker")
 
 

@@ -79,9 +79,9 @@ def log_of(page: Page) -> Locator:
 @pytest.mark.rule("UI-4.8", "UI-5.1", "UI-5.2", "UI-5.3", "E69")
 def test_from_the_node_to_the_live_log_of_a_replica(screen: Screen, engine: Engine) -> None:
     """By keyboard; what the engine prints shows at once, as text, without the colours of a terminal."""
-    page = screen.go(f"/app/nodes/{engine.fleet.id('fine')}")
+    page = screen.go(f"/app/nodes/{engine.fleet.id('fine')}/replicas")
     page.get_by_role("link", name=f"Logs of {MODEL}, replica 0").press("Enter")
-    expect(page.get_by_role("heading", level=1)).to_have_text(f"Logs of {MODEL}#0")
+    expect(page.get_by_role("heading", level=2)).to_have_text(f"Logs of {MODEL}#0")
     expect(page.get_by_text("Live", exact=True).first).to_be_visible()
     expect(log_of(page)).to_contain_text("warming up")
     engine.says("a <b>bold</b> line", "\x1b[31mred\x1b[0m and plain")
@@ -89,10 +89,11 @@ def test_from_the_node_to_the_live_log_of_a_replica(screen: Screen, engine: Engi
     expect(log_of(page)).to_contain_text("red and plain")
     assert log_of(page).get_attribute("aria-live") == "off"
     page.get_by_role("radio", name="All merged").check()
-    expect(page.get_by_role("heading", level=1)).to_have_text(f"Logs of {MODEL}")
+    expect(page.get_by_role("heading", level=2)).to_have_text(f"Logs of {MODEL}")
     expect(log_of(page)).to_contain_text("red and plain")
     assert checks.violations(page) == []
-    page.get_by_role("link", name="fine").press("Enter")
+    page.get_by_role("link", name="Overview").last.press("Enter")
+    expect(page.get_by_role("region", name="Memory")).to_be_visible()
     expect(page.get_by_role("heading", level=1, name="fine")).to_be_visible()
 
 
@@ -220,5 +221,5 @@ def test_a_worker_that_is_away_is_said_where_the_log_would_be(screen: Screen, fl
     problem.get_by_role("button", name="Try again").press("Enter")
     expect(problem).to_be_visible()
     screen.go("/app/nodes/00000000-0000-4000-8000-00000000dead/logs?of=m")
-    expect(page.get_by_role("alert").filter(has_text="node not found")).to_be_visible()
+    expect(page.get_by_role("heading", name="Node not found")).to_be_visible()
     fleet.remove("gone-for-logs")

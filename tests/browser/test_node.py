@@ -1,4 +1,4 @@
-"""The page of one node: values set and handed back, labels, a drain that counts down, the danger zone."""
+"""The page of one node: its parts, values set and handed back, labels, a drain that counts down, removal."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,9 @@ import pytest
 from playwright.sync_api import expect
 
 from localai_cluster.kit import clock
-from tests.browser.fleet import Fleet
+from tests.browser import checks, week
+from tests.browser.conftest import Opener
+from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
 from tests.conftest import eventually
 
@@ -64,9 +66,67 @@ def busy(fleet: Fleet) -> Iterator[str]:
     fleet.resume_all()
 
 
+@pytest.fixture
+def charted(settled: Fleet) -> Iterator[str]:
+    """The id of `slow`, which has eight GPUs and a week of figures."""
+    node = settled.id("slow")
+    week.plant(settled.cluster, node, clock.now())
+    yield node
+    settled.cluster.execute("DELETE FROM figure_days WHERE subject = %s", f"node/{node}")
+    settled.cluster.execute(
+        "UPDATE backend_nodes SET gpus = '[]', total_vram = 0, available_vram = 0, revision = revision + 1"
+        " WHERE id = %s",
+        node,
+    )
+
+
+@pytest.mark.rule("UW13", "UW14", "UI-4.16", "UI-4.17", "UI-9.7", "UI-9.10")
+@pytest.mark.parametrize("narrow", [False, True], ids=["desktop", "phone"])
+def test_gpus_and_their_charts_come_first(
+    window: Opener, settled: Fleet, session: Cookies, charted: str, narrow: bool
+) -> None:
+    """A week of eight GPUs, read by keyboard and zoomed; nothing overlaps, and the failing one is named."""
+    page = window(settled.webs[0].url, session, narrow=narrow).go(f"/app/nodes/{charted}?range=week")
+    gpus = page.get_by_role("region", name="GPUs")
+    expect(gpus.get_by_role("listitem").nth(5)).to_contain_text("3 uncorrected memory errors")
+    expect(gpus).to_contain_text("80% busy, 60 °C, 500 of 700 W")
+    charts = page.get_by_role("region", name="Over time")
+    expect(page.get_by_role("button", name="Week")).to_have_attribute("aria-pressed", "true")
+    busy = charts.get_by_role("slider", name="GPU busy")
+    expect(busy).to_have_attribute("aria-valuetext", re.compile("GPU 0 .*GPU 7 "))
+    expect(charts.get_by_role("slider")).to_have_count(6)
+    busy.press("Home")
+    busy.press("PageUp")
+    expect(busy).to_have_attribute("aria-valuetext", re.compile(r"GPU 0 \d+%"))
+    assert (checks.sideways(page), checks.violations(page)) == ([], [])
+    busy.press("+")
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
+    hardware = page.get_by_role("region", name="Hardware")
+    expect(hardware).to_contain_text(week.DRIVER)
+    expect(hardware).to_contain_text("thread")
+    tops = page.evaluate("() => [...document.querySelectorAll('main h2')].map((title) => title.textContent)")
+    assert tops == ["GPUs", "Memory", "Over time", "Conditions", "Hardware"]
+
+
+@pytest.mark.rule("UI-4.1")
+def test_parts_have_addresses_and_keep_the_focus(screen: Screen, fleet: Fleet) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    parts = page.get_by_role("navigation", name="Parts of fine").get_by_role("link")
+    for name, region in (("Replicas", "Replicas"), ("Timeline", "Timeline"), ("Settings", "Labels")):
+        link = parts.filter(has_text=name)
+        link.press("Enter")
+        expect(page).to_have_url(re.compile(f"/{name.lower()}$"))
+        expect(link).to_be_focused()
+        expect(page.get_by_role("region", name=region)).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("region", name="Timeline")).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("region", name="Timeline")).to_be_visible()
+
+
 @pytest.mark.rule("UI-4.3", "UI-4.5", "UW6")
 def test_a_value_is_set_in_place_and_handed_back(screen: Screen, fleet: Fleet) -> None:
-    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}/settings")
     panel = page.get_by_role("region", name="Capacity")
     panel.get_by_role("button", name="Edit maximum replicas per model").click()
     box = panel.get_by_role("textbox", name="maximum replicas per model")
@@ -88,7 +148,7 @@ def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, 
         "UPDATE backend_nodes SET vram_budget = %s, revision = revision + 1 WHERE name = 'fine' RETURNING id"
     )
     fleet.cluster.rows(budget, "80%")
-    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}/settings")
     panel = page.get_by_role("region", name="Capacity")
     panel.get_by_role("button", name="Edit VRAM budget").click()
     box = panel.get_by_role("textbox", name="VRAM budget")
@@ -105,7 +165,7 @@ def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, 
 
 @pytest.mark.rule("UI-4.4")
 def test_a_cap_is_a_whole_number_from_one(screen: Screen, fleet: Fleet) -> None:
-    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}/settings")
     panel = page.get_by_role("region", name="Capacity")
     panel.get_by_role("button", name="Edit maximum replicas per model").click()
     box = panel.get_by_role("textbox", name="maximum replicas per model")
@@ -118,7 +178,7 @@ def test_a_cap_is_a_whole_number_from_one(screen: Screen, fleet: Fleet) -> None:
 
 @pytest.mark.rule("UI-4.13", "UI-4.18")
 def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> None:
-    page = screen.go(f"/app/nodes/{fleet.id('slow')}")
+    page = screen.go(f"/app/nodes/{fleet.id('slow')}/settings")
     panel = page.get_by_role("region", name="Labels")
     expect(panel).not_to_contain_text("node.replica-slots")
     panel.get_by_label("Key").fill("rack")
@@ -155,7 +215,7 @@ def test_a_drain_counts_down_to_safe(screen: Screen, fleet: Fleet, busy: str) ->
 def test_a_replica_is_unloaded_from_its_row_and_shown_while_it_leaves(
     screen: Screen, fleet: Fleet, busy: str
 ) -> None:
-    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}/replicas")
     panel = page.get_by_role("region", name="Replicas")
     row = panel.get_by_role("row").filter(has=page.get_by_role("rowheader", name="busy-model"))
     row.get_by_role("button", name="Unload busy-model, replica 0").press("Enter")
@@ -187,7 +247,7 @@ def renewed(settled: Fleet) -> Iterator[Fleet]:
 
 @pytest.mark.rule("UI-4.10", "UI-4.11", "A39", "A52")
 def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed: Fleet) -> None:
-    page = screen.go(f"/app/nodes/{renewed.id('slow')}")
+    page = screen.go(f"/app/nodes/{renewed.id('slow')}/backends")
     panel = page.get_by_role("region", name="Installed backends")
     row = panel.get_by_role("row").filter(has=page.get_by_role("rowheader", name="renewed"))
     row.get_by_role("button", name="Upgrade renewed").click()
@@ -198,7 +258,9 @@ def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed:
     expect(row.get_by_role("progressbar", name="Upgrading backend renewed")).to_be_visible()
     expect(row.get_by_role("button", name="Delete renewed")).to_have_attribute("aria-disabled", "true")
     expect(row.get_by_role("progressbar")).to_have_count(0)
+    page.get_by_role("link", name="Replicas").click()
     expect(page.get_by_role("region", name="Replicas")).not_to_contain_text("busy-model")
+    page.get_by_role("link", name="Backends 1").click()
 
     row.get_by_role("button", name="Delete renewed").press("Enter")
     question = page.get_by_role("alertdialog", name="Delete backend renewed on slow")
@@ -218,7 +280,8 @@ def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed:
 @pytest.mark.rule("UI-4.1", "UW19")
 def test_a_node_is_deregistered_behind_its_typed_name(screen: Screen, fleet: Fleet, leaver: str) -> None:
     page = screen.go(f"/app/nodes/{fleet.id(leaver)}")
-    page.get_by_role("region", name="Danger zone").get_by_role("button", name="Remove…").click()
+    page.get_by_role("button", name=f"More actions for {leaver}").click()
+    page.get_by_role("menuitem", name="Remove…").click()
     question = page.get_by_role("alertdialog")
     press = question.get_by_role("button", name="Remove")
     expect(press).to_have_attribute("aria-disabled", "true")

@@ -52,7 +52,7 @@ def test_three_nodes_are_watched_to_the_end_and_what_failed_is_tried_again(
     expect(dialog.get_by_test_id("picker-tally")).to_have_text("3 of 3 done", timeout=INSTALLED)
     expect(line_of(dialog, "failing")).to_contain_text("Installed")
     dialog.get_by_role("button", name="Close").last.click()
-    expect(page.get_by_role("listitem").filter(has_text="Runs rolling.")).to_contain_text("on 3 nodes")
+    expect(page.get_by_role("row").filter(has_text="Runs rolling.")).to_contain_text("on 3 nodes")
 
 
 @pytest.mark.rule("UI-9.15", "A35")
@@ -82,7 +82,7 @@ def installed_on(fleet: Fleet, name: str) -> list[str]:
 def test_what_is_there_already_is_said_before_anything_is_pressed(screen: Screen, settled: Fleet) -> None:
     job = settled.install("fine", "present")
     page = screen.go("/app/backends")
-    expect(page.get_by_role("listitem").filter(has_text="Runs present.")).to_contain_text("on 1 node")
+    expect(page.get_by_role("row").filter(has_text="Runs present.")).to_contain_text("on 1 node")
     assert settled.ended(job)
     dialog = open_picker(page, "present")
     expect(line_of(dialog, "fine").get_by_role("checkbox")).to_be_disabled()

@@ -65,8 +65,22 @@ def test_an_open_page_asks_for_nothing_while_its_feed_is_up(
         page.on("websocket", lambda socket: asked.append(socket.url))
     # The last one to open; the others have been open for longer.
     two_beats(opened.value)
-    # Code of the page that is fetched ahead is no question about the cluster.
-    assert [one for one in asked if "/static/ui/" not in one] == []
+    # Code of the page that is fetched ahead is no question about the cluster. Charts read figures again when
+    # the feed says that it is alive and their next step is due.
+    assert [one for one in asked if "/static/ui/" not in one and "/api/figures?" not in one] == []
+
+
+def test_work_that_begins_moves_nothing_on_the_page(window: Opener, settled: Fleet, session: Cookies) -> None:
+    page = live(window(settled.webs[0].url, session).go("/app/nodes"))
+    heading, strip = page.get_by_role("heading", level=1), page.get_by_test_id("operations-strip")
+    expect(
+        page.get_by_role("grid", name="Nodes").get_by_role("link", name="slow", exact=True)
+    ).to_be_visible()
+    expect(strip).to_have_count(0)
+    before = heading.bounding_box()
+    settled.install("slow", "quick")
+    expect(strip).to_be_visible()
+    assert heading.bounding_box() == before
 
 
 def with_failure(socket: WebSocketRoute) -> None:

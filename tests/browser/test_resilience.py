@@ -110,7 +110,7 @@ def test_a_refusal_is_shown_beside_the_form_and_what_was_typed_stays(
 ) -> None:
     said, advice = REFUSALS[status]
     screen.expect(f"status of {status}")
-    page = screen.go(f"/app/nodes/{fleet.id('slow')}")
+    page = screen.go(f"/app/nodes/{fleet.id('slow')}/settings")
     panel = page.get_by_role("region", name="Labels")
     answer = {"error": {"code": status, "message": said, "type": "test"}}
     page.route(
@@ -136,7 +136,7 @@ def test_a_session_that_ended_unseen_is_begun_again_and_the_form_is_as_it_was(
     cookies = sign_in(fleet.webs[0].url)
     screen = window(fleet.webs[0].url, cookies)
     screen.expect(*LOST)
-    page = screen.go(f"/app/nodes/{fleet.id('slow')}")
+    page = screen.go(f"/app/nodes/{fleet.id('slow')}/settings")
     panel = page.get_by_role("region", name="Labels")
     panel.get_by_label("Key").fill("typed")
     panel.get_by_label("Value").fill("before the end")

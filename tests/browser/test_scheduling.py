@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.browser import checks
 from tests.browser.fleet import Fleet
@@ -41,7 +41,7 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     expect(row).to_contain_text("satisfied")
 
     row.get_by_role("link", name=MODEL).click()
-    model = page.get_by_role("region", name=MODEL)
+    model = page.get_by_role("table", name=f"Replicas of {MODEL}")
     replica = model.get_by_role("row").filter(has=page.get_by_role("rowheader", name="fine"))
     expect(replica).to_contain_text("loaded")
     page.goto(f"{screen.url}/app/capacity?of=ram&model={MODEL}")
@@ -49,30 +49,36 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     expect(
         page.get_by_role("link", name=re.compile("^slow .*not matching the rule's selector$"))
     ).to_be_visible()
-    page.goto(f"{screen.url}/app/models?q={MODEL}")
-    model.get_by_role("link", name=f"Rule: exactly 1, of {MODEL}").click()
+    page.goto(f"{screen.url}/app/models/{MODEL}")
+    page.get_by_role("link", name="Rule: exactly 1").click()
     row.get_by_role("button", name=f"Delete rule of {MODEL}").click()
     question = page.get_by_role("alertdialog", name=f"Delete the rule of {MODEL}")
     question.get_by_role("button", name="Delete", exact=True).click()
     expect(question).to_have_count(0)
     expect(page.get_by_text("No scheduling rules")).to_be_visible()
+    _unload(page, screen.url)
 
-    page.goto(f"{screen.url}/app/models?q={MODEL}")
-    model.get_by_role("button", name=f"Unload all replicas of {MODEL}").click()
+
+def _unload(page: Page, url: str) -> None:
+    """Unloads the model from the list."""
+    page.goto(f"{url}/app/models?q={MODEL}")
+    page.get_by_role("button", name=f"Actions for {MODEL}").click()
+    page.get_by_role("menuitem", name="Unload all…").click()
     question = page.get_by_role("alertdialog", name=f"Unload {MODEL} from 1 node")
     question.get_by_role("button", name="Unload", exact=True).click()
     expect(question).to_have_count(0)
-    expect(model).to_contain_text("not running")
+    models = page.get_by_role("grid", name="Models")
+    expect(models.get_by_role("row").filter(has_text=MODEL)).to_contain_text("not running")
 
 
 @pytest.mark.rule("UW9", "UW12", "UI-9.7")
 def test_where_a_model_fits_is_shown_before_any_load(screen: Screen, settled: Fleet, tmp_path: Path) -> None:
-    """On its row on demand, and in a plan for a file that no server has."""
+    """On its page on demand, and in a plan for a file that no server has."""
     definition = "name: large\nbackend: echo\nvram_needed: 9GiB\nparameters:\n  model: large\n"
     file = settled.cluster.models / "large.yaml"
     file.write_text(definition)
-    page = screen.go("/app/models?q=large")
-    model = page.get_by_role("region", name="large")
+    page = screen.go("/app/models/large")
+    model = page.get_by_role("region", name="Replicas")
     model.get_by_role("button", name="Where it fits: large").click()
     table = model.get_by_role("table", name="Memory for large")
     expect(table.get_by_role("row").filter(has_text="fine")).to_contain_text("9 GiB")

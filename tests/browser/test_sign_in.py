@@ -2,9 +2,11 @@
 
 import re
 
+import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import PASSWORD, USER, Fleet, make_user
 from tests.browser.screen import Screen
@@ -89,12 +91,39 @@ def test_signing_out_ends_the_session(stranger: Screen, fleet: Fleet) -> None:
 
 
 @pytest.mark.rule("UI-0.3")
-def test_one_who_is_no_admin_is_told_so(stranger: Screen, fleet: Fleet) -> None:
+def test_one_who_is_no_admin_gets_the_chat_and_keys_of_their_own(stranger: Screen, fleet: Fleet) -> None:
     make_user(fleet.cluster, "dora", "a-reader-only-51", admin=False)
     page = stranger.go("/login")
     sign_in(page, "dora", "a-reader-only-51")
-    expect(page.get_by_role("heading", name="Administrators only")).to_be_visible()
-    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Chat")
+    places = page.get_by_role("navigation", name="Main").get_by_role("link")
+    expect(places).to_have_text(["Chat", "API keys"])
+    stranger.go("/app/nodes")
+    expect(page).to_have_url(re.compile(r"/app/chat"))
+
+    places.last.click()
+    page.get_by_label("Name of a new key").fill("notebook")
+    page.get_by_role("button", name="Create key").click()
+    shown = page.get_by_role("region", name="New key notebook").get_by_role("code")
+    expect(shown).to_have_text(re.compile("^lac-[0-9a-f]{48}$"))
+    key = shown.inner_text()
+    assert _may_list(fleet, key) == 200
+    assert checks.violations(page) == []
+    assert checks.sideways(page) == []
+    page.reload()
+    expect(page.get_by_role("table", name="Your API keys")).to_contain_text(key[:12])
+    assert key not in page.content()
+    page.get_by_role("button", name="Revoke notebook").click()
+    page.get_by_role("alertdialog").get_by_role("button", name="Revoke").click()
+    expect(page.get_by_text("You have no API keys.")).to_be_visible()
+    assert _may_list(fleet, key) == 401
+    page.get_by_role("button", name="Sign out").click()
+    expect(page).to_have_url(re.compile("/login"))
+
+
+def _may_list(fleet: Fleet, key: str) -> int:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"{fleet.webs[0].url}/v1/models", headers=headers, timeout=60).status_code
 
 
 @pytest.mark.rule("http-5.4")

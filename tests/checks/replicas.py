@@ -26,6 +26,7 @@ import `nodes`."""
 _OTHERS = {
     "nodes/backends/upgrade_state.py": {"claimed_until"},
     "nodes/decisions/decision_log.py": {"reason"},
+    "nodes/definitions/store.py": {"reason"},
     "nodes/gateway/gateway.py": {"deadline"},
     "nodes/scheduling/passes.py": {"reason"},
 }
@@ -119,7 +120,9 @@ def found_in(source: str, columns: Set[str] = LIFE | SHARED) -> Iterator[tuple[i
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _SQL.search(node.value):
             yield node.lineno, "SQL that writes node_models"
         if isinstance(node, ast.Call) and (name := _called(node)) in _WRITES:
-            written = sorted(columns & {word.arg for word in node.keywords})
+            # A model's `save` takes no columns by keyword: that of a service may take a `reason`.
+            words = {word.arg for word in node.keywords} if name != "save" else set()
+            written = sorted(columns & words)
             if written or re.search(r"\bNodeModel\b|\breplicas\b", _receiver(node)):
                 yield node.lineno, f"{name}() of {', '.join(written) or 'replicas'}"
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):

@@ -80,7 +80,13 @@ def _changing(add: AddVerb) -> None:
     newer.add_argument("name", metavar="NAME")
     pace = newer.add_mutually_exclusive_group()
     pace.add_argument("--at-once", action="store_true", help="on all nodes at once: running requests end")
-    pace.add_argument("--max-unavailable", type=int, metavar="N", help="nodes at a time after the canary")
+    pace.add_argument(
+        "--max-unavailable", type=_at_once, metavar="N", help="nodes at a time after the canary, or 25%%"
+    )
+    newer.add_argument("--pause", type=int, metavar="SECONDS", help="pause between two waves")
+    newer.add_argument(
+        "--stop-at-failures", type=int, metavar="N", help="failed nodes from which on it asks (default: 1)"
+    )
     newer.add_argument(
         "--confirm-last",
         action="append",
@@ -149,17 +155,27 @@ def install(options: Options) -> str:
     return _request(options, request, fields)
 
 
+def _at_once(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
 def upgrade(options: Options) -> str:
     """Upgrade in waves if there are several nodes or an option of waves is given."""
     request = BackendRequest(UPGRADE, backend_name_in(options["name"]))
     nodes = _nodes(options)
-    most, confirmed = options["max_unavailable"], options["confirm_last"]
+    confirmed = options["confirm_last"]
+    names = {
+        "max_unavailable": "max_unavailable",
+        "pause": "pause_seconds",
+        "stop_at_failures": "stop_at_failures",
+    }
+    waves = {field: options[name] for name, field in names.items() if options[name] is not None}
     several = len(nodes or everywhere(request)[0]) > 1
     body: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
-    if not options["at_once"] and (several or most is not None or confirmed):
-        body["waves"] = {} if most is None else {"max_unavailable": most}
-    elif confirmed:
-        raise CommandError("--confirm-last applies to waves only, not to --at-once")
+    if not options["at_once"] and (several or waves or confirmed):
+        body["waves"] = waves
+    elif confirmed or waves:
+        raise CommandError("--confirm-last, --pause and --stop-at-failures apply to waves, not to --at-once")
     return _request(options, request, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
 
 

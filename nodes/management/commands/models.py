@@ -30,6 +30,7 @@ from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.loading import definition_removal
 from nodes.loading.definition_removal import RemovalRequest
+from nodes.management import model_import
 from nodes.models import DefinitionOrigin
 from operations.management import following
 
@@ -42,9 +43,10 @@ EDITOR = "EDITOR"
 class Command(VerbCommand):
     """One subcommand per verb."""
 
-    help = "Shows, edits and deletes model definitions."
+    help = "Imports, shows, edits and deletes models."
 
     def add_verbs(self, add: AddVerb) -> None:
+        model_import.add_verb(add)
         listed = add("list", list_models, "List definitions, of files too.")
         listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
         listed.add_argument("--state", choices=STATES)

@@ -128,8 +128,8 @@ def cancel(options: Options) -> str:
     operation, actor = _operation(options["operation"]), str(command_line.current_actor())
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     if not nodes:
-        verbs.cancel_operation(operation, actor=actor)
-        return _done(options, operation, "operation cancelled")
+        cancelled = verbs.cancel_operation(operation, actor=actor)
+        return _done(options, operation, verbs.cancelled_words(cancelled))
     names = [verbs.cancel_target(operation, node, actor=actor) for node in nodes]
     return _done(options, operation, f"cancelled on {', '.join(names)}")
 

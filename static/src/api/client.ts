@@ -7,6 +7,13 @@ import type { paths } from "./schema";
 /** The code of what was sent and not answered: no one knows whether it was done. */
 const UNANSWERED = "unanswered";
 
+/** A node that cannot take a request, and why. */
+export interface NodeRefusal {
+  id: string;
+  name: string;
+  reason: string;
+}
+
 /** The failure of a request. `status` 0: the server could not be reached. */
 export class ApiError extends Error {
   constructor(
@@ -20,6 +27,8 @@ export class ApiError extends Error {
     readonly fields: Readonly<Record<string, readonly string[]>> = {},
     /** Models whose last replica would stop: the same request goes through when it confirms them. */
     readonly lastReplicas: readonly string[] = [],
+    /** Nodes that cannot take a request for many: nothing has started. */
+    readonly refusals: readonly NodeRefusal[] = [],
   ) {
     super(message);
     this.name = "ApiError";
@@ -124,7 +133,13 @@ export function explain(body: unknown, response: Pick<Response, "status" | "head
     response.headers.get("X-Request-Id") ?? "",
     sentences(record(outer["fields"])),
     texts(outer["last_replicas"]),
+    nodeRefusals(outer["refusals"] ?? inner["refusals"]),
   );
+}
+
+/** The refused nodes in an answer. */
+export function nodeRefusals(value: unknown): NodeRefusal[] {
+  return Array.isArray(value) ? value.map(record).map((node) => ({ id: text(node["node_id"]), name: text(node["node_name"]), reason: text(node["reason"]) })) : [];
 }
 
 function standard(status: number): string {

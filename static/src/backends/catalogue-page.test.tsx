@@ -67,13 +67,13 @@ it("a description is plain text in its line and in its tip, and there is no line
   await open();
   const text = screen.getByText("Echo of words");
   expect(text.getAttribute("title")).toBe("Echo of words");
-  const [echo, whisper] = screen.getAllByRole("listitem");
+  const [, echo, whisper] = screen.getAllByRole("row");
   expect([echo?.querySelectorAll("p").length, whisper?.querySelectorAll("p").length]).toEqual([1, 0]);
 });
 
 it("what runs shows on its line, and a failure leaves the line as it was: it can be installed again (A50, O51)", async () => {
   await open(install("a", { name: "whisper" }), install("b", { name: "echo", status: "failed", error: "no image" }));
-  expect(screen.getAllByText(/^installing on/).map((pill) => pill.closest("li")?.querySelector("strong")?.textContent)).toEqual(["whisper"]);
+  expect(screen.getAllByText(/^installing on/).map((pill) => pill.closest("tr")?.querySelector("a")?.textContent)).toEqual(["whisper"]);
   expect(screen.getByRole("button", { name: "Install echo…" }).getAttribute("aria-disabled")).toBeNull();
 });
 
@@ -88,11 +88,12 @@ it("a tag and the nodes that can run an entry narrow the list; the tag is in the
   await waitFor(() => expect(screen.queryByText("echo")).toBeNull());
 });
 
-it("each line says which nodes can run it, with which build and why (worker.md 18.4)", async () => {
-  await open();
-  expect(screen.getByText("No compatible nodes").closest("li")?.querySelector("strong")?.textContent).toBe("echo");
-  const line = screen.getByText("Runs on 1 of 3 nodes").closest("li");
-  expect(line?.querySelector("details li")?.textContent).toBe("nvidia (1 node): cuda12-whisper (listed for nvidia)");
+it("each line says how many nodes can run it, and opens the page that says why", async () => {
+  const router = await open();
+  expect(screen.getByText("no compatible nodes").closest("tr")?.querySelector("a")?.textContent).toBe("echo");
+  expect(screen.getByText("1 of 3 nodes").closest("tr")?.querySelector("a")?.textContent).toBe("whisper");
+  fireEvent.click(screen.getByRole("link", { name: "whisper" }));
+  expect(router.state.location.pathname).toBe("/app/backends/whisper");
 });
 
 it("a gallery that is away says why, and how old its entries are", async () => {

@@ -1,6 +1,7 @@
 // The galleries' catalogue: read once, searched and counted here. The nodes on which it is installed come with the feed.
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
+import { count } from "../lib/format";
 import type { components } from "../api/schema";
 import type { LiveNode } from "../live/messages";
 
@@ -82,6 +83,13 @@ export function runsOn(entry: Pick<Entry, "variants">, nodes: Catalogue["nodesBy
   const kinds = entry.variants.map((variant) => ({ ...variant, nodes: nodes[variant.capability] ?? 0 }));
   const sum = (counts: readonly number[]): number => counts.reduce((total, value) => total + value, 0);
   return { kinds, able: sum(kinds.map((kind) => kind.nodes)), total: sum(Object.values(nodes)) };
+}
+
+/** "all 3 nodes", "1 of 3 nodes"; "" without a healthy node. */
+export function runsOnText({ able, total }: { able: number; total: number }): string {
+  if (total === 0) return "";
+  if (able === 0) return "no compatible nodes";
+  return able === total ? (total === 1 ? "your node" : `all ${total} nodes`) : `${able} of ${count(total, "node")}`;
 }
 
 /** On how many nodes each backend is installed, by its name in lower case. */

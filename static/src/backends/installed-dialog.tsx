@@ -1,6 +1,6 @@
 // Asks before backends are upgraded, installed again or deleted: names the nodes and, on each, the replicas that stop.
-// An upgrade of several nodes goes in waves unless said otherwise; a model's last replica is confirmed by name.
-import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+// An upgrade of several nodes goes in waves unless said otherwise; nodes that the server refuses are named, and the others can go on; a model's last replica is confirmed by name.
+import { useRef, useState, type ReactNode, type SubmitEvent } from "react";
 import { useAction } from "../api/action";
 import { count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
@@ -15,6 +15,7 @@ import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { pendingOf } from "./installed-model";
 import { changeAll, type BackendRequest, type Outcome, type Verb } from "./installed-calls";
+import { ONE_BY_ONE, WaveFields, waveProblem, wavesOf } from "./wave-fields";
 import "../nodes/shared/shared.css";
 
 /** The change: backends, and the nodes of each. */
@@ -30,29 +31,31 @@ const EFFECT: Readonly<Record<Verb, string>> = {
   delete: "Its files are removed from these nodes. The next load that needs it there installs it again.",
 };
 
-const NOTHING: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
+const NOTHING: Outcome = { started: [], lastReplicas: new Map(), refused: new Map(), failed: new Map() };
 
-export function ChangeDialog({ change: { verb, backends }, onClose }: { change: Change; onClose: () => void }): ReactNode {
+export function ChangeDialog({ change: { verb, backends: requested }, onClose }: { change: Change; onClose: () => void }): ReactNode {
   const cancel = useRef<HTMLButtonElement>(null);
-  const [inWaves, setInWaves] = useState(true);
+  const [waveChoice, setWaveChoice] = useState(ONE_BY_ONE);
   const [outcome, setOutcome] = useState(NOTHING);
+  const backends = withoutRefused(requested, outcome.refused);
   const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
   const namesByNode = byNode(backends);
   const fit = namesByNode.filter(([node]) => refusal("install", node) === "");
   const skipped = namesByNode.filter(([node]) => refusal("install", node) !== "");
   const several = fit.length > 1;
-  const waves = verb === "upgrade" && several && inWaves;
+  const waves = verb === "upgrade" && several ? wavesOf(waveChoice) : null;
   const requests = backendRequests(backends, (backend) => (outcome.lastReplicas.get(backend) ?? []).filter((model) => confirmed.has(model))).filter(
     ({ backend }) => !outcome.started.includes(backend),
   );
-  const toConfirm = waves ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
-  const why = problemOf(fit, toConfirm, confirmed);
+  const toConfirm = waves !== null ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
+  const why = problemOf(fit, toConfirm, confirmed) || (several && verb === "upgrade" ? waveProblem(waveChoice) : "");
   const submission = useAction(
     () => changeAll(verb, requests, waves),
     (now) => {
       // Confirmed models stay confirmed: the next answer names only new ones.
       const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
-      setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last });
+      const refused = new Map([...outcome.refused, ...[...now.refused].map(([backend, nodes]) => [backend, [...(outcome.refused.get(backend) ?? []), ...nodes]] as const)]);
+      setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last, refused });
       if (now.started.length < requests.length) return;
       announce(`${LABEL[verb]} requested`);
       onClose();
@@ -78,9 +81,12 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
             <Names nodes={skipped.map(([node]) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
           </section>
         )}
+        <Refused refused={outcome.refused} named={requested.length > 1} />
         <Waits backends={backends} />
         <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
-        {verb === "upgrade" && several && <WavesChoice inWaves={inWaves} onChange={setInWaves} />}
+        {verb === "upgrade" && several && (
+          <WaveFields choice={waveChoice} onChange={setWaveChoice} inWaves="In waves: each node after its requests end. After failures the upgrade waits for you." atOnce="All at once: requests in flight end with an error." />
+        )}
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
         <ResultMessage outcome={outcome} error={submission.error} named={backends.length > 1} />
         <div className="row wrap">
@@ -93,6 +99,36 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
         </div>
       </form>
     </Dialog>
+  );
+}
+
+/** The backends with the nodes that the server has not refused. */
+function withoutRefused(backends: Change["backends"], refused: Outcome["refused"]): Change["backends"] {
+  return backends.map(({ name, nodes }) => {
+    const ids = new Set((refused.get(name) ?? []).map((node) => node.id));
+    return { name, nodes: nodes.filter((node) => !ids.has(node.id)) };
+  });
+}
+
+/** The nodes that the server has refused; the button goes on with the others. */
+function Refused({ refused, named }: { refused: Outcome["refused"]; named: boolean }): ReactNode {
+  if (refused.size === 0) return null;
+  return (
+    <section className="problem" role="alert" aria-label="Refused">
+      <div className="stack grow">
+        <strong>Nothing has started where nodes cannot take it. Go on with the others?</strong>
+        <ul>
+          {[...refused].flatMap(([backend, nodes]) =>
+            nodes.map((node) => (
+              <li key={`${backend} ${node.id}`}>
+                {named && <>{backend}: </>}
+                <bdi className="name">{node.name}</bdi>: <bdi>{node.reason}</bdi>
+              </li>
+            )),
+          )}
+        </ul>
+      </div>
+    </section>
   );
 }
 
@@ -145,23 +181,6 @@ function backendRequests(backends: Change["backends"], confirmedFor: (backend: s
   return backends
     .map(({ name, nodes }) => ({ backend: name, nodes: nodes.filter((node) => refusal("install", node) === "").map((node) => node.id), lastReplicas: confirmedFor(name) }))
     .filter(({ nodes }) => nodes.length > 0);
-}
-
-function WavesChoice({ inWaves, onChange }: { inWaves: boolean; onChange: (inWaves: boolean) => void }): ReactNode {
-  const name = useId();
-  return (
-    <fieldset className="stack plain-fieldset">
-      <legend>How</legend>
-      <label className="row">
-        <input type="radio" name={name} checked={inWaves} onChange={() => onChange(true)} />
-        In waves: one node at a time, after its requests end. After a failure the upgrade waits for you.
-      </label>
-      <label className="row">
-        <input type="radio" name={name} checked={!inWaves} onChange={() => onChange(false)} />
-        All at once: requests in flight end with an error.
-      </label>
-    </fieldset>
-  );
 }
 
 /** The replicas that stop on a node, by name, and the requests that are cut off. */

@@ -4,7 +4,7 @@ import type { Entry } from "./catalogue";
 import { filterAddress, outdated, pendingOf, rowsOf, short, shownRows, tallies, target, parseFilter, type Installed, type UpgradeInfo, type InstalledFilter } from "./installed-model";
 
 const NODES = new Map(["a", "b", "c"].map((name) => [name, node(name, name === "c" ? { status: "offline" } : {})]));
-const NO_FILTER: InstalledFilter = { term: "", state: "all", variants: false, development: false, open: "" };
+const NO_FILTER: InstalledFilter = { term: "", state: "all", variants: false, development: false };
 
 function installed(Name: string, on: Record<string, { version?: string; digest?: string }>, overrides: Partial<Installed> = {}): Installed {
   const nodes = Object.entries(on).map(([id, version]) => ({ node_id: id, node_name: id, node_status: "healthy" as const, ...version }));
@@ -63,7 +63,7 @@ describe("which rows show", () => {
   });
 
   it("stands in the address, which brings it back (E46)", () => {
-    const filter: InstalledFilter = { term: "ec ho", state: "offline", variants: true, development: true, open: "echo" };
+    const filter: InstalledFilter = { term: "ec ho", state: "offline", variants: true, development: true };
     expect(parseFilter(filterAddress(filter))).toEqual(filter);
     expect(filterAddress(NO_FILTER).toString()).toBe("view=installed");
     expect(parseFilter(new URLSearchParams("state=nonsense")).state).toBe("all");

@@ -19,6 +19,9 @@ export interface Place {
   version: string;
   digest: string;
   installedAt: string;
+  alias: string;
+  /** Bytes of its files; 0 if the worker does not report it. */
+  size: number;
   differs: boolean;
 }
 
@@ -40,6 +43,13 @@ export interface Row {
 }
 
 const DEVELOPMENT = "-development";
+/** Why it cannot be installed from a gallery again. */
+export const FROM_ADDRESS = "Installed from an address: install it from there again";
+
+/** The address of the page of a backend. */
+export function backendAddress(name: string): string {
+  return `/app/backends/${encodeURIComponent(name)}`;
+}
 
 /** The rows by name; nodes that are gone are left out, and their status is the live one. */
 export function rowsOf(
@@ -82,8 +92,8 @@ function same(left: Build, right: Build): boolean {
 function placesOf(backend: Installed, nodes: NodesById): Omit<Place, "differs">[] {
   return backend.nodes.flatMap((where: Where) => {
     const node = nodes.get(where.node_id);
-    const { version = "", digest = "", installed_at: installedAt = "" } = where;
-    return node === undefined ? [] : [{ node, version, digest, installedAt }];
+    const { version = "", digest = "", installed_at: installedAt = "", alias = "", size = 0 } = where;
+    return node === undefined ? [] : [{ node, version, digest, installedAt, alias, size }];
   });
 }
 
@@ -134,8 +144,6 @@ export interface InstalledFilter {
   state: State;
   variants: boolean;
   development: boolean;
-  /** The backend whose nodes are shown; "" for none. */
-  open: string;
 }
 
 export function parseFilter(query: URLSearchParams): InstalledFilter {
@@ -145,7 +153,6 @@ export function parseFilter(query: URLSearchParams): InstalledFilter {
     state: state ?? "all",
     variants: query.get("show_all") === "1",
     development: query.get("development") === "1",
-    open: query.get("backend") ?? "",
   };
 }
 
@@ -155,7 +162,6 @@ export function filterAddress(filter: InstalledFilter): URLSearchParams {
   if (filter.state !== "all") query.set("state", filter.state);
   if (filter.variants) query.set("show_all", "1");
   if (filter.development) query.set("development", "1");
-  if (filter.open !== "") query.set("backend", filter.open);
   return query;
 }
 

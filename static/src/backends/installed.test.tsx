@@ -5,10 +5,11 @@ import { client } from "../api/client";
 import { model, node, show } from "../live/fixtures";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
+import { install } from "../operations/fixtures";
 import { BackendsPage } from "./page";
 
 const CATALOGUE = { backends: [], galleryErrors: [], repositories: [{}], preferDevelopmentBackends: false };
-const PLACES = ["a", "b"].map((id) => ({ node_id: id, node_name: id, node_status: "healthy", version: "1" }));
+const PLACES = ["a", "b"].map((id) => ({ node_id: id, node_name: id, node_status: "healthy", version: "1", size: 1024 }));
 let answers: Record<string, unknown>;
 
 beforeEach(() => {
@@ -85,13 +86,14 @@ it("an upgrade goes in waves, and a last replica is confirmed by its name before
   fireEvent.click(send);
   await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
   const backends = [{ backend: "echo", nodes: ["a", "b"], last_replicas: ["chat"] }];
-  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/changes", { body: { verb: "upgrade", backends, waves: { canary: true, max_unavailable: 1 } } }]);
+  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/changes", { body: { verb: "upgrade", backends, waves: { canary: true, max_unavailable: 1, pause_seconds: 0, stop_at_failures: 1 } } }]);
 });
 
-it("chosen nodes are the only ones that are asked", async () => {
-  await open();
-  fireEvent.click(await screen.findByRole("button", { name: "on 2 nodes: echo" }));
-  fireEvent.click(screen.getByRole("checkbox", { name: "Select b for echo" }));
-  fireEvent.click(screen.getByRole("button", { name: "Reinstall echo…" }));
-  expect(screen.getByRole("dialog", { name: "Reinstall echo on b" })).toBeTruthy();
+it("each line has version, nodes, size and what goes on, and opens its page", async () => {
+  const store = await open();
+  store.push({ type: "operations.snapshot", seq: 1, operations: [install("a", { name: "echo", status: "failed", error: "no image" })] });
+  expect((await screen.findByRole("link", { name: "Could not install backend on a" })).getAttribute("href")).toBe("/app/backends/echo");
+  const [, row] = within(screen.getByRole("table", { name: "Installed backends" })).getAllByRole("row");
+  expect([...(row?.querySelectorAll("td") ?? [])].slice(0, 3).map((cell) => cell.textContent)).toEqual(["v1", "2 nodes", "1 KiB"]);
+  expect(screen.getByRole("link", { name: "echo" }).getAttribute("href")).toBe("/app/backends/echo");
 });

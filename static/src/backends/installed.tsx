@@ -3,19 +3,23 @@
 import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { useAction } from "../api/action";
-import { count } from "../lib/format";
+import { bytes, count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
+import type { LiveNode, Operation } from "../live/messages";
 import { useWork } from "../operations/watch";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
 import { useCatalogue } from "./catalogue";
+import type { Verb } from "./installed-calls";
 import { ChangeDialog, type Change } from "./installed-dialog";
 import { checkForUpgrades, useInstalled, type InstalledData } from "./installed-data";
-import { InstalledLine } from "./installed-line";
-import { filterAddress, outdated, rowsOf, shownRows, STATES, tallies, parseFilter, type Row, type State, type InstalledFilter } from "./installed-model";
+import { BackendLink, Marks, Version, WorkPills, workOn } from "./cells";
+import { filterAddress, FROM_ADDRESS, outdated, rowsOf, shownRows, STATES, tallies, parseFilter, type Place, type Row, type State, type InstalledFilter } from "./installed-model";
 import { isLoaded, useThrottledNodes } from "./throttled-nodes";
 
 const DRAWN = 60;
@@ -63,12 +67,11 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
   const { operations } = useWork();
   const [filter, setFilter] = useInAddress(parseFilter, filterAddress);
   const [openChange, setOpenChange] = useState<Change | null>(null);
-  const [limit, setLimit] = useState(DRAWN);
   const entries = catalogue.data?.backends;
   const rows = useMemo(() => rowsOf(data.installed, data.upgrades, entries ?? [], nodes), [data, entries, nodes]);
   const settled = useDeferredValue(filter);
   const shown = useMemo(() => shownRows(rows, settled), [rows, settled]);
-  const onBackends = useMemo(() => [...operations.values()].filter((operation) => operation.isBackend), [operations]);
+  const columns = useMemo(() => columnsOf([...operations.values()].filter((operation) => operation.isBackend), setOpenChange), [operations]);
   if (rows.length === 0) {
     return (
       <Empty title="No backends installed">
@@ -88,26 +91,68 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
           <Button onClick={() => setFilter({ ...filter, term: "", state: "all", variants: true, development: true })}>Clear filters</Button>
         </Empty>
       ) : (
-        <ul className="catalogue" aria-label="Installed backends">
-          {shown.slice(0, limit).map((row) => (
-            <InstalledLine
-              key={row.name}
-              row={row}
-              open={filter.open === row.name}
-              operations={onBackends}
-              onToggle={() => setFilter({ ...filter, open: filter.open === row.name ? "" : row.name })}
-              onChange={setOpenChange}
-            />
-          ))}
-        </ul>
-      )}
-      {shown.length > limit && (
-        <div>
-          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({shown.length - limit})</Button>
+        <div className="table-scroll">
+          <Table name="Installed backends" className="backend-table" columns={columns} rows={shown} rowId={nameOf} rowName={nameOf} first={DRAWN} />
         </div>
       )}
       {openChange !== null && <ChangeDialog change={openChange} onClose={() => setOpenChange(null)} />}
     </>
+  );
+}
+
+const nameOf = ({ name }: Row) => name;
+
+function columnsOf(operations: readonly Operation[], onChange: (change: Change) => void): readonly Column<Row>[] {
+  return [
+    {
+      key: "backend",
+      title: "Backend",
+      value: nameOf,
+      cell: (row) => (
+        <div className="row wrap">
+          <BackendLink name={row.name} />
+          <Marks row={row} />
+        </div>
+      ),
+    },
+    { key: "version", title: "Version", value: ({ version }) => version || null, cell: ({ version, digest }) => <Version version={version} digest={digest} /> },
+    { key: "count", title: "Nodes", numeric: true, largestFirst: true, value: ({ places }) => places.length, cell: ({ places }) => count(places.length, "node") },
+    { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ places }) => largest(places) || null, cell: ({ places }) => (largest(places) > 0 ? bytes(largest(places)) : "–") },
+    {
+      key: "work",
+      title: "Operations",
+      cell: ({ name }) => (
+        <div className="row wrap">
+          <WorkPills operations={workOn(operations, name)} name={name} />
+        </div>
+      ),
+    },
+    { key: "actions", title: "Actions", cell: (row) => <Actions row={row} onChange={onChange} /> },
+  ];
+}
+
+function largest(places: readonly Place[]): number {
+  return Math.max(0, ...places.map(({ size }) => size));
+}
+
+function Actions({ row, onChange }: { row: Row; onChange: (change: Change) => void }): ReactNode {
+  if (row.isSystem) return <span className="tag">Protected</span>;
+  const nodes = row.places.map(({ node }) => node);
+  const open = (verb: Verb, usual: readonly LiveNode[]) => onChange({ verb, backends: [{ name: row.name, nodes: usual }] });
+  return (
+    <div className="row wrap">
+      {row.upgrade !== null && (
+        <Button small kind="primary" aria-label={`Upgrade ${row.name}…`} onClick={() => open("upgrade", outdated(row))}>
+          Upgrade…
+        </Button>
+      )}
+      <Button small aria-label={`Reinstall ${row.name}…`} refusal={row.byAddress ? FROM_ADDRESS : ""} onClick={() => open("reinstall", nodes)}>
+        Reinstall…
+      </Button>
+      <Button small aria-label={`Delete ${row.name}…`} onClick={() => open("delete", nodes)}>
+        Delete…
+      </Button>
+    </div>
   );
 }
 

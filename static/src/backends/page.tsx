@@ -1,6 +1,6 @@
 // The page of backends, in two views: the catalogue, which is what the galleries offer, on how many nodes each is
 // installed and the way to install; and what is installed (`installed.tsx`).
-import { useDeferredValue, useEffect, useMemo, useState, type ReactNode } from "react";
+import { useCallback, useDeferredValue, useEffect, useMemo, useState, type ReactNode } from "react";
 import { Link, useLocation } from "react-router";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
@@ -14,12 +14,14 @@ import { Button } from "../ui/button";
 import { Command } from "../ui/copy";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import type { Column } from "../ui/rows";
 import { Select } from "../ui/select";
+import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import "./backends.css";
-import { addressOfSearch, installedOn, runsOn, search, searchIn, summary, useCatalogue, type Catalogue, type Entry } from "./catalogue";
-import { Variants } from "./variants";
+import { addressOfSearch, installedOn, runsOn, runsOnText, search, searchIn, summary, useCatalogue, type Catalogue, type Entry } from "./catalogue";
+import { BackendLink } from "./cells";
 import { InstalledView } from "./installed";
 import { InstallPicker } from "./picker";
 import { isLoaded, useThrottledNodes } from "./throttled-nodes";
@@ -31,6 +33,7 @@ const NONE: readonly Operation[] = [];
 export function BackendsPage(): ReactNode {
   const [picked, setPicked] = usePicked();
   const installed = new URLSearchParams(useLocation().search).get("view") === "installed";
+  const pick = useCallback((name: string) => setPicked(byName(name)), [setPicked]);
   const note = installed ? "Backends on your nodes, their versions, and available updates." : "Backends available from your galleries, and the number of nodes with each one.";
   return (
     <div className="backends">
@@ -41,7 +44,7 @@ export function BackendsPage(): ReactNode {
         <View to="/app/backends" label="Catalogue" isCurrent={!installed} />
         <View to="/app/backends?view=installed" label="Installed" isCurrent={installed} />
       </nav>
-      {installed ? <InstalledView /> : <CatalogueView onInstall={(name) => setPicked(byName(name))} />}
+      {installed ? <InstalledView /> : <CatalogueView onInstall={pick} />}
       <InstallPicker open={picked !== null} onClose={() => setPicked(null)} {...(picked === null ? {} : { backend: picked })} />
     </div>
   );
@@ -95,7 +98,6 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
   const [runnable, setRunnable] = useState(false);
   const [builds, setBuilds] = useState(false);
   const [development, setDevelopment] = useState(catalogue.preferDevelopmentBackends);
-  const [limit, setLimit] = useState(DRAWN);
   const settled = useDeferredValue(term);
   const matches = useMemo(
     () => search(catalogue.backends, { term: settled, builds, development, tag, runnable }),
@@ -136,12 +138,7 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
           </Button>
         </Empty>
       ) : (
-        <List entries={matches.slice(0, limit)} capabilities={catalogue.nodesByCapability} onInstall={onInstall} />
-      )}
-      {matches.length > limit && (
-        <div>
-          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({matches.length - limit})</Button>
-        </div>
+        <List entries={matches} capabilities={catalogue.nodesByCapability} onInstall={onInstall} />
       )}
     </>
   );
@@ -170,63 +167,76 @@ function List({ entries, capabilities, onInstall }: ListProps): ReactNode {
     () => new Map(groups.filter((group) => group.kind === "backend_install" && group.active.length > 0).map((group) => [group.name, group.active])),
     [groups],
   );
+  const columns = useMemo(
+    (): readonly Column<Entry>[] => [
+      { key: "backend", title: "Backend", value: nameOf, cell: (entry) => <Name entry={entry} /> },
+      { key: "version", title: "Version", value: ({ version }) => version || null, cell: ({ version }) => (version === "" ? "–" : <bdi>{version}</bdi>) },
+      { key: "license", title: "Licence", value: ({ license }) => license || null, cell: ({ license }) => (license === "" ? "–" : <bdi>{license}</bdi>) },
+      { key: "able", title: "Runs on", largestFirst: true, value: (entry) => runsOn(entry, capabilities).able, cell: (entry) => <span className="muted">{runsOnText(runsOn(entry, capabilities))}</span> },
+      {
+        key: "count",
+        title: "Installed",
+        largestFirst: true,
+        value: ({ name }) => installed?.get(name.toLowerCase()) ?? 0,
+        cell: ({ name }) => <InstalledOn on={installed === null ? null : (installed.get(name.toLowerCase()) ?? 0)} running={running.get(name) ?? NONE} />,
+      },
+      {
+        key: "actions",
+        title: "Actions",
+        cell: ({ name }) => (
+          <Button small aria-label={`Install ${name}…`} onClick={() => onInstall(name)}>
+            Install…
+          </Button>
+        ),
+      },
+    ],
+    [capabilities, installed, running, onInstall],
+  );
   return (
-    <ul className="catalogue">
-      {entries.map((entry) => (
-        <Line
-          key={entry.id}
-          entry={entry}
-          capabilities={capabilities}
-          on={installed === null ? null : (installed.get(entry.name.toLowerCase()) ?? 0)}
-          running={running.get(entry.name) ?? NONE}
-          onInstall={() => onInstall(entry.name)}
-        />
-      ))}
-    </ul>
+    <div className="table-scroll">
+      <Table name="Catalogue" className="backend-table" columns={columns} rows={entries} rowId={({ id }) => id} rowName={nameOf} first={DRAWN} />
+    </div>
   );
 }
 
-interface LineProps {
-  entry: Entry;
-  capabilities: Catalogue["nodesByCapability"];
+const nameOf = ({ name }: Entry) => name;
+
+function Name({ entry }: { entry: Entry }): ReactNode {
+  const text = summary(entry.description);
+  return (
+    <>
+      <div className="row wrap">
+        <BackendLink name={entry.name} />
+        {entry.isAlias && <span className="tag">build</span>}
+        {entry.isDevelopment && <span className="tag">pre-release</span>}
+      </div>
+      {text !== "" && (
+        <p className="name muted" title={text}>
+          {text}
+        </p>
+      )}
+    </>
+  );
+}
+
+interface InstalledOnProps {
   /** On how many nodes it is installed, null while that is not known. */
   on: number | null;
   running: readonly Operation[];
-  onInstall: () => void;
 }
 
-function Line({ entry, capabilities, on, running, onInstall }: LineProps): ReactNode {
-  const descriptionText = summary(entry.description);
+function InstalledOn({ on, running }: InstalledOnProps): ReactNode {
   const onNodes = running.flatMap(targetsOf).filter((target) => !ENDED.has(target.status)).length;
   return (
-    <li className="catalogue-line">
-      <div className="catalogue-text">
-        <div className="row wrap">
-          <strong className="name">{entry.name}</strong>
-          {entry.version !== "" && <span className="muted">{entry.version}</span>}
-          {entry.isAlias && <span className="tag">build</span>}
-          {entry.isDevelopment && <span className="tag">pre-release</span>}
-        </div>
-        {descriptionText !== "" && (
-          <p className="name muted" title={descriptionText}>
-            {descriptionText}
-          </p>
-        )}
-        <Variants runs={runsOn(entry, capabilities)} />
-      </div>
-      <div className="catalogue-state">
-        {onNodes > 0 && (
-          <Link className="pill info" to="/app/activity?show=backends">
-            installing on {count(onNodes, "node")}
-          </Link>
-        )}
-        {onNodes > 0 && <SilenceNotice of={progressTimes(running)} />}
-        {on !== null && <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>}
-      </div>
-      <Button small aria-label={`Install ${entry.name}…`} onClick={onInstall}>
-        Install…
-      </Button>
-    </li>
+    <div className="row wrap">
+      {onNodes > 0 && (
+        <Link className="pill info" to="/app/activity?show=backends">
+          installing on {count(onNodes, "node")}
+        </Link>
+      )}
+      {onNodes > 0 && <SilenceNotice of={progressTimes(running)} />}
+      {on !== null && <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>}
+    </div>
   );
 }
 

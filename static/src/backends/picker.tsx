@@ -16,6 +16,7 @@ import { listedRows, useRows, type Row } from "./picker-rows";
 import { NodeTable, NotListed } from "./picker-table";
 import { isLoaded, useThrottledNodes, type NodesById } from "./throttled-nodes";
 import { addressOf, byAddress, byName, runs } from "./runs";
+import { ONE_BY_ONE, WaveFields, waveProblem, wavesOf } from "./wave-fields";
 
 export interface InstallPickerProps {
   open?: boolean;
@@ -87,13 +88,18 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
   const selected = selection.ids;
   const [filter, setFilter] = useState("");
   const [draining, setDraining] = useState(false);
+  const [waveChoice, setWaveChoice] = useState({ ...ONE_BY_ONE, inWaves: false });
+  /** The nodes that are left of a request of which the server has refused some. */
+  const [others, setOthers] = useState<readonly string[]>([]);
   useForgetDone(backend, rows);
   const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
   const listed = listedRows(rows, { requested: new Set(nodeIds), selected, draining }).filter((row) => row.mine || matches(row.node, filter));
   const hidden = chosen.filter((row) => !listed.includes(row)).length;
-  const send = (ids: readonly string[]) => {
+  const send = async (ids: readonly string[]) => {
     selection.toggle(ids.filter((id) => selected.has(id)));
-    void runs.start(backend, ids);
+    const remaining = await runs.start(backend, ids, ids.length > 1 ? wavesOf(waveChoice) : null);
+    setOthers(remaining);
+    if (remaining.length > 0) selection.toggle(remaining);
   };
   const retry = useCallback((id: string) => void runs.start(backend, [id]), [backend]);
   if (rows.length === 0) return <NoNodes />;
@@ -120,7 +126,26 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
       </div>
       {listed.length === 0 ? <p className="muted">No matching nodes.</p> : <NodeTable rows={listed} selection={selection} onRetry={retry} />}
       <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
-      <Footer rows={rows} chosen={chosen} hidden={hidden} onInstall={() => send(chosen.map((row) => row.node.id))} onRetry={send} onClose={onClose} />
+      {chosen.length > 1 && (
+        <details className="picker-waves">
+          <summary>{waveChoice.inWaves ? `In waves, ${waveChoice.atOnce} at a time` : "All at once"}</summary>
+          <WaveFields choice={waveChoice} onChange={setWaveChoice} inWaves="In waves: the next nodes begin when those before have ended." atOnce="All at once." />
+        </details>
+      )}
+      {others.length > 0 && (
+        <p className="problem" role="alert">
+          Nothing has started: some nodes cannot take it, as their lines say. The other {count(others.length, "node")} {others.length === 1 ? "is" : "are"} still selected.
+        </p>
+      )}
+      <Footer
+        rows={rows}
+        chosen={chosen}
+        hidden={hidden}
+        problem={chosen.length > 1 ? waveProblem(waveChoice) : ""}
+        onInstall={() => void send(chosen.map((row) => row.node.id))}
+        onRetry={(ids) => void send(ids)}
+        onClose={onClose}
+      />
     </>
   );
 }
@@ -158,12 +183,14 @@ interface FooterProps {
   chosen: readonly Row[];
   /** The number of those that the filter hides. */
   hidden: number;
+  /** Why the waves cannot be as they are typed; "" if they can. */
+  problem: string;
   onInstall: () => void;
   onRetry: (ids: readonly string[]) => void;
   onClose: () => void;
 }
 
-function Footer({ rows, chosen, hidden, onInstall, onRetry, onClose }: FooterProps): ReactNode {
+function Footer({ rows, chosen, hidden, problem, onInstall, onRetry, onClose }: FooterProps): ReactNode {
   const progress = rows.flatMap((row) => (row.progress === null ? [] : [row.progress]));
   const failed = rows.filter((row) => row.progress?.ended === "badly").map((row) => row.node.id);
   const isRunning = progress.some((progress) => progress.ended === "no");
@@ -175,7 +202,7 @@ function Footer({ rows, chosen, hidden, onInstall, onRetry, onClose }: FooterPro
       </div>
       {failed.length > 0 && <Button onClick={() => onRetry(failed)}>Retry failed ({failed.length})</Button>}
       <Button onClick={onClose}>{isRunning ? "Continue in background" : "Close"}</Button>
-      <Button kind={isRunning && chosen.length === 0 ? "plain" : "primary"} refusal={chosen.length === 0 ? "Select at least one node" : ""} onClick={onInstall}>
+      <Button kind={isRunning && chosen.length === 0 ? "plain" : "primary"} refusal={chosen.length === 0 ? "Select at least one node" : problem} onClick={onInstall}>
         {chosen.length === 0 ? (isRunning ? "Install on more nodes" : "Install") : `Install on ${count(chosen.length, "node")}`}
       </Button>
     </div>

@@ -1,4 +1,5 @@
 import { describe, expect, it } from "vitest";
+import { ApiError } from "../api/client";
 import { Runs } from "./runs";
 
 function parked(): { runs: Runs; requests: (readonly string[])[]; answer: (error?: Error) => void } {
@@ -27,6 +28,14 @@ describe("requests of the picker", () => {
     answer(new Error("no"));
     await expect.poll(() => runs.of("echo").get("n1")).toMatchObject({ step: "refused" });
     expect(runs.of("echo").get("n2")).toMatchObject({ step: "accepted" });
+  });
+
+  it("start nothing if nodes cannot take it: those say why, and the others are answered", async () => {
+    const { runs, answer } = parked();
+    const done = runs.start("echo", ["a", "b", "c"]);
+    answer(new ApiError("node b is draining", 409, "ids", "", 0, "", {}, [], [{ id: "b", name: "b", reason: "node b is draining" }]));
+    expect(await done).toEqual(["a", "c"]);
+    expect([...runs.of("echo")].map(([id, sent]) => [id, sent.step === "refused" && sent.error.message])).toEqual([["b", "node b is draining"]]);
   });
 
   it("are known after the dialog was closed, together with what ran already", async () => {

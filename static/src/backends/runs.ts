@@ -1,7 +1,8 @@
 // Requests that a person has sent from the picker, by backend and node. They live outside it: closing the dialog
 // stops nothing and forgets nothing, and opening it again for the same backend shows how they went.
 import { useSyncExternalStore } from "react";
-import { install } from "../operations/calls";
+import { ApiError, type NodeRefusal } from "../api/client";
+import { install, type WaveOptions } from "../operations/calls";
 import { keyOf, type Address } from "./address";
 import type { Sent } from "./picker-model";
 
@@ -18,7 +19,7 @@ export class Runs {
   private readonly runs = new Map<string, Run>();
   private readonly listeners = new Set<() => void>();
 
-  constructor(private readonly send: (nodeIDs: readonly string[], backend: string) => Promise<{ jobID: string }>) {}
+  constructor(private readonly send: (nodeIDs: readonly string[], backend: string, waves: WaveOptions | null) => Promise<{ jobID: string }>) {}
 
   readonly subscribe = (listener: () => void): (() => void) => {
     this.listeners.add(listener);
@@ -27,17 +28,31 @@ export class Runs {
 
   readonly of = (backend: string): Run => this.runs.get(backend) ?? NONE;
 
-  /** Asks for the backend on these nodes: one request and one operation, which goes on without this page. */
-  async start(backend: string, nodeIDs: readonly string[]): Promise<void> {
-    if (nodeIDs.length === 0) return;
+  /**
+   * Asks for the backend on these nodes: one request and one operation, which goes on without this page. If nodes cannot
+   * take it, nothing starts: answers the others.
+   */
+  async start(backend: string, nodeIDs: readonly string[], waves: WaveOptions | null = null): Promise<readonly string[]> {
+    if (nodeIDs.length === 0) return [];
     const setEach = (sent: Sent) => this.set(backend, nodeIDs.map((id) => [id, sent]));
     setEach({ step: "sending" });
     try {
-      const { jobID } = await this.send(nodeIDs, backend);
+      const { jobID } = await this.send(nodeIDs, backend, waves);
       setEach({ step: "accepted", jobID, at: Date.now() });
     } catch (error) {
+      const refusals = error instanceof ApiError ? error.refusals : [];
+      if (refusals.length > 0) return this.refuse(backend, nodeIDs, refusals);
       setEach({ step: "refused", error: error instanceof Error ? error : new Error(String(error)) });
     }
+    return [];
+  }
+
+  private refuse(backend: string, nodeIDs: readonly string[], refusals: readonly NodeRefusal[]): readonly string[] {
+    const refusedIDs = new Set(refusals.map((node) => node.id));
+    const others = nodeIDs.filter((id) => !refusedIDs.has(id));
+    this.forget(backend, others);
+    this.set(backend, refusals.map(({ id, reason }) => [id, { step: "refused", error: new ApiError(reason, 409) }]));
+    return others;
   }
 
   /**
@@ -92,7 +107,7 @@ export function addressOf(backend: string): Address | undefined {
   return addresses.get(backend);
 }
 
-export const runs = new Runs((nodeIDs, backend) => install(nodeIDs, addresses.get(backend) ?? backend));
+export const runs = new Runs((nodeIDs, backend, waves) => install(nodeIDs, addresses.get(backend) ?? backend, waves));
 
 export function useRun(backend: string): Run {
   return useSyncExternalStore(runs.subscribe, () => runs.of(backend));

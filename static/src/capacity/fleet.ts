@@ -1,7 +1,6 @@
 // The memory of the fleet as one picture: of each node its pools (a GPU each, or the whole), in groups, with sums. Pure.
-import { gpusOf, gpuWords } from "../live/gpus";
+import { gpusOf, gpuWords, usedVram, vramLimit } from "../live/gpus";
 import type { LiveNode } from "../live/messages";
-import { usedVram, vramLimit } from "../nodes/detail/samples";
 import { shownStatus } from "../nodes/shared/node-status";
 
 export const RESOURCES = ["vram", "ram", "disk"] as const;

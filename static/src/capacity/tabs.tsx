@@ -1,7 +1,6 @@
 // The two views of capacity: the fleet as it is, and as it could be.
 import type { ReactNode } from "react";
 import { NavLink } from "react-router";
-import "../operations/record.css";
 
 export function CapacityTabs(): ReactNode {
   return (

@@ -3,7 +3,7 @@
 import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { useLive } from "../live/hooks";
-import { figures, NextCheck } from "../operations/lines";
+import { figures, NextCheck, SilenceNotice } from "../operations/lines";
 import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
 import { useWork } from "../operations/watch";
 import type { Operation } from "../live/messages";
@@ -41,7 +41,7 @@ function Load({ operation, eta }: { operation: Operation; eta: number | undefine
       </div>
       <Bar title={title} percent={operation.progress} />
       <p className="muted">
-        {sendingOf(operation) || [phaseOf(operation), figuresText, remaining].filter(Boolean).join(" · ")} <NextCheck operation={operation} />
+        {sendingOf(operation) || [phaseOf(operation), figuresText, remaining].filter(Boolean).join(" · ")} <NextCheck operation={operation} /> <SilenceNotice of={operation} />
       </p>
       <p className="muted">Your message is sent when the model is loaded.</p>
     </div>

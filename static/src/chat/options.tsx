@@ -9,8 +9,8 @@ import type { Settings, FieldProblems } from "./settings";
 interface ModelProps {
   model: string;
   definitions: readonly Definition[];
-  /** By model, how many replicas of it are loaded. */
-  loaded: ReadonlyMap<string, number>;
+  /** By model, how many replicas of it are loaded; null for a person who is not told. */
+  loaded: ReadonlyMap<string, number> | null;
   /** True if a load of the chosen one is under way. */
   loading: boolean;
   onChange: (model: string) => void;
@@ -20,18 +20,18 @@ export function ModelField({ model, definitions, loaded, loading, onChange }: Mo
   const id = useId();
   const chosen = definitions.find((definition) => definition.id === model);
   const offered = definitions.filter((definition) => canChat(definition) || definition.id === model);
-  const replicas = loaded.get(model) ?? 0;
+  const replicas = loaded?.get(model) ?? 0;
   const warnings = chosen?.warnings ?? [];
-  const options = offered.map(({ id: name }): Option => [name, `${name} (${stateWords(loaded.get(name) ?? 0)})`]);
+  const options = offered.map(({ id: name }): Option => [name, loaded === null ? name : `${name} (${stateWords(loaded.get(name) ?? 0)})`]);
   if (chosen === undefined) options.unshift([model, model === "" ? "Choose a model" : `${model} (not defined)`]);
   return (
     <div className="field chat-model">
       <div className="row wrap">
         <Select label="Model" value={model} options={options} describedBy={`${id}-said`} onChange={onChange} />
-        {chosen !== undefined && <Standing replicas={replicas} loading={loading} />}
+        {chosen !== undefined && loaded !== null && <Standing replicas={replicas} loading={loading} />}
       </div>
       <p id={`${id}-said`} className="field-hint">
-        {chosen !== undefined && replicas === 0 && !loading ? "The first message loads it." : ""}
+        {chosen !== undefined && loaded !== null && replicas === 0 && !loading ? "The first message loads it." : ""}
       </p>
       {warnings.map((warning) => (
         <p key={warning} className="risk">

@@ -105,6 +105,8 @@ function Model({ conversation, chat }: { conversation: Conversation; chat: Chat 
   const [query, setQuery] = useSearchParams();
   const definitions = useDefinitions();
   const nodes = useThrottledNodes();
+  // Only administrators are told where models run.
+  const isAdmin = useSession().data?.role === "admin";
   const loaded = useMemo(() => {
     const modelCounts = new Map<string, number>();
     for (const node of nodes.values()) for (const { model_name, state } of node.models) if (state === "loaded") modelCounts.set(model_name, (modelCounts.get(model_name) ?? 0) + 1);
@@ -113,7 +115,7 @@ function Model({ conversation, chat }: { conversation: Conversation; chat: Chat 
   const allDefinitions = useMemo(() => definitions.data ?? [], [definitions.data]);
   const requestedModel = query.get("model") ?? "";
   const offered = useMemo(() => allDefinitions.filter(canChat), [allDefinitions]);
-  const usual = isLoaded(nodes) ? ((offered.find((definition) => loaded.has(definition.id)) ?? offered[0])?.id ?? "") : "";
+  const usual = isLoaded(nodes) || !isAdmin ? ((offered.find((definition) => loaded.has(definition.id)) ?? offered[0])?.id ?? "") : "";
   const selectedModel = requestedModel || chat.model || usual;
   const loading = useLive((state) => loadOf(state, selectedModel) !== undefined);
   useEffect(() => {
@@ -122,21 +124,25 @@ function Model({ conversation, chat }: { conversation: Conversation; chat: Chat 
   if (definitions.data === undefined) {
     return definitions.error === null ? <Loading subject="models" /> : <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />;
   }
-  if (offered.length === 0 && selectedModel === "") return <NoModels />;
+  if (offered.length === 0 && selectedModel === "") return <NoModels isAdmin={isAdmin} />;
   const choose = (model: string) => {
     conversation.set({ model });
     setQuery({ model }, { replace: true, preventScrollReset: true });
   };
-  return <ModelField model={selectedModel} definitions={allDefinitions} loaded={loaded} loading={loading} onChange={choose} />;
+  return <ModelField model={selectedModel} definitions={allDefinitions} loaded={isAdmin ? loaded : null} loading={loading} onChange={choose} />;
 }
 
-function NoModels(): ReactNode {
+function NoModels({ isAdmin }: { isAdmin: boolean }): ReactNode {
   return (
     <Empty title="No chat models">
-      <p>Define a model with a YAML file in the models folder (LOCALAI_MODELS_PATH). Models for embeddings cannot chat.</p>
-      <Link className="button" to="/app/models">
-        Open Models
-      </Link>
+      <p>Models for embeddings cannot chat.</p>
+      {isAdmin ? (
+        <Link className="button primary" to="/app/models/add">
+          Add a model
+        </Link>
+      ) : (
+        <p>Ask an administrator to add one.</p>
+      )}
     </Empty>
   );
 }

@@ -38,3 +38,8 @@ export function python(origin: string, request: Request): string {
     "print()",
   ].join("\n");
 }
+
+/** An embedding, for a shell. */
+export function embed(origin: string, model: string): string {
+  return [`curl ${origin}/v1/embeddings \\`, `  -H "Authorization: Bearer $LOCALAI_API_KEY" \\`, `  -H "Content-Type: application/json" \\`, `  -d ${quoted(JSON.stringify({ model, input: "Hello!" }))}`].join("\n");
+}

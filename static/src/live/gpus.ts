@@ -1,4 +1,4 @@
-// The GPUs of a node, one by one, as its worker lists them, and what may be given away of its memory. Pure.
+// The GPUs of a node, one by one, as its worker lists them, and what is used of its memory. Pure.
 import { bytes, count } from "../lib/format";
 import type { LiveNode } from "./messages";
 
@@ -16,6 +16,8 @@ export interface Gpu {
   temperature?: number;
   /** Watts. */
   power?: number;
+  /** The most watts that its driver lets it draw. */
+  power_limit?: number;
   /** Uncorrected memory errors since the driver was loaded. */
   ecc_errors?: number;
   /** "550.54.15, CUDA 12.4" */
@@ -35,10 +37,11 @@ export function gpuWords(node: LiveNode): string {
   return [...names].map(([name, many]) => (many === 1 ? name : `${many} × ${name}`)).join(", ");
 }
 
-/** "37% busy, 62 °C, 210 W" */
-export function gpuActivity({ utilization, temperature, power }: Gpu): string {
+/** "37% busy, 62 °C, 210 of 350 W" */
+export function gpuActivity({ utilization, temperature, power, power_limit: limit }: Gpu): string {
   const busy = utilization === null ? "utilisation not reported" : `${utilization}% busy`;
-  return [busy, ...(temperature === undefined ? [] : [`${temperature} °C`]), ...(power === undefined ? [] : [`${power} W`])].join(", ");
+  const drawn = power === undefined ? [] : [limit === undefined ? `${power} W` : `${power} of ${limit} W`];
+  return [busy, ...(temperature === undefined ? [] : [`${temperature} °C`]), ...drawn].join(", ");
 }
 
 /** The versions of the GPUs' drivers, each once; "" if none is known. */
@@ -49,4 +52,20 @@ export function driversOf(node: LiveNode): string {
 /** "3 GPUs, 72 GiB" */
 export function gpuSums(gpus: readonly Gpu[]): string {
   return `${count(gpus.length, "GPU")}, ${bytes(gpus.reduce((sum, gpu) => sum + gpu.total_vram, 0))}`;
+}
+
+type MemoryOf<Names extends keyof LiveNode> = Pick<LiveNode, Names>;
+
+/** The usable VRAM: under a budget no more than that is reported free. */
+export function vramLimit(node: MemoryOf<"total_vram" | "vram_budget_bytes">): number {
+  return node.vram_budget_bytes > 0 ? Math.min(node.vram_budget_bytes, node.total_vram) : node.total_vram;
+}
+
+/** Bytes in use of what may be used. */
+export function usedVram(node: MemoryOf<"total_vram" | "vram_budget_bytes" | "available_vram">): number {
+  return Math.max(0, vramLimit(node) - node.available_vram);
+}
+
+export function usedRam(node: MemoryOf<"total_ram" | "available_ram">): number {
+  return Math.max(0, node.total_ram - node.available_ram);
 }

@@ -1,51 +1,127 @@
-// The actions on a model: load it, unload it everywhere after a question, give it a rule.
-import { Suspense, useState, type ReactNode } from "react";
-import { Link } from "react-router";
+// The actions on a model: load it, unload it, give it a rule; clone, disable or delete its definition.
+import { Suspense, useId, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
+import { useNavigate } from "react-router";
 import { useAction } from "../api/action";
-import { canChat, chatAddress } from "../chat/models";
+import { chatAddress } from "../chat/models";
 import { count } from "../lib/format";
+import { useLive } from "../live/hooks";
+import { candidates } from "../scheduling/rules";
+import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
-import { Confirm } from "../ui/dialog";
+import { Confirm, Dialog } from "../ui/dialog";
 import { lazyDialog } from "../ui/lazy";
+import type { MenuItem } from "../ui/menu";
 import { Problem } from "../ui/problem";
+import { TextField } from "../ui/text-field";
 import { loadModel, unloadModel } from "./data";
-import { loadRefusal, unloadRefusal, type ModelRow } from "./rows";
+import { cloneDefinition, deleteDefinition, setDisabled, useDefinitionAction } from "./definitions";
+import { canTalk, deleteRefusal, isIdle, loadRefusal, modelAddress, unloadRefusal, type ModelRow } from "./rows";
 
 const RuleDialog = lazyDialog(async () => (await import("../scheduling/rule-dialog")).RuleDialog);
 
-/** `ruled`: the models that have a rule; null while that is not known. */
-export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[] | null }): ReactNode {
-  const [dialog, setDialog] = useState<"" | "unload" | "rule">("");
-  const load = useAction(() => loadModel(row.name), `Load of ${row.name} requested.`);
-  const close = () => setDialog("");
+export type ModelVerb = "load" | "unload" | "rule" | "clone" | "disable" | "delete";
+
+export interface ModelAction {
+  verb: ModelVerb;
+  row: ModelRow;
+}
+
+/** The menu of a model; `go` opens an address of the pages. */
+export function menuOf(row: ModelRow, act: (action: ModelAction) => void, go: (address: string) => void): MenuItem[] {
+  const { definition } = row;
+  const undefinedHere = definition === undefined ? "not defined on this server" : "";
+  const on = (verb: ModelVerb) => () => act({ verb, row });
+  return [
+    ...(canTalk(row) ? [{ label: "Chat", onSelect: () => go(chatAddress(row.name)) }] : []),
+    { label: "Load…", refusal: loadRefusal(row), onSelect: on("load") },
+    { label: "Unload all…", refusal: unloadRefusal(row), onSelect: on("unload") },
+    ...(row.rule === undefined ? [{ label: "Add rule…", onSelect: on("rule") }] : []),
+    { label: "Edit definition", refusal: undefinedHere, onSelect: () => go(modelAddress(row.name, "definition")) },
+    { label: "Clone…", refusal: undefinedHere, onSelect: on("clone") },
+    { label: definition?.state === "disabled" ? "Enable…" : "Disable…", refusal: undefinedHere || (definition?.origin === "file" ? "defined by a file of the models folder" : ""), onSelect: on("disable") },
+    { label: "Delete…", danger: true, refusal: deleteRefusal(row), onSelect: on("delete") },
+  ];
+}
+
+interface DialogProps {
+  row: ModelRow;
+  onClose: () => void;
+}
+
+export function ActionDialog({ action: { verb, row }, onClose }: { action: ModelAction; onClose: () => void }): ReactNode {
+  switch (verb) {
+    case "load":
+      return <Load row={row} onClose={onClose} />;
+    case "unload":
+      return <UnloadAll row={row} onClose={onClose} />;
+    case "clone":
+      return <Clone row={row} onClose={onClose} />;
+    case "disable":
+      return <Disable row={row} onClose={onClose} />;
+    case "delete":
+      return <Delete row={row} onClose={onClose} />;
+    case "rule":
+      return (
+        <Suspense>
+          <RuleDialog rule={null} model={row.name} ruled={[]} onClose={onClose} />
+        </Suspense>
+      );
+  }
+}
+
+const MOST_REPLICAS = 64;
+
+/** On one node or wherever it fits, and how many. */
+function Load({ row, onClose }: DialogProps): ReactNode {
+  const [nodeName, setNodeName] = useState("");
+  const [number, setNumber] = useState("1");
+  const [sent, setSent] = useState(false);
+  const list = useId();
+  const present = useLive((state) => state.nodes);
+  const nodes = useMemo(() => candidates(present.values()), [present]);
+  const load = useAction(loadModel, `Load of ${row.name} requested.`);
+  const node = nodes.find(({ name }) => name === nodeName.trim());
+  const replicas = Number(number.trim());
+  const isNumber = Number.isInteger(replicas) && replicas >= 1 && replicas <= MOST_REPLICAS;
+  const isNode = nodeName.trim() === "" || node !== undefined;
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    setSent(true);
+    if (!isNumber || !isNode || load.busy) return;
+    // Without a choice the load joins one that is under way.
+    const isPlain = node === undefined && replicas === 1 && isIdle(row);
+    load.run({ model: row.name, ...(isPlain ? {} : { replicas }), ...(node === undefined ? {} : { node_id: node.id }) }, onClose);
+  };
   return (
-    <div className="row wrap model-actions">
-      {row.definition !== undefined && canChat(row.definition) && (
-        <Link to={chatAddress(row.name)} aria-label={`Chat with ${row.name}`}>
-          Chat
-        </Link>
-      )}
-      <Button small aria-label={`Load ${row.name}`} busy={load.busy} refusal={loadRefusal(row)} onClick={() => load.run()}>
-        Load
+    <Dialog open onClose={onClose} title={<>Load <bdi>{row.name}</bdi></>} description={row.places.length > 0 ? `It has ${count(row.places.length, "replica")}. This adds to them.` : "A replica starts wherever it fits, unless you name a node."}>
+      <form className="stack" noValidate onSubmit={submit}>
+        <TextField first label="Node" description="Empty: wherever it fits." list={list} value={nodeName} problem={sent && !isNode ? "There is no such node in service." : ""} onChange={setNodeName} />
+        <datalist id={list}>
+          {nodes.map(({ id, name }) => (
+            <option key={id} value={name} />
+          ))}
+        </datalist>
+        <TextField label="Replicas" numeric value={number} problem={sent && !isNumber ? `Enter a whole number from 1 to ${MOST_REPLICAS}.` : ""} onChange={setNumber} />
+        <Problem error={load.error} />
+        <Buttons action="Load" busy={load.busy} onClose={onClose} />
+      </form>
+    </Dialog>
+  );
+}
+
+function Buttons({ action, busy, onClose }: { action: string; busy: boolean; onClose: () => void }): ReactNode {
+  return (
+    <div className="row wrap">
+      <Button type="submit" kind="primary" busy={busy}>
+        {action}
       </Button>
-      <Button small aria-label={`Unload all replicas of ${row.name}`} refusal={unloadRefusal(row)} onClick={() => setDialog("unload")}>
-        Unload all…
-      </Button>
-      {ruled !== null && !ruled.includes(row.name) && (
-        <Button small aria-label={`Add rule for ${row.name}`} onClick={() => setDialog("rule")}>
-          Add rule…
-        </Button>
-      )}
-      <Problem error={load.error} onDismiss={load.forget} />
-      {dialog === "unload" && <UnloadAll row={row} onClose={close} />}
-      <Suspense>{dialog === "rule" && <RuleDialog rule={null} model={row.name} ruled={ruled ?? []} onClose={close} />}</Suspense>
+      <Button onClick={onClose}>Cancel</Button>
     </div>
   );
 }
 
-function UnloadAll({ row, onClose }: { row: ModelRow; onClose: () => void }): ReactNode {
+function UnloadAll({ row, onClose }: DialogProps): ReactNode {
   const unload = useAction(() => unloadModel(row.name), `Unload of ${row.name} requested.`);
-  const flying = row.places.reduce((sum, { model }) => sum + model.in_flight, 0);
   const nodes = new Set(row.places.map(({ node }) => node.id)).size;
   return (
     <Confirm
@@ -64,11 +140,80 @@ function UnloadAll({ row, onClose }: { row: ModelRow; onClose: () => void }): Re
     >
       <ul className="nd-effects">
         <li>
-          {count(row.places.length, "replica")} {row.places.length === 1 ? "stops" : "stop"}.{" "}
-          {flying === 0 ? "No request is in flight." : `${count(flying, "request")} in flight may finish first, up to a deadline.`}
+          {count(row.places.length, "replica")} {row.places.length === 1 ? "stops" : "stop"}. <InFlight row={row} />
         </li>
         <li>The next request loads the model again. So does a rule with a minimum.</li>
       </ul>
+    </Confirm>
+  );
+}
+
+function InFlight({ row }: { row: ModelRow }): ReactNode {
+  const flying = row.places.reduce((sum, { model }) => sum + model.in_flight, 0);
+  return flying === 0 ? "No request is in flight." : `${count(flying, "request")} in flight may finish first, up to a deadline.`;
+}
+
+function Clone({ row, onClose }: DialogProps): ReactNode {
+  const [name, setName] = useState(`${row.name}-copy`);
+  const navigate = useNavigate();
+  const clone = useDefinitionAction((newName: string) => cloneDefinition(row.name, newName), (made) => {
+    announce(`${made.name} created.`);
+    void navigate(modelAddress(made.name, "definition"));
+  });
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    if (name.trim() !== "" && !clone.busy) clone.run(name.trim(), onClose);
+  };
+  return (
+    <Dialog open onClose={onClose} title={<>Clone <bdi>{row.name}</bdi></>} description="The copy has the same files and settings, and no replicas.">
+      <form className="stack" noValidate onSubmit={submit}>
+        <TextField first label="Name of the copy" value={name} problem={name.trim() === "" ? "Enter a name." : ""} onChange={setName} />
+        <Problem error={clone.error} />
+        <Buttons action="Clone" busy={clone.busy} onClose={onClose} />
+      </form>
+    </Dialog>
+  );
+}
+
+function Disable({ row, onClose }: DialogProps): ReactNode {
+  const isDisabled = row.definition?.state === "disabled";
+  const verb = isDisabled ? "Enable" : "Disable";
+  const action = useDefinitionAction(() => setDisabled(row.name, !isDisabled), `${row.name} ${isDisabled ? "enabled" : "disabled"}.`);
+  return (
+    <Confirm open onClose={onClose} title={<>{verb} <bdi>{row.name}</bdi></>} action={verb} busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, onClose)}>
+      <p>{isDisabled ? "Requests can load it again." : "New requests for it are refused. Its definition and files stay."}</p>
+      {!isDisabled && <Replicas row={row} />}
+    </Confirm>
+  );
+}
+
+const NAMED = 10;
+
+/** The replicas in use, by node. */
+function Replicas({ row }: { row: ModelRow }): ReactNode {
+  if (row.places.length === 0) return <p>It has no replicas.</p>;
+  const names = row.places.slice(0, NAMED).map(({ node, model }) => `${node.name}#${model.replica_index}`);
+  const rest = row.places.length - names.length;
+  return (
+    <p className="anywhere">
+      In use: <bdi>{names.join(", ")}</bdi>
+      {rest > 0 && ` and ${rest} more`}. <InFlight row={row} />
+    </p>
+  );
+}
+
+function Delete({ row, onClose }: DialogProps): ReactNode {
+  const [withFiles, setWithFiles] = useState(false);
+  // The list follows with the operation.
+  const action = useAction(() => deleteDefinition(row.name, withFiles), `Deletion of ${row.name} requested.`);
+  return (
+    <Confirm open danger onClose={onClose} title={<>Delete <bdi>{row.name}</bdi></>} action="Delete" busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, onClose)}>
+      <p>Its replicas are drained, then its definition is removed.</p>
+      <Replicas row={row} />
+      <label className="row">
+        <input type="checkbox" checked={withFiles} onChange={(event) => setWithFiles(event.target.checked)} />
+        Delete its files too, unless another definition names them
+      </label>
     </Confirm>
   );
 }

@@ -5,24 +5,14 @@ import type { components } from "../api/schema";
 import type { Definition } from "./rows";
 
 type Installed = components["schemas"]["InstalledModels"];
-type DefinitionError = components["schemas"]["DefinitionError"];
 
 /** The model definitions. Files change without notice: they are read when a page opens and when a person returns to it. */
 export function useDefinitions(): UseQueryResult<Definition[]> {
-  return useInstalled(definedIn);
-}
-
-/** Files of the models folder that cannot be used, read with the definitions. */
-export function useBrokenDefinitions(): UseQueryResult<DefinitionError[]> {
-  return useInstalled(brokenIn);
-}
-
-function useInstalled<T>(select: (installed: Installed) => T): UseQueryResult<T> {
   return useQuery({
     queryKey: ["models", "definitions"],
     queryFn: ({ signal }) => call(client.GET("/api/models/capabilities", { signal })),
     refetchOnWindowFocus: true,
-    select,
+    select: definedIn,
   });
 }
 
@@ -31,13 +21,16 @@ function definedIn(installed: Installed): Definition[] {
   return installed.data.filter((definition) => definition.source === undefined);
 }
 
-function brokenIn(installed: Installed): DefinitionError[] {
-  return installed.definitionErrors;
+export interface Load {
+  model: string;
+  /** This many more replicas; absent: at least one serves or is being loaded. */
+  replicas?: number;
+  node_id?: string;
 }
 
-/** Requests the load of one replica; the answer does not wait for it, the feed reports it. */
-export function loadModel(model: string): Promise<unknown> {
-  return call(client.POST("/backend/load", { body: { model, wait: false } }));
+/** Requests loads; the answer does not wait for them, the feed reports them. */
+export function loadModel(load: Load): Promise<unknown> {
+  return call(client.POST("/backend/load", { body: { ...load, wait: false } }));
 }
 
 /** Has all replicas unloaded; the same. */

@@ -7,7 +7,9 @@ import type { Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { memoryWords, needWords, signed, versionOf, type Decision, type Explained } from "./explanation-query";
-import { ModelsPage } from "./page";
+import { ModelPage } from "./model-page";
+
+vi.mock("../overview/charts", () => ({ Charts: () => null }));
 
 type Answer = { data: Explained; response: Response } | { error: unknown; response: Response };
 
@@ -50,11 +52,11 @@ beforeEach(() => {
       expect(sent.params?.path).toEqual({ model: "tiny" });
       return new Promise<Answer>((answer) => reads.push(answer));
     }
-    return Promise.resolve({ data: path === "/api/models/capabilities" ? { data: [], definitionErrors: [] } : [], response: new Response() });
+    return Promise.resolve({ data: path === "/api/definitions" ? { definitions: [], total: 0, unusable: [] } : path === "/api/figures/models" ? { models: [] } : [], response: new Response() });
   }) as never);
   store = show(new LiveStore(), node("n1", { models: [model("tiny", 0)] }), node("n2"));
   store.push({ type: "operations.snapshot", seq: 1, operations: [] });
-  stage(store, createMemoryRouter([{ path: "*", element: <ModelsPage /> }]));
+  stage(store, createMemoryRouter([{ path: "/app/models/:name", element: <ModelPage /> }], { initialEntries: ["/app/models/tiny"] }));
 });
 
 afterEach(cleanup);
@@ -76,7 +78,7 @@ async function respond(number: number, data: Explained): Promise<void> {
 }
 
 async function open() {
-  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  const panel = within(await screen.findByRole("region", { name: "Replicas" }));
   fireEvent.click(panel.getByRole("button", { name: "Why here: tiny" }));
   return panel;
 }
@@ -138,7 +140,7 @@ it("reads again when its replicas change, also during a read (UI-8.7)", async ()
   const panel = await open();
   await read(0);
   show(store, node("n1", { models: [model("tiny", 0)] }), node("n2", { models: [model("tiny", 0, { id: "new" })] }));
-  expect(await panel.findByText("2 replicas")).toBeTruthy();
+  expect(await screen.findByText("Replicas 2")).toBeTruthy();
   expect(reads).toHaveLength(1);
   await respond(0, explained("from before", []));
   await respond(1, explained("with two", [recordedDecision(9)]));

@@ -6,7 +6,10 @@ import { GIB, node, show } from "../live/fixtures";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { contextWords, helpWords, termsWords, verdictWords, type MemoryExplained } from "./memory";
-import { ModelsPage } from "./page";
+import { definition } from "./model-fixtures";
+import { ModelPage } from "./model-page";
+
+vi.mock("../overview/charts", () => ({ Charts: () => null }));
 
 type Entry = MemoryExplained["nodes"][number];
 
@@ -19,7 +22,8 @@ beforeEach(() => {
   requests = [];
   need = { source: "estimated", readings: 0 };
   vi.spyOn(client, "GET").mockImplementation(((path: string) => {
-    if (path === "/api/models/capabilities") return Promise.resolve({ data: { data: [{ id: "tiny", backend: "b", capabilities: [] }], definitionErrors: [] }, response: new Response() });
+    if (path === "/api/definitions") return Promise.resolve({ data: { definitions: [definition("tiny")], total: 1, unusable: [] }, response: new Response() });
+    if (path === "/api/figures/models") return Promise.resolve({ data: { models: [] }, response: new Response() });
     if (path !== "/api/placement/fit/{model}") return Promise.resolve({ data: [], response: new Response() });
     requests.push(path);
     const memory = { says: "", terms: { weights: 7.2 * GIB }, context: 8192, considered: 2, nodes: [ENTRY, { ...ENTRY, node_id: "n2", node: "n2", verdict: "unknown", usable: 0 }] };
@@ -27,13 +31,13 @@ beforeEach(() => {
   }) as never);
   const store = show(new LiveStore(), node("n1"), node("n2"));
   store.push({ type: "operations.snapshot", seq: 1, operations: [] });
-  stage(store, createMemoryRouter([{ path: "*", element: <ModelsPage /> }]));
+  stage(store, createMemoryRouter([{ path: "/app/models/:name", element: <ModelPage /> }], { initialEntries: ["/app/models/tiny"] }));
 });
 
 afterEach(cleanup);
 
 it("shows where a model fits before any load, and reads it only when the panel is opened (UW9)", async () => {
-  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  const panel = within(await screen.findByRole("region", { name: "Replicas" }));
   expect(requests).toEqual([]);
   fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
   const table = within(await panel.findByRole("table", { name: "Memory for tiny" }));
@@ -44,7 +48,7 @@ it("shows where a model fits before any load, and reads it only when the panel i
 });
 
 it("sorts the nodes, each named by its row header", async () => {
-  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  const panel = within(await screen.findByRole("region", { name: "Replicas" }));
   fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
   const table = within(await panel.findByRole("table", { name: "Memory for tiny" }));
   const names = () => table.getAllByRole("rowheader").map((cell) => cell.textContent);
@@ -63,7 +67,7 @@ it.each([
   [{ source: "stated", readings: 0 }, "Stated in the definition."],
 ])("says where the need comes from: %j", async (source, sentence) => {
   need = source;
-  const panel = within(await screen.findByRole("region", { name: "tiny" }));
+  const panel = within(await screen.findByRole("region", { name: "Replicas" }));
   fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
   expect(await panel.findByText(sentence)).toBeTruthy();
 });

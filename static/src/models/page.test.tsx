@@ -1,29 +1,40 @@
 import { cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
-import { createMemoryRouter } from "react-router";
+import { createMemoryRouter, useLocation } from "react-router";
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { client } from "../api/client";
 import { model, node, show } from "../live/fixtures";
 import type { Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
+import { answerBy, definition } from "./model-fixtures";
 import { ModelsPage } from "./page";
+import type { DefinitionRow, UnusableFile } from "./shapes";
 
-let requests: [string, unknown][];
-let broken: { file: string; error: string }[];
+let sent: ReturnType<typeof answerBy>;
+let defined: DefinitionRow[];
+let unusable: UnusableFile[];
 
 beforeEach(() => {
-  requests = [];
-  broken = [];
-  const defined = [{ id: "idle", backend: "echo", capabilities: [], disabled: false, pinned: false }];
-  const rule = { id: "1", model_name: "tiny", min_replicas: 1, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
-  vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: path === "/api/models/capabilities" ? { data: defined, definitionErrors: broken } : [rule], response: new Response() })) as never);
-  vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
-    requests.push([path, sent.body]);
-    return Promise.resolve({ data: {}, response: new Response(null, { status: 202 }) });
-  }) as never);
+  defined = [definition("idle"), definition("filed", { origin: "file", state: "active" }), definition("off", { state: "disabled" })];
+  unusable = [];
+  const rule = { id: "1", model_name: "tiny", min_replicas: 2, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
+  sent = answerBy((path, { params }) => {
+    if (path === "/api/definitions") {
+      const page = Number(params?.query?.["page"]);
+      return { definitions: defined.slice(2 * (page - 1), 2 * page), total: defined.length, page, items: 2, unusable };
+    }
+    if (path === "/api/figures/models") return { models: [{ name: "tiny", requests_per_second: 1.25 }] };
+    if (path === "/api/placement/fit/{model}") return { nodes: [{ reason: "", enough_vram: true }], memory: { says: "fits on n1" } };
+    return path === "/api/nodes/scheduling" ? [rule] : {};
+  });
+  vi.stubGlobal("matchMedia", () => ({ matches: false, addEventListener: () => undefined, removeEventListener: () => undefined }));
+  vi.stubGlobal("ResizeObserver", class { observe(): void {} unobserve(): void {} disconnect(): void {} });
+  window.scrollTo = () => undefined;
 });
 
-afterEach(cleanup);
+afterEach(() => {
+  cleanup();
+  vi.unstubAllGlobals();
+});
 
 function operation(overrides: Partial<Operation>): Operation {
   return {
@@ -32,71 +43,119 @@ function operation(overrides: Partial<Operation>): Operation {
   } as Operation;
 }
 
-function open(...operations: Operation[]): void {
+function Place() {
+  const { pathname, search } = useLocation();
+  return <output>{pathname + search}</output>;
+}
+
+function open(address = "/app/models", ...operations: Operation[]): void {
   const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0, { in_flight: 2 })] }), node("n2", { models: [model("tiny", 0, { id: "other" })] }));
   store.push({ type: "operations.snapshot", seq: 1, operations });
-  stage(store, createMemoryRouter([{ path: "*", element: <ModelsPage /> }]));
+  stage(store, createMemoryRouter([{ path: "/app/models", element: <ModelsPage /> }, { path: "*", element: <Place /> }], { initialEntries: [address] }));
 }
 
-async function panel(name: string) {
-  return within(await screen.findByRole("region", { name }));
+async function row(name: string) {
+  const header = await screen.findByRole("rowheader", { name: new RegExp(`^${name}`) });
+  const element = header.closest("tr");
+  if (element === null) throw new Error("not in a row");
+  return element;
 }
 
-it("shows every model with its replicas by node and the way to its rule (E65, UI-8.2, UI-8.5)", async () => {
+async function act(name: string, action: string): Promise<void> {
+  fireEvent.keyDown(within(await row(name)).getByRole("button", { name: `Actions for ${name}` }), { key: "Enter" });
+  fireEvent.click(await screen.findByRole("menuitem", { name: action }));
+}
+
+it("lists every model with state, replicas of those wanted and requests (E65, UI-8.1)", async () => {
   open();
-  const tiny = await panel("tiny");
-  expect(tiny.getAllByRole("row").map((row) => row.textContent)).toEqual([expect.stringContaining("Node"), expect.stringMatching(/n1.*loaded.*2/), expect.stringContaining("n2")]);
-  expect(tiny.getByText("not defined on this server")).toBeTruthy();
-  const rule = await tiny.findByRole("link", { name: "Rule: at least 1, of tiny" });
-  expect(rule.getAttribute("href")).toBe("/app/scheduling?q=tiny");
-  expect((await panel("idle")).getByText("not running")).toBeTruthy();
+  const tiny = await row("tiny");
+  await waitFor(() => expect(tiny.textContent).toMatch(/loaded.*2 \/ 2.*1\.25\/s/));
+  expect(tiny.textContent).toContain("not defined on this server");
+  expect((await row("idle")).textContent).toMatch(/not running.*0.*llama-cpp.*1 GiB.*8k/);
+  expect((await row("off")).textContent).toContain("disabled");
+  expect(screen.getByRole("link", { name: "Add a model" }).getAttribute("href")).toBe("/app/models/add");
 });
 
-it("names files that cannot be used, with their reason (review R6)", async () => {
-  broken = Array.from({ length: 7 }, (_, index) => ({ file: `m${index}.yaml`, error: "is not valid YAML: month must be in 1..12 (line 2, column 8)" }));
+it("opens the page of a model from its row", async () => {
+  open();
+  fireEvent.click(await row("idle"));
+  expect(await screen.findByText("/app/models/idle")).toBeTruthy();
+});
+
+it("names definitions that cannot be used, with line and reason (review R6)", async () => {
+  unusable = Array.from({ length: 7 }, (_, index) => ({ file: `m${index}.yaml`, name: "", line: 2, column: 8, error: "month must be in 1..12" }));
   open();
   const section = within(await screen.findByRole("region", { name: "Definitions that cannot be used" }));
   expect(section.getByText("7 model definitions cannot be used.")).toBeTruthy();
-  expect(section.getAllByRole("listitem").map((item) => item.textContent)).toEqual(broken.slice(0, 5).map(({ file, error }) => `${file} ${error}`));
+  expect(section.getAllByRole("listitem").map((item) => item.textContent)).toEqual(unusable.slice(0, 5).map(({ file, error }) => `${file} line 2: ${error}`));
   fireEvent.click(section.getByRole("button", { name: "Show 2 more" }));
   expect(section.getAllByRole("listitem")).toHaveLength(7);
-  expect(await panel("idle")).toBeTruthy();
 });
 
 it("loads a model that does not run, without waiting for the end (UI-8.4)", async () => {
   open();
-  fireEvent.click((await panel("idle")).getByRole("button", { name: "Load idle" }));
-  await waitFor(() => expect(requests).toEqual([["/backend/load", { model: "idle", wait: false }]]));
+  await act("idle", "Load…");
+  fireEvent.click(within(await screen.findByRole("dialog", { name: "Load idle" })).getByRole("button", { name: "Load" }));
+  await waitFor(() => expect(sent).toEqual([["POST", "/backend/load", { model: "idle", wait: false }]]));
 });
 
-it("shows a load with its progress, and one that failed with its reason (UI-8.3)", async () => {
-  open(operation({}), operation({ jobID: "k", seq: 2, status: "failed", error: "no node has room", progress: 0 }));
-  const idle = await panel("idle");
-  expect(idle.getByRole("progressbar", { name: "Loading model idle" }).getAttribute("aria-valuenow")).toBe("40");
-  expect(idle.getByText("no node has room")).toBeTruthy();
-  expect(idle.getByRole("button", { name: "Load idle" }).getAttribute("aria-disabled")).toBe("true");
+it("loads more replicas on a chosen node, and refuses one that is not there", async () => {
+  open();
+  await act("idle", "Load…");
+  const dialog = within(await screen.findByRole("dialog"));
+  fireEvent.change(dialog.getByLabelText("Node"), { target: { value: "n3" } });
+  fireEvent.change(dialog.getByLabelText("Replicas"), { target: { value: "3" } });
+  fireEvent.click(dialog.getByRole("button", { name: "Load" }));
+  expect(dialog.getByText("There is no such node in service.")).toBeTruthy();
+  expect(sent).toEqual([]);
+  fireEvent.change(dialog.getByLabelText("Node"), { target: { value: "n2" } });
+  fireEvent.click(dialog.getByRole("button", { name: "Load" }));
+  await waitFor(() => expect(sent).toEqual([["POST", "/backend/load", { model: "idle", replicas: 3, node_id: "n2", wait: false }]]));
 });
 
 it("unloads from all nodes after a question that names requests and nodes (UI-8.4)", async () => {
   open();
-  fireEvent.click((await panel("tiny")).getByRole("button", { name: "Unload all replicas of tiny" }));
-  const question = within(screen.getByRole("alertdialog", { name: /Unload tiny from 2 nodes/ }));
+  await act("tiny", "Unload all…");
+  const question = within(await screen.findByRole("alertdialog", { name: /Unload tiny from 2 nodes/ }));
   expect(question.getByText(/2 replicas stop\. 2 requests in flight/)).toBeTruthy();
   expect(document.activeElement).toBe(question.getByRole("button", { name: "Cancel" }));
   fireEvent.click(question.getByRole("button", { name: "Unload" }));
   await waitFor(() => expect(screen.queryByRole("alertdialog")).toBeNull());
-  expect(requests).toEqual([["/api/nodes/models/unload", { model_name: "tiny", wait: false }]]);
-});
-
-it("names the node with each unload of the same replica number (UI-8.2)", async () => {
-  open();
-  const unloads = (await panel("tiny")).getAllByRole("button", { name: /^Unload tiny, replica/ });
-  expect(unloads.map((element) => element.getAttribute("aria-label"))).toEqual(["Unload tiny, replica 0, from n1", "Unload tiny, replica 0, from n2"]);
+  expect(sent).toEqual([["POST", "/api/nodes/models/unload", { model_name: "tiny", wait: false }]]);
 });
 
 it("gives a model a rule in place (UI-8.5)", async () => {
   open();
-  fireEvent.click(await (await panel("idle")).findByRole("button", { name: "Add rule for idle" }));
+  await act("idle", "Add rule…");
   const form = within(await screen.findByRole("dialog", { name: "Add rule" }));
   expect(form.getByLabelText<HTMLInputElement>("Model").value).toBe("idle");
+});
+
+it("deletes a definition with its files after a question, but not one that a file defines (UI-8.6)", async () => {
+  open();
+  await act("idle", "Delete…");
+  const question = within(await screen.findByRole("alertdialog", { name: /Delete idle/ }));
+  expect(question.getByText("It has no replicas.")).toBeTruthy();
+  fireEvent.click(question.getByRole("checkbox"));
+  fireEvent.click(question.getByRole("button", { name: "Delete" }));
+  await waitFor(() => expect(sent).toEqual([["DELETE", "/api/definitions/{name}", undefined]]));
+  fireEvent.keyDown(within(await row("filed")).getByRole("button", { name: "Actions for filed" }), { key: "Enter" });
+  expect((await screen.findByRole("menuitem", { name: "Delete…" })).getAttribute("title")).toBe("defined by a file of the models folder; remove the file");
+});
+
+it("keeps filter and order in the address (UI-8.1)", async () => {
+  open("/app/models?q=IDL&sort=-size", operation({ jobID: "k", seq: 2, status: "failed", error: "no node has the memory", progress: 0 }));
+  expect((await row("idle")).textContent).toContain("failed");
+  expect(screen.getAllByRole("rowheader")).toHaveLength(1);
+  fireEvent.click(screen.getByRole("button", { name: "Running" }));
+  expect(await screen.findByText("No matching models")).toBeTruthy();
+  fireEvent.click(screen.getByRole("button", { name: "Show all" }));
+  await waitFor(() => expect(screen.getAllByRole("rowheader")).toHaveLength(4));
+});
+
+it("says how to begin where nothing is defined", async () => {
+  defined = [];
+  stage(show(new LiveStore(), node("n1")), createMemoryRouter([{ path: "*", element: <ModelsPage /> }]));
+  expect(await screen.findByText("No models")).toBeTruthy();
+  expect(screen.getAllByRole("link", { name: "Add a model" })).toHaveLength(2);
 });

@@ -1,84 +1,74 @@
-// The page of models: every definition with its replicas by node, loads under way with their progress, and failures
-// with their reason. All but definitions, rules and reasons of placement comes from the feed.
-import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
-import { Link } from "react-router";
-import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
+// The models as a table: what is defined, what runs and what failed. A row opens the model's page.
+import { memo, useCallback, useDeferredValue, useMemo, useRef, useState, type CSSProperties, type ReactNode } from "react";
+import { Link, useNavigate } from "react-router";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
-import { useLive } from "../live/hooks";
-import type { Operation } from "../live/messages";
-import { ACTION, IN_FLIGHT, LOGS, placeId, STATE } from "../nodes/detail/unload";
-import { FailureActions, Reason } from "../operations/failure";
-import { figures, NextCheck, SilenceNotice, WorkGlyph } from "../operations/lines";
-import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
-import { demand, useRules, type Rule } from "../scheduling/rules";
-import { ProgressBar } from "../ui/bars";
+import { useRules } from "../scheduling/rules";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
+import { Menu } from "../ui/menu";
 import { Problem } from "../ui/problem";
-import type { Column } from "../ui/rows";
-import { Table } from "../ui/table";
-import { Ago } from "../ui/time";
+import { sorted } from "../ui/rows";
+import { DataGrid, useMeasured } from "../ui/table";
 import { PageHead } from "../ui/title";
-import { Actions } from "./actions";
-import { useBrokenDefinitions, useDefinitions } from "./data";
-import { addressOf, backendOf, modelRows, replicaWords, SHOWN, parseFilter, filterRows, type ModelRow, type Place, type Shown, type ModelFilter } from "./rows";
-import { Why } from "./explanation";
-import { WhereItFits } from "./memory";
-import "../nodes/detail/detail.css";
+import { ActionDialog, menuOf, type ModelAction } from "./actions";
+import { COLUMNS } from "./columns";
+import { useDefinitionList, type Definitions } from "./definitions";
+import { addressOf, filterRows, modelAddress, parseFilter, SHOWN, type ModelFilter, type ModelRow, type Shown } from "./rows";
+import { useModelRows } from "./use-rows";
+import "../nodes/list/list.css";
 import "../nodes/shared/shared.css";
-import "../operations/operations.css";
 import "./models.css";
 
-const DRAWN = 40;
-/** A model may run on hundreds of nodes. */
-const REPLICAS_FIRST = 10;
-const BROKEN_FIRST = 5;
+const UNUSABLE_FIRST = 5;
+const NONE: Definitions = { rows: [], unusable: [] };
 
 export function ModelsPage(): ReactNode {
-  const definitions = useDefinitions();
+  const { data = NONE, error, isPending, refetch } = useDefinitionList();
   const rules = useRules();
-  const nodes = useThrottledNodes();
-  const operations = useLive((state) => state.operations);
-  const rows = useMemo(() => modelRows(definitions.data ?? [], nodes.values(), operations.values()), [definitions.data, nodes, operations]);
-  const isReady = isLoaded(nodes) && !definitions.isPending;
+  const { rows, isKnown } = useModelRows();
+  const isReady = isKnown && !isPending;
   return (
     <div className="models">
-      <PageHead title="Models" />
+      <PageHead title="Models">
+        <Link className="button primary" to="/app/models/add">
+          Add a model
+        </Link>
+      </PageHead>
       {!isReady && <Loading subject="models" />}
-      <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />
+      <Problem error={error} onRetry={() => void refetch()} />
       <Problem error={rules.error} onRetry={() => void rules.refetch()} />
-      <BrokenDefinitions />
-      {isReady && rows.length === 0 && definitions.error === null && <NoModels />}
-      {isReady && rows.length > 0 && <Models rows={rows} rules={rules.data} />}
+      <Unusable definitions={data} onRefresh={() => void refetch()} />
+      {isReady && rows.length === 0 && error === null && <NoModels />}
+      {isReady && rows.length > 0 && <Models rows={rows} />}
     </div>
   );
 }
 
-/** Files that define no model, with their reason: they would be missing from the list without a word. */
-function BrokenDefinitions(): ReactNode {
-  const { data = [], refetch } = useBrokenDefinitions();
+/** Definitions that serve nothing, with the place in the text: they would be missing from the list without a word. */
+function Unusable({ definitions: { unusable }, onRefresh }: { definitions: Definitions; onRefresh: () => void }): ReactNode {
   const [isExpanded, setIsExpanded] = useState(false);
-  if (data.length === 0) return null;
-  const shown = isExpanded ? data : data.slice(0, BROKEN_FIRST);
+  if (unusable.length === 0) return null;
+  const shown = isExpanded ? unusable : unusable.slice(0, UNUSABLE_FIRST);
   return (
     <section className="problem" aria-label="Definitions that cannot be used">
       <div className="grow">
-        <strong>{count(data.length, "model definition")} cannot be used.</strong>
+        <strong>{count(unusable.length, "model definition")} cannot be used.</strong>
         <ul className="anywhere">
-          {shown.map(({ file, error }) => (
-            <li key={file}>
-              <code>{file}</code> {error}
+          {shown.map(({ file, name, line, error }) => (
+            <li key={`${file} ${name}`}>
+              <code>{file || name}</code> {line > 0 && <>line {line}: </>}
+              <bdi>{error}</bdi>
             </li>
           ))}
         </ul>
       </div>
-      {shown.length < data.length && (
+      {shown.length < unusable.length && (
         <Button small onClick={() => setIsExpanded(true)}>
-          Show {data.length - shown.length} more
+          Show {unusable.length - shown.length} more
         </Button>
       )}
-      <Button small onClick={() => void refetch()}>
+      <Button small onClick={onRefresh}>
         Refresh
       </Button>
     </section>
@@ -88,36 +78,41 @@ function BrokenDefinitions(): ReactNode {
 function NoModels(): ReactNode {
   return (
     <Empty title="No models">
-      <p>Define a model with a YAML file in the models folder (LOCALAI_MODELS_PATH). It appears here as soon as the file exists.</p>
+      <p>Paste a name or an address, or choose a model of a gallery.</p>
+      <Link className="button primary" to="/app/models/add">
+        Add a model
+      </Link>
     </Empty>
   );
 }
 
-const WORDS: Readonly<Record<Shown, string>> = { all: "All", running: "Running", idle: "Not running" };
+const SHOWN_WORDS: Readonly<Record<Shown, string>> = { all: "All", running: "Running", idle: "Not running", failed: "Failed" };
+const ALL: Pick<ModelFilter, "term" | "shown"> = { term: "", shown: "all" };
 
-function Models({ rows, rules }: { rows: readonly ModelRow[]; rules: readonly Rule[] | undefined }): ReactNode {
-  const [filter, setFilter] = useInAddress(parseFilter, addressOf);
-  const [limit, setLimit] = useState(DRAWN);
+const readFilter = (query: URLSearchParams) => parseFilter(query, COLUMNS);
+const nameOf = ({ name }: ModelRow) => name;
+
+function Models({ rows }: { rows: readonly ModelRow[] }): ReactNode {
+  const [filter, setFilter] = useInAddress(readFilter, addressOf);
+  const [action, setAction] = useState<ModelAction | null>(null);
   const settled = useDeferredValue(filter);
-  const matches = useMemo(() => filterRows(rows, settled), [rows, settled]);
-  const ruled = useMemo(() => (rules === undefined ? null : new Map(rules.map((rule) => [rule.model_name, rule]))), [rules]);
+  const matches = useMemo(() => sorted(filterRows(rows, settled), COLUMNS, settled.sort, nameOf, nameOf), [rows, settled]);
+  const tools = useRef<HTMLDivElement>(null);
+  const covered = useMeasured(tools, (element) => element.offsetHeight);
   return (
-    <>
-      <Filter filter={filter} resultText={`${matches.length} of ${count(rows.length, "model")} shown`} onChange={setFilter} />
-      {matches.length === 0 && (
+    <section className="roster" aria-label="All models" tabIndex={-1} data-content="" style={{ "--tools": `${covered}px` } as CSSProperties}>
+      <div ref={tools} className="roster-tools">
+        <Filter filter={filter} resultText={`${matches.length} of ${count(rows.length, "model")} shown`} onChange={setFilter} />
+      </div>
+      {matches.length === 0 ? (
         <Empty title="No matching models">
-          <Button onClick={() => setFilter({ term: "", shown: "all" })}>Show all</Button>
+          <Button onClick={() => setFilter({ ...filter, ...ALL })}>Show all</Button>
         </Empty>
+      ) : (
+        <Listing matches={matches} filter={settled} covered={covered} onFilter={setFilter} onAct={setAction} />
       )}
-      {matches.slice(0, limit).map((row) => (
-        <Model key={row.name} row={row} rules={ruled} />
-      ))}
-      {matches.length > limit && (
-        <div>
-          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({matches.length - limit})</Button>
-        </div>
-      )}
-    </>
+      {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} />}
+    </section>
   );
 }
 
@@ -135,7 +130,7 @@ function Filter({ filter, resultText, onChange }: { filter: ModelFilter; resultT
       <div className="row wrap" role="group" aria-label="Show">
         {SHOWN.map((option) => (
           <Button key={option} small className="chip" aria-pressed={filter.shown === option} onClick={() => onChange({ ...filter, shown: option })}>
-            {WORDS[option]}
+            {SHOWN_WORDS[option]}
           </Button>
         ))}
       </div>
@@ -146,100 +141,35 @@ function Filter({ filter, resultText, onChange }: { filter: ModelFilter; resultT
   );
 }
 
-function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule> | null }): ReactNode {
-  const rule = rules?.get(row.name);
-  const backend = backendOf(row);
-  const replicas = replicaWords(row);
-  return (
-    <section className="nd-panel" aria-label={row.name}>
-      <header>
-        <h2 className="anywhere">
-          <bdi>{row.name}</bdi>
-        </h2>
-        <Actions row={row} ruled={rules === null ? null : [...rules.keys()]} />
-      </header>
-      <div className="row wrap model-facts">
-        <span className={`pill ${replicas.tone}`}>{replicas.words}</span>
-        {backend !== "" && (
-          <span>
-            Backend <bdi>{backend}</bdi>
-          </span>
-        )}
-        {row.definition === undefined && <span className="tag">not defined on this server</span>}
-        {rule !== undefined && (
-          <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`} aria-label={`Rule: ${demand(rule)}, of ${row.name}`}>
-            Rule: {demand(rule)}
-          </Link>
-        )}
-      </div>
-      {row.active.map((operation) => (
-        <Work key={operation.jobID} operation={operation} />
-      ))}
-      {row.failed.map((operation) => (
-        <Failure key={operation.jobID} operation={operation} />
-      ))}
-      {row.places.length > 0 && <Table name={`Replicas of ${row.name}`} columns={COLUMNS} rows={row.places} rowId={placeId} rowName={({ node }) => node.name} first={REPLICAS_FIRST} />}
-      {row.definition !== undefined && <WhereItFits model={row.name} />}
-      <Why row={row} />
-    </section>
-  );
+interface ListingProps {
+  matches: readonly ModelRow[];
+  filter: ModelFilter;
+  covered: number;
+  onFilter: (filter: ModelFilter) => void;
+  onAct: (action: ModelAction) => void;
 }
 
-/** A load or unload under way: what it is at, and how far. */
-function Work({ operation }: { operation: Operation }): ReactNode {
-  const state = stateOf(operation);
-  const title = `${phrase(operation, state)} ${operation.name}`;
-  return (
-    <div className="model-work">
-      <div className="row wrap">
-        <WorkGlyph state={state} />
-        <Link to={pageOf(operation)}>
-          {phrase(operation, state)} {placeOf(operation)}
-        </Link>
-        <span className="muted">
-          {sendingOf(operation) || `${phaseOf(operation)} ${figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)}`} <NextCheck operation={operation} /> <SilenceNotice of={operation} />
-        </span>
-      </div>
-      <div className="row">
-        <div className="grow">
-          <ProgressBar name={title} value={operation.progress} />
-        </div>
-        <span className="model-percent">{operation.progress}%</span>
-      </div>
-    </div>
-  );
-}
+/** The bar on top of every page. */
+const TOP_BAR = 48;
 
-function Failure({ operation }: { operation: Operation }): ReactNode {
+const Listing = memo(function Listing({ matches, filter, covered, onFilter, onAct }: ListingProps): ReactNode {
+  const navigate = useNavigate();
+  const open = useCallback((row: ModelRow) => void navigate(modelAddress(row.name)), [navigate]);
+  const menu = useCallback((row: ModelRow) => <Menu name={`Actions for ${row.name}`} items={menuOf(row, onAct, (address) => void navigate(address))} />, [onAct, navigate]);
   return (
-    <div className="model-work">
-      <div className="row wrap">
-        <WorkGlyph state="failed" />
-        <Link className="grow" to={pageOf(operation)}>
-          {phrase(operation, "failed")} {placeOf(operation)}
-        </Link>
-        <FailureActions operations={[operation]} small />
-      </div>
-      <Reason error={operation.error} name={operation.name} />
-    </div>
+    <DataGrid
+      name="Models"
+      noun="model"
+      rows={matches}
+      rowId={nameOf}
+      rowName={nameOf}
+      columns={COLUMNS}
+      sort={filter.sort}
+      onSort={(sort) => onFilter({ ...filter, sort })}
+      dense
+      covered={covered + TOP_BAR}
+      onOpen={open}
+      menu={menu}
+    />
   );
-}
-
-const COLUMNS: readonly Column<Place>[] = [
-  {
-    key: "node",
-    title: "Node",
-    value: ({ node }) => node.name,
-    cell: ({ node }) => (
-      <Link to={`/app/nodes/${node.id}`}>
-        <bdi>{node.name}</bdi>
-      </Link>
-    ),
-  },
-  { key: "replica", title: "Replica", numeric: true, value: ({ model }) => model.replica_index, cell: ({ model }) => model.replica_index },
-  STATE,
-  IN_FLIGHT,
-  { key: "since", title: "Since", value: ({ model }) => model.created_at, cell: ({ model }) => <Ago at={model.created_at} /> },
-  LOGS,
-  ACTION,
-];
+});

@@ -1,11 +1,11 @@
 import { describe, expect, it } from "vitest";
 import { model, node } from "../live/fixtures";
 import type { LiveModel, Operation } from "../live/messages";
-import { addressOf, backendOf, loadRefusal, modelRows, replicaWords, unloadRefusal, parseFilter, filterRows, type Definition, type ModelRow } from "./rows";
+import { COLUMNS } from "./columns";
+import { definition } from "./model-fixtures";
+import { addressOf, backendOf, deleteRefusal, filterRows, isIdle, loadRefusal, modelAddress, modelRows, parseFilter, replicaWords, stateOf, unloadRefusal, type Facts, type ModelRow } from "./rows";
 
-function defined(name: string): Definition {
-  return { id: name, backend: "echo", capabilities: [], disabled: false, pinned: false };
-}
+const DEFINED = [definition("b", { backend: "echo" }), definition("a", { backend: "echo" })];
 
 function operation(name: string, status: Operation["status"], overrides: Partial<Operation> = {}): Operation {
   return { jobID: `${name} ${status}`, kind: "model_load", fullName: name, name, status, seq: 1, ...overrides } as Operation;
@@ -16,8 +16,12 @@ const NODES = [
   node("n2", { models: [model("b", 0), model("stray", 0, { backend_type: "vllm" })] }),
 ];
 
+function facts(...operations: Operation[]): Facts {
+  return { definitions: DEFINED, nodes: NODES, operations, rules: [], rates: new Map() };
+}
+
 function rows(...operations: Operation[]): ModelRow[] {
-  return modelRows([defined("b"), defined("a")], NODES, operations);
+  return modelRows(facts(...operations));
 }
 
 function named(name: string, allRows: readonly ModelRow[]): ModelRow {
@@ -47,18 +51,35 @@ describe("models (E65, UI-8.1)", () => {
   });
 
   it("are filtered by the address", () => {
-    const filter = parseFilter(new URLSearchParams("q=ECHO&show=running"));
+    const filter = parseFilter(new URLSearchParams("q=ECHO&show=running&sort=-size"), COLUMNS);
     expect(filterRows(rows(), filter).map((row) => row.name)).toEqual(["b"]);
     expect(filterRows(rows(), { term: "", shown: "idle" }).map((row) => row.name)).toEqual(["a"]);
-    expect(addressOf(filter).toString()).toBe("q=ECHO&show=running");
-    expect(addressOf(parseFilter(new URLSearchParams("show=odd"))).toString()).toBe("");
+    expect(addressOf(filter).toString()).toBe("q=ECHO&show=running&sort=-size");
+    expect(addressOf(parseFilter(new URLSearchParams("show=odd&sort=odd"), COLUMNS)).toString()).toBe("");
   });
 
-  it("are loaded and unloaded only where that means something", () => {
+  it("are loaded, unloaded and deleted only where that means something", () => {
     const result = rows(operation("a", "processing"));
-    expect([loadRefusal(named("a", result)), loadRefusal(named("b", result)), loadRefusal(named("stray", result))]).toEqual([
-      "already being loaded", "already loaded; a rule asks for more replicas", "not defined on this server",
-    ]);
-    expect([loadRefusal(named("a", rows())), unloadRefusal(named("a", rows())), unloadRefusal(named("b", rows()))]).toEqual(["", "not loaded", ""]);
+    expect([loadRefusal(named("a", result)), loadRefusal(named("stray", result)), loadRefusal({ definition: definition("x", { state: "disabled" }) })]).toEqual(["", "not defined on this server", "disabled"]);
+    expect([isIdle(named("a", result)), isIdle(named("a", rows())), isIdle(named("b", rows()))]).toEqual([false, true, false]);
+    expect([unloadRefusal(named("a", rows())), unloadRefusal(named("b", rows()))]).toEqual(["not loaded", ""]);
+    expect([deleteRefusal(named("a", rows())), deleteRefusal({ definition: definition("x", { origin: "file" }), active: [] })]).toEqual(["", "defined by a file of the models folder; remove the file"]);
+  });
+
+  it("have one state, of which those that need attention come first", () => {
+    const result = rows(operation("a", "failed"), operation("gone", "processing"));
+    expect([stateOf(named("a", result)), stateOf(named("b", result)), stateOf(named("gone", result)), stateOf(named("a", rows()))]).toEqual(["failed", "loaded", "loading", "idle"]);
+  });
+
+  it("stay the same objects while nothing of them changes: thousands are not drawn again", () => {
+    const work = operation("a", "processing");
+    const before = modelRows(facts(work));
+    expect(modelRows(facts(work), before)).toEqual(before);
+    const after = modelRows({ ...facts({ ...work, progress: 9 }), rates: new Map([["b", 2]]) }, before);
+    expect(after.map((row, index) => row === before[index])).toEqual([false, false, true]);
+  });
+
+  it("have an address, also one that is called as a page is", () => {
+    expect([modelAddress("org/x"), modelAddress("add"), modelAddress("x", "files")]).toEqual(["/app/models/org%2Fx", "/app/models/add/overview", "/app/models/x/files"]);
   });
 });

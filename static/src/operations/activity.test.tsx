@@ -1,11 +1,12 @@
-import { cleanup, fireEvent, screen, waitFor } from "@testing-library/react";
+import { cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
 import { createMemoryRouter } from "react-router";
-import { afterEach, expect, it } from "vitest";
+import { afterEach, expect, it, vi } from "vitest";
+import { client } from "../api/client";
 import type { Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { ActivityPage } from "./activity";
-import { install } from "./fixtures";
+import { at, install } from "./fixtures";
 
 afterEach(cleanup);
 
@@ -40,4 +41,23 @@ it.each<[Operation[], string]>([
 ])("the head drops what there is none of (E9) %#", async (operations, text) => {
   await open("?show=models", ...operations);
   expect(await screen.findByText(text)).toBeTruthy();
+});
+
+it("shows one card for each operation, and cancels all of them in one request", async () => {
+  const first = install("a", { cancellable: true });
+  const nodes = ["b", "c"].map((id) => ({ node_id: id, node_name: id, status: "downloading" as const, percentage: 10 }));
+  await open("", first, install("b", { cancellable: true, nodes }));
+  const section = await screen.findByRole("region", { name: "In progress" });
+  expect(within(section).getAllByRole("article")).toHaveLength(2);
+  const post = vi.spyOn(client, "POST").mockResolvedValue({ data: { done: 1, ended: 1, refused: 0, reasons: [] }, response: new Response() } as never);
+  fireEvent.click(within(section).getByRole("button", { name: "Cancel all (2)…" }));
+  fireEvent.click(within(await screen.findByRole("alertdialog")).getByRole("button", { name: "Cancel 2 operations" }));
+  await waitFor(() => expect(document.body.textContent).toContain("1 cancelled, 1 had already finished"));
+  expect(post.mock.lastCall).toEqual(["/api/operations/bulk", { body: { verb: "cancel", ids: ["job-a", "job-b"] } }]);
+});
+
+it("a cancelled operation says how many of its nodes had finished", async () => {
+  const nodes = (["success", "cancelled", "cancelled"] as const).map((status, n) => ({ node_id: `n${n}`, node_name: `n${n}`, status, percentage: 0 }));
+  await open("", install("a", { status: "cancelled", finishedAt: at(1), nodes }));
+  expect((await screen.findByRole("region", { name: "Recently finished" })).textContent).toContain("2 cancelled, 1 had already finished");
 });

@@ -4,14 +4,16 @@ import { memo, useCallback, useDeferredValue, useEffect, useMemo, useState, type
 import { Link, useLocation } from "react-router";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
+import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import "./activity.css";
+import { CancelButton } from "./cancel";
 import { FailureCard, ProgressCard } from "./card";
+import { failureGroups, type FailureGroup } from "./causes";
 import { EndedLine } from "./ended-line";
 import { addressOf, choiceIn, endedOf, EVERYTHING, finds, shows, SHOWS, type Choice } from "./filter";
-import type { Group } from "./model";
 import { ActivityHead } from "./tabs";
 import { useWork, type Work } from "./watch";
 
@@ -82,46 +84,28 @@ interface SectionsProps {
 
 const Sections = memo(function Sections({ work, choice, linkedJob, onAll }: SectionsProps): ReactNode {
   const connection = useLive((state) => state.connection);
-  const shownGroups = useMemo(() => work.groups.filter((group) => isShown(choice, group)), [work.groups, choice]);
-  const ended = useMemo(() => {
-    const groupedJobs = new Set(work.groups.flatMap((group) => group.targets.map((target) => target.job.jobID)));
-    return endedOf(work.operations.values(), groupedJobs).filter((operation) => shows(choice.show, operation) && finds(choice.q, operation));
-  }, [work, choice]);
+  const shown = useMemo(() => [...work.operations.values()].filter((operation) => shows(choice.show, operation) && finds(choice.q, operation)), [work.operations, choice]);
+  const active = useMemo(() => shown.filter(isActive).sort((left, right) => left.progress - right.progress || left.seq - right.seq), [shown]);
+  const failed = useMemo(() => failureGroups(shown.filter(needsAttention)), [shown]);
+  const ended = useMemo(() => endedOf(shown), [shown]);
   if (!work.isKnownTotal) return <NotYet waiting={connection === "connecting" || connection === "live"} />;
-  if (shownGroups.length === 0 && ended.length === 0) return <Nothing choice={choice} onAll={onAll} />;
-  const active = shownGroups.filter((group) => group.active.length > 0);
-  const failed = shownGroups.filter((group) => group.failed.length > 0);
-  const of = (group: Group) => ({ group, linkedJob: holds(group, linkedJob) ? linkedJob : "" });
+  if (active.length + failed.length + ended.length === 0) return <Nothing choice={choice} onAll={onAll} />;
+  const sought = (operations: readonly Operation[]) => operations.findIndex((operation) => operation.jobID === linkedJob);
+  const holds = (group: FailureGroup) => sought(group.operations) >= 0;
   return (
     <>
-      <Section title="Needs attention" number={sum(failed, (group) => group.failed.length)} items={failed} sought={sought(failed, linkedJob)}>
-        {(group) => <FailureCard key={group.id} {...of(group)} />}
+      <Section title="Needs attention" number={failed.reduce((total, group) => total + group.operations.length, 0)} items={failed} sought={failed.findIndex(holds)}>
+        {(group) => <FailureCard key={group.id} group={group} linkedJob={holds(group) ? linkedJob : ""} />}
       </Section>
-      <Section title="In progress" number={sum(active, (group) => group.active.length)} items={active} sought={sought(active, linkedJob)}>
-        {(group) => <ProgressCard key={group.id} {...of(group)} pace={work.paces.get(group.id)} />}
+      <Section title="In progress" number={active.length} items={active} sought={sought(active)} action={active.length > 1 && <CancelButton operations={active} />}>
+        {(operation) => <ProgressCard key={operation.jobID} operation={operation} linkedJob={operation.jobID === linkedJob ? linkedJob : ""} pace={work.paces.get(operation.jobID)} />}
       </Section>
-      <Section title="Recently finished" number={ended.length} items={ended} sought={ended.findIndex((operation) => operation.jobID === linkedJob)} list>
+      <Section title="Recently finished" number={ended.length} items={ended} sought={sought(ended)} list>
         {(operation) => <EndedLine key={operation.jobID} operation={operation} />}
       </Section>
     </>
   );
 });
-
-function isShown({ show, q }: Choice, group: Group): boolean {
-  return shows(show, group.speaker) && (finds(q, group.speaker) || [...group.failed, ...group.targets.map((target) => target.job)].some((job) => finds(q, job)));
-}
-
-function sum(groups: readonly Group[], of: (group: Group) => number): number {
-  return groups.reduce((total, group) => total + of(group), 0);
-}
-
-function holds(group: Group, jobID: string): boolean {
-  return jobID !== "" && (group.failed.some((operation) => operation.jobID === jobID) || group.targets.some((target) => target.job.jobID === jobID));
-}
-
-function sought(groups: readonly Group[], jobID: string): number {
-  return groups.findIndex((group) => holds(group, jobID));
-}
 
 interface SectionProps<Item> {
   title: string;
@@ -130,10 +114,12 @@ interface SectionProps<Item> {
   /** The place of what the address names: it is drawn in any case. */
   sought?: number;
   list?: boolean;
+  /** The action on all of them. */
+  action?: ReactNode;
   children: (item: Item) => ReactNode;
 }
 
-function Section<Item>({ title, number, items, sought: place = -1, list = false, children }: SectionProps<Item>): ReactNode {
+function Section<Item>({ title, number, items, sought: place = -1, list = false, action, children }: SectionProps<Item>): ReactNode {
   const [limit, setLimit] = useState(AT_A_TIME);
   const drawn = Math.max(limit, place + 1);
   useEffect(() => {
@@ -145,9 +131,12 @@ function Section<Item>({ title, number, items, sought: place = -1, list = false,
   const shown = items.slice(0, drawn).map(children);
   return (
     <section className="stack" aria-label={title}>
-      <h2>
-        {title} <span className="muted">{number}</span>
-      </h2>
+      <div className="row">
+        <h2>
+          {title} <span className="muted">{number}</span>
+        </h2>
+        {action}
+      </div>
       {list ? <ul className="ended">{shown}</ul> : shown}
       {limit >= DRAWN && items.length > drawn && (
         <div>

@@ -7,14 +7,15 @@ type Accepted = components["schemas"]["Accepted"];
 
 type Started = components["schemas"]["Started"];
 
-/** Dismisses a failure for all users. */
-export function dismiss(operation: Pick<Operation, "jobID">, comment = ""): Promise<unknown> {
+/** Dismisses a failure for all users; with nodes, only the failures on these. */
+export function dismiss(operation: Pick<Operation, "jobID">, comment = "", nodes: readonly string[] = []): Promise<unknown> {
   const path = { job_id: operation.jobID };
-  return call(client.POST("/api/operations/{job_id}/dismiss", { params: { path }, body: { comment } }));
+  const body = nodes.length === 0 ? { comment } : { comment, nodes: [...nodes] };
+  return call(client.POST("/api/operations/{job_id}/dismiss", { params: { path }, body }));
 }
 
-/** Ends an operation for good. */
-export function cancel(operation: Pick<Operation, "jobID">): Promise<unknown> {
+/** Ends an operation for good; the answer counts the nodes. */
+export function cancel(operation: Pick<Operation, "jobID">): Promise<components["schemas"]["Done"]> {
   return call(client.POST("/api/operations/{job_id}/cancel", { params: { path: { job_id: operation.jobID } } }));
 }
 
@@ -27,11 +28,20 @@ export function onAll(verb: BulkVerb, operations: readonly Pick<Operation, "jobI
   return call(client.POST("/api/operations/bulk", { body }));
 }
 
+/** Ends operations for good; answers how many ended by this and how many had finished before. Raises `ApiError` if one was refused. */
+export async function cancelAll(operations: readonly Pick<Operation, "jobID">[]): Promise<string> {
+  const [only] = operations;
+  if (only !== undefined && operations.length === 1) return (await cancel(only)).message;
+  const { done, ended, refused, reasons } = await onAll("cancel", operations);
+  if (refused > 0) throw new ApiError(`${done} cancelled, ${ended} had already finished, ${refused} refused: ${reasons.join("; ")}`, 409);
+  return `${done} cancelled, ${ended} had already finished`;
+}
+
 /** Does `verb` to one operation or to several, in one call; raises `ApiError` if one was refused. */
-export async function act(verb: BulkVerb, operations: readonly Pick<Operation, "jobID">[], comment = ""): Promise<void> {
+export async function act(verb: Exclude<BulkVerb, "cancel">, operations: readonly Pick<Operation, "jobID">[], comment = ""): Promise<void> {
   const [first] = operations;
   if (first !== undefined && operations.length === 1) {
-    await (verb === "cancel" ? cancel(first) : verb === "retry" ? retry(first) : dismiss(first, comment));
+    await (verb === "retry" ? retry(first) : dismiss(first, comment));
     return;
   }
   const { done, refused, reasons } = await onAll(verb, operations, comment);
@@ -51,13 +61,15 @@ export function retry(operation: Pick<Operation, "jobID">, nodes: readonly strin
   return call(client.POST("/api/operations/{job_id}/retry", { params: { path }, body }));
 }
 
+export type WaveOptions = components["schemas"]["WaveOptions"];
+
 /** Asks nodes for a backend, by its name or from an address: one operation, which joins what is under way there. */
-export function install(nodeIDs: readonly string[], from: string | { uri: string; name: string; alias: string }): Promise<Accepted> {
+export function install(nodeIDs: readonly string[], from: string | { uri: string; name: string; alias: string }, waves: WaveOptions | null = null): Promise<Accepted> {
   // An installation from an address is named by that address.
   const backend = typeof from !== "string" ? from : from.includes("://") ? { uri: from } : { backend: from };
   const [only = ""] = nodeIDs;
   if (nodeIDs.length === 1) return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path: { node_id: only } }, body: backend }));
-  return call(client.POST("/api/nodes/backends/install", { body: { ids: [...nodeIDs], ...backend } }));
+  return call(client.POST("/api/nodes/backends/install", { body: { ids: [...nodeIDs], ...backend, ...(waves === null ? {} : { waves }) } }));
 }
 
 /** Stops the backend's engines on one node and installs it again; joins an upgrade under way there. */

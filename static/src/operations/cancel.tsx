@@ -8,7 +8,7 @@ import { isActive } from "../live/store";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
-import { act, cancelOn } from "./calls";
+import { cancelAll, cancelOn } from "./calls";
 import { targetsOf, type Target } from "./model";
 import { ENDED, phrase, placeOf, stateOf } from "./words";
 
@@ -21,17 +21,18 @@ export function cancelRefusal(operations: readonly Operation[]): string {
   return "Cannot be cancelled now";
 }
 
+/** For one operation, or for several, whatever they are. */
 export function CancelButton({ operations }: { operations: readonly Operation[] }): ReactNode {
   const [open, setOpen] = useState(false);
   const [first] = operations;
   if (first === undefined) return null;
-  const where = operations.length > 1 ? `on ${count(operations.length, "node")}` : placeOf(first);
+  const alone = operations.length === 1;
   return (
     <>
-      <Button small refusal={open ? "" : cancelRefusal(operations)} aria-label={`${operations.length > 1 ? `Cancel all (${operations.length})` : "Cancel"}: ${phrase(first, stateOf(first))} ${first.name} ${where}`} onClick={() => setOpen(true)}>
-        {operations.length > 1 ? `Cancel all (${operations.length})…` : "Cancel…"}
+      <Button small refusal={open ? "" : cancelRefusal(operations)} {...(alone ? { "aria-label": `Cancel: ${phrase(first, stateOf(first))} ${first.name} ${placeOf(first)}` } : {})} onClick={() => setOpen(true)}>
+        {alone ? "Cancel…" : `Cancel all (${operations.length})…`}
       </Button>
-      {open && <CancelQuestion operations={operations} first={first} where={where} onClose={() => setOpen(false)} />}
+      {open && <CancelQuestion operations={operations} first={first} onClose={() => setOpen(false)} />}
     </>
   );
 }
@@ -93,26 +94,28 @@ function Effects({ effect }: { effect: Effect }): ReactNode {
 interface QuestionProps {
   operations: readonly Operation[];
   first: Operation;
-  where: string;
   onClose: () => void;
 }
 
-function CancelQuestion({ operations, first, where, onClose }: QuestionProps): ReactNode {
+function CancelQuestion({ operations, first, onClose }: QuestionProps): ReactNode {
   const nodes = useLive((state) => state.nodes);
   const cancellable = operations.filter((operation) => isActive(operation) && operation.cancellable);
   const cancellation = useAction(
-    () => act("cancel", cancellable),
-    () => {
-      announce(`Cancelled ${first.name} ${where}`);
+    () => cancelAll(cancellable),
+    (counts) => {
+      announce(operations.length > 1 ? counts : `${first.name}: ${counts}`);
       onClose();
     },
   );
   const effect = effectOf(cancellable.flatMap(targetsOf), nodes);
-  const title = (
-    <>
-      Cancel {phrase(first, stateOf(first)).replace(/^./, (letter) => letter.toLowerCase())} <bdi>{first.name}</bdi> {where}
-    </>
-  );
+  const title =
+    operations.length > 1 ? (
+      `Cancel ${count(operations.length, "operation")}`
+    ) : (
+      <>
+        Cancel {phrase(first, stateOf(first)).replace(/^./, (letter) => letter.toLowerCase())} <bdi>{first.name}</bdi> {placeOf(first)}
+      </>
+    );
   return (
     <Confirm open onClose={onClose} title={title} action={operations.length > 1 ? `Cancel ${count(cancellable.length, "operation")}` : "Cancel operation"} back="Keep it" danger busy={cancellation.busy} error={cancellation.error} onConfirm={() => cancellation.run()}>
       <ul className="effects">

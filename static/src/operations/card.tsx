@@ -1,4 +1,4 @@
-// A card of the Activity page: one piece of work, under way or failed, with its nodes.
+// The cards of the activity pages: an operation under way with its nodes, and failures with their causes.
 import { memo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { count } from "../lib/format";
@@ -7,105 +7,139 @@ import { ProgressBar } from "../ui/bars";
 import { CopyButton } from "../ui/copy";
 import { Ago } from "../ui/time";
 import { CancelButton } from "./cancel";
+import { causesOf, wordsOf, type FailureGroup } from "./causes";
+import { Causes } from "./causes-list";
 import { FailureActions, TargetRetry, Reason } from "./failure";
 import { NextCheck, SilenceNotice, WorkGlyph } from "./lines";
-import { latestTargets, underWay, type Group, type Target } from "./model";
+import { groups, hasFailed, type Target } from "./model";
 import type { Pace } from "./pace";
 import { NodeLink, Targets } from "./targets";
 import { progressTimes } from "./silence";
 import { hasBar, headline, hasNextCheck, numbers, subjectOf, where } from "./summary";
 import { Waves } from "./waves-panel";
-import { pageOf, phrase, rests, type State } from "./words";
+import { pageOf, rests, type State } from "./words";
 
-interface CardProps {
-  group: Group;
-  /** The job that the address names, "" if none of this card. */
+interface ProgressCardProps {
+  operation: Operation;
+  pace: Pace | undefined;
+  /** The job that the address names, "" if not this one. */
   linkedJob: string;
+  /** True if no section's heading stands above it. */
+  isTop?: boolean;
 }
 
-/** Work under way. */
-export const ProgressCard = memo(function ProgressCard({ group, pace, linkedJob }: CardProps & { pace: Pace | undefined }): ReactNode {
-  const work = underWay(group);
-  // An operation is in one section: what failed as a whole is among the failures.
-  const failures = new Set(group.failed);
-  const targets = work.targets.filter((target) => !failures.has(target.job));
+/** An operation under way. */
+export const ProgressCard = memo(function ProgressCard({ operation, pace, linkedJob, isTop = false }: ProgressCardProps): ReactNode {
+  const [work] = groups([operation], new Map());
+  if (work === undefined) return null;
+  const { targets } = work;
   const figuresText = numbers(work, pace);
   const percent = Math.floor(work.progress);
+  const failures = targets.filter((target) => hasFailed(target.status));
   return (
-    <Card state={work.state} title={headline(work)} speaker={work.speaker} targets={targets} jobs={work.active} where={where({ ...work, targets })}>
+    <Card state={work.state} title={headline(work)} operations={[operation]} targets={targets} where={where(work)} isTop={isTop}>
       <div className="row wrap work-now">
         <bdi className={rests(work.state) ? "waits" : ""}>{subjectOf(work)}</bdi>
-        {hasNextCheck(work) && <NextCheck operation={work.speaker} />}
-        {work.state === "running" && <SilenceNotice of={progressTimes(work.active)} />}
+        {hasNextCheck(work) && <NextCheck operation={operation} />}
+        {work.state === "running" && <SilenceNotice of={progressTimes([operation])} />}
         {targets.length === 1 && targets[0] !== undefined && targets[0].file !== "" && <bdi className="name muted">{targets[0].file}</bdi>}
         {figuresText !== "" && <span className="work-figures">{figuresText}</span>}
         {hasBar(work) && <span className="work-percent">{percent}%</span>}
       </div>
       {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}
-      {work.active.map((job) => (
-        <Waves key={job.jobID} operation={job} />
-      ))}
+      <Waves operation={operation} />
       <div className="row wrap">
-        {work.active.length > 0 && <CancelButton operations={work.active} />}
+        <CancelButton operations={[operation]} />
         {targets.length === 1 && targets[0]?.status === "retrying" && <TargetRetry target={targets[0]} name={work.name} />}
       </div>
+      {failures.length > 1 && <Causes causes={causesOf([operation])} name={work.name} isSeveral={false} actions={false} />}
       {targets.length > 1 && <Targets targets={targets} name={work.name} linkedJob={linkedJob} />}
     </Card>
   );
 });
 
-/** The failures: one with its reason, or several, a line each. */
-export const FailureCard = memo(function FailureCard({ group, linkedJob }: CardProps): ReactNode {
-  const targets = latestTargets(group.failed);
-  const title = phrase(group.speaker, "failed");
-  return (
-    <Card state="failed" title={title} speaker={group.speaker} targets={targets} jobs={group.failed} where="">
-      {targets.length === 1 && <Reason error={group.speaker.error} name={group.speaker.name} />}
-      <FailureActions operations={group.failed} />
-      {targets.length > 1 && <Targets targets={targets} name={group.name} linkedJob={linkedJob} />}
-    </Card>
-  );
-});
+interface FailureCardProps {
+  group: FailureGroup;
+  /** The job that the address names, "" if none of this card. */
+  linkedJob: string;
+  /** Chosen, and the way to choose it; absent if nothing is chosen here. */
+  selection?: { isSelected: boolean; onSelect: (group: FailureGroup, on: boolean) => void };
+  /** True if no section's heading stands above it. */
+  isTop?: boolean;
+  /** Asks for a comment before the failures are dismissed. */
+  onDismiss?: (operations: readonly Operation[]) => void;
+}
+
+/** Failures with the same causes: of one operation, or of several. */
+export const FailureCard = memo(
+  function FailureCard({ group, linkedJob, selection, isTop = false, onDismiss }: FailureCardProps): ReactNode {
+    const { operations, causes } = group;
+    const { verb, name, where: place } = wordsOf(group);
+    const title = [verb, name, place].filter(Boolean).join(" ");
+    const targets = causes.flatMap((cause) => cause.targets);
+    const [only] = targets;
+    const check = selection && <input type="checkbox" aria-label={`Select: ${title}`} checked={selection.isSelected} onChange={(event) => selection.onSelect(group, event.target.checked)} />;
+    return (
+      <Card state="failed" title={verb} operations={operations} targets={targets} where={place} linkedJob={linkedJob} check={check} isTop={isTop}>
+        {targets.length === 1 && only !== undefined ? <Reason error={only.error === "" ? undefined : only.error} name={name} /> : <Causes causes={causes} name={name || count(operations.length, "operation")} isSeveral={operations.length > 1} />}
+        <FailureActions operations={operations} {...(onDismiss === undefined ? {} : { onDismiss })} />
+      </Card>
+    );
+  },
+  (before, after) =>
+    before.group.operations.length === after.group.operations.length &&
+    before.group.operations.every((operation, index) => operation === after.group.operations[index]) &&
+    before.linkedJob === after.linkedJob &&
+    before.selection?.isSelected === after.selection?.isSelected,
+);
 
 interface ShellProps {
   state: State;
   title: string;
-  speaker: Operation;
+  /** One, or several that failed for the same causes. */
+  operations: readonly Operation[];
   targets: readonly Target[];
-  jobs: readonly Operation[];
   where: string;
+  linkedJob?: string;
+  check?: ReactNode;
+  isTop?: boolean;
   children: ReactNode;
 }
 
-function Card({ state, title, speaker, targets, jobs, where: at, children }: ShellProps): ReactNode {
+function Card({ state, title, operations, targets, where: at, linkedJob = "", check, isTop = false, children }: ShellProps): ReactNode {
+  const [first] = operations;
   const [target] = targets;
-  const alone = targets.length === 1 && target !== undefined;
-  const anchored = jobs.length === 1 || alone ? { id: `job-${jobs[0]?.jobID ?? ""}`, tabIndex: -1 } : {};
+  if (first === undefined) return null;
+  const Heading = isTop ? "h2" : "h3";
+  const alone = operations.length === 1;
+  const onOne = alone && targets.length === 1 && target !== undefined;
   return (
-    // A card of several operations has the anchors on their lines.
-    <article className={`work-card ${state}`} {...anchored}>
+    <article className={`work-card ${state}`} id={`job-${linkedJob || first.jobID}`} tabIndex={-1}>
       <div className="row">
+        {check}
         <WorkGlyph state={state} />
-        <h3 className="name" title={speaker.fullName}>
-          {jobs.length === 1 ? (
-            <Link to={pageOf(speaker)}>
-              {title} <bdi>{speaker.name}</bdi>
+        <Heading className="name" title={first.fullName}>
+          {alone ? (
+            <Link to={pageOf(first)}>
+              {title} <bdi>{first.name}</bdi>
+              {state === "failed" && at !== "" && <> {at}</>}
             </Link>
           ) : (
             <>
-              {title} <bdi>{speaker.name}</bdi>
+              {title} {operations.every(({ name }) => name === first.name) && <><bdi>{first.name}</bdi> </>}
+              {at}
             </>
           )}
-        </h3>
-        {targets.length > 1 && <NodesTag number={targets.length} isEveryNode={jobs.some((job) => job.allNodes)} />}
+        </Heading>
+        {alone && targets.length > 1 && <NodesTag number={(first.nodes ?? []).length} isEveryNode={first.allNodes === true} />}
       </div>
       <Facts
-        nodeID={alone ? target.nodeID : null}
-        node={alone ? target.name : at}
-        actor={actors(jobs)}
-        since={jobs[0]?.createdAt ?? ""}
-        attempts={alone ? speaker.attempts : 0}
-        requestID={alone && state !== "failed" ? speaker.requestID : ""}
+        nodeID={onOne ? target.nodeID : null}
+        node={onOne ? target.name : state === "failed" ? "" : at}
+        actor={actors(operations)}
+        since={state === "failed" ? (first.finishedAt ?? first.createdAt) : first.createdAt}
+        attempts={onOne ? first.attempts : 0}
+        requestID={onOne && state !== "failed" ? first.requestID : ""}
       />
       {children}
     </article>

@@ -23,7 +23,7 @@ export const SORTS: readonly (readonly [sort: string, label: string])[] = [
   ["scheduling_rule", "Scheduling rules"],
   ["join_token", "Join tokens"],
   ["schedule", "Schedules"],
-  ["user", "Passwords"],
+  ["user", "Passwords and keys"],
   ["admin", "Edits in the admin"],
 ];
 
@@ -59,10 +59,12 @@ export function isNarrowed(filters: Filters): boolean {
   return Object.values(filters).some((value) => value !== "");
 }
 
+const OF_PARTS: Readonly<Record<string, string>> = { cancelled_part: "cancelled on one node", dismissed_part: "dismissed" };
+
 /** "cancelled on one node" of `operation.cancelled_part`. */
 export function words({ kind }: Pick<Change, "kind">): string {
   const did = kind.slice(kind.indexOf(".") + 1);
-  return did === "cancelled_part" ? "cancelled on one node" : did.replaceAll("_", " ");
+  return OF_PARTS[did] ?? did.replaceAll("_", " ");
 }
 
 /** The page of what was changed, "" where it has none. */

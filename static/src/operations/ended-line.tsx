@@ -6,7 +6,7 @@ import type { Operation } from "../live/messages";
 import { Ago } from "../ui/time";
 import { tookOf } from "./filter";
 import { WorkGlyph } from "./lines";
-import { noun, outcome, pageOf, placeOf, stateOf } from "./words";
+import { noun, outcome, outcomePlace, pageOf, stateOf } from "./words";
 
 export const EndedLine = memo(function EndedLine({ operation }: { operation: Operation }): ReactNode {
   return (
@@ -19,7 +19,7 @@ export const EndedLine = memo(function EndedLine({ operation }: { operation: Ope
         <span className="muted">{noun(operation)}</span>
       </span>
       <span className="name grow">
-        {outcome(operation, duration(tookOf(operation)))} <bdi>{placeOf(operation)}</bdi>
+        {outcome(operation, duration(tookOf(operation)))} <bdi>{outcomePlace(operation)}</bdi>
         {operation.status === "failed" && (
           <span className="muted">
             : <bdi>{brief(operation.error ?? "")}</bdi>

@@ -7,7 +7,8 @@ import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
 import { act, canRetry, retry } from "./calls";
-import { failedNodes, hasFailed, type Target } from "./model";
+import { failuresOf } from "./causes";
+import { hasFailed, type Target } from "./model";
 import { placeOf } from "./words";
 
 /** A worker may answer with a whole log. */
@@ -23,8 +24,15 @@ export function Reason({ error = "No reason given", name }: { error: string | un
   );
 }
 
+interface ActionsProps {
+  operations: readonly Operation[];
+  small?: boolean;
+  /** Asks for a comment before the failures are dismissed; absent: they are dismissed at once. */
+  onDismiss?: (operations: readonly Operation[]) => void;
+}
+
 /** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
-export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
+export function FailureActions({ operations, small = false, onDismiss }: ActionsProps): ReactNode {
   const retrying = useAction((failures: readonly Operation[]) => act("retry", failures));
   const away = useAction((failures: readonly Operation[]) => act("dismiss", failures));
   // A retry that has succeeded does not answer a later failure.
@@ -33,8 +41,8 @@ export function FailureActions({ operations, small = false }: { operations: read
   const [first] = operations;
   if (first === undefined) return null;
   const several = operations.length > 1;
-  const nodes = failedNodes(operations);
-  const on = nodes.length > 1 ? `on ${count(nodes.length, "node")}` : `on ${first.nodeName ?? nodes[0] ?? "the node"}`;
+  const nodes = operations.flatMap((operation) => failuresOf(operation)).map((target) => target.name);
+  const on = several ? `in ${count(operations.length, "operation")}` : nodes.length > 1 ? `on ${count(nodes.length, "node")}` : `on ${first.nodeName ?? nodes[0] ?? "the node"}`;
   const word = retryWord(operations.length, nodes.length);
   const refusal = remaining.length === 0 ? ON_ITS_WAY : "";
   const failed = retrying.error ?? away.error;
@@ -46,8 +54,8 @@ export function FailureActions({ operations, small = false }: { operations: read
             {word}
           </Button>
         )}
-        <Button small={small} busy={away.busy} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.run(remaining)}>
-          {several ? "Dismiss all" : "Dismiss"}
+        <Button small={small} busy={away.busy} refusal={refusal} aria-label={`${several ? "Dismiss all:" : "Dismiss"} ${first.name} ${on}`} onClick={() => (onDismiss === undefined ? away.run(remaining) : onDismiss(remaining))}>
+          {`${several ? "Dismiss all" : "Dismiss"}${onDismiss === undefined ? "" : "…"}`}
         </Button>
         {!several && <CopyButton small={small} text={quote(first)} label="Copy error" />}
       </div>

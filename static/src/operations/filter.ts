@@ -55,11 +55,10 @@ export function shows(show: Show, operation: Operation): boolean {
   return true;
 }
 
-/** Operations that ended while the page was open and belong to no running group, latest first. */
-export function endedOf(operations: Iterable<Operation>, groupedJobs: ReadonlySet<string>): Operation[] {
+/** Operations that ended while the page was open, latest first. */
+export function endedOf(operations: Iterable<Operation>): Operation[] {
   return [...operations]
     .filter((operation) => operation.finishedAt !== undefined && (operation.status !== "failed" || operation.dismissedAt !== undefined))
-    .filter((operation) => !groupedJobs.has(operation.jobID))
     .sort((left, right) => Date.parse(right.finishedAt ?? "") - Date.parse(left.finishedAt ?? ""));
 }
 

@@ -10,6 +10,8 @@ import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
 import { StatusPill } from "../ui/status";
 import { canRetry, retry } from "./calls";
+import { causesOf } from "./causes";
+import { Causes } from "./causes-list";
 import { Reason } from "./failure";
 import { spans } from "./history-query";
 import { NodeLink } from "./targets";
@@ -98,7 +100,7 @@ export function Facts({ operation }: { operation: Operation }): ReactNode {
   );
 }
 
-/** A line a node: when it waited, when it ran, how often it was tried, and how it ended. */
+/** The causes of its failures, and a line a node: when it waited, when it ran, how often it was tried, and how it ended. */
 export function TargetsTimeline({ operation, nodes }: { operation: Operation; nodes: readonly OperationTarget[] }): ReactNode {
   const [isExpanded, setIsExpanded] = useState(false);
   const begin = Date.parse(operation.createdAt);
@@ -106,8 +108,10 @@ export function TargetsTimeline({ operation, nodes }: { operation: Operation; no
   const end = operation.finishedAt === undefined ? now : Date.parse(operation.finishedAt);
   const worst = (node: OperationTarget) => (node.status === "error" ? 0 : node.status === "success" ? 2 : 1);
   const sorted = [...nodes].sort((left, right) => worst(left) - worst(right));
+  const causes = nodes.length > 1 ? causesOf([operation], true) : [];
   return (
     <>
+      {causes.length > 0 && <Causes causes={causes} name={operation.name} isSeveral={false} actions={false} />}
       <ul className="timeline-parts" aria-label={`Nodes of ${operation.name}`}>
         {sorted.slice(0, isExpanded ? sorted.length : AT_ONCE).map((node) => (
           <li key={node.node_id}>
@@ -120,7 +124,6 @@ export function TargetsTimeline({ operation, nodes }: { operation: Operation; no
                 {(node.attempts ?? 0) > 0 && ` · ${count(node.attempts ?? 0, "failed attempt")}`}
               </span>
             </div>
-            {nodes.length > 1 && (node.error ?? "") !== "" && <Reason error={node.error} name={`${operation.name} on ${node.node_name}`} />}
             {(node.reason ?? "") !== "" && (
               <p className="muted">
                 <bdi>{node.reason}</bdi>

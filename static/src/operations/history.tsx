@@ -8,6 +8,7 @@ import type { components } from "../api/schema";
 import { useThrottledNodes } from "../backends/throttled-nodes";
 import { brief, duration } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
+import { PHONE, useMedia } from "../lib/media";
 import { useChange, useLive } from "../live/hooks";
 import { isActive, needsAttention, type LiveState } from "../live/store";
 import { announce } from "../ui/announce";
@@ -24,7 +25,7 @@ import { HistoryDetails } from "./history-details";
 import { addressOf, NO_FILTERS, requestParams, exportOf, filtersIn, isNarrowed, OUTCOMES, type Filters } from "./history-query";
 import { WorkGlyph } from "./lines";
 import { ActivityHead } from "./tabs";
-import { KINDS, noun, outcome, placeOf, stateOf } from "./words";
+import { KINDS, noun, outcome, outcomePlace, stateOf } from "./words";
 
 type Entry = components["schemas"]["HistoryEntry"];
 
@@ -134,7 +135,7 @@ function FilterBar({ filters, onChange }: BarProps): ReactNode {
   const change = (patch: Partial<Filters>) => onChange({ ...filters, ...patch });
   const options = sorted.map((node) => [node.id, node.name] as const);
   const removedNode = filters.node !== "" && !nodes.has(filters.node) ? [[filters.node, `removed node ${filters.node.slice(0, 8)}`] as const] : [];
-  return (
+  const form = (
     <form className="row wrap history-filters" role="search" aria-label="Filter history" onSubmit={(event) => event.preventDefault()}>
       <Choice label="Node" value={filters.node} options={[...removedNode, ...options]} onChange={(node) => change({ node })} />
       <Words label="Backend or model" value={filters.backend} onChange={(backend) => change({ backend })} />
@@ -149,6 +150,15 @@ function FilterBar({ filters, onChange }: BarProps): ReactNode {
         </Button>
       )}
     </form>
+  );
+  // A phone shows the entries first.
+  const isPhone = useMedia(PHONE);
+  if (!isPhone) return form;
+  return (
+    <details open={isNarrowed(filters) || undefined}>
+      <summary>Filters</summary>
+      {form}
+    </details>
   );
 }
 
@@ -189,8 +199,8 @@ const Line = memo(
             </strong>{" "}
             <span className="muted">{noun(entry)}</span>
           </span>
-          <span className="name grow">
-            {outcomeText} <bdi>{placeOf(entry)}</bdi>
+          <span className="name grow history-outcome">
+            {outcomeText} <bdi>{outcomePlace(entry)}</bdi>
             {entry.status === "failed" && (
               <span className="muted">
                 : <bdi>{brief(entry.error ?? "")}</bdi>
@@ -198,7 +208,7 @@ const Line = memo(
             )}
           </span>
           <bdi className="name muted ended-actor">{entry.actor}</bdi>
-          <span className="muted">
+          <span className="muted history-when">
             <Ago at={entry.finishedAt} />
           </span>
           <span className={`strip-caret ${open ? "open" : ""}`}>

@@ -66,7 +66,35 @@ it("of several nodes offers all that failed, and each of them", async () => {
   vi.mocked(calls.canRetry).mockReturnValue(true);
   const nodes = (["success", "error", "error"] as const).map((status, n) => ({ node_id: `n${n}`, node_name: `gpu-${n}`, status, percentage: 0, ...(status === "error" ? { error: `full: ${n}` } : {}) }));
   await open(failure("x", 1, { nodes }));
-  expect(screen.getByRole("button", { name: "Retry all failed (2): Could not install backend on-x on 2 nodes" }).textContent).toBe("Retry all failed (2)");
+  expect(screen.getByRole("button", { name: "Retry all failed (2): on-x on 2 nodes" }).textContent).toBe("Retry all failed (2)");
   fireEvent.click(screen.getByRole("button", { name: "Retry on-x on gpu-2" }));
   await vi.waitFor(() => expect(retry.mock.calls.map(([operation, items]) => [operation.jobID, items])).toEqual([["job-x", ["n2"]]]));
+});
+
+it("300 equal failures are one card, whatever the numbers and nodes in their errors (P10)", async () => {
+  const act = vi.mocked(calls.act).mockResolvedValue();
+  vi.mocked(calls.canRetry).mockReturnValue(true);
+  await open(...Array.from({ length: 300 }, (_, n) => failure(`n${n}`, n, { error: `${n} MiB free on n${n}`, cause: "… free on …" })), failure("other", 500, { cause: "no image" }));
+  expect(lines()).toEqual(["Could not install backend on-other on other", "Could not install backend in 300 operations"]);
+  expect(screen.getByRole("button", { name: /^▸ 300 operations: … free on …$/ }).getAttribute("aria-expanded")).toBe("false");
+  fireEvent.click(screen.getByRole("button", { name: /^Retry all: .* in 300 operations$/ }));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, items]) => [verb, items.length])).toEqual([["retry", 300]]));
+});
+
+it("the nodes of one operation are grouped by cause, each with its own actions; what was dismissed is gone", async () => {
+  const retry = vi.mocked(calls.retry).mockResolvedValue({} as Awaited<ReturnType<typeof calls.retry>>);
+  const dismiss = vi.mocked(calls.dismiss).mockResolvedValue({});
+  vi.mocked(calls.canRetry).mockReturnValue(true);
+  const target = (n: number, cause: string, overrides = {}) => ({ node_id: `n${n}`, node_name: `gpu-${n}`, status: "error" as const, percentage: 0, error: `${cause} ${n}`, cause, ...overrides });
+  const nodes = [...Array.from({ length: 18 }, (_, n) => target(n, "registry answered 403")), target(18, "no space"), target(19, "no space"), target(20, "known", { dismissedAt: at(2) })];
+  await open(failure("x", 1, { nodes }));
+  expect(lines()).toEqual(["Could not install backend on-x on 20 nodes"]);
+  const causes = within(screen.getByRole("list", { name: "Causes of the failure of on-x" }));
+  expect(causes.getAllByRole("button", { expanded: false }).map((line) => line.textContent)).toEqual(["▸ 18 nodes: registry answered 403", "▸ 2 nodes: no space"]);
+  fireEvent.click(causes.getByRole("button", { name: "Retry (18): registry answered 403" }));
+  fireEvent.click(causes.getByRole("button", { name: "Dismiss (2): no space" }));
+  await vi.waitFor(() => expect(dismiss.mock.calls.map(([, , ids]) => ids)).toEqual([["n18", "n19"]]));
+  expect(retry.mock.calls.map(([, ids]) => ids?.length)).toEqual([18]);
+  fireEvent.click(causes.getByRole("button", { name: /2 nodes: no space/ }));
+  expect(causes.getByRole("link", { name: "gpu-19" })).toBeTruthy();
 });

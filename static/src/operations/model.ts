@@ -20,6 +20,10 @@ export interface Target {
   phase: string;
   /** The error of a failed target. */
   error: string;
+  /** The error without what differs from node to node. */
+  cause: string;
+  /** True if the failure was dismissed or tried again, apart from those on other nodes. */
+  isDismissed: boolean;
   /** The reason of a wait, or the outcome. */
   reason: string;
   current: number;
@@ -79,13 +83,6 @@ export function groups(operations: Iterable<Operation>, previous: ReadonlyMap<st
     if (group !== null) result.push(group);
   }
   return result.sort(byUrgency);
-}
-
-/** The group as if nothing of it had failed: what is still under way. */
-export function underWay(group: Group): Group {
-  if (group.failed.length === 0) return group;
-  const speaker = spokesman([], group.active) ?? group.speaker;
-  return { ...group, failed: [], state: stateOfAll(group.active), speaker };
 }
 
 function spokesman(failed: readonly Operation[], active: readonly Operation[]): Operation | undefined {
@@ -169,7 +166,7 @@ export function targetsOf(operation: Operation): Target[] {
   return nodes.map((target) => targetFrom(operation, state, target, nodes.length === 1));
 }
 
-const NO_FIELDS = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", lastProgressAt: "", timeLimitAt: "", startedAt: "", finishedAt: "" };
+const NO_FIELDS = { file: "", phase: "", error: "", cause: "", isDismissed: false, reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", lastProgressAt: "", timeLimitAt: "", startedAt: "", finishedAt: "" };
 
 /** Returns the values that are defined. */
 function omitUndefined<Values extends object>(values: Values): { [Key in keyof Values]?: Exclude<Values[Key], undefined> } {
@@ -184,6 +181,7 @@ function targetFrom(operation: Operation, state: State, target: OperationTarget,
     file: target.file_name,
     phase: target.phase,
     error: target.error,
+    cause: target.cause,
     reason: target.reason,
     current: target.current_bytes,
     total: target.total_bytes,
@@ -195,12 +193,13 @@ function targetFrom(operation: Operation, state: State, target: OperationTarget,
     startedAt: target.startedAt,
     finishedAt: target.finishedAt,
   });
-  const result = { ...otherwise, phase: "", ...ownFields, id: target.node_id, nodeID: target.node_id, name: target.node_name, job: operation, status };
+  const result = { ...otherwise, phase: "", ...ownFields, isDismissed: target.dismissedAt !== undefined, id: target.node_id, nodeID: target.node_id, name: target.node_name, job: operation, status };
   // Until its end, what stands there is the reason of a wait.
   return { ...result, value: valueOf(status, target.percentage), error: hasFailed(status) ? result.error : "" };
 }
 
-function wholeTarget(operation: Operation, state: State): Target {
+/** The operation as its only target. */
+export function wholeTarget(operation: Operation, state: State): Target {
   const nodeID = operation.nodeID ?? "";
   const status = state === "completed" ? "success" : state;
   return {
@@ -214,6 +213,8 @@ function wholeTarget(operation: Operation, state: State): Target {
     file: "",
     phase: operation.phase ?? "",
     error: operation.error ?? "",
+    cause: operation.cause ?? "",
+    isDismissed: false,
     reason: ENDED.has(status) ? "" : operation.message,
     current: operation.currentBytes ?? 0,
     total: operation.totalBytes ?? 0,

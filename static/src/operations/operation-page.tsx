@@ -11,9 +11,9 @@ import { PageHead } from "../ui/title";
 import "./activity.css";
 import { canRetry } from "./calls";
 import { FailureCard, ProgressCard } from "./card";
+import { failureGroups } from "./causes";
 import { Reason } from "./failure";
 import { Facts, TargetsTimeline, RetryAgain } from "./history-details";
-import { groupID, groups } from "./model";
 import { useChanges, useOperation } from "./operation-query";
 import "./record.css";
 import { words } from "./changes-query";
@@ -78,10 +78,9 @@ function Shown({ operation }: { operation: Operation }): ReactNode {
 /** The possible actions, and the progress of each node. */
 function Card({ operation }: { operation: Operation }): ReactNode {
   const { paces } = useWork();
-  const [group] = useMemo(() => groups([operation], new Map()), [operation]);
-  if (group === undefined) return null;
-  if (group.failed.length > 0) return <FailureCard group={group} linkedJob={operation.jobID} />;
-  return <ProgressCard group={group} pace={paces.get(operation.jobID) ?? paces.get(groupID(operation))} linkedJob={operation.jobID} />;
+  const [group] = useMemo(() => failureGroups(needsAttention(operation) ? [operation] : []), [operation]);
+  if (group !== undefined) return <FailureCard isTop group={group} linkedJob={operation.jobID} />;
+  return <ProgressCard isTop operation={operation} pace={paces.get(operation.jobID)} linkedJob={operation.jobID} />;
 }
 
 /** People's actions: requested, cancelled, retried, dismissed. */

@@ -17,7 +17,8 @@ function minutes(seconds: number): string {
   return wholeMinutes < HOUR ? `${wholeMinutes} min` : `${Math.floor(wholeMinutes / HOUR)} h ${wholeMinutes % HOUR} min`;
 }
 
-function timeOfDay(at: number): string {
+/** "15:27" in this browser's zone. */
+export function timeOfDay(at: number): string {
   return new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" }).format(at);
 }
 

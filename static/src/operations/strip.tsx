@@ -1,4 +1,4 @@
-// The operations strip: one line on every page while there is something to tell, opened to a list by its button.
+// The operations strip: one line under every page while there is something to tell, opened to a list by its button.
 // A failure comes first and stays until it is dismissed; a good end is said for four seconds.
 import { useEffect, useId, useState, type ReactNode } from "react";
 import { Link } from "react-router";

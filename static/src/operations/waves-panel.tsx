@@ -1,4 +1,4 @@
-// An upgrade in waves on its card: which wave is open, what the others wait for, and the operator's choice.
+// Work in waves on its card: which wave is open, what the others wait for, and the operator's choice.
 import { useState, type ReactNode } from "react";
 import { useAction } from "../api/action";
 import { count } from "../lib/format";
@@ -10,7 +10,7 @@ import { Confirm } from "../ui/dialog";
 import { chooseWaves } from "./calls";
 import { Confirmations } from "./last-replicas";
 import { lastReplicas, waveProgress, waitOf, type Standing } from "./waves";
-import { ENDED, ownState } from "./words";
+import { doing, ENDED, ownState } from "./words";
 
 const NAMED = 5;
 
@@ -34,7 +34,7 @@ export function Waves({ operation }: { operation: Operation }): ReactNode {
       </p>
       <div className="row wrap">
         {asks && (
-          <Button small kind="primary" aria-label={`Continue upgrading ${operation.name}…`} onClick={() => setChoice("continue")}>
+          <Button small kind="primary" aria-label={`Continue ${doing(operation)} ${operation.name}…`} onClick={() => setChoice("continue")}>
             Continue…
           </Button>
         )}
@@ -44,7 +44,7 @@ export function Waves({ operation }: { operation: Operation }): ReactNode {
           </Button>
         )}
         {now.state !== "stopped" && now.later.length > 0 && (
-          <Button small aria-label={`Stop upgrading ${operation.name}…`} onClick={() => setChoice("stop")}>
+          <Button small aria-label={`Stop ${doing(operation)} ${operation.name}…`} onClick={() => setChoice("stop")}>
             Stop…
           </Button>
         )}
@@ -72,17 +72,17 @@ function Question({ operation, now, choice, models, onClose }: QuestionProps): R
   const control = useAction(
     () => chooseWaves(operation, choice, models.filter((model) => confirmed.has(model))),
     () => {
-      announce(choice === "stop" ? `Stopped upgrading ${operation.name}` : `${operation.name}: continued`);
+      announce(choice === "stop" ? `Stopped ${doing(operation)} ${operation.name}` : `${operation.name}: continued`);
       onClose();
     },
   );
   const stops = choice === "stop";
   const running = now.open.some((target) => !ENDED.has(ownState(target)));
   return (
-    <Confirm open onClose={onClose} title={stops ? `Stop upgrading ${operation.name}` : `Continue upgrading ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.busy} error={control.error} onConfirm={() => control.run()}>
+    <Confirm open onClose={onClose} title={`${stops ? "Stop" : "Continue"} ${doing(operation)} ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.busy} error={control.error} onConfirm={() => control.run()}>
       {stops ? (
         <p>
-          {count(now.later.length, "node")} not begun: nothing is sent there. {running && `Wave ${now.number} ends by itself. `}Nodes that are done keep the new version.
+          {count(now.later.length, "node")} not begun: nothing is sent there. {running && `Wave ${now.number} ends by itself. `}Nodes that are done stay as they are.
         </p>
       ) : (
         now.state === "asks" && <p>The next wave starts. Failed nodes stay as they are; retry them when the operation has finished.</p>

@@ -39,3 +39,10 @@ it("a last replica is one that no other healthy node serves and that is not conf
   const operation = upgrade({ lastReplicas: ["confirmed"] });
   expect(lastReplicas(operation, waveProgress(operation)?.open ?? [], nodes)).toEqual(["alone", "away"]);
 });
+
+it("between two waves it says until when the pause lasts", () => {
+  const operation = upgrade({ open: 0, pauseSeconds: 60 });
+  const nodes = (operation.nodes ?? []).map((target, wave) => (wave === 1 ? { ...target, nextLookAt: "2026-08-22T10:00:00Z" } : target));
+  const paused = waveProgress({ ...operation, nodes });
+  expect(paused && waitOf(paused)).toMatch(/^Pause until .*00.*, then wave 2 of 4\.$/);
+});

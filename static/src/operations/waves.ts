@@ -1,6 +1,7 @@
-// The state of an upgrade in waves, and the models that its next nodes would take out of service. Pure.
+// The state of work in waves, and the models that its next nodes would take out of service. Pure.
 import type { LiveNode, Operation, OperationTarget } from "../live/messages";
 import { usersOf } from "../nodes/detail/words";
+import { timeOfDay } from "./silence";
 import { ENDED, ownState } from "./words";
 
 export interface Standing {
@@ -32,6 +33,8 @@ export function waveProgress({ waves, nodes = [] }: Pick<Operation, "waves" | "n
 /** The running wave and what the other nodes wait for, in a sentence. */
 export function waitOf({ state, number, count, open, later }: Standing): string {
   if (later.length === 0) return "";
+  const pauseEnd = open.every((target) => ENDED.has(ownState(target))) ? later.map((target) => target.nextLookAt ?? "").sort().at(-1) : "";
+  if (state !== "asks" && pauseEnd) return `Pause until ${timeOfDay(Date.parse(pauseEnd))}, then wave ${number + 1} of ${count}.`;
   const waitingText = later.length === 1 ? "1 node waits" : `${later.length} nodes wait`;
   if (state === "asks") {
     const failed = open.some((target) => ownState(target) === "error");

@@ -129,8 +129,18 @@ function sentence(words: Verb, object: string, state: State): string {
   return `${words.doing} ${object}`;
 }
 
-/** The outcome, for the list of ended operations: "installed in 40s", "removed", "cancelled". */
+/** "upgrading": what a running operation does, within a sentence. */
+export function doing(kind: Kind): string {
+  return verb(kind).doing.toLowerCase();
+}
+
+/** The outcome, for the list of ended operations: "installed in 40s", "removed", "40 cancelled, 60 had already finished". */
 export function outcome(operation: Operation, took: string): string {
+  const { nodes = [] } = operation;
+  if (operation.status === "cancelled" && nodes.length > 1) {
+    const cancelled = nodes.filter((target) => target.status === "cancelled").length;
+    return `${cancelled} cancelled, ${nodes.length - cancelled} had already finished`;
+  }
   if (operation.status === "cancelled") return "cancelled";
   if (operation.status === "failed") return "failed";
   const done = verb(operation).done.toLowerCase();
@@ -150,6 +160,11 @@ export function place(kind: Kind, names: readonly string[]): string {
 export function placeOf(operation: Operation): string {
   const names = (operation.nodes ?? []).map((node) => node.node_name);
   return place(operation, names.length > 0 ? names : [operation.nodeName ?? ""]);
+}
+
+/** The nodes beside an outcome, which may have counted them. */
+export function outcomePlace(operation: Operation): string {
+  return operation.status === "cancelled" && (operation.nodes ?? []).length > 1 ? "" : placeOf(operation);
 }
 
 /** The server's text about the files that a load sends: which one of how many, bytes, rate, time left. */

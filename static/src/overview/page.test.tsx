@@ -24,7 +24,7 @@ const OVERVIEW: Overview = {
   node_count: 2,
   traffic: { requests_per_second: 3.5, errors_per_second: 0, tokens_per_second: 800, first_token_seconds: null },
   attention: [{ cause: "full_disks", level: "error", text: "The models disk is full", count: 7, names: ["a", "b"] }],
-  running: [{ id: "op", kind: "model_load", element: "minilm", node_name: "gpu-a", status: "processing", progress: 40, created_at: NOW }],
+  running: [{ id: "op", kind: "model_load", element: "minilm", node_name: "gpu-a", status: "processing", progress: 40, message: "sending minilm.gguf, file 1 of 2", current_bytes: 0, total_bytes: 0, last_progress_at: NOW, time_limit_at: null, created_at: NOW }],
   running_count: 1,
   first_steps: [],
 };
@@ -78,7 +78,7 @@ it("shows what needs attention, with the page on which to act", async () => {
   expect(list.textContent).toBe("7The models disk is fulla, b and more");
   expect(within(list).getByRole("link").getAttribute("href")).toBe("/app/capacity?of=disk");
   expect(screen.getByText(/2 nodes, 4 GPUs 50% busy, 3 GiB of 8 GiB VRAM used\./)).toBeTruthy();
-  expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*model load minilm.*gpu-a, 40%/);
+  expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*model load minilm.*gpu-a, 40%, sending minilm.gguf, file 1 of 2.*No news for/);
   expect(screen.queryByText("First steps")).toBeNull();
 });
 
@@ -101,7 +101,7 @@ it("shows causes with the same text apart", async () => {
 it("shows the first steps until all are done", async () => {
   open({ nodes: [], node_count: 0, first_steps: [{ id: "add_node", done: false }, { id: "load_model", done: true }], attention: [], running_count: 0 });
   const steps = within(await screen.findByRole("region", { name: "First steps" })).getAllByRole("listitem");
-  expect(steps.map((step) => step.textContent)).toEqual(["Add a node", "Load a modeldone"]);
+  expect(steps.map((step) => step.textContent)).toEqual(["Add a node", "Add a modeldone"]);
   expect(screen.getByText("Nothing.")).toBeTruthy();
 });
 

@@ -5,6 +5,7 @@ import { bytes, count } from "../lib/format";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { fillOf } from "../ui/bars";
 import { Icon } from "../ui/icons";
+import { figures, SilenceNotice } from "../operations/lines";
 import { StatusPill } from "../ui/status";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
@@ -36,7 +37,7 @@ export function OverviewPage(): ReactNode {
 
 const STEPS: Readonly<Record<Overview["first_steps"][number]["id"], { to: string; text: string }>> = {
   add_node: { to: "/app/nodes", text: "Add a node" },
-  load_model: { to: "/app/models", text: "Load a model" },
+  load_model: { to: "/app/models/add", text: "Add a model" },
   chat: { to: "/app/chat", text: "Chat with it" },
 };
 
@@ -87,7 +88,7 @@ const PAGES: Readonly<Record<Group["cause"], string>> = {
   unhealthy_nodes: "/app/nodes?state=unhealthy",
   full_disks: "/app/capacity?of=disk",
   gpu_errors: "/app/nodes",
-  definitions: "/app/health",
+  definitions: "/app/models",
   join_tokens: "/app/nodes",
   bus_credentials: "/app/nodes",
   versions: "/app/nodes",
@@ -180,8 +181,10 @@ function Running({ overview: { running, running_count: total } }: { overview: Ov
                 </>
               )}
               {operation.progress > 0 && `${Math.floor(operation.progress)}%, `}
-              <Ago at={operation.created_at} />
+              <bdi>{operation.message}</bdi>
+              {operation.message === "" && figures(operation.current_bytes, operation.total_bytes, undefined)} <Ago at={operation.created_at} />
             </span>
+            {operation.status === "processing" && <SilenceNotice of={{ lastProgressAt: operation.last_progress_at ?? "", timeLimitAt: operation.time_limit_at ?? "" }} />}
           </li>
         ))}
       </ul>

@@ -8,7 +8,7 @@ import { useThrottledNodes } from "../backends/throttled-nodes";
 import { count, exact, formatTimeLeft } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useNow } from "../live/hooks";
-import { placesOf, type Places } from "../models/rows";
+import { modelAddress, placesOf, type Places } from "../models/rows";
 import { written } from "../nodes/shared/labels";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
@@ -96,7 +96,7 @@ function columnsOf(places: ReadonlyMap<string, Places>, onOpen: (opened: Opened)
       title: "Model",
       value: modelOf,
       cell: (rule) => (
-        <Link to={`/app/models?q=${encodeURIComponent(rule.model_name)}`}>
+        <Link to={modelAddress(rule.model_name)}>
           <bdi>{rule.model_name}</bdi>
         </Link>
       ),

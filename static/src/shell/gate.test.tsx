@@ -1,5 +1,5 @@
 import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { cleanup, render, screen } from "@testing-library/react";
+import { cleanup, render, screen, within } from "@testing-library/react";
 import { Tooltip } from "radix-ui";
 import type { ReactNode } from "react";
 import { createMemoryRouter, RouterProvider } from "react-router";
@@ -59,10 +59,11 @@ describe("the gate (§2.0 access)", () => {
     expect([place.pathname(), place.search()]).toEqual(["/login", "?next=%2Fapp%2Factivity%3Fx%3D1"]);
   });
 
-  it("tells one who is no admin (UI-0.3)", () => {
-    enter({ ...ADA, role: "user" });
-    expect(screen.getByRole("heading", { name: "Administrators only" })).toBeTruthy();
-    expect(screen.queryByText(/secrets|a page/)).toBeNull();
+  it("leads one who is no admin to the chat, from every other page (UI-0.3)", () => {
+    const place = enter({ ...ADA, role: "user" });
+    expect(place.pathname()).toBe("/app/chat");
+    expect(within(screen.getByRole("navigation", { name: "Main" })).getAllByRole("link").map((link) => link.textContent)).toEqual(["Chat", "API keys"]);
+    expect(screen.queryByText(/secrets/)).toBeNull();
   });
 
   it("shows one with a generated password nothing but its change", () => {

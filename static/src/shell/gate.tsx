@@ -1,12 +1,12 @@
 // The gate: nothing is shown until it is known who is signed in.
 import type { ReactNode } from "react";
 import { Navigate, Outlet, useLocation } from "react-router";
-import { Button } from "../ui/button";
 import { Problem } from "../ui/problem";
 import { usePageTitle } from "../ui/title";
 import { signInPath } from "./next-address";
 import { Brand } from "./nav";
-import { useSession, useSignOut, type Person } from "./session";
+import { PersonFrame } from "./person-frame";
+import { useSession, type Person } from "./session";
 
 const PASSWORD = "/app/password";
 
@@ -32,7 +32,7 @@ export function Gate({ children }: { children: (user: Person) => ReactNode }): R
       </LoneFrame>
     );
   }
-  if (user.role !== "admin") return <NotAdmin user={user} />;
+  if (user.role !== "admin") return <PersonFrame user={user} />;
   return children(user);
 }
 
@@ -43,21 +43,6 @@ export function Checking(): ReactNode {
       <span className="spinner" aria-hidden="true" />
       <span className="visually-hidden">Checking your session</span>
     </div>
-  );
-}
-
-function NotAdmin({ user }: { user: Person }): ReactNode {
-  const signOut = useSignOut();
-  return (
-    <Lone title="Administrators only">
-      <p>
-        You are signed in as <bdi>{user.name}</bdi>, which is not an administrator account. This page operates the cluster. Ask an administrator for access, or sign in with another account.
-      </p>
-      <Problem error={signOut.error} />
-      <Button busy={signOut.busy} onClick={() => signOut.run()}>
-        Sign out
-      </Button>
-    </Lone>
   );
 }
 

@@ -38,11 +38,12 @@ describe("the search (UW37)", () => {
     expect(titles(nodeEntries(nodes), "fast offline")).toEqual([]);
   });
 
-  it("says on which nodes a model is and leads to the node if there is one only", () => {
-    const result = modelEntries(nodes);
+  it("says on which nodes a model is and leads to its page", () => {
+    const result = modelEntries(nodes, ["a/idle", "phi"]);
     expect(result.map(({ title, detail, to }) => [title, detail, to])).toEqual([
-      ["phi", "on my-gpu", "/app/nodes/id-my-gpu"],
-      ["qwen", "on gpu-2, my-gpu", "/app/nodes?q=qwen"],
+      ["a/idle", "not running", "/app/models/a%2Fidle"],
+      ["phi", "on my-gpu", "/app/models/phi"],
+      ["qwen", "on gpu-2, my-gpu", "/app/models/qwen"],
     ]);
   });
 

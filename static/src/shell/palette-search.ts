@@ -1,7 +1,9 @@
 // The entries of the search and their ranking: every word must be somewhere in an entry, and the nearer to the start of
 // its title, the earlier it comes. Pure.
 import type { components } from "../api/schema";
+import { backendAddress } from "../backends/installed-model";
 import { chatAddress } from "../chat/models";
+import { modelAddress } from "../models/rows";
 import { count } from "../lib/format";
 import { gpuWords } from "../live/gpus";
 import type { LiveNode, Operation } from "../live/messages";
@@ -146,14 +148,14 @@ export function withVerbs(query: string, verbs: readonly Entry[], groups: Map<Ki
   return new Map<Kind, Entry[]>(/\S\s+\S/.test(query) ? [actions, ...otherGroups] : [...otherGroups, actions]);
 }
 
-/** Each model with the nodes that have it. */
-export function modelEntries(nodes: Iterable<LiveNode>): Entry[] {
+/** Each model that a node has or that is defined, with its nodes. */
+export function modelEntries(nodes: Iterable<LiveNode>, defined: readonly string[]): Entry[] {
   const places = gathered(nodes, (node) => node.models.map((model) => model.model_name));
+  const names = new Set([...places.keys(), ...defined]);
   return byTitle(
-    Array.from(places, ([title, on]): Entry => {
-      const [only] = on;
-      const to = on.length === 1 && only !== undefined ? `/app/nodes/${only.id}` : `/app/nodes?q=${encodeURIComponent(title)}`;
-      return { key: `model ${title}`, kind: "Models", icon: "model", title, detail: `on ${named(on)}`, to };
+    Array.from(names, (title): Entry => {
+      const on = places.get(title);
+      return { key: `model ${title}`, kind: "Models", icon: "model", title, detail: on === undefined ? "not running" : `on ${named(on)}`, to: modelAddress(title) };
     }),
   );
 }
@@ -171,7 +173,7 @@ export function backendEntries(
       const on = places.get(title) ?? [];
       const words = offered.get(title)?.tags.join(" ") ?? "";
       const detail = on.length === 0 ? "in the catalogue" : `on ${named(on)}`;
-      const to = `/app/backends?q=${encodeURIComponent(title)}`;
+      const to = backendAddress(title);
       return { key: `backend ${title}`, kind: "Backends", icon: "backends", title, detail, words, to };
     }),
   );

@@ -120,13 +120,14 @@ function useCatalogue(): { data: Catalogue | undefined; isPending: boolean; isEr
 function useEntries(catalogue: Catalogue | undefined, actions: PaletteProps): Entry[] {
   const nodes = useLive((state) => state.nodes);
   const operations = useLive((state) => state.operations);
+  const { data: defined } = useDefinitions();
   const resultGroups = useMemo(
     () => [
       ...nodeEntries(nodes.values()),
-      ...modelEntries(nodes.values()),
+      ...modelEntries(nodes.values(), (defined ?? []).map(({ id }) => id)),
       ...backendEntries(nodes.values(), catalogue?.backends ?? []),
     ],
-    [nodes, catalogue],
+    [nodes, catalogue, defined],
   );
   const live = useMemo(() => operationEntries(operations.values()), [operations]);
   const fixed = useMemo(() => places(actions), [actions]);
@@ -153,6 +154,7 @@ function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
     { key: "page overview", kind: "Pages", icon: "overview", title: "Overview", detail: "g o", words: "home dashboard charts first", to: "/app/overview" },
     { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
     { key: "page models", kind: "Pages", icon: "model", title: "Models", detail: "g m", to: "/app/models" },
+    { key: "page add model", kind: "Pages", icon: "model", title: "Add a model", detail: "Models", words: "import download gallery catalogue hugging face ollama", to: "/app/models/add" },
     { key: "page chat", kind: "Pages", icon: "chat", title: "Chat", detail: "g t", words: "talk try ask model playground", to: "/app/chat" },
     { key: "page capacity", kind: "Pages", icon: "capacity", title: "Capacity", detail: "g c", words: "memory vram free map fit what if plan", to: "/app/capacity" },
     { key: "page scheduling", kind: "Pages", icon: "scheduling", title: "Scheduling", detail: "g s", words: "rules replicas selector", to: "/app/scheduling" },
@@ -162,6 +164,7 @@ function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
     { key: "page history", kind: "Pages", icon: "activity", title: "History", detail: "What has ended", to: "/app/activity/history" },
     { key: "page changes", kind: "Pages", icon: "activity", title: "Audit log", detail: "What people changed", words: "changes who", to: "/app/activity/changes" },
     { key: "page health", kind: "Pages", icon: "health", title: "System health", detail: "g h", words: "schedules processes disk versions", to: "/app/health" },
+    { key: "page keys", kind: "Pages", icon: "key", title: "API keys", detail: "Account", words: "token credentials", to: "/app/keys" },
     { key: "page password", kind: "Pages", icon: "key", title: "Change password", detail: "Account", to: "/app/password" },
     { key: "page admin", kind: "Pages", icon: "admin", title: "Admin", detail: "/admin/", run: () => window.location.assign("/admin/") },
     { key: "page docs", kind: "Pages", icon: "docs", title: "API docs", detail: "/api/docs", run: () => window.location.assign("/api/docs") },

@@ -45,12 +45,12 @@ function Frame({ user }: { user: Person }): ReactNode {
       <div className="app-body">
         <TopBar user={user.name} stale={stale} onSearch={() => setOverlay("search")} onRetry={restart} {...shared} />
         {state === "loading" && <div className="progress-line" aria-hidden="true" />}
-        <OperationsStrip />
         <SessionEnd user={user} onBack={restart} />
         <Banners failure={signOut.error} onRetry={restart} />
         <main id="main" className="page" tabIndex={-1}>
           <Outlet />
         </main>
+        <OperationsStrip />
       </div>
       <Suspense>
         {overlay === "search" && <Palette onClose={() => setOverlay("")} {...shared} />}
@@ -103,6 +103,8 @@ function useFocusOnNavigation(): void {
   useEffect(() => {
     if (previous.current === pathname) return;
     previous.current = pathname;
+    // Another part of the same page: its tab, which was pressed, keeps the focus.
+    if (document.activeElement?.matches("main .tabs a")) return;
     const main = document.getElementById("main");
     const heading = main?.querySelector<HTMLElement>("h1");
     heading?.setAttribute("tabindex", "-1");

@@ -88,7 +88,7 @@ const THEMES: readonly { theme: Theme; label: string; icon: IconName }[] = [
   { theme: "dark", label: "Dark", icon: "dark" },
 ];
 
-function ThemeMenu(): ReactNode {
+export function ThemeMenu(): ReactNode {
   const theme = useTheme();
   const items = THEMES.map<MenuItem>((choice) => ({
     label: choice.label,
@@ -109,6 +109,7 @@ function UserMenu({ user, onShortcuts, onSignOut }: Pick<TopBarProps, "user" | "
   const navigate = useNavigate();
   const items: MenuItem[] = [
     { label: "Change password", icon: "key", onSelect: () => void navigate("/app/password") },
+    { label: "API keys", icon: "key", onSelect: () => void navigate("/app/keys") },
     { label: "Keyboard shortcuts", icon: "keyboard", onSelect: onShortcuts },
     { label: "Sign out", icon: "leave", onSelect: onSignOut },
   ];

@@ -1,5 +1,5 @@
 // Every table of the pages. `Table` sizes its columns by their content and draws what it is given; `DataGrid` is for
-// thousands of rows: virtual, scrolling with the page, selected and opened by keys. On a phone both show each row as a
+// thousands of rows: virtual, scrolling with the page, opened and, with a selection, selected by keys. On a phone both show each row as a
 // block of titled values. A row is drawn again when its object is another one.
 import { defaultRangeExtractor, useWindowVirtualizer, type Range } from "@tanstack/react-virtual";
 import { memo, useCallback, useLayoutEffect, useMemo, useRef, useState, type CSSProperties, type KeyboardEvent, type MouseEvent, type ReactNode, type RefObject } from "react";
@@ -167,7 +167,8 @@ function SelectAll({ label, ids, selection }: { label: string; ids: readonly str
 }
 
 export interface DataGridProps<Row> extends Shared<Row> {
-  selection: Selection;
+  /** Absent: rows cannot be selected. */
+  selection?: Selection | undefined;
   sort: Sort;
   onSort: (sort: Sort) => void;
   /** One line in each row. */
@@ -182,15 +183,18 @@ export interface DataGridProps<Row> extends Shared<Row> {
 }
 
 const ROW_HEIGHT = { dense: 26, roomy: 46, block: 240 };
+/** The operations strip, which covers the bottom of the window while it is there. */
+const STRIP_HEIGHT = 36;
 /** The table's head, which stays in sight. */
 const HEAD_HEIGHT = 30;
 /** Widths of the box and the menu in rem. */
-const ENDS = [2, 2.25] as const;
+const ENDS: readonly number[] = [2, 2.25];
 
 export function DataGrid<Row extends object>({ name, columns, rows, rowId, rowName, selection, sort, onSort, dense, covered, noun, onOpen, menu }: DataGridProps<Row>): ReactNode {
   const list = useRef<HTMLTableSectionElement>(null);
   const isPhone = useMedia(PHONE);
-  const shown = useFitting(list, columns, isPhone);
+  const ends = selection === undefined ? ENDS.slice(1) : ENDS;
+  const shown = useFitting(list, columns, isPhone, ends.reduce((sum, width) => sum + width, 0));
   const [active, setActive] = useState("");
   const index = rows.findIndex((row) => rowId(row) === active);
   const height = isPhone ? ROW_HEIGHT.block : dense ? ROW_HEIGHT.dense : ROW_HEIGHT.roomy;
@@ -202,12 +206,12 @@ export function DataGrid<Row extends object>({ name, columns, rows, rowId, rowNa
     virtual.scrollToIndex(rows.indexOf(next), { align: "auto" });
     focusRow(list.current, rowId(next));
   };
-  const pressKey = useRowKeys({ index, count: rows.length, noun, move, toggle: () => index >= 0 && selection.toggle([active]) });
+  const pressKey = useRowKeys({ index, count: rows.length, noun, move, toggle: selection && (() => index >= 0 && selection.toggle([active])) });
   const items = virtual.getVirtualItems();
-  const tracks = [`${ENDS[0]}rem`, ...shown.map(({ width: [least, share] = [0, 1] }) => (share === 0 ? `${least}rem` : `minmax(${least}rem, ${share}fr)`)), `${ENDS[1]}rem`];
-  const all = <SelectAll label={`Select all ${rows.length} shown`} ids={rows.map(rowId)} selection={selection} />;
+  const tracks = [...ends.slice(0, -1).map((width) => `${width}rem`), ...shown.map(({ width: [least, share] = [0, 1] }) => (share === 0 ? `${least}rem` : `minmax(${least}rem, ${share}fr)`)), `${ENDS[1]}rem`];
+  const all = selection && <SelectAll label={`Select all ${rows.length} shown`} ids={rows.map(rowId)} selection={selection} />;
   return (
-    <table className={`table data-grid ${dense && !isPhone ? "dense" : "roomy"}`} role="grid" aria-label={name} aria-multiselectable aria-rowcount={rows.length + 1} aria-colcount={shown.length + 2} onKeyDown={pressKey} style={{ "--columns": tracks.join(" ") } as CSSProperties}>
+    <table className={`table data-grid ${dense && !isPhone ? "dense" : "roomy"} ${selection === undefined ? "plain" : ""}`} role="grid" aria-label={name} aria-multiselectable={selection && true} aria-rowcount={rows.length + 1} aria-colcount={shown.length + ends.length} onKeyDown={pressKey} style={{ "--columns": tracks.join(" ") } as CSSProperties}>
       <thead role="rowgroup">{isPhone ? <PhoneHead {...{ columns, sort, onSort }} check={all} /> : <Head columns={shown} {...{ sort, onSort }} check={all} hasMenu />}</thead>
       <tbody ref={list} role="rowgroup" style={{ height: virtual.getTotalSize() }}>
         {items.map((item) => {
@@ -222,9 +226,9 @@ export function DataGrid<Row extends object>({ name, columns, rows, rowId, rowNa
               columns={shown}
               index={item.index}
               top={item.start - virtual.options.scrollMargin}
-              selected={selection.ids.has(rowId(row))}
+              selected={selection?.ids.has(rowId(row)) === true}
               tabbable={index < 0 ? item === items[0] : item.index === index}
-              toggle={selection.toggle}
+              toggle={selection?.toggle}
               onActive={setActive}
               measure={isPhone ? virtual.measureElement : undefined}
             />
@@ -266,7 +270,7 @@ interface GridRowProps<Row> extends Pick<DataGridProps<Row>, "columns" | "onOpen
   top: number;
   selected: boolean;
   tabbable: boolean;
-  toggle: Selection["toggle"];
+  toggle: Selection["toggle"] | undefined;
   onActive: (id: string) => void;
   measure: ((element: Element | null) => void) | undefined;
 }
@@ -279,16 +283,18 @@ const GridRow = memo(function GridRow<Row>({ row, id, name, columns, index, top,
       data-id={id}
       data-index={index}
       aria-rowindex={index + 2}
-      aria-selected={selected}
+      aria-selected={toggle && selected}
       tabIndex={tabbable ? 0 : -1}
       style={{ transform: `translateY(${top}px)` }}
       onFocus={() => onActive(id)}
       onClick={(event) => isOnRow(event) && onOpen(row)}
       onKeyDown={(event) => event.key === "Enter" && event.target === event.currentTarget && onOpen(row)}
     >
-      <td role="gridcell" className="check">
-        <input type="checkbox" aria-label={`Select ${name}`} checked={selected} onChange={() => toggle([id])} />
-      </td>
+      {toggle !== undefined && (
+        <td role="gridcell" className="check">
+          <input type="checkbox" aria-label={`Select ${name}`} checked={selected} onChange={() => toggle([id])} />
+        </td>
+      )}
       {columns.map(({ key, title, numeric, cell }, at) => (
         <td key={key} role={at === 0 ? "rowheader" : "gridcell"} className={`cell ${key} ${numeric ? "number" : ""}`} data-label={title}>
           {cell(row)}
@@ -320,17 +326,17 @@ interface Moves {
   count: number;
   noun: string;
   move: (to: number) => void;
-  toggle: () => void;
+  toggle: (() => void) | undefined;
 }
 
 const PAGE = 10;
 
 /** The keys of the grid; the single letters work on the whole page as well. */
 function useRowKeys({ index, count, noun, move, toggle }: Moves): (event: KeyboardEvent) => void {
-  const letters: Readonly<Record<string, () => void>> = { j: () => move(index + 1), k: () => move(index < 0 ? 0 : index - 1), x: toggle };
+  const letters: Readonly<Record<string, (() => void) | undefined>> = { j: () => move(index + 1), k: () => move(index < 0 ? 0 : index - 1), x: toggle };
   useShortcut("j", () => letters["j"]?.(), `Next ${noun}`);
   useShortcut("k", () => letters["k"]?.(), `Previous ${noun}`);
-  useShortcut("x", toggle, `Select the ${noun}`);
+  useShortcut("x", () => toggle?.(), `Select the ${noun}`, toggle !== undefined);
   const keys: Readonly<Record<string, () => void>> = {
     ArrowDown: () => move(index + 1),
     ArrowUp: () => move(index - 1),
@@ -367,7 +373,7 @@ function useWindowRows<Row>(list: RefObject<HTMLElement | null>, rows: readonly 
     overscan: 6,
     scrollMargin,
     scrollPaddingStart: covered,
-    scrollPaddingEnd: height,
+    scrollPaddingEnd: height + STRIP_HEIGHT,
     getItemKey: (index) => {
       const row = rows[index];
       return row === undefined ? index : rowId(row);
@@ -381,9 +387,9 @@ function useWindowRows<Row>(list: RefObject<HTMLElement | null>, rows: readonly 
 }
 
 /** The columns that the table has the width for; a phone stacks all of them. */
-function useFitting<Row>(list: RefObject<HTMLElement | null>, columns: readonly Column<Row>[], isPhone: boolean): readonly Column<Row>[] {
+function useFitting<Row>(list: RefObject<HTMLElement | null>, columns: readonly Column<Row>[], isPhone: boolean, ends: number): readonly Column<Row>[] {
   const width = useMeasured(list, (element) => element.offsetWidth / (parseFloat(getComputedStyle(document.documentElement).fontSize) || 16));
-  return useMemo(() => (isPhone || width === 0 ? columns : fitting(columns, width - ENDS[0] - ENDS[1])), [columns, width, isPhone]);
+  return useMemo(() => (isPhone || width === 0 ? columns : fitting(columns, width - ends)), [columns, width, isPhone, ends]);
 }
 
 /** A measure of the element, taken again when `watched`, by default itself, changes its size. */

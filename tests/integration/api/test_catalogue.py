@@ -96,7 +96,13 @@ def begin(node: BackendNode, element: str, kind: str = wished.INSTALL) -> str:
 
 
 ECHO = m.InstalledBackend(
-    "echo", installed_at="2026-08-20T09:12:44Z", version="1", uri="/srv/echo", gallery_url="file:///srv"
+    "echo",
+    installed_at="2026-08-20T09:12:44Z",
+    version="1",
+    uri="/srv/echo",
+    gallery_url="file:///srv",
+    alias="parrot",
+    size=2048,
 )
 
 
@@ -118,6 +124,8 @@ def test_the_backends_of_a_node_come_from_rows_with_their_age() -> None:
             "gallery_url": "file:///srv",
             "version": "1",
             "uri": "/srv/echo",
+            "alias": "parrot",
+            "size": 2048,
         },
         {"name": "system", "is_system": True, "is_meta": False},
     ]

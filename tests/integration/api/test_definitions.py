@@ -9,7 +9,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from nodes.api import definitions
+from localai_cluster.kit import clock
 from nodes.definitions import store
 from nodes.models import ModelDefinition
 from operations.models import Operation
@@ -77,14 +77,13 @@ def test_a_definition_is_created_edited_restored_cloned_and_listed() -> None:
         ("m", "api", 5),
         ("org/copy", "api", 5),
     ]
-    assert api.admin().get("/v1/models/org/copy").status_code in (200, 404)  # raw routes are not Django's
     assert answer("GET", "/org/copy")["name"] == "org/copy"
 
 
 def test_the_list_is_filtered_and_paged() -> None:
     create()
     create(TEXT.replace("name: m", "name: Other").replace("llama-cpp", "echo"))
-    store.set_disabled("Other", True, now=definitions.clock.now())
+    store.set_disabled("Other", True, now=clock.now())
     answer("PUT", "/file", {"changes": {"context_size": 1}})
 
     def names(query: str) -> list[str]:
@@ -223,9 +222,9 @@ def test_a_preview_of_a_wrong_text_has_all_its_errors() -> None:
 def test_disabling_ends_the_model_and_enabling_brings_it_back() -> None:
     create()
     assert answer("POST", "/m/disable")["state"] == "disabled"
-    assert api.admin().get("/api/models/m/load-status").status_code == 404
+    assert api.admin().get("/api/models/config-json/m").status_code == 404
     assert answer("POST", "/m/enable")["state"] == "active"
-    assert api.admin().get("/api/models/m/load-status").status_code != 404
+    assert api.admin().get("/api/models/config-json/m").json()["name"] == "m"
 
 
 def test_a_deletion_is_an_operation() -> None:
@@ -236,6 +235,16 @@ def test_a_deletion_is_an_operation() -> None:
     operation = Operation.objects.get()
     assert (operation.kind, operation.element, operation.payload["files"]) == ("definition_delete", "m", True)
     assert api.admin().get(first["statusUrl"]).status_code == 200
+
+
+def test_localais_clients_delete_a_model() -> None:
+    create()
+    by_name = api.admin().post("/models/delete/m")
+    assert (by_name.status_code, by_name.json().keys()) == (200, {"uuid", "status"})
+    by_id = api.admin().post("/api/models/delete/gallery@m").json()
+    assert by_id == {"jobID": by_name.json()["uuid"], "message": "the definition is being deleted"}
+    assert by_name.json()["status"].endswith(f"/models/jobs/{by_id['jobID']}")
+    assert [api.admin().post(f"/models/delete/{name}").status_code for name in ("nope", "file")] == [404, 409]
 
 
 def test_the_schema_is_served() -> None:

@@ -26,7 +26,6 @@ from nodes.loading import load_explanation
 from nodes.loading.load_placement import LoadNeeds
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.placement.choose import NO_NEED
-from nodes.reconcilers import tasks
 from nodes.registry import node_rows
 from operations.ledger import admission
 from tests.support import api, deciding, worker_http
@@ -204,6 +203,7 @@ def let_in(read: Reader) -> None:
     read("POST", "/api/nodes/approve", {"ids": [str(node.id) for node in (poor, agent, healthy)]})
     read("POST", "/api/nodes/bulk", {"verb": "drain", "ids": [str(healthy.id)]})
     read("POST", "/api/nodes/bulk", {"verb": "drain"})
+    read("POST", "/api/nodes/bulk", {"verb": "resume", "ids": [str(healthy.id)]})
     read("POST", "/api/nodes/approve", {})
 
 
@@ -248,8 +248,6 @@ def dispute(read: Reader) -> None:
     read("POST", f"{at}/identity/revoke", {"reason": "stolen"})
     read("POST", f"{at}/identity/revoke")
     read("GET", at)
-    tasks.sample_figures()
-    read("GET", f"{at}/memory")
     read("GET", f"{at}/events?limit=2")
     read("DELETE", at)
     read("GET", f"{at}/events")

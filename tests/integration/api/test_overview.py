@@ -3,15 +3,18 @@
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import __version__
 from localai_cluster.kit import clock
 from nodes.definitions import folder
 from nodes.figures import partitions, series, store
 from nodes.models import BusCredential, JoinToken, ModelLoadInfo
-from operations.models import Operation, Status
+from operations.models import Operation, OperationTarget, Status, TargetStatus
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -51,7 +54,7 @@ def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: p
     BusCredential.objects.create(public_key="U", node_id=full.pk, salt="", issued_at=now, expires_at=now)
     found = [(one["cause"], one["level"], one["count"], one["names"]) for one in overview()["attention"]]
     assert found == [
-        ("failures", "error", 3, ["m2"]),
+        ("failures", "error", 3, ["m0", "m1", "m2"]),
         ("failures", "error", 1, ["m9"]),
         ("silent_nodes", "error", 7, [f"away-{number}" for number in range(5)]),
         ("full_disks", "error", 1, ["full"]),
@@ -60,6 +63,27 @@ def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: p
         ("definitions", "warning", 1, ["broken.yaml"]),
         ("join_tokens", "warning", 1, ["rack 4"]),
         ("bus_credentials", "warning", 1, ["full"]),
+    ]
+
+
+def test_failures_are_grouped_by_what_their_errors_have_in_common_and_nodes_count() -> None:
+    """300 nodes of one operation and a load with the same cause; what was dismissed on a node is left out."""
+    bulk = fail("4 nodes", "gpu-0: …; gpu-1: …", kind="backend_install")
+    for number in range(5):
+        OperationTarget.objects.create(
+            operation=bulk,
+            node_id=uuid4(),
+            node_name=f"gpu-{number}",
+            status=TargetStatus.ERROR,
+            error=f"{number} MiB free on gpu-{number}, request {uuid4()}",
+            dismissed_at=clock.now() if number == 4 else None,
+        )
+    for name in ("a-1", "b-2"):
+        fail(name, f"no room for {name} at 10.0.0.{name[-1]}:99", node_name="gpu-9")
+    found = [(one["text"], one["count"], one["names"]) for one in overview()["attention"]]
+    assert found == [
+        ("… free on …, request …", 4, ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]),
+        ("no room for … at …", 2, ["gpu-9"]),
     ]
 
 
@@ -92,8 +116,6 @@ def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None
         ("model/", now - timedelta(hours=2), "{9}"),
     ]
     partitions.ensure([(store.SAMPLES, rows[1][1])])
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.executemany("INSERT INTO figure_samples VALUES (%s, %s, %s)", rows)
     assert overview()["traffic"] == {
@@ -102,6 +124,36 @@ def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None
         "tokens_per_second": 20.0,
         "first_token_seconds": 0.2,
     }
+    store.SAMPLES.drop(before=now + 2 * series.HOUR)
+
+
+def test_the_rates_of_models_are_of_the_same_minute_in_a_constant_number_of_queries() -> None:
+    now = clock.now()
+    partitions.ensure((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    node, client, costs = hot.node(), api.admin(), list[int]()
+    hot.replica(node, model="silent")
+    with connection.cursor() as cursor:
+        row = ("model/busy", now - timedelta(seconds=30), "{60,6,0,1200,4,800}")
+        cursor.execute("INSERT INTO figure_samples VALUES (%s, %s, %s)", row)
+    for name in ("busy", "other"):
+        hot.replica(node, model=name)
+        with CaptureQueriesContext(connection) as queries:
+            models = client.get("/api/figures/models").json()["models"]
+        costs.append(len(queries))
+    silent = {
+        "requests_per_second": 0,
+        "errors_per_second": 0,
+        "tokens_per_second": 0,
+        "first_token_seconds": None,
+    }
+    busy = {
+        "requests_per_second": 1,
+        "errors_per_second": 0.1,
+        "tokens_per_second": 20,
+        "first_token_seconds": 0.2,
+    }
+    assert models == [{"name": "busy", **busy}, {"name": "other", **silent}, {"name": "silent", **silent}]
+    assert len(set(costs)) == 1
     store.SAMPLES.drop(before=now + 2 * series.HOUR)
 
 

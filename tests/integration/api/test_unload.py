@@ -11,6 +11,7 @@ import pytest
 from django.db import OperationalError
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.errors import Conflict
 from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import StatusResponse
 from nodes.api import engines
@@ -312,6 +313,47 @@ class TestLoad:
     def test_without_waiting_it_is_a_202(self) -> None:
         answer = self.post({"model": "echo", "wait": False})
         assert (answer.status_code, answer.json()["loaded"]) == (202, [])
+
+    @pytest.mark.django_db(transaction=True)
+    def test_more_replicas_are_a_load_each_on_the_node_that_is_named(self) -> None:
+        """Also of a model that serves already."""
+        node = hot.node()
+        hot.replica(node)
+        answer = self.post({"model": "echo", "replicas": 2, "node_id": str(node.id), "wait": False})
+        loads = {str(operation.id): operation for operation in Operation.objects.all()}
+        assert (answer.status_code, sorted(answer.json()["jobIDs"])) == (202, sorted(loads))
+        for operation in loads.values():
+            request = load_request.request_of(operation)
+            assert (request.is_scale_up, request.allowed_nodes) == (True, {node.id})
+            assert operation.client_address == "127.0.0.1"
+
+    @pytest.mark.django_db(transaction=True)
+    def test_several_loads_are_requested_all_or_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        admit = admission.admit_one_more
+
+        def fail_later(request: Any, *, now: Any) -> Operation:
+            if Operation.objects.exists():
+                raise Conflict("an unload began")
+            return admit(request, now=now)
+
+        monkeypatch.setattr(admission, "admit_one_more", fail_later)
+        assert self.post({"model": "echo", "replicas": 3, "wait": False}).status_code == 409
+        assert not Operation.objects.exists()
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            ({"replicas": 0}, 400),
+            ({"replicas": 65}, 400),
+            ({"replicas": "2"}, 400),
+            ({"node_id": 7}, 400),
+            ({"node_id": "nothing"}, 404),
+            ({"node_id": "0f7d3f0e-58b6-4c9e-b7d7-3c1a3a0e8a55"}, 404),
+        ],
+    )
+    def test_a_wrong_number_or_node_is_refused(self, body: Any, status: int) -> None:
+        answer = self.post({"model": "echo", **body})
+        assert (answer.status_code, Operation.objects.exists()) == (status, False)
 
 
 class PlayedEngine:

@@ -237,7 +237,8 @@ def test_a_list_is_bounded() -> None:
         gallery_url="g" * 3000,
         installed_at="i" * 99,
     )
-    assert keep(node, long, *[m.InstalledBackend(name=f"b{i}") for i in range(inventory.MOST)])
+    odd = [m.InstalledBackend(name=f"b{i}", size=(-1, 2**70)[i % 2]) for i in range(inventory.MOST)]
+    assert keep(node, long, *odd)
     assert NodeBackend.objects.count() == inventory.MOST
     row = NodeBackend.objects.get(name="n" * 255)
     assert [len(v) for v in (row.version, row.uri, row.digest, row.gallery_url, row.installed_at)] == [
@@ -247,6 +248,7 @@ def test_a_list_is_bounded() -> None:
         2048,
         64,
     ]
+    assert set(NodeBackend.objects.values_list("size", flat=True)) == {0, 2**63 - 1}
 
 
 def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:

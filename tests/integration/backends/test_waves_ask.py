@@ -110,6 +110,12 @@ def test_cancel_in_wave_2_is_final() -> None:
     [
         ({"waves": {"max_unavailable": 0}}, "waves"),
         ({"waves": {"max_unavailable": "1"}}, "waves"),
+        ({"waves": {"max_unavailable": None, "canary": 7}}, "waves"),
+        ({"waves": {"max_unavailable": True}}, "waves"),
+        ({"waves": {"max_unavailable": "0%"}}, "waves"),
+        ({"waves": {"max_unavailable": "101%"}}, "waves"),
+        ({"waves": {"pause_seconds": -1}}, "waves"),
+        ({"waves": {"stop_at_failures": 0}}, "waves"),
         ({"waves": {"canary": "perhaps"}}, "waves"),
         ({"waves": []}, "waves"),
         ({"waves": {}, "last_replicas": "m"}, "last_replicas"),

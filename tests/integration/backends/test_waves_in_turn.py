@@ -10,10 +10,11 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.backend_requests import RequestScope
-from nodes.backends.intents import Failed, PutBack
+from nodes.backends.intents import Ended, Failed, PutBack
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from operations.models import Operation, OperationTarget, Status, Waves
+from tests.support import api
 from tests.support.fleet import at_once
 from tests.support.replicas import forget_nodes
 from tests.support.waves import ECHO, again, asked, claimed, fleet, settled, states, story
@@ -134,3 +135,64 @@ def test_a_wave_of_many_nodes_opens_with_as_many_statements_as_one_of_few() -> N
         assert len(claimed()) == size
     assert counts[0] == counts[1]
     assert counts[0] < 30
+
+
+def test_a_pause_between_two_waves_is_held_by_rows_and_ends_with_the_next_pass() -> None:
+    """Its end is the next check of the next wave's targets; a pass before that opens nothing."""
+    operation = asked(fleet("a", "b", "c"), pause_seconds=600)
+    settled(*claimed().values())
+    assert claimed() == {}
+    (b,) = OperationTarget.objects.filter(operation=operation, node_name="b")
+    assert b.reason.startswith("pause between two waves, until ")
+    assert b.next_check_at is not None
+    assert abs(b.next_check_at - clock.now() - timedelta(minutes=10)) < timedelta(minutes=1)
+    assert again(operation).next_attempt_at == b.next_check_at
+    reconciler.clean(now=clock.now() + timedelta(minutes=5))
+    assert claimed() == {}
+    later = clock.now() + timedelta(minutes=11)
+    assert at_once(*[partial(reconciler.clean, now=later)] * 2) == [0, 0]
+    assert claimed(now=later).keys() == {"b"}
+    assert PendingBackendOp.objects.count() == 1
+
+
+def test_a_pause_is_cut_short_by_stop() -> None:
+    operation = asked(fleet("a", "b"), pause_seconds=600)
+    settled(*claimed().values())
+    wave_requests.choose(operation.id, "stop", actor="bob", now=clock.now())
+    assert states(operation) == {"a": "success", "b": "cancelled"}
+    assert again(operation).status == Status.COMPLETED
+    reconciler.clean(now=clock.now() + timedelta(hours=1))
+    assert claimed() == {}
+
+
+def test_failures_below_the_limit_open_the_next_wave_and_the_one_that_reaches_it_asks() -> None:
+    operation = asked(fleet("a", "b", "c", "d"), stop_at_failures=2)
+    settled(claimed()["a"], outcome=Ended(error="full"))
+    assert again(operation).waves == Waves.RUNNING
+    settled(claimed()["b"])
+    settled(claimed()["c"], outcome=Ended(error="full"))
+    assert again(operation).waves == Waves.ASKS
+    assert claimed() == {}
+
+
+def test_an_install_goes_in_waves_as_well_and_spares_no_requests() -> None:
+    nodes = fleet("a", "b")
+    body = {
+        "ids": [str(node.id) for node in nodes],
+        "backend": "other",
+        "waves": {"max_unavailable": "50%", "pause_seconds": None},
+    }
+    answer = api.admin().post("/api/nodes/backends/install", body)
+    assert answer.status_code == 202, answer.content
+    operation = Operation.objects.get(pk=answer.json()["jobID"])
+    assert operation.payload["waves"]["max_unavailable"] == 1
+    for name in ("a", "b"):
+        found = claimed()
+        assert found.keys() == {name}
+        assert (found[name].row.op, found[name].row.spares_requests) == ("install", False)
+        settled(found[name])
+    assert again(operation).status == Status.COMPLETED
+    failed = api.admin().post("/api/nodes/backends/install", body | {"backend": "third"}).json()["jobID"]
+    settled(*claimed().values(), outcome=Ended(error="full"))
+    message = Operation.objects.get(pk=failed).message
+    assert "the install failed on a: continue with the next wave, or stop" in message

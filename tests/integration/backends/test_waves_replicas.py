@@ -174,6 +174,7 @@ def test_the_answer_names_last_replicas_until_they_are_confirmed() -> None:
         "count": 2,
         "maxUnavailable": 1,
         "canary": True,
+        "stopAtFailures": 1,
         "lastReplicas": ["alone"],
     }
     assert {part["node_name"]: part["wave"] for part in listed["nodes"]} == {"b": 0, "a": 1}

@@ -168,7 +168,7 @@ def test_a_row_that_cannot_be_used_is_a_problem_like_a_file() -> None:
     asyncio.run(folder.folder().reload())
     assert (found(), found("n")) == (None, 0)
     assert list(asyncio.run(folder.folder().problems()).files) == ["definitions/m"]
-    assert asyncio.run(folder.folder().unreadable_files()) == {"definitions/m"}
+    assert asyncio.run(folder.folder().unreadable_files()) == frozenset({"definitions/m"})
 
 
 def test_known_definitions_go_on_serving_while_the_database_is_away(

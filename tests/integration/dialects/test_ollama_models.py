@@ -139,7 +139,9 @@ def test_what_changes_models_says_who_may(method: str, path: str) -> None:
 @pytest.mark.rule("http-0.4")
 @pytest.mark.parametrize("path", [PULL, GENERATE, CHAT])
 def test_errors_are_texts(path: str) -> None:
-    unknown, nothing = asked(path, {"model": "nope"}), asked(path, {})
+    """An administrator's pull would ask the registry of Ollama, that of others nobody."""
+    key = create_api_key(get_user_model().objects.create_user("ann"), "k")[1]
+    unknown, nothing = asked(path, {"model": "nope"}, key=key), asked(path, {}, key=key)
     assert [unknown.status, nothing.status] == [404, 400]
     assert all(isinstance(answer.body["error"], str) for answer in (unknown, nothing))
 

@@ -311,12 +311,12 @@ def test_the_number_of_statements_does_not_grow_with_the_fleet() -> None:
     assert counts[0] == counts[1]
 
 
-def test_the_tasks_keep_what_the_memory_of_a_node_shows() -> None:
+def test_the_tasks_keep_what_the_page_of_a_node_shows() -> None:
     node = hot.node("one", total_ram=2 * GIB, available_ram=GIB)
     tasks.sample_figures()
     tasks.pack_figures()
-    told = api.admin().get(f"/api/nodes/{node.id}/memory").json()["samples"]
-    assert [(one["vram_used"], one["ram_used"]) for one in told] == [(None, GIB)]
+    [ram] = api.admin().get(f"/api/figures?scope=node&name={node.id}").json()["figures"]
+    assert (ram["name"], [value for value in ram["values"] if value is not None]) == ("ram_used", [GIB])
 
 
 def test_figures_over_rest() -> None:

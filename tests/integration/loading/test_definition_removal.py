@@ -125,9 +125,9 @@ def test_an_attempt_that_is_repeated_goes_on_with_the_files(
             run()
     assert store.find("m") is None
     assert len(left(models)) == 3
-    (models / "m" / "m.gguf").unlink()
+    (models / "m" / "mmproj.gguf").unlink()
     attempts.release("controller", now=clock.now())
-    assert run()["removed"] == ["m/mmproj.gguf"]
+    assert run()["removed"] == ["m/m.gguf"]
     assert left(models) == []
 
 
@@ -181,7 +181,7 @@ def test_files_of_an_import_that_is_under_way_stay(models: Path) -> None:
     plan = {"plan": {"files": [{"path": "m/m.gguf"}]}}
     save()
     request()
-    values = {"status": Status.PROCESSING, "lease_until": clock.now() + timedelta(hours=1)}
+    values = {"status": Status.PENDING, "next_attempt_at": clock.now() + timedelta(hours=1)}
     Operation.objects.create(kind="model_import", key="import:x", element="x", payload=plan, **values)
     assert list(run()["kept"]) == ["m/m.gguf"]
 

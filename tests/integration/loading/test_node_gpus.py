@@ -112,11 +112,11 @@ async def test_a_heartbeat_tells_them_and_a_worker_that_does_not_takes_them_back
     assert stored.vram_read_at is not None
     await beat(application, node.id, {"available_ram": 1})
     assert (await now_of(node)).gpus == gpus(20, 24)
-    facts = {"temperature": 62, "power": 72, "ecc_errors": 0, "driver": "550.54.15"}
+    facts = {"temperature": 62, "power": 72, "power_limit": 75, "ecc_errors": 0, "driver": "550.54.15"}
     hot_gpu = gpus(20)[0] | facts
     await beat(application, node.id, {"gpus": [hot_gpu | {"fan": 30}]})
     assert (await now_of(node)).gpus == [hot_gpu]
-    wrong = {"temperature": "hot", "power": 4_294_967, "ecc_errors": -1, "driver": "a\tb"}
+    wrong = {"temperature": "hot", "power": 4_294_967, "power_limit": [], "ecc_errors": -1, "driver": "a\tb"}
     assert (await beat(application, node.id, {"gpus": [gpus(20)[0] | wrong]}))[0] == 200
     assert (await now_of(node)).gpus == gpus(20), "a driver's nonsense takes no node offline"
     await beat(application, node.id, {"available_vram": 9})
@@ -148,7 +148,8 @@ async def test_a_batch_of_gpus_is_one_statement(database: Counted) -> None:
     def said(node: BackendNode, at: Any, **figures: Any) -> Beat:
         return Beat(node.id, node.fingerprint, at, **figures)
 
-    eight = gpus(*range(8))
+    facts = {"temperature": 62, "power": 72, "power_limit": 75, "ecc_errors": 0, "driver": "550.54.15"}
+    eight = [gpu | facts for gpu in gpus(*range(8))]
     beats = [said(node, at, available_vram=28 * GIB, gpus=eight) for node in nodes]
     assert set((await heartbeats.record(database, beats)).values()) == {None}
     assert len(database.statements) == 1
@@ -180,8 +181,9 @@ def test_a_registration_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
         refused = api.register(body | wrong, **process)
         assert (refused.status_code, refused.json()["error"]["field"]) == (400, field)
     plain = {name: value for name, value in body.items() if name != "gpus"}
-    booted = {"os": "Debian 12", "cpu_count": 64, "booted_at": "2026-11-27T08:00:00+01:00"}
+    booted = {"os": "Debian 12", "cpu_count": 64, "cpu_cores": 32, "booted_at": "2026-11-27T08:00:00+01:00"}
     nonsense = {"os": "x" * 129, "kernel": "\x00", "cpu": "a\tb", "cpu_count": True, "booted_at": "yesterday"}
+    nonsense["cpu_cores"] = 1.5
     told = plain | {"system": nonsense | {"booted_at": "0001-01-01T00:00:00+14:00"}}
     assert api.register(told, **{"X-LocalAI-Node-Instance": "d" * 32}).status_code == 201
     assert api.node(node.id).system == {}

@@ -379,7 +379,13 @@ def test_an_upgrade_of_several_nodes_goes_in_waves(serving: list[BackendNode]) -
     assert refused("upgrade", "echo") == hint
     assert not Operation.objects.exists()
     asked("upgrade", "echo", "--confirm-last", "m", "--max-unavailable", "2", "--detach")
-    assert waves() == {"max_unavailable": 2, "canary": True, "last_replicas": ["m"]}
+    assert waves() == {
+        "max_unavailable": 2,
+        "canary": True,
+        "pause_seconds": 0,
+        "stop_at_failures": 1,
+        "last_replicas": ["m"],
+    }
     assert set(OperationTarget.objects.values_list("wave", flat=True)) == {0, 1}
     cancel_latest()
     asked("upgrade", "echo", "--at-once", "--detach")
@@ -390,6 +396,21 @@ def test_an_upgrade_of_several_nodes_goes_in_waves(serving: list[BackendNode]) -
     cancel_latest()
     asked("upgrade", "echo", "--node", "b", "--node", "c", "--detach")
     assert waves()["max_unavailable"] == 1
+    cancel_latest()
+    asked(
+        "upgrade",
+        "echo",
+        "--node",
+        "b",
+        "--node",
+        "c",
+        "--max-unavailable",
+        "100%",
+        "--pause",
+        "60",
+        "--detach",
+    )
+    assert (waves()["max_unavailable"], waves()["pause_seconds"]) == (2, 60)
 
 
 def test_a_wave_that_fails_ends_the_command_with_what_to_choose(serving: list[BackendNode]) -> None:
@@ -444,7 +465,7 @@ def test_a_delete_asks_first_and_names_nodes_and_replicas(
         (["install", "echo", "--node", "agent"], "agent is an agent node"),
         (["upgrade", "a/b"], "this is no name of a backend"),
         (["upgrade", "echo", "--max-unavailable", "0"], "max_unavailable: "),
-        (["upgrade", "echo", "--at-once", "--confirm-last", "m"], "--confirm-last applies to waves"),
+        (["upgrade", "echo", "--at-once", "--confirm-last", "m"], "apply to waves, not to --at-once"),
         (["delete", "echo", "--yes", "--node", "new"], "node new is pending approval"),
     ],
     ids=lambda value: "-".join(value).replace("/", "") if isinstance(value, list) else "",

@@ -6,7 +6,9 @@ from uuid import uuid4
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.db import connection
 from django.db.models import CASCADE
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
@@ -97,31 +99,83 @@ def test_removed_nodes_are_gone_and_their_parts_say_so() -> None:
     assert parts(operation) == {"node-0": ("success", ""), "node-1": ("success", "")}
 
 
-def test_a_node_that_refuses_stops_no_other_and_is_retried_alone() -> None:
-    """The refusal is the part's, a node that has gone included; the operation is in the inbox."""
+def test_nodes_that_cannot_take_a_verb_are_named_before_anything_starts() -> None:
     two, gone = nodes(2, approved_at=None, weak_identity=True), uuid4()
-    changed = {str(two[0].id): "f" * 64}
-    body = {"verb": "approve", "ids": [str(two[0].id), str(two[1].id), str(gone)], "fingerprints": changed}
-    operation = Operation.objects.get(pk=api.admin().post("/api/nodes/bulk", body).json()["jobID"])
+    approved = hot.node("approved")
+    ids = [str(two[0].id), str(two[1].id), str(approved.id), str(gone)]
+    body = {"verb": "approve", "ids": ids, "fingerprints": {str(two[0].id): "f" * 64}}
+    answer = api.admin().post("/api/nodes/bulk", body)
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    found = {refusal["node_name"]: (refusal["node_id"], refusal["reason"]) for refusal in error["refusals"]}
+    assert found == {
+        "node-0": (ids[0], "the fingerprint has changed; review the node again"),
+        "approved": (ids[2], "the node is healthy"),
+        str(gone): (ids[3], "the node is no longer registered"),
+    }
+    assert error["field"] == "ids"
+    assert all(
+        name in error["message"] for name in ("node-0: the fingerprint", "approved: the node is healthy")
+    )
+    assert not Operation.objects.exists()
+    run("approve", [two[1]])
+    run_controller()
+    assert statuses(two) == ["pending", "healthy"]
+
+
+def test_a_request_that_joins_is_not_refused_for_what_is_done_already() -> None:
+    two = nodes(2, unhealthy_at=clock.now())
+    operation = run("resume", two)
+    BackendNode.objects.filter(pk=two[0].pk).update(unhealthy_at=None)
+    assert run("resume", two).id == operation.id
+
+
+def test_a_node_that_changes_meanwhile_stops_no_other_and_is_retried_alone() -> None:
+    """The refusal is the part's, a node that has gone included; the operation is in the inbox."""
+    three = nodes(3, unhealthy_at=clock.now())
+    operation = run("resume", three)
+    BackendNode.objects.filter(pk=three[0].pk).update(unhealthy_at=None)
+    three[2].delete()
     run_controller()
     operation.refresh_from_db()
     assert operation.status == "failed"
     assert parts(operation) == {
-        "node-0": ("error", "the fingerprint has changed; review the node again"),
+        "node-0": ("error", "the node is healthy"),
         "node-1": ("success", ""),
-        str(gone): ("error", "node not found"),
+        "node-2": ("error", "node not found"),
     }
-    assert statuses(two) == ["pending", "healthy"]
-    answer = api.admin().post(f"/api/operations/{operation.id}/retry", {})
+    answer = api.admin().post(f"/api/operations/{operation.id}/retry", {"nodes": [str(three[0].id)]})
     again = Operation.objects.get(pk=answer.json()["jobID"])
-    assert set(parts(again)) == {"node-0", str(gone)}
-    assert again.element == "2 nodes"
-    repeated = api.admin().post("/api/nodes/bulk", body).json()
-    assert repeated["jobID"] != str(again.id), "the retry leaves out a node that this request is for"
+    assert set(parts(again)) == {"node-0"}
+    operation.refresh_from_db()
+    assert operation.dismissed_at is None, "the failure on node-2 still needs a decision"
+    assert api.admin().post(f"/api/operations/{operation.id}/retry", {}).status_code == 200
+    (rest,) = Operation.objects.exclude(pk__in=[operation.pk, again.pk])
+    assert (set(parts(rest)), rest.element) == ({"node-2"}, "1 node")
+    operation.refresh_from_db()
+    assert operation.dismissed_at is not None
+
+
+def test_failures_are_dismissed_by_node_and_the_operation_with_the_last_of_them() -> None:
+    three = nodes(3, unhealthy_at=clock.now())
+    operation = run("resume", three)
+    BackendNode.objects.update(unhealthy_at=None)
+    run_controller()
+    url, ids = f"/api/operations/{operation.id}/dismiss", [str(node.id) for node in three]
+    answer = api.admin().post(url, {"nodes": ids[:2], "comment": "known"})
+    assert answer.status_code == 200, answer.content
+    (listed,) = api.admin().get("/api/operations/inbox").json()["operations"]
+    assert {part["node_id"] for part in listed["nodes"] if "dismissedAt" in part} == set(ids[:2])
+    assert {part["cause"] for part in listed["nodes"]} == {"the node is healthy"}
+    refused = api.admin().post(url, {"nodes": [str(uuid4())]})
+    assert (refused.status_code, refused.json()["field"]) == (400, "nodes")
+    assert api.admin().post(url, {"nodes": ids[2:]}).status_code == 200
+    assert api.admin().get("/api/operations/inbox").json()["operations"] == []
 
 
 def test_the_error_of_the_operation_names_ten_refusals_and_counts_the_others() -> None:
-    operation = run("approve", nodes(13))
+    operation = run("approve", nodes(13, approved_at=None, weak_identity=True))
+    BackendNode.objects.update(approved_at=clock.now())
     run_controller()
     operation.refresh_from_db()
     assert operation.error.count("only a pending node can be approved") == 10
@@ -168,21 +222,25 @@ def test_an_attempt_that_is_cut_off_is_continued(after: int, monkeypatch: pytest
 def test_a_cancel_stops_the_nodes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     three = nodes(3)
     operation = run("drain", three)
-    monkeypatch.setattr(bulk, "_run_on_node", _cancelling(operation, bulk._run_on_node))
+    cancelled: list[str] = []
+    monkeypatch.setattr(bulk, "_run_on_node", _cancelling(operation, bulk._run_on_node, cancelled))
     with pytest.raises(LeaseLost):
         run_controller()
     operation.refresh_from_db()
     assert operation.status == "cancelled"
+    assert cancelled == ["2 cancelled, 1 had already finished"]
     assert sorted(status for status, _ in parts(operation).values()) == ["cancelled", "cancelled", "success"]
     assert sorted(statuses(three)) == ["draining", "healthy", "healthy"]
 
 
-def _cancelling(operation: Operation, run_on_node: Any) -> Any:
+def _cancelling(operation: Operation, run_on_node: Any, answers: list[str]) -> Any:
     """Runs the first node, then an operator cancels."""
 
     def wrapped(*args: Any) -> None:
         run_on_node(*args)
-        assert api.admin().post(f"/api/operations/{operation.id}/cancel").status_code == 200
+        answer = api.admin().post(f"/api/operations/{operation.id}/cancel")
+        assert answer.status_code == 200
+        answers.append(answer.json()["message"])
 
     return wrapped
 
@@ -227,22 +285,30 @@ def test_an_install_on_many_nodes_is_one_operation_and_forces_nothing() -> None:
     assert (again.json()["jobID"], again.json()["deduplicated"]) == (str(operation.id), True)
 
 
-def test_nodes_that_cannot_take_an_install_stop_no_other() -> None:
-    """A draining one, one that installs from elsewhere, one that has gone: each part gives the reason."""
+def refused_install(on: list[str], **body: Any) -> dict[str, str]:
+    """The reasons of a refused install by node."""
+    answer = api.admin().post("/api/nodes/backends/install", {"ids": on, "backend": "echo", **body})
+    assert answer.status_code == 409, answer.content
+    return {refusal["node_name"]: refusal["reason"] for refusal in answer.json()["error"]["refusals"]}
+
+
+def test_nodes_that_cannot_take_an_install_are_named_before_anything_starts() -> None:
+    """A draining one, one that installs from elsewhere, one that has gone; then the others go on."""
     ready, draining, busy = hot.node("ready"), hot.node("draining", drained_at=clock.now()), hot.node("busy")
-    ask(INSTALL, busy, uri="oci://elsewhere/echo")
+    earlier = ask(INSTALL, busy, uri="oci://elsewhere/echo")
     claim()
     gone = str(uuid4())
-    operation = install([str(node.id) for node in (ready, draining, busy)] + [gone])
-    found = parts(operation)
-    assert found["ready"] == ("queued", "")
-    assert found["draining"] == ("error", "node draining is draining")
-    assert (found["busy"][0], "install echo on busy is in progress" in found["busy"][1]) == ("error", True)
-    assert found[gone] == ("error", "the node is no longer registered")
+    found = refused_install([str(node.id) for node in (ready, draining, busy)] + [gone])
+    assert found.keys() == {"draining", "busy", gone}
+    assert found["draining"] == "node draining is draining"
+    assert "install echo on busy is in progress" in found["busy"]
+    assert found[gone] == "the node is no longer registered"
+    assert list(Operation.objects.all()) == [earlier]
+    operation = install([str(ready.id)])
     (intent,) = claim()
     intents.record_outcomes({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
     operation.refresh_from_db()
-    assert (operation.status, parts(operation)["ready"][0]) == ("failed", "success")
+    assert (operation.status, parts(operation)) == ("completed", {"ready": ("success", "")})
 
 
 def test_an_install_on_many_nodes_waits_for_an_upgrade_on_one_of_them() -> None:
@@ -257,9 +323,14 @@ def test_an_install_on_many_nodes_waits_for_an_upgrade_on_one_of_them() -> None:
     assert [intent.node.name for intent in claim(9)] == ["busy"]
 
 
-def test_an_install_on_nodes_that_all_refuse_says_so() -> None:
-    operation = install([str(hot.node("draining", drained_at=clock.now()).id)])
-    assert (operation.status, operation.error) == ("failed", "node draining is draining")
+def test_a_refused_request_names_its_nodes_with_the_same_number_of_statements() -> None:
+    counts = []
+    for size in (2, 30):
+        on = [str(hot.node(f"{size}-{number}", drained_at=clock.now()).id) for number in range(size)]
+        with CaptureQueriesContext(connection) as made:
+            assert len(refused_install(on)) == size
+        counts.append(len(made))
+    assert counts[0] == counts[1]
 
 
 def bulk_operations(verb: str, *operations: Operation, **body: Any) -> dict[str, Any]:

@@ -165,6 +165,7 @@ class Machine:
             installed_at=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             version="" if request.uri else "1.0.0",
             uri=request.uri or f"/srv/gallery/{name}",
+            size=0 if self.script.stock else 3 * 2**20,
         )
 
     def _stop_engines(self, backend: str) -> tuple[str, ...]:

@@ -82,6 +82,8 @@ class SimulatedWorker:
     script: Script = field(default_factory=Script)
     registrations: int = 0
     missed_beats: int = 0
+    sizes: dict[str, object] = field(default_factory=lambda: dict(SIZES))
+    """What it says of its hardware; a test may change it, and the next heartbeat says it."""
 
     def __post_init__(self) -> None:
         self.machine = Machine(self.script, port=20000 + 10 * self.number)
@@ -128,7 +130,7 @@ class SimulatedWorker:
                 "capability": "default",
                 "max_replicas_per_model": 1,
                 "labels": {"node.replica-slots": "1"},
-                **SIZES,
+                **self.sizes,
                 **({} if self.script.stock else self._extensions()),
             }
         )
@@ -220,7 +222,7 @@ class SimulatedWorker:
             try:
                 # As a real one, which goes stale when it is not on the bus.
                 if self.bus.connected:
-                    await self._plane.heartbeat(self.node_id, SIZES)
+                    await self._plane.heartbeat(self.node_id, self.sizes)
             except CallFailed as error:
                 self.missed_beats += 1
                 if error.http_status == 404:

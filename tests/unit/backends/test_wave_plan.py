@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.backends.waves import CANARY, Member, Options, plan
+from nodes.backends.waves import CANARY, Member, Options, nodes_at_once, plan
 
 members = st.lists(
     st.builds(
@@ -81,3 +81,10 @@ def test_the_canary_is_the_node_with_the_fewest_replicas() -> None:
 @pytest.mark.parametrize("asked", [Options(), Options(canary=False)])
 def test_no_nodes_have_no_waves(asked: Options) -> None:
     assert plan([], asked) == {}
+
+
+@given(st.integers(1, 100), st.integers(0, 3000))
+def test_a_percentage_rounds_down_and_is_one_node_at_least(percent: int, nodes: int) -> None:
+    at_once = nodes_at_once(f"{percent}%", nodes)
+    assert at_once == max(nodes * percent // 100, 1)
+    assert nodes_at_once(at_once, nodes) == at_once

@@ -35,7 +35,7 @@ def test_a_usable_text_has_its_definition_and_its_warnings() -> None:
 def test_all_wrong_values_are_found_with_their_places() -> None:
     text = "name: m\nparameters:\n  top_k: x\n  model: 5\nthreads: many\noptions: [a, 5]\n"
     assert problems(text) == [
-        (1, 1, "", "does not say `backend`"),
+        (1, 1, "backend", "does not say `backend`"),
         (3, 3, "parameters.top_k", "`parameters.top_k` is not a whole number"),
         (4, 3, "parameters.model", "`parameters.model` is not a text"),
         (5, 1, "threads", "`threads` is not a whole number"),

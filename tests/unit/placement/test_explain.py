@@ -98,9 +98,9 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
             "fewest failures of load or backend: 0 against 2 on a",
         ),
         (
-            fleet({"free_vram": 4 * GIB}, {"free_vram": 20 * GIB}, need=Need(vram=8 * GIB)),
-            "it has the VRAM needed: 20.0 GiB free of 8.0 GiB needed"
-            " against 4.0 GiB free of 8.0 GiB needed on a",
+            fleet({"free_vram": 4 * GIB}, {"free_vram": 20 * GIB}, need=Need(vram=8 * GIB + 1)),
+            "it has the VRAM needed: 20.0 GiB free of 8.1 GiB needed"
+            " against 4.0 GiB free of 8.1 GiB needed on a",
         ),
         (fleet({}, {"loaded": 2}), "it is idle; loaded replicas: 0 against 2 on b"),
         (

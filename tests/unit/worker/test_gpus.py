@@ -98,6 +98,10 @@ class Library:
         self._check("nvmlDeviceGetPowerUsage", handle)
         return 71_600
 
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
+        self._check("nvmlDeviceGetEnforcedPowerLimit", handle)
+        return 75_000
+
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         self._check("nvmlDeviceGetTotalEccErrors", handle)
         counts = {(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC): 3}
@@ -158,6 +162,7 @@ def test_every_card_tells_its_figures(library: Library) -> None:
         "utilization": 37,
         "temperature": 62,
         "power": 72,
+        "power_limit": 75,
         "ecc_errors": 3,
         "driver": "550.54.15, CUDA 12.4",
     }
@@ -171,13 +176,13 @@ def test_every_card_tells_its_figures(library: Library) -> None:
 def test_what_a_card_does_not_tell_is_absent(library: Library, error: int) -> None:
     """In MIG mode utilization is not supported; without its UUID a card is known by its index."""
     functions = ("UtilizationRates", "UUID", "Name", "CudaComputeCapability", "Temperature", "PowerUsage")
-    for function in (*functions, "TotalEccErrors"):
+    for function in (*functions, "EnforcedPowerLimit", "TotalEccErrors"):
         library.errors[f"nvmlDeviceGet{function}", 0] = error
     library.errors["nvmlSystemGetCudaDriverVersion", None] = error
     first, second = Nvml(library).read()
     assert (first.utilization, first.uuid, first.name, first.compute_capability) == (None, "", "", "")
     assert (first.id, first.free_vram) == ("0", 20 * GIB)
-    assert not {"temperature", "power", "ecc_errors"} & first.report.keys()
+    assert not {"temperature", "power", "power_limit", "ecc_errors"} & first.report.keys()
     assert first.driver == "550.54.15"
     assert second.utilization == 37
 
@@ -352,7 +357,8 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
     """In the order of their numbers; connectors and GPUs of other vendors are left out."""
     sensors = amd_card(tmp_path, 10) / "hwmon" / "hwmon3"
     sensors.mkdir(parents=True)
-    for name, text in (("temp1_input", "48000"), ("power1_average", "101500000")):
+    documented = {"temp1_input": "48000", "power1_average": "101500000", "power1_cap": "300000000"}
+    for name, text in documented.items():
         (sensors / name).write_text(f"{text}\n")
     amd_card(tmp_path, 2, mem_info_vram_used=str(17 * GIB))
     amd_card(tmp_path, 0, vendor="0x8086")
@@ -368,6 +374,7 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
         "utilization": 42,
         "temperature": 48,
         "power": 102,
+        "power_limit": 300,
     }
     assert Gpus.of((first, second)) == Gpus(32 * GIB, 13 * GIB, "amd", "", (first, second))
     assert hardware.detect_capability("", Gpus.of((second,)), tmp_path / "none") == "amd"

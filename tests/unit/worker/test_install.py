@@ -33,7 +33,7 @@ from localai_cluster.worker.progress import Tick, ignore
 from localai_cluster.worker.source_files import BadSource, Stopped, Throttle, copy_tree
 
 
-def backend(folder: Path, version: str = "1", **metadata: str) -> Path:
+def backend(folder: Path, version: str = "1", **metadata: Any) -> Path:
     """A minimal backend folder."""
     folder.mkdir(parents=True)
     (folder / "run.sh").write_text(f"#!/bin/sh\n# {version}\n")
@@ -216,7 +216,8 @@ async def test_a_source_is_read_only_inside_the_roots(tmp_path: Path, store: Bac
         == "x"
     )
     assert [tick.phase for tick in ticks][:2] == ["resolving", "downloading"]
-    assert read_metadata(store.backends / "x").uri == inside.as_uri()
+    installed = read_metadata(store.backends / "x")
+    assert (installed.uri, installed.size) == (inside.as_uri(), (inside / "run.sh").stat().st_size)
 
 
 async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, store: BackendStore) -> None:

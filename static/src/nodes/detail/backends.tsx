@@ -1,13 +1,14 @@
 // The backends of the node from its worker's last list, with its age and why there is no newer one.
 import type { UseQueryResult } from "@tanstack/react-query";
 import { useMemo, useState, type ReactNode } from "react";
+import { BackendLink, Version } from "../../backends/cells";
+import { bytes } from "../../lib/format";
 import type { LiveNode, Operation } from "../../live/messages";
 import { Button } from "../../ui/button";
 import { Empty } from "../../ui/empty";
 import type { Column } from "../../ui/rows";
 import { Table } from "../../ui/table";
 import { Ago } from "../../ui/time";
-import { Tip } from "../../ui/tip";
 import { refusal } from "../shared/verbs";
 import { BackendActions } from "./backend-actions";
 import { useBackends, type NodeBackend, type NodeDetail } from "./data";
@@ -87,8 +88,8 @@ function List({ node, backends, operations }: ListProps): ReactNode {
 const nameOf = ({ name }: NodeBackend) => name;
 
 const COLUMNS: readonly Column<NodeBackend>[] = [
-  { key: "name", title: "Name", value: nameOf, cell: ({ name }) => <bdi>{name}</bdi> },
-  { key: "version", title: "Version", value: ({ version }) => version ?? null, cell: (backend) => <Version backend={backend} /> },
+  { key: "name", title: "Name", value: nameOf, cell: ({ name }) => <BackendLink name={name} /> },
+  { key: "version", title: "Version", value: ({ version }) => version ?? null, cell: ({ version = "", digest = "" }) => <Version version={version} digest={digest} /> },
   {
     key: "type",
     title: "Type",
@@ -99,6 +100,7 @@ const COLUMNS: readonly Column<NodeBackend>[] = [
       </>
     ),
   },
+  { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size ?? null, cell: ({ size }) => (size === undefined ? "–" : bytes(size)) },
   {
     key: "installed",
     title: "Installed",
@@ -106,22 +108,3 @@ const COLUMNS: readonly Column<NodeBackend>[] = [
     cell: ({ installed_at }) => (installed_at === undefined ? <span className="muted">unknown</span> : <Ago at={installed_at} />),
   },
 ];
-
-/** `v1.2.3`; the digest, which tells two builds of it apart, shortened. */
-function Version({ backend }: { backend: NodeBackend }): ReactNode {
-  const { version = "", digest = "" } = backend;
-  const [algorithm = "", hex = ""] = digest.split(":");
-  return (
-    <>
-      <bdi>{version === "" ? "–" : `v${version.replace(/^v/, "")}`}</bdi>
-      {hex !== "" && (
-        <Tip text={digest}>
-          <code className="muted" tabIndex={0}>
-            {" "}
-            {algorithm}:{hex.slice(0, 12)}
-          </code>
-        </Tip>
-      )}
-    </>
-  );
-}

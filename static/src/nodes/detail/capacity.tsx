@@ -7,7 +7,6 @@ import { bytes, count } from "../../lib/format";
 import { useChange } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
-import { Meter } from "../../ui/bars";
 import { Button } from "../../ui/button";
 import { goOnAt } from "../../ui/move-focus";
 import { Problem } from "../../ui/problem";
@@ -17,7 +16,6 @@ import { useNodeAction, type NodeDetail } from "./data";
 import { budgetProblem, capProblem, ceiling, mostReplicas } from "./editing";
 import { InlineEdit } from "./inline-edit";
 import { Panel } from "./panel";
-import { usedVram, vramLimit } from "./samples";
 import { provenance } from "./words";
 
 interface CapacityProps {
@@ -131,9 +129,6 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
           </span>
         )}
       </InlineEdit>
-      {node.total_vram > 0 && (
-        <Meter name="Usable VRAM" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} />
-      )}
     </Value>
   );
 }

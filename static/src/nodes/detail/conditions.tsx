@@ -120,6 +120,10 @@ export function Identity({ node, detail }: Props): ReactNode {
   );
 }
 
+function amount(number: number | undefined, noun: string): string {
+  return number === undefined ? "" : count(number, noun);
+}
+
 export function Hardware({ node, detail }: Props): ReactNode {
   const system = detail.data?.system ?? {};
   const rows: [string, string][] = [
@@ -130,7 +134,7 @@ export function Hardware({ node, detail }: Props): ReactNode {
     ["VRAM", node.total_vram > 0 ? bytes(node.total_vram) : ""],
     ["RAM", node.total_ram > 0 ? bytes(node.total_ram) : ""],
     ["Models disk", node.total_disk > 0 ? bytes(node.total_disk) : ""],
-    ["Processor", [system.cpu, ...(system.cpu_count === undefined ? [] : [count(system.cpu_count, "core")])].filter(Boolean).join(", ")],
+    ["Processor", [system.cpu, amount(system.cpu_cores, "core"), amount(system.cpu_count, "thread")].filter(Boolean).join(", ")],
     ["System", [system.os, system.kernel].filter(Boolean).join(", ")],
   ];
   return (

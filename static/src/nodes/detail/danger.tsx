@@ -1,16 +1,15 @@
-// Actions that cannot be undone. Each shows its effect on the running work, and requires the node's word.
+// Actions that cannot be undone, as questions that the head's menu opens. Each shows its effect on the running work, and
+// requires the node's word.
 import { useEffect, useId, useRef, useState, type Dispatch, type ReactNode, type SetStateAction } from "react";
 import { useNavigate, useNavigation } from "react-router";
 import { ACTIONS } from "../../api/actions";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
-import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
-import { deregister, LONGEST_REASON, refusal, revoke, rotate, stop, type Verb } from "../shared/verbs";
+import { deregister, LONGEST_REASON, revoke, rotate, stop, type Verb } from "../shared/verbs";
 import type { Action } from "../../api/action";
 import { useNodeAction } from "./data";
-import { Panel } from "./panel";
 import { confirmationWord } from "./words";
 
 export type Danger = Extract<Verb, "stop" | "deregister" | "revoke" | "rotate">;
@@ -18,7 +17,6 @@ export type Danger = Extract<Verb, "stop" | "deregister" | "revoke" | "rotate">;
 interface Act {
   verb: Danger;
   title: string;
-  /** Beside the button, and in the question. */
   consequence: string;
   action: Action<string>;
 }
@@ -31,34 +29,20 @@ export const DANGERS: readonly (readonly [Danger, string])[] = [
   ["deregister", ACTIONS.remove.title],
 ];
 
-interface ZoneProps {
+interface QuestionsProps {
   node: LiveNode;
   operations: number;
-  /** The open dialog; the head of the page opens them too. */
+  /** The open one. */
   dialog: Danger | null;
   onOpenDialog: Dispatch<SetStateAction<Danger | null>>;
 }
 
-export function DangerZone({ node, operations, dialog, onOpenDialog: setDialog }: ZoneProps): ReactNode {
+/** Drawn as long as the page is open: an answer may come after its question is closed. */
+export function DangerQuestions({ node, operations, dialog, onOpenDialog: setDialog }: QuestionsProps): ReactNode {
   // Another question may be open when the answer to one comes.
   const acts = useActs(node, (verb) => setDialog((present) => (present === verb ? null : present)));
   const shown = acts.find((act) => act.verb === dialog);
-  return (
-    <Panel title="Danger zone" className="nd-danger">
-      {acts.map((act) => (
-        <div key={act.verb} className="row wrap spread">
-          <div className="grow">
-            <h3>{act.title}</h3>
-            <p className="muted">{act.consequence}</p>
-          </div>
-          <Button kind="danger" refusal={refusal(act.verb, node)} onClick={() => setDialog(act.verb)}>
-            {act.title}…
-          </Button>
-        </div>
-      ))}
-      {shown !== undefined && <DangerDialog key={shown.verb} act={shown} node={node} operations={operations} onClose={() => setDialog(null)} />}
-    </Panel>
-  );
+  return shown !== undefined && <DangerDialog key={shown.verb} act={shown} node={node} operations={operations} onClose={() => setDialog(null)} />;
 }
 
 function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] {
@@ -72,7 +56,7 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
   const deregistration = useNodeAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} deregistered.`);
     // A person who has opened another page in the meantime stays there.
-    if (navigationState.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
+    if (navigationState.current === "idle" && window.location.pathname.toLowerCase().split("/").includes(id)) void navigate("/app/nodes");
     return false;
   });
   const refused = useNodeAction<string, unknown>(id, (reason) => revoke(id, reason), () => {

@@ -84,19 +84,6 @@ export function useNodeAction<Input, Output>(id: string, work: (input: Input) =>
   });
 }
 
-const NOTHING: readonly Schemas["MemorySample"][] = [];
-
-/** The memory of the last hour; nothing while it is not known: the chart goes on by itself. */
-export function useKept(id: string): readonly Schemas["MemorySample"][] {
-  const { data } = useQuery({
-    queryKey: ["memory", id],
-    queryFn: async ({ signal }) => (await call(client.GET("/api/nodes/{node_id}/memory", { params: { path: { node_id: id } }, signal: patient(signal) }))).samples,
-    staleTime: Infinity,
-    gcTime: 0,
-  });
-  return data ?? NOTHING;
-}
-
 /** The backends of the node. */
 export function useBackends(id: string): UseQueryResult<readonly NodeBackend[]> {
   return useQuery({

@@ -14,12 +14,10 @@ export function Gpus({ node }: { node: LiveNode }): ReactNode {
       <ul className="nd-gpus">
         {gpus.map((gpu) => (
           <li key={gpu.uuid || gpu.index}>
-            <div className="row wrap spread">
-              <h3 title={gpu.uuid}>
-                {gpu.index}: <bdi>{gpu.name}</bdi>
-              </h3>
-              <span className="muted">{gpuActivity(gpu)}</span>
-            </div>
+            <h3 title={gpu.uuid}>
+              {gpu.index}: <bdi>{gpu.name}</bdi>
+            </h3>
+            <span className="muted">{gpuActivity(gpu)}</span>
             {(gpu.ecc_errors ?? 0) > 0 && <span className="pill bad">{count(gpu.ecc_errors ?? 0, "uncorrected memory error")}</span>}
             <Meter name={`VRAM of GPU ${gpu.index}`} used={gpu.total_vram - gpu.free_vram} reserved={gpu.reserved_vram ?? 0} total={gpu.total_vram} />
           </li>

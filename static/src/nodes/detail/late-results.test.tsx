@@ -10,15 +10,14 @@ import { LiveStore } from "../../live/store";
 import { announce } from "../../ui/announce";
 import { NodePage } from "./page";
 
-// Needs a canvas.
-vi.mock("./spark", () => ({ default: () => null }));
+vi.mock("../../ui/chart", () => ({ Chart: () => null }));
 
 const ok = (data: unknown = {}) => ({ data, response: new Response() }) as never;
 
 const ANSWERS: Readonly<Record<string, unknown>> = {
   "/api/nodes/{node_id}": { name: "n1", overrides: {}, label_sources: {}, inventory: { at: null, error: "" } },
   "/api/nodes/{node_id}/backends": [],
-  "/api/nodes/{node_id}/memory": { samples: [] },
+  "/api/figures": { scope: "node", name: "n1", from: "2026-08-22T10:00:00Z", step: 10, figures: [], events: [] },
   "/api/nodes/{node_id}/events": { events: [] },
 };
 
@@ -35,22 +34,28 @@ beforeEach(() => {
 
 afterEach(cleanup);
 
-async function open(overrides: Partial<LiveNode> = {}) {
+async function open(overrides: Partial<LiveNode> = {}, part = "settings") {
   const store = show(new LiveStore(), node("n1", overrides));
-  window.history.replaceState(null, "", "/app/nodes/n1");
+  window.history.replaceState(null, "", `/app/nodes/n1/${part}`);
   const never = new Promise<never>(() => undefined);
   const router = createBrowserRouter([
-    { path: "/app/nodes/:id", element: <NodePage /> },
+    { path: "/app/nodes/:id/:part?", element: <NodePage /> },
     { path: "/app/activity", lazy: () => never },
     { path: "/app/*", element: <p>Elsewhere</p> },
   ]);
   const queries = stage(store, router);
-  await screen.findByRole("region", { name: "Memory" });
+  await screen.findAllByRole("region");
   return { store, router, queries };
 }
 
 function panel(name: string) {
   return within(screen.getByRole("region", { name }));
+}
+
+/** Opens a question from the menu of the head. */
+function ask(label: string): void {
+  fireEvent.keyDown(screen.getByRole("button", { name: "More actions for n1" }), { key: "Enter" });
+  fireEvent.click(screen.getByRole("menuitem", { name: label }));
 }
 
 const expectAnnounced = (text: string) => waitFor(() => expect(screen.getByTestId("announcer").textContent).toContain(text));
@@ -135,13 +140,13 @@ it("a value that is handed back takes the focus from nothing that is typed in me
 
 it("the answer to one question closes no other one", async () => {
   await open();
-  fireEvent.click(screen.getByRole("button", { name: "Rotate secret…" }));
+  ask("Rotate secret…");
   const first = within(screen.getByRole("alertdialog"));
   fireEvent.change(first.getByRole("textbox"), { target: { value: "n1" } });
   fireEvent.click(first.getByRole("button", { name: "Rotate secret" }));
   await vi.waitFor(() => expect(client.POST).toHaveBeenCalled());
   fireEvent.click(first.getByRole("button", { name: "Cancel" }));
-  fireEvent.click(screen.getByRole("button", { name: "Revoke secret…" }));
+  ask("Revoke secret…");
   answer();
   await expectAnnounced("Secret rotation requested for n1.");
   expect(screen.queryByRole("alertdialog", { name: /Revoke secret/ })).not.toBeNull();
@@ -149,7 +154,7 @@ it("the answer to one question closes no other one", async () => {
 
 it("the answer to a question closes it", async () => {
   await open();
-  fireEvent.click(screen.getByRole("button", { name: "Rotate secret…" }));
+  ask("Rotate secret…");
   const question = within(screen.getByRole("alertdialog"));
   fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
   fireEvent.click(question.getByRole("button", { name: "Rotate secret" }));
@@ -161,7 +166,7 @@ it("the answer to a question closes it", async () => {
 
 it("a deregistration calls off no way that was begun to another page", async () => {
   const { router } = await open();
-  fireEvent.click(screen.getByRole("button", { name: "Remove…" }));
+  ask("Remove…");
   const question = within(screen.getByRole("alertdialog"));
   fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
   fireEvent.click(question.getByRole("button", { name: "Remove" }));
@@ -185,7 +190,7 @@ it("older events that come after another kind was chosen are not put under that 
     if (cursor !== undefined) return parked();
     return Promise.resolve(ok(kind === undefined ? { events: [event(9, "approved")], next_cursor: 9 } : { events: [event(8, "drained")] }));
   }) as never);
-  const { queries } = await open();
+  const { queries } = await open({}, "timeline");
   fireEvent.click(await panel("Timeline").findByRole("button", { name: "Older" }));
   await choose(panel("Timeline").getByRole("combobox"), "Drain started");
   await waitFor(() => expect(panel("Timeline").getByRole("list").textContent).toContain("Drain started"));

@@ -9,16 +9,16 @@ import { LiveStore } from "../../live/store";
 import { announce } from "../../ui/announce";
 import { NodePage } from "./page";
 
-// Needs a canvas.
-vi.mock("./spark", () => ({ default: () => null }));
+vi.mock("../../ui/chart", () => ({ Chart: ({ title }: { title: string }) => <p>{title}</p> }));
 
 const ANSWERS: Readonly<Record<string, unknown>> = {
   "/api/nodes/{node_id}": { name: "n1", overrides: {}, label_sources: {}, inventory: { at: null, error: "" } },
   "/api/nodes/{node_id}/backends": [
-    { name: "llama-cpp", is_meta: true, is_system: false, installed_at: new Date(Date.now() - 3 * 3600_000).toISOString() },
+    { name: "llama-cpp", is_meta: true, is_system: false, size: 1.5 * GIB, installed_at: new Date(Date.now() - 3 * 3600_000).toISOString() },
     { name: "piper", is_meta: false, is_system: true },
   ],
   "/api/nodes/{node_id}/events": { events: [] },
+  "/api/figures": { scope: "node", name: "n1", from: "2026-08-22T10:00:00Z", step: 10, figures: [{ name: "ram_used", gpu: null, unit: "bytes", values: [1] }], events: [] },
 };
 
 const ok = (data: unknown) => Promise.resolve({ data, response: new Response() }) as never;
@@ -40,14 +40,21 @@ beforeEach(() => {
 
 afterEach(cleanup);
 
-async function open(overrides: Partial<LiveNode> = {}) {
+/** The page at a part of it, drawn to the end. */
+async function open(overrides: Partial<LiveNode> = {}, part = "") {
   const store = show(new LiveStore(), node("n1", overrides));
-  window.history.replaceState(null, "", "/app/nodes/n1");
-  const router = createBrowserRouter([{ path: "/app/nodes/:id", element: <NodePage /> }, { path: "/app/*", element: <p>Elsewhere</p> }]);
+  window.history.replaceState(null, "", `/app/nodes/n1/${part}`);
+  const router = createBrowserRouter([{ path: "/app/nodes/:id/:part?", element: <NodePage /> }, { path: "/app/*", element: <p>Elsewhere</p> }]);
   stage(store, router);
   expect(await screen.findByRole("heading", { level: 1, name: "n1" })).toBeTruthy();
-  await screen.findByRole("region", { name: "Memory" });
+  await screen.findAllByRole("region");
   return router;
+}
+
+/** Opens a question from the menu of the head. */
+function choose(label: string): void {
+  fireEvent.keyDown(screen.getByRole("button", { name: "More actions for n1" }), { key: "Enter" });
+  fireEvent.click(screen.getByRole("menuitem", { name: label }));
 }
 
 function panel(name: string) {
@@ -63,9 +70,11 @@ describe("what a node has (UI-4.2)", () => {
 
   it("shows all three, and the requests in flight", async () => {
     const vram = { total_vram: 24 * GIB, available_vram: 18 * GIB };
-    await open({ ...vram, total_ram: 64 * GIB, available_ram: 60 * GIB, total_disk: 100 * GIB, available_disk: 90 * GIB, in_flight_count: 7 });
+    await open({ ...vram, total_ram: 64 * GIB, available_ram: 60 * GIB, total_disk: 100 * GIB, available_disk: 2 * GIB, in_flight_count: 7 });
     expect(panel("Memory").getByRole("img", { name: /^VRAM used: 6 GiB of 24 GiB/ })).toBeTruthy();
-    expect(panel("Memory").getByRole("img", { name: "Models disk: 10 GiB of 100 GiB" })).toBeTruthy();
+    const disk = panel("Memory").getByRole("img", { name: "Models disk: 98 GiB of 100 GiB, 98%" });
+    expect(disk.className).toContain("full");
+    fireEvent.click(screen.getByRole("link", { name: /^Replicas/ }));
     expect(panel("Replicas").getByText("7 in flight")).toBeTruthy();
   });
 
@@ -73,6 +82,40 @@ describe("what a node has (UI-4.2)", () => {
     await open({});
     expect(panel("Memory").getByText(/Not reported yet/)).toBeTruthy();
   });
+});
+
+describe("parts", () => {
+  const current = () => document.querySelector('.tabs [aria-current="page"]')?.textContent;
+
+  it("have addresses; an unknown one is the overview, whose charts come first", async () => {
+    const router = await open({ models: [model("tiny", 0)] }, "settings");
+    expect(current()).toBe("Settings");
+    expect(screen.queryByRole("region", { name: "Memory" })).toBeNull();
+    fireEvent.click(screen.getByRole("link", { name: "Overview" }));
+    expect(router.state.location.pathname).toBe("/app/nodes/n1");
+    expect(await panel("Over time").findByText("RAM used")).toBeTruthy();
+    expect(screen.getAllByRole("region").map((region) => region.querySelector("h2")?.textContent)).toEqual(["Memory", "Over time", "Conditions", "Hardware"]);
+    cleanup();
+    await open({}, "nonsense");
+    expect(current()).toBe("Overview");
+  });
+
+  it("are those that the node can have", async () => {
+    const titles = () => [...document.querySelectorAll(".tabs a")].map((link) => link.textContent);
+    await open({ models: [model("tiny", 0)], backends: ["echo", "piper"] });
+    expect(titles()).toEqual(["Overview", "Replicas1", "Backends2", "Logs", "Timeline", "Settings"]);
+    cleanup();
+    await open({ node_type: "agent" }, "replicas");
+    expect(titles()).toEqual(["Overview", "Timeline", "Settings"]);
+  });
+});
+
+it("tells processor, cores and threads, system and driver (UW14)", async () => {
+  vi.mocked(client.GET).mockImplementation((path: string) => ok(path === "/api/nodes/{node_id}" ? { ...(ANSWERS[path] as object), system: { cpu: "EPYC", cpu_cores: 24, cpu_count: 48, os: "Debian 12", kernel: "6.1" } } : ANSWERS[path]));
+  await open({ gpus: [{ index: 0, uuid: "", name: "L4", total_vram: GIB, free_vram: GIB, reserved_vram: 0, utilization: null, driver: "550.54, CUDA 12.4" }] });
+  expect(await panel("Hardware").findByText("EPYC, 24 cores, 48 threads")).toBeTruthy();
+  expect(panel("Hardware").getByText("Debian 12, 6.1")).toBeTruthy();
+  expect(panel("Hardware").getByText("550.54, CUDA 12.4")).toBeTruthy();
 });
 
 it("the last heartbeat of a revoked secret is not called good", async () => {
@@ -95,7 +138,7 @@ describe("the replica cap (UI-4.4)", () => {
   }
 
   it("below what runs is asked about first, with what will not happen", async () => {
-    await open(runs);
+    await open(runs, "settings");
     save("1");
     const question = within(screen.getByRole("alertdialog"));
     expect(question.getByText(/has 2 replicas on this node, more than 1. Running replicas stay/)).toBeTruthy();
@@ -105,14 +148,14 @@ describe("the replica cap (UI-4.4)", () => {
   });
 
   it("is saved without a question otherwise", async () => {
-    await open(runs);
+    await open(runs, "settings");
     save("3");
     await vi.waitFor(() => expect(written).toEqual([[CAP, { value: 3 }]]));
     expect(screen.queryByRole("alertdialog")).toBeNull();
   });
 
   it.each(["0", "1.5", "many"])("cannot be %s", async (value) => {
-    await open(runs);
+    await open(runs, "settings");
     save(value);
     expect(panel("Capacity").getByRole("alert").textContent).toContain("A whole number from 1");
     expect(written).toEqual([]);
@@ -120,7 +163,7 @@ describe("the replica cap (UI-4.4)", () => {
 });
 
 it("running models have their state and requests, and a replica number where there are several (UI-4.7)", async () => {
-  await open({ models: [model("tiny", 1, { state: "loading" }), model("big", 0, { in_flight: 3 }), model("tiny", 0)] });
+  await open({ models: [model("tiny", 1, { state: "loading" }), model("big", 0, { in_flight: 3 }), model("tiny", 0)] }, "replicas");
   const rows = panel("Replicas").getAllByRole("row").slice(1);
   const cells = rows.map((row) => [...row.querySelectorAll("th, td")].slice(0, 3).map((cell) => cell.textContent.trim()));
   expect(cells).toEqual([
@@ -131,22 +174,22 @@ it("running models have their state and requests, and a replica number where the
 });
 
 it("installed backends have name, type and age of the installation (UI-4.10)", async () => {
-  await open({ inventory_at: new Date().toISOString() });
+  await open({ inventory_at: new Date().toISOString() }, "backends");
   await panel("Installed backends").findByRole("rowheader", { name: "piper" });
   const rows = panel("Installed backends").getAllByRole("row").slice(1);
   const cells = rows.map((row) => [row.querySelector("th"), ...row.querySelectorAll("td")].map((cell) => cell?.textContent.trim()));
   expect(cells).toEqual([
-    ["llama-cpp", "–", "gallery meta", "3h ago", "Upgrade…Delete…"],
-    ["piper", "–", "system", "unknown", ""],
+    ["llama-cpp", "–", "gallery meta", "1.5 GiB", "3h ago", "Upgrade…Delete…"],
+    ["piper", "–", "system", "–", "unknown", ""],
   ]);
 });
 
 it("a part that cannot be loaded says so at its place, and the rest is there (UI-4.14)", async () => {
-  vi.mocked(client.GET).mockImplementation((path: string) => (path.endsWith("/backends") ? failed() : ok(ANSWERS[path])));
-  await open({ models: [model("big", 0)] });
-  expect(await panel("Installed backends").findByRole("button", { name: "Try again" })).toBeTruthy();
-  expect(panel("Installed backends").getByRole("alert").textContent).toContain("it broke");
-  expect(panel("Replicas").getByRole("rowheader", { name: "big" })).toBeTruthy();
+  vi.mocked(client.GET).mockImplementation((path: string) => (path === "/api/figures" ? failed() : ok(ANSWERS[path])));
+  await open({ total_ram: GIB });
+  expect(await panel("Over time").findByRole("button", { name: "Try again" })).toBeTruthy();
+  expect(panel("Over time").getByRole("alert").textContent).toContain("it broke");
+  expect(panel("Memory").getByRole("img", { name: /^RAM used/ })).toBeTruthy();
   expect(screen.getAllByRole("alert")).toHaveLength(1);
 });
 
@@ -175,7 +218,7 @@ describe("a node that is deregistered", () => {
   async function deregister() {
     vi.spyOn(client, "DELETE").mockImplementation(() => new Promise((resolve) => (answer = () => resolve({ response: new Response() }))) as never);
     const router = await open();
-    fireEvent.click(screen.getByRole("button", { name: "Remove…" }));
+    choose("Remove…");
     const question = within(screen.getByRole("alertdialog"));
     fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
     fireEvent.click(question.getByRole("button", { name: "Remove" }));

@@ -8,7 +8,6 @@ import { Empty } from "../../ui/empty";
 import type { Column } from "../../ui/rows";
 import { Table } from "../../ui/table";
 import { Ago } from "../../ui/time";
-import { logAddress } from "../logs/lines";
 import { Panel } from "./panel";
 import { ACTION, IN_FLIGHT, LOGS, placeId, STATE } from "./unload";
 
@@ -18,12 +17,7 @@ export function Replicas({ node }: { node: LiveNode }): ReactNode {
   return (
     <Panel
       title="Replicas"
-      aside={
-        <span className="row wrap">
-          <span className="muted">{node.in_flight_count} in flight</span>
-          {node.status !== "pending" && <Link to={logAddress(node.id)}>Logs</Link>}
-        </span>
-      }
+      aside={<span className="muted">{node.in_flight_count} in flight</span>}
     >
       {node.departed_engines > 0 && (
         <p className="nd-leaving">

@@ -6,7 +6,6 @@ import type { LiveNode } from "../../live/messages";
 import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
 import { Gpus } from "./gpus";
-import { withKept } from "./samples";
 import { Slots, slotRows } from "./slots";
 
 afterEach(cleanup);
@@ -22,19 +21,12 @@ it("a row in any state takes a slot; loads under way hold what they need (UI-4.1
 });
 
 it("shows slots, reservations and each GPU (UI-4.17, UW14)", async () => {
-  const gpus = [{ index: 0, uuid: "GPU-1", name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: 20 * GIB, utilization: 40, reserved_vram: 2 * GIB, temperature: 62, power: 72, ecc_errors: 3 }];
+  const gpus = [{ index: 0, uuid: "GPU-1", name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: 20 * GIB, utilization: 40, reserved_vram: 2 * GIB, temperature: 62, power: 72, power_limit: 75, ecc_errors: 3 }];
   const shownNode = node("n", { models, reserved_vram: 2 * GIB, ...({ gpus } as Partial<LiveNode>) });
   stage(show(new LiveStore(), shownNode), createMemoryRouter([{ path: "*", element: <><Slots node={shownNode} /><Gpus node={shownNode} /></> }]));
   expect((await screen.findByRole("row", { name: /^a/ })).textContent).toBe("a1 of 214 GiB–");
   expect(screen.getByText("2 GiB reserved since the last reading")).toBeTruthy();
   expect(screen.getByRole("img", { name: "VRAM of GPU 0: 4 GiB of 24 GiB, 2 GiB reserved" })).toBeTruthy();
-  expect(screen.getByText("40% busy, 62 °C, 72 W")).toBeTruthy();
+  expect(screen.getByText("40% busy, 62 °C, 72 of 75 W")).toBeTruthy();
   expect(screen.getByText("3 uncorrected memory errors")).toBeTruthy();
-});
-
-it("the chart begins with what the server has kept, with gaps, and goes on with what is seen (UW13, UI-4.16)", () => {
-  const samples = [0, 1, 5, 6].map((minute) => ({ at: `2026-08-22T10:0${minute}:00Z`, vram_used: minute, ram_used: null }));
-  const start = Date.parse("2026-08-22T10:00:00Z") / 1000;
-  const ring = withKept(samples, [{ at: start + 330, vram: 9, ram: 1 }]);
-  expect(ring.map(({ at, vram }) => [at - start, vram])).toEqual([[0, 0], [60, 1], [61, null], [300, 5], [330, 9]]);
 });

@@ -1,12 +1,11 @@
 // The columns of the nodes. Only the age of the last heartbeat keeps state.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
-import { gpusOf, gpuWords } from "../../live/gpus";
+import { gpusOf, gpuWords, usedRam, usedVram, vramLimit } from "../../live/gpus";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { ago, count, exact } from "../../lib/format";
 import { ProgressBar, Meter } from "../../ui/bars";
 import type { Column, Sort } from "../../ui/rows";
-import { usedRam, usedVram, vramLimit } from "../detail/samples";
 import { useClock } from "../shared/clock";
 import { isAutomatic, written } from "../shared/labels";
 import { NodeStatus, shownStatus, type ShownStatus } from "../shared/node-status";

@@ -2,19 +2,17 @@
 // last lines of each engine, also of those that have ended, so that the reason can be read here.
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { useDeferredValue, useEffect, useId, useMemo, useRef, useState, useSyncExternalStore, type ReactNode } from "react";
-import { Link, useParams } from "react-router";
 import { call, client } from "../../api/client";
 import { count } from "../../lib/format";
 import { useInAddress } from "../../lib/in-address";
 import { useChange, useLive } from "../../live/hooks";
-import type { LiveModel } from "../../live/messages";
+import type { LiveModel, LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Empty, Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
 import { Select } from "../../ui/select";
 import { useShortcut } from "../../ui/shortcuts";
-import { usePageTitle } from "../../ui/title";
 import { addressOf, asText, chosen, fileName, modelOf, placeIn, type Line, type Place, type Stream } from "./lines";
 import { Tail, type TailState } from "./tail";
 import { LogView } from "./view";
@@ -26,32 +24,21 @@ const STREAMS: readonly { stream: Stream | ""; label: string }[] = [
   { stream: "stderr", label: "stderr" },
 ];
 
-const NONE: readonly LiveModel[] = [];
-
-export function LogsPage(): ReactNode {
-  const id = (useParams()["id"] ?? "").toLowerCase();
+export function Logs({ node: { id, name, models: running } }: { node: LiveNode }): ReactNode {
   const [place, setPlace] = useInAddress(placeIn, addressOf);
-  const name = useLive((state) => state.nodes.get(id)?.name);
-  const running = useLive((state) => state.nodes.get(id)?.models) ?? NONE;
   const storedLogs = useKept(id);
   const models = useMemo(() => replicaNames(running, storedLogs.data ?? [], place.of), [running, storedLogs.data, place.of]);
   const [only] = models;
   // Of one there is nothing to choose.
   const of = place.of === "" && models.length === 1 && only !== undefined ? only : place.of;
-  usePageTitle(of === "" ? "Logs" : `Logs of ${of}`);
   return (
     <div className="logs">
-      <nav aria-label="Back">
-        <Link to={`/app/nodes/${id}`}>
-          ← <bdi>{name ?? "Node"}</bdi>
-        </Link>
-      </nav>
-      <h1 tabIndex={-1}>Logs{of !== "" && <> of <bdi>{of}</bdi></>}</h1>
+      <h2>Logs{of !== "" && <> of <bdi>{of}</bdi></>}</h2>
       <ReplicaChoice models={models} running={running} of={of} onChange={(next) => setPlace((previous) => ({ ...previous, of: next }))} />
       {of === "" ? (
         <NothingChosen storedLogs={storedLogs} />
       ) : (
-        <OneLog key={`${id} ${of}`} id={id} node={name ?? id} place={{ ...place, of }} onPlace={setPlace} ended={!runs(running, of)} />
+        <OneLog key={`${id} ${of}`} id={id} node={name} place={{ ...place, of }} onPlace={setPlace} ended={!runs(running, of)} />
       )}
     </div>
   );

@@ -28,7 +28,7 @@ export interface Bulk<Item> {
   stopping: boolean;
   /** The operation that runs the verb on several items; "" for one item. */
   jobID: string;
-  /** Answers how it ended. */
+  /** Answers how it ended. Raises the `ApiError` that names nodes which cannot take it: then nothing has started. */
   start: (items: readonly Item[], work: Work<Item>, workOnAll: WorkOnAll<Item>) => Promise<Outcomes>;
   stop: () => void;
 }
@@ -146,6 +146,11 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
           await follow(store, job, (operation) => publish(outcomesOf(operation)), mine.signal);
         }
       } catch (error) {
+        if (error instanceof ApiError && error.refusals.length > 0 && items.length > 1) {
+          setRunning(false);
+          setOutcomes(new Map());
+          throw error;
+        }
         setEach(failureOf(error));
       }
       setRunning(false);

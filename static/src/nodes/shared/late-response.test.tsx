@@ -33,7 +33,7 @@ it("a dialog whose request is not answered can be left, and the late answer clos
 it.each([false, true])("an operation that was stopped before the server named it is cancelled then, also when the dialog is closed: %s (review R2)", async (closes) => {
   let answer: (value: { jobID: string; statusUrl: string; message: string }) => void = () => undefined;
   vi.mocked(verbs.onAll).mockReturnValue(new Promise((resolve) => (answer = resolve)));
-  const cancel = vi.mocked(calls.cancel).mockResolvedValue({});
+  const cancel = vi.mocked(calls.cancel).mockResolvedValue({ success: true, message: "" });
   const nodes = ["n1", "n2"].map((name) => node(name, { status: "offline" }));
   const { unmount } = render(
     <Tooltip.Provider>

@@ -76,4 +76,17 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     expect(onAll.mock.calls.map(([verb, targets, options]) => [verb, targets.map(({ id }) => id), options])).toEqual([["drain", ["n1", "n2"], { reason: "", deadline_seconds: 120 }]]);
     expect(drain.mock.calls).toEqual([["n2", "", 2]]);
   });
+
+  it("names the nodes that the server refuses, starts nothing, and goes on with the others", async () => {
+    const refusals = [{ id: "n2", name: "n2", reason: "the node is pending" }];
+    const onAll = vi.mocked(verbs.onAll).mockReset().mockRejectedValueOnce(new ApiError("n2: the node is pending", 409, "ids", "", 0, "", {}, [], refusals));
+    onAll.mockResolvedValue({ jobID: "job", statusUrl: "", message: "" });
+    show(<DrainDialog nodes={[node("n1"), node("n2"), node("n3")]} onClose={vi.fn()} />);
+    press("Drain 3 nodes");
+    expect((await screen.findByRole("alert")).textContent).toContain("Nothing has started: 1 node cannot take it.");
+    expect(screen.getByRole("region", { name: "Skipped" }).textContent).toContain("n2the node is pending");
+    press("Drain 2 nodes");
+    await screen.findByRole("button", { name: "Continue in background" });
+    expect(onAll.mock.calls.map(([, targets]) => targets.map(({ id }) => id))).toEqual([["n1", "n2", "n3"], ["n1", "n3"]]);
+  });
 });

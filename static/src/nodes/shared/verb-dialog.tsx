@@ -46,7 +46,10 @@ interface VerbDialogProps extends NodesDialogProps {
 
 
 export function VerbDialog(props: VerbDialogProps): ReactNode {
-  const { action, done, onClose, refuse } = props;
+  const { action, done, onClose } = props;
+  /** Reasons of the server, by node. */
+  const [refused, setRefused] = useState<ReadonlyMap<string, string>>(new Map());
+  const refuse = (node: LiveNode) => refused.get(node.id) ?? props.refuse(node);
   const cancel = useRef<HTMLButtonElement>(null);
   const store = useContext(LiveContext);
   const [nodes, setNodes] = useState(props.nodes);
@@ -57,7 +60,17 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   const run = async (chosen: readonly LiveNode[]) => {
     const targets = requestedNodes.length === 0 ? chosen : requestedNodes;
     setRequestedNodes(targets);
-    const outcomes = await bulk.start(chosen, props.work, props.workOnAll);
+    let outcomes: Outcomes;
+    try {
+      outcomes = await bulk.start(chosen, props.work, props.workOnAll);
+    } catch (error) {
+      // Nothing has started: the question is asked again for the others.
+      if (!(error instanceof ApiError)) throw error;
+      setRefused(new Map([...refused, ...error.refusals.map(({ id, reason }) => [id, reason] as const)]));
+      setRequestedNodes([]);
+      announce(refusedText(error.refusals.length));
+      return;
+    }
     // The end of an operation is announced by whoever watches operations.
     if (chosen.length === 1) announce(summary(outcomes, done));
     if (shown.current && targets.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
@@ -65,6 +78,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   const refreshNodes = () => {
     const current = store.read().nodes;
     setNodes(nodes.flatMap((node) => current.get(node.id) ?? []));
+    setRefused(new Map());
     setRequestedNodes([]);
   };
   const title = (
@@ -75,12 +89,16 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   return (
     <Dialog open onClose={bulk.running && !bulk.stopping && bulk.jobID === "" ? bulk.stop : onClose} title={title} first={cancel}>
       {requestedNodes.length === 0 ? (
-        <Question {...props} nodes={nodes} fit={fit} cancel={cancel} onRun={() => void run(fit)} />
+        <Question {...props} refuse={refuse} nodes={nodes} fit={fit} refusedCount={refused.size} cancel={cancel} onRun={() => void run(fit)} />
       ) : (
         <Results requestedNodes={requestedNodes} bulk={bulk} done={done} onClose={onClose} onRun={(retried) => void run(retried)} onRefresh={refreshNodes} />
       )}
     </Dialog>
   );
+}
+
+function refusedText(nodes: number): string {
+  return `Nothing has started: ${count(nodes, "node")} cannot take it.`;
 }
 
 /** True if the dialog is still there: an answer that comes later must not close the next one. */
@@ -111,12 +129,14 @@ function summary(outcomes: Outcomes, done: string): string {
 
 interface QuestionProps extends VerbDialogProps {
   fit: readonly LiveNode[];
+  /** The number of nodes that the server has refused. */
+  refusedCount: number;
   cancel: RefObject<HTMLButtonElement | null>;
   onRun: () => void;
 }
 
 function Question(props: QuestionProps): ReactNode {
-  const { action, nodes, fit, cancel, danger = false, refuse, details, problem = "", onClose, onRun } = props;
+  const { action, nodes, fit, refusedCount, cancel, danger = false, refuse, details, problem = "", onClose, onRun } = props;
   const skipped = nodes.filter((node) => refuse(node) !== "");
   const why = fit.length === 0 ? "Not possible for any selected node" : problem;
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
@@ -125,6 +145,7 @@ function Question(props: QuestionProps): ReactNode {
   };
   return (
     <form className="stack" onSubmit={submit}>
+      {refusedCount > 0 && <p className="problem" role="alert">{refusedText(refusedCount)} Go on with the others?</p>}
       {(nodes.length > 1 || details !== undefined) && <Names nodes={fit.map((node) => [node, details?.(node)])} />}
       {skipped.length > 0 && (
         <section className="stack" aria-label="Skipped">

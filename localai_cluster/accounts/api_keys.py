@@ -1,0 +1,163 @@
+"""A person's own API keys: list, create, revoke, at the reference's paths.
+
+Only a session that a password began may manage keys: a key could otherwise leave behind keys that outlive its
+revocation. Errors are flat.
+"""
+
+from typing import Any
+
+from django.urls import path
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts import keys, principals
+from localai_cluster.accounts.authentication import CookieAuthentication, IsUser, principal
+from localai_cluster.accounts.models import ApiKey
+from localai_cluster.kit import clock, errors, names
+from localai_cluster.web import rest
+from localai_cluster.web.openapi import extend_schema, flat_refusals, request_example, response_example
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
+
+_LONGEST_NAME = 100
+_LARGEST_ID = 2**31 - 1
+
+
+class ApiKeySerializer(serializers.Serializer[Any]):
+    """An API key that is not revoked; `keyPrefix` identifies it, the key itself is not stored."""
+
+    id = serializers.CharField()
+    name = serializers.CharField()
+    keyPrefix = serializers.CharField()
+    role = serializers.ChoiceField(choices=["admin", "user"])
+    createdAt = serializers.DateTimeField()
+
+
+class ApiKeysSerializer(serializers.Serializer[Any]):
+    """The caller's keys, the newest first."""
+
+    keys = ApiKeySerializer(many=True)
+
+
+class CreatedApiKeySerializer(ApiKeySerializer):
+    """A new key; `key` is in no other response."""
+
+    key = serializers.CharField()
+
+
+class NewApiKeySerializer(NullIsAbsent):
+    """What the key is for."""
+
+    name = Text(max_length=_LONGEST_NAME)
+
+    def validate_name(self, name: str) -> str:
+        """Require a printable name."""
+        if not name.strip() or any(names.unprintable(character) for character in name):
+            raise serializers.ValidationError("must be a name without control characters")
+        return name.strip()
+
+
+_KEY = {
+    "id": "7",
+    "name": "notebook",
+    "keyPrefix": "lac-7d2f0c4e",
+    "role": "user",
+    "createdAt": "2026-08-22T09:00:00+00:00",
+}
+
+
+class PersonAuthentication(CookieAuthentication):
+    """A person's session; `request.auth` is the signed-in user."""
+
+    def authenticate(self, request: Request) -> tuple[Any, Any] | None:
+        """Return the principal and the user of the session, None without one."""
+        user = request._request.user
+        caller = super().authenticate(request)
+        return None if caller is None else (caller[0], user)
+
+
+class _KeysView(APIView):
+    """Base: a person's session."""
+
+    envelope = "flat"
+    flat_auth = True
+    authentication_classes = [PersonAuthentication]
+    permission_classes = [IsUser]
+
+    def person(self, request: Request) -> Any:
+        """Return the signed-in user; raise Forbidden in a session that a key began."""
+        if isinstance(request.auth, principals.KeyUser):
+            raise errors.Forbidden("a key began this session; sign in with the password to manage keys")
+        return request.auth
+
+
+class ApiKeysView(_KeysView):
+    """`/api/auth/api-keys`."""
+
+    @extend_schema(
+        operation_id="auth_keys_list",
+        summary="List your API keys",
+        tags=["session"],
+        responses={200: ApiKeysSerializer, **flat_refusals(401, 403)},
+        examples=[response_example({"keys": [_KEY]})],
+    )
+    def get(self, request: Request) -> Response:
+        """Lists the keys that are not revoked."""
+        own_keys = keys.keys_of(self.person(request).pk)
+        return Response({"keys": [_render(key, request) for key in own_keys]})
+
+    @extend_schema(
+        operation_id="auth_keys_create",
+        summary="Create an API key",
+        tags=["session"],
+        request=NewApiKeySerializer,
+        responses={201: CreatedApiKeySerializer, **flat_refusals(400, 401, 403, 409, 413)},
+        examples=[
+            request_example({"name": "notebook"}),
+            response_example(_KEY | {"key": "lac-7d2f0c4e9b1a5836"}, "201"),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Creates a key that may do what you may; its text is shown only in this response."""
+        name = validate_body(NewApiKeySerializer, request)["name"]
+        key, plain = keys.create(self.person(request), name)
+        return Response(_render(key, request) | {"key": plain}, status=201)
+
+
+class ApiKeyView(_KeysView):
+    """`/api/auth/api-keys/:id`."""
+
+    @extend_schema(
+        operation_id="auth_keys_revoke",
+        summary="Revoke an API key",
+        tags=["session"],
+        parameters=[OpenApiParameter("key_id", str, OpenApiParameter.PATH)],
+        responses={
+            200: OpenApiResponse(rest.MessageSerializer, "It is revoked."),
+            **flat_refusals(401, 403, 404),
+        },
+        examples=[response_example({"message": "API key revoked"})],
+    )
+    def delete(self, request: Request, key_id: str) -> Response:
+        """Revokes one of your keys; requests and sessions with it are refused from now on."""
+        number = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 11 else 0
+        keys.revoke(self.person(request).pk, min(number, _LARGEST_ID), now=clock.now())
+        return Response({"message": "API key revoked"})
+
+
+def _render(key: ApiKey, request: Request) -> dict[str, Any]:
+    return {
+        "id": str(key.pk),
+        "name": key.name,
+        "keyPrefix": key.prefix,
+        "role": "admin" if principal(request).is_admin else "user",
+        "createdAt": key.created_at.isoformat(),
+    }
+
+
+urlpatterns = [
+    path("api-keys", ApiKeysView.as_view()),
+    path("api-keys/<str:key_id>", ApiKeyView.as_view()),
+]

@@ -1,0 +1,123 @@
+"""Work in waves: its options in a request, and the operator's choice after a wave that failed."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from drf_spectacular.utils import extend_schema_field
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts.authentication import principal
+from localai_cluster.kit import clock
+from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
+from nodes.backends import wave_requests
+from nodes.backends.backend_requests import RequestScope
+from nodes.backends.waves import Options, nodes_at_once
+from operations.api.jobs import found as find_operation
+from operations.api.serializers import MOST_NODES
+from operations.api.verbs import describe_verb
+
+LONGEST_PAUSE = 86_400
+"""Seconds."""
+_PERCENTAGE = "^([1-9][0-9]?|100)%$"
+
+
+@extend_schema_field(
+    {
+        "oneOf": [
+            {"type": "integer", "minimum": 1, "maximum": MOST_NODES},
+            {"type": "string", "pattern": _PERCENTAGE},
+        ],
+    }
+)
+class NodesAtOnce(serializers.Field[int | str, Any, int | str, Any]):
+    """A number of nodes, or a percentage of the request's nodes such as `25%`, which rounds down."""
+
+    def to_internal_value(self, data: Any) -> int | str:
+        """Return the limit as it is. Raise ValidationError."""
+        is_number = isinstance(data, int) and not isinstance(data, bool) and 1 <= data <= MOST_NODES
+        if is_number or (isinstance(data, str) and re.fullmatch(_PERCENTAGE, data, re.ASCII)):
+            limit: int | str = data
+            return limit
+        raise serializers.ValidationError(
+            f"must be a number from 1 to {MOST_NODES}, or a percentage such as 25%"
+        )
+
+    def to_representation(self, value: int | str) -> int | str:
+        """Return the limit as it is."""
+        return value
+
+
+def _whole(default: int, least: int, most: int, help_text: str) -> Whole:
+    return Whole(
+        required=False, allow_null=True, min_value=least, max_value=most, default=default, help_text=help_text
+    )
+
+
+class WaveOptionsSerializer(NullIsAbsent):
+    """How work goes over its nodes."""
+
+    max_unavailable = NodesAtOnce(
+        required=False, allow_null=True, default=1, help_text="Nodes at a time: a number, or a percentage."
+    )
+    canary = serializers.BooleanField(
+        required=False, allow_null=True, default=True, help_text="One node goes first, alone."
+    )
+    pause_seconds = _whole(0, 0, LONGEST_PAUSE, "Pause between two waves.")
+    stop_at_failures = _whole(
+        1, 1, MOST_NODES, "Failed nodes from which on a failure stops the next waves until you choose."
+    )
+
+
+def with_waves(scope: RequestScope, fields: Mapping[str, Any], nodes: int) -> RequestScope:
+    """Return the scope with the wave options of a request for this number of nodes, if it has any."""
+    if (waves := fields.get("waves")) is None:
+        return scope
+    at_once = nodes_at_once(waves.get("max_unavailable", Options.max_unavailable), nodes)
+    options = Options(**{**waves, "max_unavailable": at_once})
+    return replace(scope, waves=options, last_replicas=sorted(set(fields.get("last_replicas", ()))))
+
+
+def last_replicas_field() -> serializers.ListField:
+    return serializers.ListField(
+        child=Text(max_length=255),
+        required=False,
+        allow_null=True,
+        max_length=MOST_NODES,
+        help_text="Models whose last replica may stop.",
+    )
+
+
+class ChoiceSerializer(NullIsAbsent):
+    """What becomes of work in waves."""
+
+    choice = serializers.ChoiceField(choices=wave_requests.CHOICES)
+    last_replicas = last_replicas_field()
+
+
+class WavesView(APIView):
+    """`/api/operations/:jobID/waves`."""
+
+    envelope = "flat"
+
+    @describe_verb("waves", "Continue or stop work in waves", ChoiceSerializer)
+    def post(self, request: Request, job_id: str) -> Response:
+        """After a wave that failed: `continue` opens the next one, `stop` ends what has not begun.
+
+        `stop` may come at any time. `continue` with `last_replicas` also lets a part go on that waits for
+        this confirmation.
+        """
+        operation, fields = find_operation(job_id), validate_body(ChoiceSerializer, request)
+        wave_requests.choose(
+            operation.id,
+            fields["choice"],
+            last_replicas=fields.get("last_replicas", ()),
+            actor=principal(request).name,
+            now=clock.now(),
+        )
+        stopped = fields["choice"] == wave_requests.STOP
+        return Response({"success": True, "message": "stopped" if stopped else "goes on"})

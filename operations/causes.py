@@ -1,0 +1,72 @@
+"""Causes of failures: what is left of an error without the parts that differ from node to node. Pure."""
+
+import re
+from collections.abc import Collection
+
+LONGEST_ERROR = 500
+"""Characters of an error that are read: a worker may answer with a whole log."""
+LONGEST_CAUSE = 200
+UNKNOWN = "No reason given"
+_GAP = "…"
+_SHORT_NAME = 3
+"""A name of fewer characters may be a word of the sentence; it counts only behind one of `_BEFORE_A_NAME`."""
+_BEFORE_A_NAME = ("node ", "worker ", "on ", "to ", "from ")
+_STATUS = (
+    r"\b(?:HTTP(?:/\d(?:\.\d)?)?|status|code|answered|returned|signal)[ :=]{1,2}(?:code |status )?\d{1,3}\b"
+)
+"""A number that is part of the cause: an HTTP status, an exit code, a signal."""
+_VARIABLE = re.compile(
+    "|".join(
+        (
+            rf"(?P<kept>{_STATUS}|(?-i:\b[45]\d\d(?= [A-Z][a-z]{{2}})))",
+            r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>]+",
+            r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b",
+            r"\bsha256:[0-9a-f]+\b",
+            r"\b(?=[0-9a-f]{0,63}\d)[0-9a-f]{8,64}\b",
+            r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?: ?Z| UTC|[+-]\d\d:?\d\d)?)?",
+            r"\[?(?:[0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}\]?(?::\d{1,5})?(?!\w)",
+            r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b",
+            r"\b[a-z0-9][\w.-]{0,62}:\d{2,5}\b",
+            r"(?:(?<=[\s\"'(=:])|^)(?:~|\.{1,2}|…|[A-Za-z]:)?[/\\][^\s:,;\"'()]+",
+            r"(?<!\w)\d+(?:[.,]\d+)*(?: ?(?:[KMGTP]i?)?B(?:/s)?\b| ?(?:ms|s|min|h|d)\b| ?%)?(?!\w)",
+        )
+    ),
+    re.IGNORECASE,
+)
+_QUOTED = re.compile(rf"([\"']){_GAP}\1")
+_LIST = re.compile(rf"{_GAP}(?:, {_GAP})+")
+
+
+def cause_of(error: str, names: Collection[str] = ()) -> str:
+    """Return the cause of an error, a sentence of one line: two errors with one sentence have one cause.
+
+    Numbers, ids, times, addresses, paths and `names`, such as those of the node and the model, are replaced.
+    An HTTP status and an exit code are part of the cause.
+    """
+    text = " ".join(error[:LONGEST_ERROR].split())
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        text = _without_name(text, name)
+    text = _VARIABLE.sub(lambda match: match["kept"] or _GAP, text)
+    text = _LIST.sub(_GAP, _QUOTED.sub(_GAP, text)).strip()
+    if len(text) > LONGEST_CAUSE:
+        text = text[: LONGEST_CAUSE - 1] + _GAP
+    return text or UNKNOWN
+
+
+def _without_name(text: str, name: str) -> str:
+    """Return the text with each occurrence of the name as a whole word replaced."""
+    kept, start, at = [], 0, text.find(name)
+    while at >= 0:
+        end = at + len(name)
+        if _is_whole_word(text, at, end):
+            kept += [text[start:at], _GAP]
+            start = end
+        at = text.find(name, end)
+    return "".join([*kept, text[start:]])
+
+
+def _is_whole_word(text: str, at: int, end: int) -> bool:
+    before, after = text[at - 1 : at] if at else "", text[end : end + 1]
+    if before.isalnum() or before in tuple("_.-") or after.isalnum() or after in tuple("_-"):
+        return False
+    return end - at >= _SHORT_NAME or text[:at].endswith(_BEFORE_A_NAME)

@@ -1,0 +1,41 @@
+// The files that a definition names, and where they lie.
+import type { ReactNode } from "react";
+import { bytes } from "../lib/format";
+import { Fetched, Panel } from "../nodes/detail/panel";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
+import { useDefinition } from "./definitions";
+import type { ModelRow } from "./rows";
+import type { DefinitionDetail } from "./shapes";
+
+type File = DefinitionDetail["files"][number];
+
+export function FilesTab({ row }: { row: ModelRow }): ReactNode {
+  const query = useDefinition(row.name);
+  const nodes = [...new Set(row.places.map(({ node }) => node.name))];
+  return (
+    <Panel title="Files">
+      <Fetched query={query} subject="the files">
+        {({ files, size, file }) => (
+          <>
+            {file !== "" && (
+              <p className="anywhere">
+                Defined by <code>{file}</code> of the models folder.
+              </p>
+            )}
+            {files.length === 0 && <p className="muted">The definition names no files of the models folder: its backend fetches them.</p>}
+            {files.length > 0 && <Table name={`Files of ${row.name}`} columns={COLUMNS} rows={files} rowId={({ path }) => path} rowName={({ path }) => path} first={100} />}
+            {size > 0 && <p>Total: {bytes(size)}.</p>}
+            <p className="muted anywhere">{nodes.length === 0 ? "A node gets them with its first replica." : `Also on nodes with a replica: ${nodes.slice(0, 20).join(", ")}${nodes.length > 20 ? ` and ${nodes.length - 20} more` : ""}.`}</p>
+          </>
+        )}
+      </Fetched>
+    </Panel>
+  );
+}
+
+const COLUMNS: readonly Column<File>[] = [
+  { key: "path", title: "Path", value: ({ path }) => path, cell: ({ path }) => <bdi className="mono">{path}</bdi> },
+  { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size, cell: ({ size, present }) => (present ? bytes(size) : "unknown") },
+  { key: "present", title: "On the control plane", value: ({ present }) => (present ? 0 : 1), cell: ({ present }) => (present ? "yes" : <span className="pill bad">missing</span>) },
+];

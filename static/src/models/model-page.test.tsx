@@ -1,0 +1,171 @@
+import { cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { model, node, show } from "../live/fixtures";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import { kindOf } from "./diff";
+import { changesOf, offsetOf, problemsOf, rebased, typedOf } from "./editor-form";
+import { answerBy, definition, detail, FORM, previewOf, Refusal } from "./model-fixtures";
+import { ModelPage } from "./model-page";
+import type { DefinitionDetail, DefinitionPreview, Revision } from "./shapes";
+
+vi.mock("../overview/charts", () => ({ Charts: ({ model: name }: { model: string }) => <p>Charts of {name}</p> }));
+
+let sent: ReturnType<typeof answerBy>;
+let stored: DefinitionDetail;
+let preview: DefinitionPreview;
+let saved: () => unknown;
+let revisions: readonly Revision[];
+
+const REVISIONS: readonly Revision[] = [
+  { number: 3, actor: "ada", at: "2026-08-22T10:00:00Z", reason: "more context", origin: "editor", diff: "--- 2\n+++ 3\n@@ -3 +3 @@\n-context_size: 4096\n+context_size: 8192\n" },
+  { number: 2, actor: "bob", at: "2026-08-21T10:00:00Z", reason: "", origin: "import", diff: "" },
+];
+
+beforeEach(() => {
+  stored = detail("tiny");
+  preview = previewOf("tiny");
+  saved = () => ({ ...stored, revision: 4 });
+  revisions = REVISIONS;
+  sent = answerBy((path, _, method) => {
+    if (path === "/api/definitions") return { definitions: [definition("tiny")], total: 1, unusable: [] };
+    if (path === "/api/figures/models") return { models: [] };
+    if (path === "/api/definitions/preview") return preview;
+    if (path === "/api/definitions/{name}/revisions") return { revisions };
+    if (path === "/api/definitions/{name}") return method === "PUT" ? saved() : stored;
+    return path.endsWith("/restore") ? { ...stored, revision: 4 } : [];
+  });
+});
+
+afterEach(cleanup);
+
+function open(tab = ""): void {
+  const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0)] }), node("n2"));
+  store.push({ type: "operations.snapshot", seq: 1, operations: [] });
+  const routes = ["/app/models/:name", "/app/models/:name/:tab"].map((path) => ({ path, element: <ModelPage /> }));
+  stage(store, createMemoryRouter(routes, { initialEntries: [`/app/models/tiny${tab}`] }));
+}
+
+const changes = () => sent.filter(([, path]) => path !== "/api/definitions/preview");
+
+it("shows replicas and figures, and the ways to the parts (E65, UI-8.2)", async () => {
+  open();
+  const replicas = within(await screen.findByRole("table", { name: "Replicas of tiny" }));
+  expect(replicas.getAllByRole("row")[1]?.textContent).toMatch(/^n10loaded/);
+  expect(await screen.findByText("Charts of tiny")).toBeTruthy();
+  const parts = within(screen.getByRole("navigation", { name: "Parts of this model" })).getAllByRole("link");
+  expect(parts.map((link) => [link.textContent, link.getAttribute("href")])).toEqual([
+    ["Overview", "/app/models/tiny"], ["Definition", "/app/models/tiny/definition"], ["Revisions", "/app/models/tiny/revisions"], ["Files", "/app/models/tiny/files"], ["Try it", "/app/models/tiny/try"],
+  ]);
+});
+
+it("restores a revision after a question, with who, why and what changed", async () => {
+  open("/revisions");
+  const newest = within(await screen.findByRole("list"));
+  expect(newest.getByText("more context")).toBeTruthy();
+  expect(newest.getByText("+context_size: 8192")).toBeTruthy();
+  expect(newest.queryByRole("button", { name: "Restore revision 3" })).toBeNull();
+  fireEvent.click(newest.getByRole("button", { name: "Restore revision 2" }));
+  fireEvent.click(within(screen.getByRole("alertdialog")).getByRole("button", { name: "Restore" }));
+  await waitFor(() => expect(changes()).toEqual([["POST", "/api/definitions/{name}/revisions/{number}/restore", { revision: 3 }]]));
+});
+
+it("shows the files, also one that is missing", async () => {
+  stored = detail("tiny", { files: [{ path: "a.gguf", size: 1024 ** 3, present: true }, { path: "b.gguf", size: 0, present: false }] });
+  open("/files");
+  const rows = within(await screen.findByRole("table", { name: "Files of tiny" })).getAllByRole("row");
+  expect(rows.slice(1).map((row) => row.textContent)).toEqual(["a.gguf1 GiByes", "b.gguf" + "unknown" + "missing"]);
+  expect(await screen.findByText("Also on nodes with a replica: n1.")).toBeTruthy();
+});
+
+it("leads to the chat and has a request to paste", async () => {
+  open("/try");
+  expect((await screen.findByRole("link", { name: "Chat with tiny" })).getAttribute("href")).toBe("/app/chat?model=tiny");
+  expect(screen.getByText(/curl -N .*chat\/completions/)).toBeTruthy();
+});
+
+describe("the editor", () => {
+  async function edit() {
+    open("/definition");
+    fireEvent.click(await screen.findByRole("button", { name: "Edit" }));
+    return within(await screen.findByRole("region", { name: "Edit definition" }));
+  }
+
+  it("shows what a change would replace, and saves the changed fields with their reason", async () => {
+    const editor = await edit();
+    expect(editor.getByText("Nothing is changed yet.")).toBeTruthy();
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
+    expect(editor.getByRole("button", { name: "Save" }).getAttribute("aria-disabled")).toBe("true");
+    expect(await editor.findByText("1 replica is replaced")).toBeTruthy();
+    expect(sent).toEqual([["POST", "/api/definitions/preview", { name: "tiny", changes: { context_size: 4096 } }]]);
+    fireEvent.change(editor.getByLabelText("Reason"), { target: { value: "less memory" } });
+    fireEvent.click(editor.getByRole("button", { name: "Save" }));
+    await waitFor(() => expect(changes()).toEqual([["PUT", "/api/definitions/{name}", { changes: { context_size: 4096 }, revision: 3, reason: "less memory" }]]));
+    expect(await screen.findByRole("button", { name: "Edit" })).toBeTruthy();
+  });
+
+  it("marks the line of an error in the YAML and does not save it", async () => {
+    const editor = await edit();
+    preview = previewOf("tiny", { valid: false, errors: [{ line: 2, column: 10, path: "backend", message: "must be a text" }], replicas: [], diff: "" });
+    fireEvent.click(editor.getByRole("button", { name: "YAML" }));
+    const area = editor.getByLabelText<HTMLTextAreaElement>("YAML of tiny");
+    fireEvent.change(area, { target: { value: "name: tiny\nbackend: 7\n" } });
+    fireEvent.click(await editor.findByRole("button", { name: "Line 2, column 10" }));
+    expect([document.activeElement === area, area.selectionStart]).toEqual([true, 20]);
+    expect(editor.getByRole("button", { name: "Save" }).getAttribute("aria-disabled")).toBe("true");
+    expect(editor.getByRole("button", { name: "Form" }).getAttribute("aria-disabled")).toBe("true");
+    fireEvent.click(editor.getByRole("button", { name: "Discard changes" }));
+    expect(area.value).toBe(stored.text);
+  });
+
+  it("keeps what is typed when somebody else saved meanwhile, and shows their change", async () => {
+    const editor = await edit();
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    const before = stored;
+    saved = () => {
+      stored = { ...before, revision: 4, form: { ...FORM, parallel: 2 } };
+      revisions = [{ number: 4, actor: "bob", at: "2026-08-22T11:00:00Z", reason: "", origin: "editor", diff: "+parallel: 2\n" }, ...REVISIONS];
+      return new Refusal(409, "the definition has revision 4");
+    };
+    fireEvent.click(editor.getByRole("button", { name: "Save" }));
+    const moved = within(await editor.findByRole("region", { name: "Change by somebody else" }));
+    expect(await moved.findByText("+parallel: 2")).toBeTruthy();
+    fireEvent.click(await moved.findByRole("button", { name: "Apply my changes to revision 4" }));
+    expect([editor.getByLabelText<HTMLInputElement>("Context, tokens").value, editor.getByLabelText<HTMLInputElement>("Parallel slots").value]).toEqual(["4096", "2"]);
+  });
+
+  it("says that a file stays in force", async () => {
+    stored = detail("tiny", { origin: "file", file: "tiny.yaml", shadowed: true });
+    const editor = await edit();
+    expect(editor.getByText(/stays in force/).textContent).toContain("tiny.yaml");
+  });
+});
+
+describe("the form of a definition", () => {
+  const form = FORM;
+
+  it("sends only what was changed; an emptied number is removed", () => {
+    expect(changesOf(form, typedOf(form))).toEqual({});
+    expect(changesOf(form, { ...typedOf(form), context_size: "", options: " a:1 \n\nb:2", template: "{{ x }}" })).toEqual({ context_size: null, options: ["a:1", "b:2"], template: "{{ x }}" });
+  });
+
+  it("knows what is no number", () => {
+    expect(problemsOf({ ...typedOf(form), parallel: "0", gpu_layers: "-1", max_tokens: "1.5" })).toEqual({
+      parallel: "Enter a whole number from 1, or leave it empty.", max_tokens: "Enter a whole number from 1, or leave it empty.",
+    });
+  });
+
+  it("puts only the typed fields onto a newer definition", () => {
+    expect(rebased(form, { ...form, parallel: 4, context_size: 1 }, { ...typedOf(form), max_tokens: "9" })).toMatchObject({ parallel: "4", context_size: "1", max_tokens: "9" });
+  });
+
+  it("finds a place in the text, also one past its end", () => {
+    expect([offsetOf("ab\ncd", 2, 2), offsetOf("ab\ncd", 1, 9), offsetOf("ab\ncd", 9, 1)]).toEqual([4, 2, 5]);
+  });
+
+  it("tells the lines of a diff apart", () => {
+    expect(["+++ b", "--- a", "+x", "-x", "@@ -1 @@", " x", "---"].map(kindOf)).toEqual(["", "", "added", "removed", "place", "", ""]);
+  });
+});

@@ -1,0 +1,71 @@
+// Where a model runs, what is under way, why it is there, where one more replica fits, and its requests over time.
+import type { ReactNode } from "react";
+import { Link } from "react-router";
+import { ACTION, IN_FLIGHT, LOGS, placeId, STATE } from "../nodes/detail/unload";
+import { Panel } from "../nodes/detail/panel";
+import { Charts } from "../overview/charts";
+import { AfterPaint } from "../ui/after-paint";
+import type { Column } from "../ui/rows";
+import { Table } from "../ui/table";
+import { Ago } from "../ui/time";
+import { Why } from "./explanation";
+import { WhereItFits } from "./memory";
+import { rateText } from "./columns";
+import type { ModelRow, Place } from "./rows";
+import { Failure, Work } from "./work";
+
+/** A model may run on hundreds of nodes. */
+const REPLICAS_FIRST = 20;
+
+export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
+  return (
+    <>
+      {row.definition?.problem !== undefined && row.definition.problem !== "" && (
+        <p className="problem" role="note">
+          <bdi>{row.definition.problem}</bdi>
+        </p>
+      )}
+      {(row.active.length > 0 || row.failed.length > 0) && (
+        <Panel title="Work">
+          {row.active.map((operation) => (
+            <Work key={operation.jobID} operation={operation} />
+          ))}
+          {row.failed.map((operation) => (
+            <Failure key={operation.jobID} operation={operation} />
+          ))}
+        </Panel>
+      )}
+      <Panel title="Replicas" aside={row.rate !== null && <span className="muted">{rateText(row.rate)} requests in the last minute</span>}>
+        {row.places.length === 0 ? (
+          <p className="muted">Not running. The first request loads it.</p>
+        ) : (
+          <Table name={`Replicas of ${row.name}`} columns={COLUMNS} rows={row.places} rowId={placeId} rowName={({ node }) => node.name} first={REPLICAS_FIRST} />
+        )}
+        <Why row={row} />
+        {row.definition !== undefined && <WhereItFits model={row.name} />}
+      </Panel>
+      <AfterPaint>
+        <Charts model={row.name} />
+      </AfterPaint>
+    </>
+  );
+}
+
+const COLUMNS: readonly Column<Place>[] = [
+  {
+    key: "node",
+    title: "Node",
+    value: ({ node }) => node.name,
+    cell: ({ node }) => (
+      <Link to={`/app/nodes/${node.id}`}>
+        <bdi>{node.name}</bdi>
+      </Link>
+    ),
+  },
+  { key: "replica", title: "Replica", numeric: true, value: ({ model }) => model.replica_index, cell: ({ model }) => model.replica_index },
+  STATE,
+  IN_FLIGHT,
+  { key: "since", title: "Since", value: ({ model }) => model.created_at, cell: ({ model }) => <Ago at={model.created_at} /> },
+  LOGS,
+  ACTION,
+];

@@ -1,0 +1,125 @@
+// Figures over time as charts: an hour, a day or a week, or what a person has zoomed to, with the events of nodes.
+import { useQueryClient } from "@tanstack/react-query";
+import { useMemo, useState, type ReactNode } from "react";
+import { useInAddress } from "../lib/in-address";
+import { KINDS } from "../nodes/detail/events";
+import { Fetched, Panel } from "../nodes/detail/panel";
+import { Button } from "../ui/button";
+import { Chart, type ChartEvent, type ChartProps } from "../ui/chart";
+import { serverSeconds, useFigures, zoomRange, type Figures, type Range } from "./data";
+
+const RANGES = { hour: 3600, day: 86400, week: 604800 } as const;
+type RangeName = keyof typeof RANGES;
+const WORDS: Readonly<Record<RangeName, string>> = { hour: "Hour", day: "Day", week: "Week" };
+/** Part of a range by which a zoom may differ from it and still be the same: charts end on whole steps. */
+const SAME_LENGTH = 0.05;
+
+/** What a chart shows of the figures. */
+export type Drawing = Pick<ChartProps, "title" | "lines" | "format" | "top">;
+
+interface OverTimeProps {
+  scope: Figures["scope"];
+  /** The node's id or the model's name; "" for the cluster. */
+  name: string;
+  /** The charts. Must stay the same function while its result would. */
+  draw: (figures: Figures) => readonly Drawing[];
+}
+
+export function OverTime({ scope, name: subject, draw }: OverTimeProps): ReactNode {
+  const [name, setName] = useInAddress(readRange, writeRange);
+  const [zoom, setZoom] = useState<Range | null>(null);
+  const queries = useQueryClient();
+  const query = useFigures(scope, subject, zoom ?? { last: RANGES[name] });
+  const zoomTo = (from: number, to: number) => {
+    const zoomed = zoomRange(from, to, serverSeconds(queries));
+    const isChosen = "last" in zoomed && Math.abs(zoomed.last / RANGES[name] - 1) < SAME_LENGTH;
+    setZoom(isChosen ? null : zoomed);
+  };
+  const choices = (
+    <div className="row" role="group" aria-label="Time shown">
+      {zoom !== null && (
+        <Button small onClick={() => setZoom(null)}>
+          Reset zoom
+        </Button>
+      )}
+      {rangeNames.map((choice) => (
+        <Button
+          key={choice}
+          small
+          className="chip"
+          aria-pressed={zoom === null && choice === name}
+          onClick={() => {
+            setZoom(null);
+            setName(choice);
+          }}
+        >
+          {WORDS[choice]}
+        </Button>
+      ))}
+    </div>
+  );
+  return (
+    <Panel title="Over time" aside={choices}>
+      <Fetched query={query} subject="the figures over time">
+        {(figures) => <Drawn figures={figures} draw={draw} onZoom={zoomTo} />}
+      </Fetched>
+    </Panel>
+  );
+}
+
+const rangeNames = Object.keys(RANGES) as readonly RangeName[];
+
+function readRange(query: URLSearchParams): RangeName {
+  return rangeNames.find((name) => name === query.get("range")) ?? "hour";
+}
+
+function writeRange(name: RangeName): URLSearchParams {
+  return new URLSearchParams(name === "hour" ? {} : { range: name });
+}
+
+interface DrawnProps extends Pick<OverTimeProps, "draw"> {
+  figures: Figures;
+  onZoom: (from: number, to: number) => void;
+}
+
+function Drawn({ figures, draw, onZoom }: DrawnProps): ReactNode {
+  const start = Date.parse(figures.from) / 1000;
+  const events = useMemo<readonly ChartEvent[]>(() => figures.events.map((event) => ({ at: Date.parse(event.at) / 1000, text: eventText(event, figures.scope) })), [figures]);
+  const drawings = useMemo(() => draw(figures), [draw, figures]);
+  if (drawings.length === 0) return <p className="muted">No figures in this time.</p>;
+  return (
+    <div className="charts">
+      {drawings.map((drawing) => (
+        <Chart key={drawing.title} {...drawing} start={start} step={figures.step} events={events} onZoom={onZoom} />
+      ))}
+    </div>
+  );
+}
+
+function eventText({ kind, node_name: node }: Figures["events"][number], scope: Figures["scope"]): string {
+  const words = KINDS[kind].toLowerCase();
+  return scope === "node" ? words : `${node} ${words}`;
+}
+
+export type Values = readonly (number | null)[];
+
+/** The values of a figure of the subject itself, or of one of its GPUs; none if it has no such figure. */
+export function valuesOf(figures: Figures, name: string, gpu: number | null = null): Values {
+  return figures.figures.find((figure) => figure.name === name && figure.gpu === gpu)?.values ?? [];
+}
+
+export function isKnown(values: Values): boolean {
+  return values.some((value) => value !== null);
+}
+
+export function decimal(value: number): string {
+  return new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" }).format(value);
+}
+
+export function percent(value: number): string {
+  return `${Math.round(value)}%`;
+}
+
+export function watts(value: number): string {
+  return value < 1000 ? `${Math.round(value)} W` : `${decimal(value / 1000)} kW`;
+}
