@@ -24,7 +24,7 @@ from nodes.api.node_actions import NodeIds
 from nodes.definitions.folder import folder
 from nodes.downloads import unused_files
 from nodes.downloads.unused_files import Selection, UnusedFile
-from nodes.loading.source_files import in_staging_thread
+from nodes.loading.files_in_use import FilesInUse, in_folder_thread, read_files_in_use
 from nodes.models import BackendNode
 from nodes.replicas import unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
@@ -199,18 +199,18 @@ class _FilesPlace:
 
 def _places() -> list[_FilesPlace]:
     """Return the control plane and the nodes that have unused files. Raise FolderUnresponsive."""
-    named, files, defined = async_to_sync(_read)()
+    in_use, files, defined = async_to_sync(_read)()
     nodes = unused_files.list_on_nodes(defined)
     return [
-        _FilesPlace(None, CONTROL_PLANE, files, named.problem),
-        *(_FilesPlace(id, name, models, named.problem) for (id, name), models in nodes.items()),
+        _FilesPlace(None, CONTROL_PLANE, files, in_use.problem),
+        *(_FilesPlace(id, name, models, in_use.problem) for (id, name), models in nodes.items()),
     ]
 
 
-async def _read() -> tuple[unused_files.Named, list[UnusedFile], set[str]]:
-    named = await unused_files.read_named()
-    files = await in_staging_thread(unused_files.list_unused, conf.cluster().models_path, named)
-    return named, files, {entry.name for entry in await folder().known()}
+async def _read() -> tuple[FilesInUse, list[UnusedFile], set[str]]:
+    in_use = await read_files_in_use()
+    files = await in_folder_thread(unused_files.list_unused, conf.cluster().models_path, in_use)
+    return in_use, files, {entry.name for entry in await folder().known()}
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,10 @@ class Folder:
         return self._file_names.get(name, "")
 
     async def known(self) -> list[Definition | UnusableDefinition]:
-        """Return what every file and row defines, in force or not; read now."""
+        """Return what every file and row defines, in force or not, read now; raise FolderUnresponsive."""
         await self._current(0.0)
+        if self._hangs or self._rows_hang:
+            raise self._hang_error()
         with self._lock:
             contents = [content for _, content in self._files.values()]
             return contents + [row.content for row in (self._rows or {}).values()]

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NoReturn
 
 from localai_cluster.kit import backoff, clock, conf, errors
@@ -19,12 +19,14 @@ from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
 from localai_cluster.messaging.messages import human_bytes
 from nodes.commands.commands import first
-from nodes.definitions import rows, sizes, store
+from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import folder
 from nodes.downloads import partial_files
 from nodes.downloads.downloader import Download, DownloadMeter, Fetched, SourceOpener
 from nodes.loading import load_request
+from nodes.loading.file_removal import return_files
+from nodes.loading.files_in_use import IMPORT, FilesInUse, in_folder_thread, paths_of_active_imports
 from nodes.loading.source_files import in_staging_thread
 from nodes.models.replica import load_key
 from nodes.replicas import fleet_queries
@@ -35,7 +37,7 @@ from operations.ledger.attempts import owned
 from operations.ledger.progress import Tick
 from operations.models import Operation
 
-KIND = "model_import"
+KIND = IMPORT
 PLAN, LOAD, REVISION, STALLED_SINCE = "plan", "load", "revision", "stalled_since"
 """Payload keys. The revision is that of the stored definition at the admission, 0 without one."""
 SHARE = "share://"
@@ -85,27 +87,6 @@ def request_import(
 
 def _plan_of(operation: Operation) -> ImportPlan:
     return from_payload(operation.payload[PLAN])
-
-
-def paths_of_active_imports() -> set[str]:
-    """Return the files of the imports that have not ended; one query."""
-    plans = Operation.objects.active().filter(kind=KIND).values_list("payload__plan__files", flat=True)
-    return {file["path"] for files in plans for file in files or ()}
-
-
-class NamedPaths:
-    """The paths in the models folder that definitions name: files with all their shards, and folders."""
-
-    def __init__(self, models: Path, definitions: Iterable[Definition]) -> None:
-        named = {path for definition in definitions for path in sizes.named_paths(models, definition)}
-        shards = {shard for path in named for shard in sizes.shards(path)}
-        self._paths = {path.relative_to(models).as_posix() for path in shards}
-
-    def has(self, path: str) -> bool:
-        """Return True if a definition names the file, or a folder that it is in."""
-        return path in self._paths or any(
-            str(parent) in self._paths for parent in PurePosixPath(path).parents
-        )
 
 
 @dataclass(frozen=True)
@@ -172,9 +153,12 @@ class ImportModel:
         cluster, name = conf.cluster(), attempt.plan.name
         models = cluster.models_path
         definitions = [one for one in await folder().known() if isinstance(one, Definition)]
-        own = NamedPaths(models, (definition for definition in definitions if definition.name == name))
-        others = NamedPaths(models, (definition for definition in definitions if definition.name != name))
+        own_definitions = [definition for definition in definitions if definition.name == name]
+        other_definitions = [definition for definition in definitions if definition.name != name]
+        own = await in_folder_thread(FilesInUse.of, models, own_definitions)
+        others = await in_folder_thread(FilesInUse.of, models, other_definitions)
         active_paths = await in_thread(paths_of_active_imports)
+        await return_files(models)
         await in_staging_thread(partial_files.remove_old_partials, models, clock.now(), active_paths)
         await in_staging_thread(_check_disk_space, models, attempt.files)
         fetched = []

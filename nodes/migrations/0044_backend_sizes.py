@@ -3,7 +3,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0041_figures"),
+        ("nodes", "0042_definitions"),
     ]
 
     operations = [

@@ -14,7 +14,7 @@ from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import shapes
 from nodes.backends.catalogue import Offer
 from nodes.definitions.folder import folder
-from nodes.loading.definition_removal import IMPORT
+from nodes.loading.files_in_use import IMPORT
 from nodes.sources import fits, galleries
 from operations.models import Operation
 

@@ -15,6 +15,7 @@ from localai_cluster.kit.outbound import SourceBusy, SourceError
 from nodes.definitions import store
 from nodes.downloads import imports
 from nodes.downloads.imports import ImportModel, request_import
+from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.models import DefinitionRevision, ModelDefinition
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, Work, in_thread
@@ -255,9 +256,9 @@ async def test_nothing_moves_for_long(
 
 def test_a_removed_operation_is_no_plan() -> None:
     """The paths of imports that have ended are not in use."""
-    assert imports.paths_of_active_imports() == set()
+    assert paths_of_active_imports() == set()
     admission.admit(admission.OperationRequest("model_import", "import:x", "x", "a"), now=clock.now())
-    assert imports.paths_of_active_imports() == set()
+    assert paths_of_active_imports() == set()
 
 
 def test_busy_is_temporary() -> None:

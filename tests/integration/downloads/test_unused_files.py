@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import connection
@@ -14,13 +15,16 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import Conflict
 from nodes.definitions import store
+from nodes.definitions.folder import FolderUnresponsive
 from nodes.downloads import unused_files
 from nodes.downloads.imports import request_import
 from nodes.downloads.partial_files import PartialFile
 from nodes.downloads.unused_files import RemoveFiles, Selection, UnusedFile, request_removal
+from nodes.loading import file_removal
+from nodes.loading.files_in_use import FilesInUse, read_files_in_use
 from nodes.models import BackendNode, BroughtModel
 from nodes.sources.plans import ImportPlan, SourceFile
-from operations.executor.work import Recorder, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import attempts
 from operations.models import Operation
 from tests.support import api
@@ -51,8 +55,8 @@ def write(models: Path, path: str, text: str = "x", *, days: int = 0) -> None:
 
 
 async def listed(models: Path) -> list[str]:
-    named = await unused_files.read_named()
-    return [file.path for file in unused_files.list_unused(models, named)]
+    in_use = await read_files_in_use()
+    return [file.path for file in unused_files.list_unused(models, in_use)]
 
 
 async def remove(*paths: str) -> Any:
@@ -130,7 +134,7 @@ async def test_a_removal_takes_files_and_empty_folders_only(models: Path) -> Non
     write(models, "deep/other.gguf")
     write(models, NAMED)
     result = await remove("deep/er/older.gguf", NAMED, "missing.gguf")
-    assert result == {"message": "5 B freed", "bytes": 5}
+    assert result == {"message": "5 B freed; 1 stay: it is in use", "bytes": 5}
     assert left_in(models) == ["a.gguf", "a.yaml", "deep", "deep/other.gguf"]
 
 
@@ -144,7 +148,7 @@ async def test_what_is_named_meanwhile_returns(
 ) -> None:
     """It is named after the files were set aside, as when another process saves at that moment."""
     write(models, "tiny/m.gguf", "12345")
-    plain: Callable[..., None] = unused_files._set_aside
+    plain: Callable[..., None] = file_removal._FilesAside.take
 
     def name_it(*arguments: Any) -> None:
         plain(*arguments)
@@ -157,16 +161,18 @@ async def test_what_is_named_meanwhile_returns(
             plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
             request_import(plan, actor="a", now=clock.now())
 
-    monkeypatch.setattr(unused_files, "_set_aside", name_it)
+    monkeypatch.setattr(file_removal._FilesAside, "take", name_it)
     result = await remove("tiny/m.gguf")
     assert (models / "tiny/m.gguf").read_text() == "12345"
-    assert result == {"message": "0 B freed; 1 are in use again and stay", "bytes": 0}
+    reason = "tiny.yaml cannot be used" if by == "broken definition" else "in use"
+    assert result["message"].startswith("0 B freed; 1 stay: ")
+    assert reason in result["message"]
     assert not (models / ".removed").exists()
 
 
 async def test_an_interrupted_removal_is_ended_by_the_next_attempt(models: Path) -> None:
     write(models, "old.gguf", "12345")
-    unused_files._set_aside(models, ["old.gguf"])
+    file_removal._FilesAside(models, (uuid4(), 1)).take(["old.gguf"], FilesInUse(frozenset()))
     assert await listed(models) == []
     result = await remove("old.gguf")
     assert result["bytes"] == 5
@@ -190,11 +196,97 @@ async def test_a_stored_definition_names_files_in_any_state(models: Path) -> Non
     assert await listed(models) == []
 
 
+HUB = "hub/models--o--r"
+
+
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [
+        ("options: ['draft:d.gguf']", "m/d.gguf"),
+        ("options: ['draft:m/d.gguf']", "m/d.gguf"),
+        ("overrides: ['draft:./x/../d.gguf']", "m/d.gguf"),
+        ("mmproj: link.gguf", "real/p.gguf"),
+        ("mmproj: linked/p.gguf", "real/p.gguf"),
+        (f"mmproj: {HUB}/snapshots/1", f"{HUB}/blobs/2"),
+    ],
+)
+async def test_what_a_definition_may_mean_is_in_use(models: Path, text: str, used: str) -> None:
+    """A value of an option, a path beside the model, and what a link leads to, also one in a folder."""
+    write(models, "m/m.gguf")
+    write(models, used)
+    (models / "link.gguf").symlink_to("real/p.gguf")
+    (models / "linked").symlink_to("real")
+    (models / HUB / "snapshots/1").mkdir(parents=True)
+    (models / HUB / "snapshots/1/w.safetensors").symlink_to("../../blobs/2")
+    write(models, "b.yaml", YAML.format("b", "m/m.gguf"))
+    assert await listed(models) == [used]
+    write(models, "b.yaml", YAML.format("b", "m/m.gguf") + text + "\n")
+    assert await listed(models) == []
+    await remove(used)
+    assert (models / used).exists()
+
+
+async def test_files_that_a_stored_import_has_fetched_are_in_use(models: Path) -> None:
+    write(models, "d/m.gguf")
+    write(models, "d/notice.txt")
+    text, files = YAML.format("d", "d/m.gguf"), [{"path": "d/notice.txt"}]
+    await in_thread(lambda: store.save(None, text, origin="api", actor="a", now=clock.now(), files=files))
+    assert await listed(models) == []
+
+
+async def test_a_folder_that_cannot_be_read_is_left_out(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(models, "lost+found/x")
+    write(models, "old.gguf")
+    plain = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("lost+found"):
+            raise PermissionError
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert await listed(models) == ["old.gguf"]
+    monkeypatch.setattr(unused_files, "MOST_SEEN", 1)
+    assert len(await listed(models)) <= 1
+
+
+async def test_files_return_when_a_removal_fails(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look fails: what was taken out of the way is there again, for everybody."""
+    write(models, "deep/old.gguf", "12345")
+    plain = file_removal.read_files_in_use
+    looks = iter([plain, None])
+
+    async def look() -> FilesInUse:
+        if (read := next(looks)) is None:
+            assert not (models / "deep/old.gguf").exists()
+            raise FolderUnresponsive("the models folder does not answer")
+        return await read()
+
+    monkeypatch.setattr(file_removal, "read_files_in_use", look)
+    with pytest.raises(Postpone, match="does not answer"):
+        await remove("deep/old.gguf")
+    assert (models / "deep/old.gguf").read_text() == "12345"
+    assert not (models / ".removed").exists()
+
+
+async def test_a_new_download_wins_over_a_file_that_returns(models: Path) -> None:
+    write(models, "old.gguf", "old")
+    aside = file_removal._FilesAside(models, (uuid4(), 1))
+    aside.take(["old.gguf"], FilesInUse(frozenset()))
+    write(models, "old.gguf", "new")
+    aside.close()
+    assert (models / "old.gguf").read_text() == "new"
+    assert not (models / ".removed").exists()
+
+
 def test_paths_that_lead_out_are_never_touched(models: Path, tmp_path: Path) -> None:
     """A path comes from the list; a payload that was changed by hand must not matter either."""
     write(tmp_path, "elsewhere/file")
     (models / "share").symlink_to(tmp_path / "elsewhere")
-    unused_files._set_aside(models, ["share/file", "../elsewhere/file", "/etc/hostname"])
+    aside = file_removal._FilesAside(models, (uuid4(), 1))
+    aside.take(["share/file", "../elsewhere/file", "/etc/hostname"], FilesInUse(frozenset()))
     assert (tmp_path / "elsewhere/file").exists()
 
 

@@ -14,11 +14,12 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import store
-from nodes.loading import definition_removal
+from nodes.definitions.folder import Folder, FolderUnresponsive
+from nodes.loading import definition_removal, file_removal
 from nodes.loading.definition_removal import RemovalRequest, RemoveDefinition
 from nodes.models import ModelDefinition, NodeModel
 from nodes.replicas import unload_requests
-from operations.executor.work import Recorder, Work, in_thread, write_batch
+from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import attempts
 from operations.ledger.admission import Admission
 from operations.models import Operation, Status
@@ -146,18 +147,18 @@ def test_a_name_that_is_used_again_keeps_its_files(models: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "kept"),
     [
-        ("parameters: {model: m/m.gguf}", {"m/m.gguf": "another definition names it"}),
+        ("parameters: {model: m/m.gguf}", {"m/m.gguf": "it is in use"}),
         (
             "parameters: {model: m}",
-            dict.fromkeys(("m/m.gguf", "m/mmproj.gguf"), "another definition names it"),
+            dict.fromkeys(("m/m.gguf", "m/mmproj.gguf"), "it is in use"),
         ),
         (
             "parameters: {model: m/x.gguf}\noptions: ['draft:m.gguf']",
-            {"m/m.gguf": "another definition names it"},
+            {"m/m.gguf": "it is in use"},
         ),
         (
             "parameters: {model: x.gguf}\ndisabled: true\nlora_adapter: m/mmproj.gguf",
-            {"m/mmproj.gguf": "another definition names it"},
+            {"m/mmproj.gguf": "it is in use"},
         ),
     ],
 )
@@ -173,7 +174,8 @@ def test_a_definition_that_cannot_be_used_may_name_anything(models: Path) -> Non
     (models / "broken.yaml").write_text("name: [")
     save()
     request()
-    assert set(run()["kept"].values()) == {"a definition that cannot be used may name it"}
+    (reason,) = set(run()["kept"].values())
+    assert "broken.yaml cannot be used and may name any of the files" in reason
     assert len(left(models)) == 4
 
 
@@ -200,13 +202,66 @@ def test_links_and_what_they_lead_to_are_never_touched(models: Path, tmp_path: P
     assert (share / "big.gguf").exists()
 
 
+def test_a_file_that_another_definition_reaches_by_a_link_stays(models: Path) -> None:
+    (models / "link.gguf").symlink_to("m/m.gguf")
+    save("name: other\nbackend: echo\nparameters: {model: link.gguf}\n")
+    save()
+    request()
+    assert run()["kept"] == {"m/m.gguf": "it is in use"}
+
+
+def test_files_that_another_import_has_fetched_stay(models: Path) -> None:
+    other = "name: other\nbackend: echo\nparameters: {model: x.gguf}\n"
+    save(other, files=[{"path": "m/mmproj.gguf"}])
+    save()
+    request()
+    assert run()["kept"] == {"m/mmproj.gguf": "it is in use"}
+
+
+def test_a_definition_that_is_saved_meanwhile_gets_its_files_back(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = file_removal._FilesAside.take
+
+    def clone(*arguments: Any) -> None:
+        plain(*arguments)
+        assert left(models) == [path for path in left(models) if path.startswith(".removed")]
+        save(TEXT.replace("name: m", "name: clone"))
+
+    monkeypatch.setattr(file_removal._FilesAside, "take", clone)
+    save()
+    request()
+    assert set(run()["kept"]) == {"m/m.gguf", "m/mmproj.gguf"}
+    assert left(models) == ["m/m.gguf", "m/m.gguf.sha256", "m/mmproj.gguf"]
+
+
+def test_a_share_is_never_cleaned(models: Path, settings: Settings) -> None:
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, share_roots=(models / "m",))
+    save()
+    request()
+    assert set(run()["kept"].values()) == {"it lies on a share"}
+    assert len(left(models)) == 3
+
+
+def test_an_unresponsive_folder_postpones_the_removal(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(self: Folder) -> Any:
+        raise FolderUnresponsive("the models folder does not answer")
+
+    monkeypatch.setattr(Folder, "known", hang)
+    save()
+    request()
+    with pytest.raises(Postpone, match="does not answer"):
+        run()
+    assert len(left(models)) == 3
+
+
 def test_of_a_shadowed_definition_only_the_row_goes(models: Path) -> None:
     save()
     (models / "m.yaml").write_text(TEXT)
     hot.replica(hot.node(), "m")
     operation = request().operation
     assert (operation.key, operation.targets.count()) == ("definition:m", 0)
-    assert set(run()["kept"].values()) == {"another definition names it"}
+    assert set(run()["kept"].values()) == {"it is in use"}
     assert (store.find("m"), NodeModel.objects.count()) == (None, 1)
     with pytest.raises(errors.Conflict, match=r"m\.yaml"):
         request()

@@ -1,0 +1,213 @@
+"""Removal of files of the models folder that nothing uses.
+
+The files are taken out of the way, into a hidden folder of the attempt. Then the files in use are read again,
+and only then these are deleted. An import or a definition that is saved in between either sees its file gone,
+or is seen: then the file returns. Files that an attempt has left there return too: at its end, or, if its
+process was killed, at the beginning of the next removal or import.
+
+Only plain files of the models folder itself are ours: no links, nothing that a link outside leads to, no
+shares.
+"""
+
+import os
+import stat
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localai_cluster.kit import conf, failpoints, untrusted
+from localai_cluster.kit.leases import Attempt
+from nodes.definitions import sizes
+from nodes.loading.files_in_use import FilesInUse, in_folder_thread, is_on_share, read_files_in_use
+from operations.executor.work import in_thread
+from operations.models import Operation
+
+FOLDER = ".removed"
+_BACK_WITHIN = 5.0
+"""Seconds that the end of an attempt waits for the return of its files."""
+
+
+@dataclass
+class FileRemoval:
+    """The outcome: paths in the models folder that were removed, and those that stay with the reason."""
+
+    removed: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    size: int = 0
+
+
+async def remove_files(paths: Iterable[str], attempt: Attempt) -> FileRemoval:
+    """Remove those of the files that nothing uses. Raise FolderUnresponsive."""
+    models = conf.cluster().models_path
+    await return_files(models)
+    aside = _FilesAside(models, attempt)
+    try:
+        await in_folder_thread(aside.take, list(paths), await read_files_in_use())
+        failpoints.passed("files.removal:set_aside")
+        return await in_folder_thread(aside.delete, await read_files_in_use())
+    finally:
+        # In a thread: the attempt may have been cancelled because the folder hangs.
+        await untrusted.wait_until_done(untrusted.in_daemon_thread(aside.close), timeout=_BACK_WITHIN)
+
+
+async def return_files(models: Path) -> None:
+    """Move back what attempts that have ended have left out of the way. Raise FolderUnresponsive."""
+    if names := await in_folder_thread(_names_aside, models):
+        # After the names: an attempt of these that is under way now has not begun since.
+        running = await in_thread(_running_attempts)
+        await in_folder_thread(_move_back, models, names - running)
+
+
+def foreign(models: Path, path: Path) -> str:
+    """Return the reason why the file is not ours to remove; "" if it is."""
+    parent = path.parent.resolve()
+    if not parent.is_relative_to(models.resolve()) or is_on_share(parent):
+        return "it lies on a share"
+    with suppress(FileNotFoundError, NotADirectoryError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return "it is no plain file"
+        if status.st_dev != models.stat().st_dev:
+            return "it lies on a share"
+    return ""
+
+
+class _FilesAside:
+    """The files that an attempt has taken out of the way. Thread-safe; after `close` it changes nothing."""
+
+    def __init__(self, models: Path, attempt: Attempt) -> None:
+        self._models, self._root = models, models / FOLDER / _name(attempt)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._taken: list[str] = []
+        self._removal = FileRemoval()
+
+    def take(self, paths: Iterable[str], in_use: FilesInUse) -> None:
+        """Move the files out of the way, each with its checksum files."""
+        with self._lock:
+            for path in paths:
+                file = sizes.path_inside(self._models, path)
+                if file is None or self._closed.is_set():
+                    continue
+                if reason := self._reason(path, file, in_use):
+                    self._removal.kept[path] = reason
+                    continue
+                try:
+                    # An attempt that is repeated finds the checksum files by their file.
+                    for suffix in ("", *sizes.SIDES):
+                        self._take_one(path + suffix)
+                except OSError as error:
+                    self._keep(path, f"it cannot be removed: {error.strerror}")
+                else:
+                    self._taken.append(path)
+
+    def delete(self, in_use: FilesInUse) -> FileRemoval:
+        """Delete what was taken; what is in use meanwhile returns."""
+        with self._lock:
+            for path in self._taken:
+                if self._closed.is_set():
+                    break
+                if reason := self._reason(path, self._models / path, in_use):
+                    self._keep(path, reason)
+                else:
+                    self._delete(path)
+            return self._removal
+
+    def close(self) -> None:
+        """Move back what was not deleted."""
+        self._closed.set()
+        with self._lock:
+            _move_back(self._models, {self._root.name})
+
+    def _reason(self, path: str, file: Path, in_use: FilesInUse) -> str:
+        """Return the reason why the file stays; "" if it may go."""
+        if in_use.problem:
+            return in_use.problem
+        if reason := foreign(self._models, file):
+            return reason
+        real = (file.parent.resolve() / file.name).relative_to(self._models.resolve())
+        return "it is in use" if in_use.has(path) or in_use.has(real.as_posix()) else ""
+
+    def _take_one(self, path: str) -> None:
+        source, target = self._models / path, self._root / path
+        if foreign(self._models, source) or not source.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            source.rename(target)
+
+    def _keep(self, path: str, reason: str) -> None:
+        self._removal.kept[path] = reason
+        for suffix in ("", *sizes.SIDES):
+            with suppress(FileNotFoundError):
+                _return_file(self._root / (path + suffix), self._models / (path + suffix))
+
+    def _delete(self, path: str) -> None:
+        file = self._root / path
+        try:
+            for suffix in sizes.SIDES:
+                file.with_name(file.name + suffix).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                size = file.lstat().st_size
+                file.unlink()
+                self._removal.removed.append(path)
+                self._removal.size += size
+            _remove_empty_folders(self._models, (self._models / path).parent)
+        except OSError as error:
+            self._keep(path, f"it cannot be removed: {error.strerror}")
+
+
+def _name(attempt: Attempt) -> str:
+    return f"{attempt[0]}.{attempt[1]}"
+
+
+def _running_attempts() -> set[str]:
+    return {_name(attempt) for attempt in Operation.objects.active().values_list("id", "fence")}
+
+
+def _names_aside(models: Path) -> set[str]:
+    with suppress(FileNotFoundError):
+        return set(os.listdir(models / FOLDER))
+    return set()
+
+
+def _move_back(models: Path, names: Iterable[str]) -> None:
+    """Move the files in these folders of `FOLDER` to where they were, unless there are new ones."""
+    for name in names:
+        root = models / FOLDER / name
+        for base, _, files in os.walk(root, topdown=False):
+            for file in files:
+                with suppress(OSError):
+                    source = Path(base, file)
+                    _return_file(source, models / source.relative_to(root))
+            with suppress(OSError):
+                os.rmdir(base)
+    with suppress(OSError):
+        os.rmdir(models / FOLDER)
+
+
+def _return_file(source: Path, target: Path) -> None:
+    """Move the file, unless there is another one, which was downloaded meanwhile. Raise OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise
+    except OSError:  # the file system has no hard links
+        source.rename(target)
+        return
+    source.unlink()
+
+
+def _remove_empty_folders(models: Path, parent: Path) -> None:
+    while parent != models:
+        try:
+            os.rmdir(parent)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        parent = parent.parent

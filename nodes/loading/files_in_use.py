@@ -1,0 +1,175 @@
+"""The files of the models folder that are in use: what definitions name, and what running imports fetch.
+
+Both removals of files decide by it: that of unused files, and that of a definition with its files. It counts
+rather too much: every path that an option may mean, and where links lead. It never counts too little: while a
+definition cannot be used, or a folder cannot be read, `problem` says so and nothing may be removed.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import ParamSpec, Self, TypeVar
+
+from localai_cluster.kit import conf, untrusted
+from nodes.definitions import sizes
+from nodes.definitions.files import Definition, UnusableDefinition
+from nodes.definitions.folder import FolderUnresponsive, folder
+from nodes.loading.source_files import named_texts
+from nodes.models import ModelDefinition
+from operations.executor.work import in_thread
+from operations.models import Operation
+
+IMPORT = "model_import"
+"""Kind of the operation that fetches the files of a model."""
+ANSWER_WITHIN = 60.0
+"""Seconds that one step in the models folder may take."""
+_SIDECARS = {".onnx": ".json"}
+"""By suffix: the file that is sent with a file, its own suffix added."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FilesInUse:
+    """Paths of files and folders in the models folder, present or not."""
+
+    paths: frozenset[str]
+    problem: str = ""
+    """Why other files may be in use too, so that nothing may be removed; "" = they are not."""
+
+    @classmethod
+    def of(
+        cls,
+        models: Path,
+        definitions: Iterable[Definition],
+        fetched: Iterable[str] = (),
+        problem: str = "",
+    ) -> Self:
+        """Return what these definitions name, with the files that were fetched for them. Blocks."""
+        reader = _LinkReader(models)
+        for definition in definitions:
+            for path in _named_paths(models, definition):
+                for part in _parts(path):
+                    reader.add(part)
+        for text in fetched:
+            if (path := sizes.path_inside(models, text)) is not None:
+                reader.add(path)
+        return cls(frozenset(reader.paths), problem or reader.problem)
+
+    def has(self, path: str) -> bool:
+        """Return True for a file in use, one in a folder in use, and the checksum file of either."""
+        plain = next((path.removesuffix(side) for side in sizes.SIDES if path.endswith(side)), path)
+        return any(str(part) in self.paths for part in (plain, *PurePosixPath(plain).parents))
+
+
+async def read_files_in_use() -> FilesInUse:
+    """Return what is in use now. Raise FolderUnresponsive."""
+    # Imports first: one that ends meanwhile has saved its definition before.
+    imported = await in_thread(paths_of_active_imports)
+    fetched = await in_thread(_paths_of_stored_definitions)
+    known = await folder().known()
+    usable = [entry for entry in known if isinstance(entry, Definition)]
+    problem = await _problem([entry for entry in known if isinstance(entry, UnusableDefinition)])
+    models = conf.cluster().models_path
+    return await in_folder_thread(FilesInUse.of, models, usable, imported | fetched, problem)
+
+
+async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run the function in a thread of its own. Raise FolderUnresponsive if it has not ended in time."""
+    call = untrusted.in_daemon_thread(function, *args, **kwargs)
+    if not await untrusted.wait_until_done(call, timeout=ANSWER_WITHIN):
+        raise FolderUnresponsive("the models folder does not answer")
+    return call.result()
+
+
+def paths_of_active_imports() -> set[str]:
+    """Return the files of the imports that have not ended; one query."""
+    plans = Operation.objects.active().filter(kind=IMPORT).values_list("payload__plan__files", flat=True)
+    return {file["path"] for files in plans for file in files or ()}
+
+
+def is_on_share(path: Path) -> bool:
+    """Return True if the path is on a share that the settings list: nothing is ever removed there."""
+    return any(path.resolve().is_relative_to(root.resolve()) for root in conf.cluster().share_roots)
+
+
+def _paths_of_stored_definitions() -> set[str]:
+    """Return the files that imports of stored definitions have fetched; one query."""
+    lists = ModelDefinition.objects.filter(deleted_at__isnull=True).values_list("files", flat=True)
+    return {file["path"] for files in lists for file in files}
+
+
+async def _problem(unusable: list[UnusableDefinition]) -> str:
+    problems = await folder().problems()
+    if problems.folder:
+        return f"the models folder {problems.folder}"
+    if not unusable:
+        return ""
+    source = next(iter(problems.files), "a definition that is not in force")
+    return f"{source} cannot be used and may name any of the files: repair or remove it first"
+
+
+def _named_paths(models: Path, definition: Definition) -> Iterator[Path]:
+    """Yield all paths that the options may mean; a value may be relative to the folder of its model."""
+    root = Path(os.path.normpath(models))
+    bases = (root, root / definition.model, (root / definition.model).parent)
+    for _, text in named_texts(definition.options):
+        for base in () if "\0" in text or "\0" in definition.model else bases:
+            path = Path(os.path.normpath(base / text))
+            if path != root and path.is_relative_to(root):
+                yield models / path.relative_to(root)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the file with its shards and the file that is sent with it."""
+    suffix = _SIDECARS.get(path.suffix)
+    return [*sizes.shards(path), *([path.with_name(path.name + suffix)] if suffix else [])]
+
+
+class _LinkReader:
+    """Collects paths, each with those that links lead to: links on its way, and in a folder."""
+
+    def __init__(self, models: Path) -> None:
+        self.paths: set[str] = set()
+        self.problem = ""
+        self._models, self._root = models, models.resolve()
+        self._left = sizes.MOST_FILES
+        self._walked: set[Path] = set()
+
+    def add(self, path: Path) -> None:
+        """Add the path, and what it leads to in the models folder."""
+        self.paths.add(path.relative_to(self._models).as_posix())
+        self._add_resolved(path)
+
+    def _add_resolved(self, path: Path) -> None:
+        pending = [path]
+        while pending:
+            with suppress(RuntimeError):  # a link to itself
+                try:
+                    real = pending.pop().resolve()
+                    if not real.is_relative_to(self._root) or real in self._walked:
+                        continue
+                    self._walked.add(real)
+                    self.paths.add(real.relative_to(self._root).as_posix())
+                    if real.is_dir():
+                        pending += self._links_in(real)
+                except OSError as error:
+                    self.problem = f"{path.name} cannot be read and may need any file: {error.strerror}"
+
+    def _links_in(self, folder: Path) -> list[Path]:
+        """Return the links in a folder and below it. Raise OSError."""
+
+        def fail(error: OSError) -> None:
+            raise error
+
+        links: list[Path] = []
+        for base, folders, files in os.walk(folder, onerror=fail):
+            self._left -= len(folders) + len(files)
+            if self._left < 0:
+                self.problem = f"the folders of models have more than {sizes.MOST_FILES} files"
+                return []
+            links += [path for name in (*folders, *files) if (path := Path(base, name)).is_symlink()]
+        return links
