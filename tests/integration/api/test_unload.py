@@ -324,7 +324,7 @@ class TestLoad:
         assert (answer.status_code, sorted(answer.json()["jobIDs"])) == (202, sorted(loads))
         for operation in loads.values():
             request = load_request.request_of(operation)
-            assert (request.is_scale_up, request.allowed_nodes) == (True, {node.id})
+            assert (request.is_scale_up, request.allowed_nodes) == (True, frozenset({node.id}))
             assert operation.client_address == "127.0.0.1"
 
     @pytest.mark.django_db(transaction=True)
