@@ -122,7 +122,7 @@ def test_a_change_by_somebody_else_keeps_what_is_typed(screen: Screen, models: F
     expect(page.get_by_label(f"Definition of {STORED}")).to_have_value(re.compile("4096"))
 
 
-@pytest.mark.rule("UI-9.10", "UI-9.7")
+@pytest.mark.rule("UI-9.10", "UI-9.7", "UI-8.8")
 @pytest.mark.parametrize(
     "path", ["", "/add", *(f"/{STORED}/{tab}" for tab in ("overview", "definition", "files", "try"))]
 )

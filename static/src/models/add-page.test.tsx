@@ -63,7 +63,7 @@ function paste(text: string): void {
   fireEvent.change(screen.getByLabelText("Name, address or definition"), { target: { value: text } });
 }
 
-it("goes from a pasted text by one button to the chat", async () => {
+it("goes from a pasted text by one button to the chat (UI-8.8)", async () => {
   paste("hf.co/org/tiny");
   fireEvent.click(await screen.findByRole("button", { name: "Download 4 GiB and load" }));
   await waitFor(() => expect(sent.at(-1)).toEqual(["POST", "/api/models/import", { text: "hf.co/org/tiny", load: true, variant: "Q4_K_M" }]));
@@ -113,7 +113,7 @@ it("asks once the typing rests, for the last text only", async () => {
   expect(sent.map(([, , body]) => body)).toEqual([{ text: "hf.co/org/tiny" }]);
 });
 
-it("lists the catalogue with its filters; a chosen model is looked at on top", async () => {
+it("lists the catalogue with its filters; a chosen model is looked at on top (UI-8.8)", async () => {
   const catalogue = within(await screen.findByRole("region", { name: "Catalogue" }));
   expect(await catalogue.findByText("Page 1 of 3")).toBeTruthy();
   expect(catalogue.getByRole("link", { name: "Open done" }).getAttribute("href")).toBe("/app/models/done");

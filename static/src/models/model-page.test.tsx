@@ -92,7 +92,7 @@ describe("the editor", () => {
     return within(await screen.findByRole("region", { name: "Edit definition" }));
   }
 
-  it("shows what a change would replace, and saves the changed fields with their reason", async () => {
+  it("shows what a change would replace, and saves the changed fields with their reason (UI-8.6)", async () => {
     const editor = await edit();
     expect(editor.getByText("Nothing is changed yet.")).toBeTruthy();
     fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
