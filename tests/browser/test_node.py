@@ -37,6 +37,18 @@ UPDATE node_models SET in_flight = uses.count FROM uses WHERE id = uses.replica_
 """
 
 
+_COLOURED = """(canvases) => canvases.map((canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let coloured = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    const [least, most] = [Math.min(...data.slice(at, at + 3)), Math.max(...data.slice(at, at + 3))];
+    coloured += data[at + 3] > 128 && most - least > 60;
+  }
+  return coloured;
+})"""
+"""How many pixels of each canvas are neither text nor grid."""
+
+
 @contextmanager
 def busy_replica(fleet: Fleet, node: str, backend: str = "echo") -> Iterator[str]:
     """The id of a replica of `busy-model` with three requests in flight; it is gone afterwards."""
@@ -95,6 +107,8 @@ def test_gpus_and_their_charts_come_first(
     busy = charts.get_by_role("slider", name="GPU busy")
     expect(busy).to_have_attribute("aria-valuetext", re.compile("GPU 0 .*GPU 7 "))
     expect(charts.get_by_role("slider")).to_have_count(6)
+    canvases = charts.locator("canvas")
+    eventually(lambda: min(canvases.evaluate_all(_COLOURED)) > 300, what="every chart has its lines")
     busy.press("Home")
     busy.press("PageUp")
     expect(busy).to_have_attribute("aria-valuetext", re.compile(r"GPU 0 \d+%"))

@@ -14,7 +14,7 @@ import { backendAddress, pendingOf, short, target, type Row } from "./installed-
 
 export function BackendLink({ name }: { name: string }): ReactNode {
   return (
-    <Link className="name" to={backendAddress(name)} title={name}>
+    <Link to={backendAddress(name)}>
       <bdi>{name}</bdi>
     </Link>
   );

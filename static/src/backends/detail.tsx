@@ -253,7 +253,7 @@ const PLACES: readonly Column<Place>[] = [
     title: "Node",
     value: ({ node }) => node.name,
     cell: ({ node }) => (
-      <Link className="name" to={`/app/nodes/${node.id}/backends`}>
+      <Link to={`/app/nodes/${node.id}/backends`}>
         <bdi>{node.name}</bdi>
       </Link>
     ),

@@ -65,6 +65,11 @@ it("is read and zoomed by keyboard", () => {
   expect(onZoom).toHaveBeenCalledTimes(1);
 });
 
+it("keeps the scale of data that came a moment ago when events are drawn", () => {
+  render(<Chart {...PROPS} />);
+  expect(new Set(drawn.redraw.mock.calls.map(([isRebuilt]: unknown[]) => isRebuilt))).toEqual(new Set([false]));
+});
+
 it("says that nothing is known", () => {
   render(<Chart {...PROPS} lines={[]} />);
   expect(screen.getByRole("slider").getAttribute("aria-valuetext")).toBe("nothing known");

@@ -34,6 +34,7 @@ export function usePlot(make: (width: number) => uPlot.Options, data: uPlot.Alig
     };
   }, [make]);
   useEffect(() => plot.current?.setData(data), [data, make]);
-  useEffect(() => plot.current?.redraw(), [dark, marks]);
+  // Without `false` it would set the scale that is drawn again, in place of the one of data that came a moment ago.
+  useEffect(() => plot.current?.redraw(false), [dark, marks]);
   return { place, plot };
 }
