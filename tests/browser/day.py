@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, expect
 
 from tests.browser.crew import crew
 from tests.browser.fleet import Fleet
@@ -178,17 +178,16 @@ def wave(day: Day) -> None:
     ended = page.get_by_role("region", name="Recently finished")
     expect(ended).to_contain_text("had already finished")
     day.say(ended.inner_text())
-    evening(day, page)
 
 
-def evening(day: Day, page: Page) -> None:
+def evening(day: Day) -> None:
     """The history of the day, on a phone."""
-    page.set_viewport_size({"width": 390, "height": 700})
+    day.page.set_viewport_size({"width": 390, "height": 700})
     day.show("/app/activity/history")
     day.picture("history-phone")
 
 
-SCENES = (morning, bulk, load, wave)
+SCENES = (morning, bulk, load, wave, evening)
 
 
 def play(fleet: Fleet, day: Day, names: Sequence[str]) -> None:
