@@ -273,7 +273,7 @@ def main() -> int:
         print(install.LEFT_OUT)
         return 1
     SAID.parent.mkdir(exist_ok=True)
-    is_day = sys.argv[1:] == ["day"]
+    is_day = sys.argv[1:2] == ["day"]
     fleet_of_day = running_fleet(webs=1, workers=(), tasks=True)
     started = fleet_of_day if is_day else running_fleet(webs=2, workers=OTHERS, tasks=True, **LIMITS)
     with started as fleet, sync_playwright() as playwright:
@@ -282,7 +282,7 @@ def main() -> int:
         context.set_default_timeout(PATIENCE)
         context.add_cookies(sign_in(fleet.webs[0].url))
         if is_day:
-            day.play(fleet, day.Day(fleet, context.new_page(), "day"))
+            day.play(fleet, day.Day(fleet, context.new_page(), "day"), sys.argv[2:])
         else:
             add_slow(fleet)
             play(fleet, Teller(fleet, context.new_page()))
