@@ -70,7 +70,7 @@ _NOT_PARSED = UnusableDefinition("was not parsed")
 
 
 def _parsed(values: Sequence[Any], text: str) -> StoredDefinition:
-    row = StoredDefinition(*values, _NOT_PARSED)
+    row = StoredDefinition(*[*values, _NOT_PARSED])
     try:
         definition = parse_file(text.encode(), row.source)
     except UnusableDefinition as error:
