@@ -24,6 +24,8 @@ export function useAction<Input = void, Output = unknown>(work: (input: Input) =
     mutationFn: work,
     // Without a network it fails where the eye is instead of happening by itself an hour later.
     networkMode: "always",
+    // An answer may be a secret, such as a new key: it goes with its component.
+    gcTime: 0,
     onSuccess: (output: Output, input: Input) => (typeof done === "string" ? announce(done) : done(output, input)),
   });
   const run = useCallback((input: Input, then: () => void = noop, failed: (error: Error) => void = noop) => mutate(input, { onSuccess: then, onError: failed }), [mutate]);

@@ -74,15 +74,20 @@ function Create({ onCreated }: { onCreated: () => void }): ReactNode {
     onCreated();
     announce("Key created. Copy it now: it is not shown again.");
   });
+  const done = () => {
+    create.forget();
+    setCreated(null);
+  };
+  const refusal = created !== null ? "Copy the new key and press Done first" : name.trim() === "" ? "Enter a name first" : "";
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (name.trim() !== "" && !create.busy) create.run({ name: name.trim() });
+    if (refusal === "" && !create.busy) create.run({ name: name.trim() });
   };
   return (
     <form className="stack" noValidate onSubmit={submit}>
       <div className="row wrap add-name">
         <TextField label="Name of a new key" description="What it is for, such as a program or a machine." value={name} onChange={setName} />
-        <Button type="submit" kind="primary" busy={create.busy} refusal={name.trim() === "" ? "Enter a name first" : ""}>
+        <Button type="submit" kind="primary" busy={create.busy} refusal={refusal}>
           Create key
         </Button>
       </div>
@@ -94,7 +99,7 @@ function Create({ onCreated }: { onCreated: () => void }): ReactNode {
           </p>
           <Command text={created.key} />
           <div>
-            <Button small onClick={() => setCreated(null)}>
+            <Button small onClick={done}>
               Done
             </Button>
           </div>

@@ -8,7 +8,7 @@ import { LiveStore } from "../live/store";
 import { AddModelPage } from "./add-page";
 import { answerBy, Refusal } from "./model-fixtures";
 import type { CatalogueModel, Source, SourceVariant } from "./shapes";
-import { filterAddress, filterOf } from "./sources";
+import { filterAddress, filterOf, isShareable } from "./sources";
 
 const GIB = 1024 ** 3;
 
@@ -129,4 +129,10 @@ it("keeps the filters of the catalogue in the address", () => {
   const query = new URLSearchParams("q=llama&task=chat&size=8&fits=true&page=3");
   expect(filterAddress(filterOf(query)).toString()).toBe(query.toString());
   expect(filterOf(new URLSearchParams("size=7&page=x"))).toMatchObject({ size: "", page: 1, fits: false });
+});
+
+it("puts no text with a part that may be a secret into the address", () => {
+  const shared = ["hf.co/org/Tiny-7B-Instruct-GGUF", "ollama run qwen3:4b", "s3://bucket/models/tiny", "mine@bert"];
+  const kept = ["https://ada:pass@example.org/a", "https://ada@example.org/a", "s3.example.org:key@x", "https://example.org/a?token=1", "a#b", "hf_abcdefghijklmnopqrstu", "name: a\nbackend: b", ""];
+  expect([shared.filter((text) => !isShareable(text)), kept.filter(isShareable)]).toEqual([[], []]);
 });

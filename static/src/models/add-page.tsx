@@ -18,7 +18,7 @@ import { PageHead } from "../ui/title";
 import { Catalogue } from "./catalogue";
 import { modelAddress } from "./rows";
 import { Candidates, SourceView, type Chosen } from "./source";
-import { filterAddress, filterOf, importModel, useSource, type CatalogueFilter } from "./sources";
+import { filterAddress, filterOf, importModel, isShareable, useSource, type CatalogueFilter } from "./sources";
 import { useDefinitionAction, useDefinitionChanges } from "./definitions";
 import { Failure, Work } from "./work";
 import "../nodes/detail/detail.css";
@@ -36,10 +36,10 @@ interface View {
 }
 
 const readView = (query: URLSearchParams): View => ({ text: query.get("from") ?? "", catalogue: filterOf(query) });
-/** A pasted definition is too long for an address. */
+/** An address is stored in the browser's history and in logs: what may have a secret stays out. */
 const writeView = ({ text, catalogue }: View): URLSearchParams => {
   const query = filterAddress(catalogue);
-  if (text !== "" && text.length <= 500 && !text.includes("\n")) query.set("from", text);
+  if (isShareable(text)) query.set("from", text);
   return query;
 };
 

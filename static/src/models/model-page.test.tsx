@@ -2,6 +2,7 @@ import { cleanup, fireEvent, screen, waitFor, within } from "@testing-library/re
 import { createMemoryRouter } from "react-router";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { model, node, show } from "../live/fixtures";
+import type { Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { kindOf } from "./diff";
@@ -40,11 +41,12 @@ beforeEach(() => {
 
 afterEach(cleanup);
 
-function open(tab = ""): void {
+function open(tab = "", ...operations: Operation[]): LiveStore {
   const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0)] }), node("n2"));
-  store.push({ type: "operations.snapshot", seq: 1, operations: [] });
+  store.push({ type: "operations.snapshot", seq: 1, operations });
   const routes = ["/app/models/:name", "/app/models/:name/:tab"].map((path) => ({ path, element: <ModelPage /> }));
   stage(store, createMemoryRouter(routes, { initialEntries: [`/app/models/tiny${tab}`] }));
+  return store;
 }
 
 const changes = () => sent.filter(([, path]) => path !== "/api/definitions/preview");
@@ -58,6 +60,19 @@ it("shows replicas and figures, and the ways to the parts (E65, UI-8.2)", async 
   expect(parts.map((link) => [link.textContent, link.getAttribute("href")])).toEqual([
     ["Overview", "/app/models/tiny"], ["Definition", "/app/models/tiny/definition"], ["Revisions", "/app/models/tiny/revisions"], ["Files", "/app/models/tiny/files"], ["Try it", "/app/models/tiny/try"],
   ]);
+});
+
+it("shows the progress of a load, and the reason of a failed one until it is dismissed (UI-8.3)", async () => {
+  const load = { jobID: "j1", kind: "model_load", id: "tiny", fullName: "tiny", name: "tiny", status: "processing", seq: 1, progress: 40, phase: "loading", message: "", attempts: 0, nextLookAt: "" } as unknown as Operation;
+  const failed = { ...load, jobID: "j2", status: "failed", error: "out of memory" } as Operation;
+  const store = open("", load, failed);
+  const work = within(await screen.findByRole("region", { name: "Work" }));
+  expect(work.getByRole("progressbar").getAttribute("aria-valuenow")).toBe("40");
+  expect(work.getByText("out of memory")).toBeTruthy();
+  fireEvent.click(work.getByRole("button", { name: /^Dismiss tiny/ }));
+  await waitFor(() => expect(sent.map(([, path]) => path)).toContain("/api/operations/{job_id}/dismiss"));
+  store.push({ type: "operations.delta", seq: 2, operations: [{ ...failed, seq: 2, dismissedAt: "2026-08-22T10:00:00Z" }], partial: [] });
+  await waitFor(() => expect(work.queryByText("out of memory")).toBeNull());
 });
 
 it("restores a revision after a question, with who, why and what changed", async () => {

@@ -13,6 +13,16 @@ export function useSource(text: string): UseQueryResult<Source> {
   });
 }
 
+const LONGEST_SHOWN = 500;
+const PLAIN = /^[\w.@:/ -]+$/;
+/** A user before a host, with or without a password, and what is as long as a token. */
+const SECRET = /\/\/[^/]*@|:[^/\s]*@|\w{20,}/;
+
+/** May be seen in the address: it has no part that may be a secret, such as a password, a query or a token. */
+export function isShareable(text: string): boolean {
+  return text.length <= LONGEST_SHOWN && PLAIN.test(text) && !SECRET.test(text);
+}
+
 export interface Import {
   text: string;
   variant: string;

@@ -3,6 +3,7 @@ import type { ReactNode } from "react";
 import { Navigate, NavLink, Outlet, useLocation } from "react-router";
 import { Button } from "../ui/button";
 import { Icon } from "../ui/icons";
+import { SkipLink, useFrame } from "./frame";
 import { Brand } from "./nav";
 import { Problem } from "../ui/problem";
 import { useSignOut, type Person } from "./session";
@@ -16,14 +17,14 @@ const PLACES = [
 ] as const;
 const PASSWORD = "/app/password";
 
-const noop = () => undefined;
-
 export function PersonFrame({ user }: { user: Person }): ReactNode {
   const { pathname } = useLocation();
   const signOut = useSignOut();
+  useFrame();
   if (pathname !== PASSWORD && !PLACES.some(({ to }) => to === pathname)) return <Navigate to="/app/chat" replace />;
   return (
     <div className="app-body">
+      <SkipLink />
       <header className="top-bar person-bar">
         <Brand />
         <nav className="row" aria-label="Main">
@@ -43,7 +44,7 @@ export function PersonFrame({ user }: { user: Person }): ReactNode {
           <Icon name="leave" />
         </Button>
       </header>
-      <SessionEnd user={user} onBack={noop} />
+      <SessionEnd user={user} />
       <Problem error={signOut.error} />
       <main id="main" className="page" tabIndex={-1}>
         <Outlet />

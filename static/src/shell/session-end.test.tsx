@@ -5,8 +5,10 @@ import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { call, client } from "../api/client";
 import { LiveContext } from "../live/hooks";
 import { LiveStore } from "../live/store";
-import { whenOver, type Person } from "./session";
+import { reloadPage, whenOver, type Person } from "./session";
 import { SessionEnd } from "./session-end";
+
+vi.mock("./session", async (original) => ({ ...(await original<typeof import("./session")>()), reloadPage: vi.fn() }));
 
 afterEach(cleanup);
 
@@ -66,4 +68,14 @@ it("a session that no one has is over, which is told to what goes on in the page
   expect(await screen.findByRole("dialog", { name: "Your session has ended" })).toBeTruthy();
   expect(listener).toHaveBeenCalledOnce();
   stop();
+});
+
+it("begins anew for a person who comes back to a tab after another account has signed in elsewhere", async () => {
+  signedIn = ADA;
+  document.dispatchEvent(new Event("visibilitychange"));
+  await vi.waitFor(() => expect(client.GET).toHaveBeenCalledOnce());
+  signedIn = { ...ADA, id: "2", name: "bob" };
+  expect(reloadPage).not.toHaveBeenCalled();
+  document.dispatchEvent(new Event("visibilitychange"));
+  await vi.waitFor(() => expect(reloadPage).toHaveBeenCalledOnce());
 });

@@ -1,26 +1,26 @@
 // A session that ends under an open page: the person signs in again over it, so that nothing typed is lost, and the
 // feed and the failed questions start again. For another account the page is reloaded.
 import { useQueryClient } from "@tanstack/react-query";
-import { useContext, useEffect, useRef, useState, type ReactNode, type RefObject } from "react";
+import { useCallback, useContext, useEffect, useRef, useState, type ReactNode, type RefObject } from "react";
 import { whenSignedOut } from "../api/client";
 import { LiveContext, useChange, useLive } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Banner } from "./banners";
-import { refetchPerson, notifySessionEnd, useSetSession, type Person } from "./session";
+import { notifySessionEnd, refetchPerson, reloadPage, useSetSession, type Person } from "./session";
 import { SignInForm } from "./sign-in-form";
 
 /** A session reported as ended again this soon after a check is over. */
 const TWICE_MS = 10_000;
 
-export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void }): ReactNode {
+export function SessionEnd({ user, onBack }: { user: Person; onBack?: () => void }): ReactNode {
   const [over, setOver] = useState(false);
   const [aside, setAside] = useState(false);
   const held = useRef(-Infinity);
   const back = useBack(user, () => {
     held.current = performance.now();
     setOver(false);
-    onBack();
+    onBack?.();
   });
   useEnd(back, held, () => {
     notifySessionEnd();
@@ -61,7 +61,7 @@ function useBack(user: Person, goOn: () => void): Back {
   const setSession = useSetSession();
   return (person) => {
     if (person.id !== user.id) {
-      window.location.reload();
+      reloadPage();
       return;
     }
     setSession(person);
@@ -103,13 +103,21 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   });
 }
 
-/** While the feed was cut another account may have signed in, in another tab: the feed is then that account's, and does not say so. */
+/**
+ * Another account may have signed in, in another tab, whose answers this page would then show: asks after a cut of the
+ * feed, which does not say whose it is, and when a person comes back to this tab.
+ */
 function useSomebodyElse(user: Person): void {
   const connection = useLive((state) => state.connection);
+  const compare = useCallback(() => void refetchPerson().then((person) => person !== null && person.id !== user.id && reloadPage(), () => undefined), [user.id]);
   useChange(connection, (previous) => {
-    if (connection !== "live" || previous !== "stale") return;
-    void refetchPerson().then((person) => person !== null && person.id !== user.id && window.location.reload(), () => undefined);
+    if (connection === "live" && previous === "stale") compare();
   });
+  useEffect(() => {
+    const comes = () => !document.hidden && compare();
+    document.addEventListener("visibilitychange", comes);
+    return () => document.removeEventListener("visibilitychange", comes);
+  }, [compare]);
 }
 
 /** Signing in in another tab is enough. */

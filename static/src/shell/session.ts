@@ -22,6 +22,11 @@ export function refetchPerson(): Promise<Person | null> {
   return fetchPerson();
 }
 
+/** Begins anew: nothing of another account may stay in memory. */
+export function reloadPage(): void {
+  window.location.reload();
+}
+
 const listeners = new Set<() => void>();
 
 /** Calls `listener` when it is known that this page's session is over; returns how to stop that. */

@@ -1,13 +1,13 @@
 // The frame of every page for a signed-in person: navigation, the bar on top, the operations strip, banners.
 // It opens the feed and listens to the keys. Nothing is shown before it is known who is signed in.
-import { Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
-import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
+import { Suspense, useEffect, useState, type ReactNode } from "react";
+import { Outlet, ScrollRestoration, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
-import { keepFocus } from "../ui/keep-focus";
 import { lazyDialog } from "../ui/lazy";
-import { listen, useShortcut } from "../ui/shortcuts";
+import { useShortcut } from "../ui/shortcuts";
 import { Banners } from "./banners";
 import { useCatchUp, useConnectionAnnouncements, useFeed, useStale } from "./feed";
+import { SkipLink, useFrame } from "./frame";
 import { Gate } from "./gate";
 import { Sidebar } from "./nav";
 import { useSignOut, type Person } from "./session";
@@ -32,15 +32,13 @@ function Frame({ user }: { user: Person }): ReactNode {
   const { state } = useNavigation();
   useConnectionAnnouncements(stale);
   useCatchUp();
-  useFocusOnNavigation();
+  useFrame();
   useKeys(setOverlay);
   useSearchReady();
   const shared = { onShortcuts: () => setOverlay("shortcuts"), onSignOut: () => signOut.run() };
   return (
     <div className="app" data-stale={stale === null ? undefined : ""}>
-      <a className="skip" href="#main" onClick={skip}>
-        Skip to content
-      </a>
+      <SkipLink />
       <Sidebar />
       <div className="app-body">
         <TopBar user={user.name} stale={stale} onSearch={() => setOverlay("search")} onRetry={restart} {...shared} />
@@ -69,19 +67,8 @@ function useSearchReady(): void {
   }, []);
 }
 
-/** A page with something on top of its content sets where that begins. */
-function skip(event: MouseEvent): void {
-  event.preventDefault();
-  const main = document.getElementById("main");
-  const content = main?.querySelector<HTMLElement>("[data-content]") ?? main;
-  content?.focus();
-  content?.scrollIntoView({ block: "start" });
-}
-
 function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   const navigate = useNavigate();
-  useEffect(listen, []);
-  useEffect(keepFocus, []);
   useShortcut("mod+k", () => open("search"), "Search");
   useShortcut("/", () => open("search"), "Search");
   useShortcut("?", () => open("shortcuts"), "Show keyboard shortcuts");
@@ -94,20 +81,4 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");
   useShortcut("g a", () => void navigate("/app/activity"), "Go to Activity");
   useShortcut("g h", () => void navigate("/app/health"), "Go to System health");
-}
-
-/** Puts the focus on the heading of a page that was opened; the first page keeps the browser's own order. */
-function useFocusOnNavigation(): void {
-  const { pathname } = useLocation();
-  const previous = useRef(pathname);
-  useEffect(() => {
-    if (previous.current === pathname) return;
-    previous.current = pathname;
-    // Another part of the same page: its tab, which was pressed, keeps the focus.
-    if (document.activeElement?.matches("main .tabs a")) return;
-    const main = document.getElementById("main");
-    const heading = main?.querySelector<HTMLElement>("h1");
-    heading?.setAttribute("tabindex", "-1");
-    (heading ?? main)?.focus({ preventScroll: true });
-  }, [pathname]);
 }

@@ -1,0 +1,29 @@
+import { cleanup, fireEvent, screen, waitFor } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, expect, it } from "vitest";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import { answerBy } from "../models/model-fixtures";
+import { KeysPage } from "./page";
+
+afterEach(cleanup);
+
+it("shows a new key until Done, replaces it by no other, and keeps it nowhere afterwards", async () => {
+  const sent = answerBy((path, _, method) => {
+    if (path === "/api/models/capabilities") return { data: [] };
+    return method === "POST" ? { id: "1", name: "laptop", key: "lc-secret", keyPrefix: "lc-", createdAt: "2026-08-22T10:00:00Z" } : { keys: [] };
+  });
+  const queries = stage(new LiveStore(), createMemoryRouter([{ path: "*", element: <KeysPage /> }]));
+  const field = screen.getByLabelText("Name of a new key");
+  const create = screen.getByRole("button", { name: "Create key" });
+  fireEvent.change(field, { target: { value: "laptop" } });
+  fireEvent.click(create);
+  expect(await screen.findByText("lc-secret")).toBeTruthy();
+  fireEvent.change(field, { target: { value: "other" } });
+  fireEvent.click(create);
+  expect(create.getAttribute("aria-disabled")).toBe("true");
+  expect(sent).toHaveLength(1);
+  fireEvent.click(screen.getByRole("button", { name: "Done" }));
+  await waitFor(() => expect(queries.getMutationCache().getAll()).toEqual([]));
+  expect(screen.queryByText("lc-secret")).toBeNull();
+});
