@@ -3,6 +3,7 @@ import { useQuery } from "@tanstack/react-query";
 import { useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { call, client } from "../api/client";
+import type { components } from "../api/schema";
 import { bytes, count } from "../lib/format";
 import type { Column } from "../ui/rows";
 import { Ago } from "../ui/time";
@@ -52,6 +53,20 @@ export function rateText(rate: number): string {
 const FITS_AFTER_MS = 500;
 const FITS_FRESH_MS = 300_000;
 
+const FITS_KEPT_MS = 10_000;
+
+interface Fitting {
+  fitting: number;
+  /** Nodes without a reason against them. */
+  possible: number;
+  says: string;
+}
+
+function fitting({ nodes, memory }: components["schemas"]["ModelFit"]): Fitting {
+  const possible = nodes.filter(({ reason }) => reason === "");
+  return { fitting: possible.filter(({ enough_vram: enough }) => enough).length, possible: possible.length, says: memory.says };
+}
+
 /** Read for a row that stays in sight: not for each of thousands that are scrolled past. */
 function Fits({ model }: { model: string }): ReactNode {
   const [stays, setStays] = useState(false);
@@ -64,15 +79,16 @@ function Fits({ model }: { model: string }): ReactNode {
     queryFn: ({ signal }) => call(client.GET("/api/placement/fit/{model}", { params: { path: { model } }, signal })),
     enabled: stays,
     staleTime: FITS_FRESH_MS,
+    // Each answer names all nodes: only the numbers stay with the row, and the answer goes soon after it.
+    gcTime: FITS_KEPT_MS,
+    select: fitting,
     retry: false,
   });
   if (isError) return <Dash why="not known" />;
   if (data === undefined) return <span className="muted">…</span>;
-  const fitting = data.nodes.filter(({ reason, enough_vram: enough }) => reason === "" && enough).length;
-  const possible = data.nodes.filter(({ reason }) => reason === "").length;
   return (
-    <bdi className="name" title={data.memory.says}>
-      {fitting > 0 ? count(fitting, "node") : possible > 0 ? "tight" : "nowhere now"}
+    <bdi className="name" title={data.says}>
+      {data.fitting > 0 ? count(data.fitting, "node") : data.possible > 0 ? "tight" : "nowhere now"}
     </bdi>
   );
 }

@@ -1,5 +1,5 @@
 // A definition as it is in force, and the way to edit it.
-import { useState, type ReactNode } from "react";
+import type { ReactNode } from "react";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
 import { Ago } from "../ui/time";
@@ -10,13 +10,19 @@ import type { DefinitionDetail } from "./shapes";
 
 const ORIGINS: Readonly<Record<DefinitionDetail["origin"], string>> = { file: "A file of the models folder", gallery: "From a gallery", import: "Imported", api: "Created over the API", editor: "Created here" };
 
-export function DefinitionTab({ name }: { name: string }): ReactNode {
+interface TabProps {
+  name: string;
+  /** The definition that was taken up for editing; null: it is only read. */
+  edited: DefinitionDetail | null;
+  onEdit: (edited: DefinitionDetail | null) => void;
+}
+
+export function DefinitionTab({ name, edited, onEdit }: TabProps): ReactNode {
   const query = useDefinition(name);
-  const [edited, setEdited] = useState<DefinitionDetail | null>(null);
   return (
-    <Panel title={edited === null ? "Definition" : "Edit definition"} aside={edited === null && query.data !== undefined && <Button onClick={() => setEdited(query.data)}>Edit</Button>}>
+    <Panel title={edited === null ? "Definition" : "Edit definition"} aside={edited === null && query.data !== undefined && <Button onClick={() => onEdit(query.data)}>Edit</Button>}>
       <Fetched query={query} subject="the definition">
-        {(detail) => (edited === null ? <Read detail={detail} /> : <Editor detail={edited} newest={detail} onRebase={setEdited} onClose={() => setEdited(null)} />)}
+        {(detail) => (edited === null ? <Read detail={detail} /> : <Editor detail={edited} newest={detail} onRebase={onEdit} onClose={() => onEdit(null)} />)}
       </Fetched>
     </Panel>
   );

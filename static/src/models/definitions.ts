@@ -3,7 +3,7 @@ import { keepPreviousData, useQuery, useQueryClient, type UseQueryResult } from 
 import { useAction, type Action } from "../api/action";
 import { call, client } from "../api/client";
 import { useChange, useLive } from "../live/hooks";
-import { isActive, type LiveState } from "../live/store";
+import { useRefreshed } from "../live/refreshed";
 import type { DefinitionDetail, DefinitionPreview, DefinitionRow, Revision, UnusableFile } from "./shapes";
 
 const LIST = ["models", "defined"] as const;
@@ -19,27 +19,25 @@ export interface Definitions {
   unusable: readonly UnusableFile[];
 }
 
-async function fetchDefinitions(signal: AbortSignal): Promise<Definitions> {
-  const rows: DefinitionRow[] = [];
-  for (let page = 1; ; page += 1) {
+/** Reads once more, from the start, if definitions came or went between the pages: one may have moved to a page before. */
+async function fetchDefinitions(signal: AbortSignal, attempts = 2): Promise<Definitions> {
+  const rows = new Map<string, DefinitionRow>();
+  let total: number | null = null;
+  for (let page = 1, read = 0; ; page += 1) {
     const list = await call(client.GET("/api/definitions", { params: { query: { page, items: PAGE } }, signal }));
-    rows.push(...list.definitions);
-    if (list.definitions.length === 0 || rows.length >= list.total) return { rows, unusable: list.unusable };
+    if (total !== null && list.total !== total && attempts > 0) return fetchDefinitions(signal, attempts - 1);
+    total = list.total;
+    for (const row of list.definitions) rows.set(row.name, row);
+    read += list.definitions.length;
+    if (list.definitions.length === 0 || read >= list.total) return { rows: [...rows.values()], unusable: list.unusable };
   }
 }
 
-/** Operations that change definitions: how many run, and how many have ended. */
-function changes({ operations }: LiveState): string {
-  const total = { active: 0, ended: 0 };
-  for (const operation of operations.values()) if (operation.kind === "model_import" || operation.kind === "definition_delete") total[isActive(operation) ? "active" : "ended"] += 1;
-  return `${total.active} ${total.ended}`;
-}
-
-/** Has the lists of definitions read again when an operation may have changed them. */
+/** Has what is shown of definitions read again when the feed says that they have changed. */
 export function useDefinitionChanges(): void {
   const queries = useQueryClient();
-  useChange(useLive(changes), () => {
-    for (const queryKey of [LIST, CAPABILITIES]) void queries.invalidateQueries({ queryKey });
+  useChange(useLive((state) => state.definitions), () => {
+    for (const queryKey of [LIST, CAPABILITIES, ONE]) void queries.invalidateQueries({ queryKey });
   });
 }
 
@@ -60,10 +58,7 @@ export function useRates(): ReadonlyMap<string, number> {
       return new Map(models.map(({ name, requests_per_second }) => [name, requests_per_second]));
     },
   });
-  useChange(useLive((state) => state.beats), () => {
-    if (!query.isFetching && Date.now() - query.dataUpdatedAt >= RATES_MS) void query.refetch();
-  });
-  return query.data ?? NO_RATES;
+  return useRefreshed(query, RATES_MS).data ?? NO_RATES;
 }
 
 const NO_RATES: ReadonlyMap<string, number> = new Map();
@@ -76,10 +71,16 @@ export function useDefinition(name: string): UseQueryResult<DefinitionDetail> {
   });
 }
 
-export function useRevisions(name: string): UseQueryResult<readonly Revision[]> {
+export const REVISIONS_STEP = 20;
+/** The most that one answer has. */
+export const MOST_REVISIONS = 1000;
+
+/** The newest revisions; those before stay until more are there. */
+export function useRevisions(name: string, items: number = REVISIONS_STEP): UseQueryResult<readonly Revision[]> {
   return useQuery({
-    queryKey: [...ONE, name, "revisions"],
-    queryFn: async ({ signal }) => (await call(client.GET("/api/definitions/{name}/revisions", { params: { path: { name } }, signal }))).revisions,
+    queryKey: [...ONE, name, "revisions", items],
+    placeholderData: keepPreviousData,
+    queryFn: async ({ signal }) => (await call(client.GET("/api/definitions/{name}/revisions", { params: { path: { name }, query: { items } }, signal }))).revisions,
     staleTime: 0,
   });
 }

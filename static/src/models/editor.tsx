@@ -12,10 +12,13 @@ import { CodeArea } from "./code-area";
 import { saveDefinition, useDefinitionAction, usePreview, useRevisions, type Edit, type Save } from "./definitions";
 import { Diff } from "./diff";
 import { changesOf, problemsOf, rebased, typedOf, type FormField, type TypedForm } from "./editor-form";
+import { LeaveQuestion } from "./leave-question";
 import { Memory } from "./memory";
 import type { DefinitionDetail, DefinitionForm, DefinitionPreview, TextError } from "./shapes";
 
 const CHECK_AFTER_MS = 400;
+const CHECKING = "The changes are being checked";
+const FIRST_CORRECT = "Correct the marked fields first";
 const NO_ERRORS: readonly TextError[] = [];
 const NO_FORM: DefinitionForm = { context_size: null, parallel: null, gpu_layers: null, template: "", options: [], max_tokens: null };
 
@@ -41,11 +44,11 @@ function useEdit(detail: DefinitionDetail) {
   const settled = useDebounced(JSON.stringify(Object.keys(problems).length > 0 ? null : edit), CHECK_AFTER_MS);
   const preview = usePreview(detail.name, JSON.parse(settled) as Edit | null);
   const isChecked = settled === JSON.stringify(edit) && !preview.isFetching && !preview.isPlaceholderData;
-  return { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked };
+  return { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged: edit !== null || Object.keys(problems).length > 0 };
 }
 
 export function Editor({ detail, newest, onRebase, onClose }: EditorProps): ReactNode {
-  const { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked } = useEdit(detail);
+  const { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged } = useEdit(detail);
   const [reason, setReason] = useState("");
   const save = useDefinitionAction((input: Save) => saveDefinition(detail.name, input), (saved) => announce(`Revision ${saved.revision} of ${saved.name} saved.`));
   const isMoved = newest.revision !== detail.revision || (save.error instanceof ApiError && save.error.status === 409);
@@ -69,8 +72,9 @@ export function Editor({ detail, newest, onRebase, onClose }: EditorProps): Reac
   };
   return (
     <form className="stack" noValidate onSubmit={submit}>
+      <LeaveQuestion name={detail.name} enabled={isChanged || reason !== ""} />
       <Shadow shadowed={detail.shadowed || detail.origin === "file"} file={detail.file} />
-      <Modes mode={mode} formRefusal={formRefusal(mode, detail, text)} onChoose={choose} onDiscard={mode === "yaml" && text !== detail.text ? () => setText(detail.text) : null} />
+      <Modes mode={mode} formRefusal={formRefusal(mode, detail, text)} yamlRefusal={textRefusal(mode, { edit, problems, isChecked, preview: preview.data })} onChoose={choose} onDiscard={mode === "yaml" && text !== detail.text ? () => setText(detail.text) : null} />
       {mode === "form" ? (
         <FormFields typed={typed} problems={problems} onChange={(field, value) => setTyped({ ...typed, [field]: value })} />
       ) : (
@@ -94,13 +98,13 @@ export function Editor({ detail, newest, onRebase, onClose }: EditorProps): Reac
 }
 
 /** `onDiscard`: null if the YAML is as it was. */
-function Modes({ mode, formRefusal, onChoose, onDiscard }: { mode: Mode; formRefusal: string; onChoose: (mode: Mode) => void; onDiscard: (() => void) | null }): ReactNode {
+function Modes({ mode, formRefusal, yamlRefusal, onChoose, onDiscard }: { mode: Mode; formRefusal: string; yamlRefusal: string; onChoose: (mode: Mode) => void; onDiscard: (() => void) | null }): ReactNode {
   return (
     <div className="row wrap" role="group" aria-label="Edit as">
       <Button small className="chip" aria-pressed={mode === "form"} refusal={formRefusal} onClick={() => onChoose("form")}>
         Form
       </Button>
-      <Button small className="chip" aria-pressed={mode === "yaml"} onClick={() => onChoose("yaml")}>
+      <Button small className="chip" aria-pressed={mode === "yaml"} refusal={yamlRefusal} onClick={() => onChoose("yaml")}>
         YAML
       </Button>
       {onDiscard !== null && (
@@ -124,6 +128,13 @@ function formRefusal(mode: Mode, { form, text: stored }: DefinitionDetail, text:
   return mode === "yaml" && text !== stored ? "The YAML was edited. Discard its changes to use the form." : "";
 }
 
+/** Why the form's changes cannot be taken into the YAML now; "" if they can: its text is the server's. */
+function textRefusal(mode: Mode, { edit, problems, isChecked, preview }: Omit<Standing, "isMoved">): string {
+  if (mode === "yaml") return "";
+  if (Object.keys(problems).length > 0) return FIRST_CORRECT;
+  return edit === null || (isChecked && preview !== undefined) ? "" : CHECKING;
+}
+
 /** What would be sent; null: nothing is changed. */
 function editOf(mode: Mode, detail: DefinitionDetail, typed: TypedForm, text: string): Edit | null {
   if (mode === "yaml") return text === detail.text ? null : { text };
@@ -142,9 +153,9 @@ interface Standing {
 /** Why it cannot be saved now; "" if it can. */
 function refusalOf({ edit, problems, isMoved, isChecked, preview }: Standing): string {
   if (isMoved) return "Somebody else saved a revision; decide above";
-  if (Object.keys(problems).length > 0) return "Correct the marked fields first";
+  if (Object.keys(problems).length > 0) return FIRST_CORRECT;
   if (edit === null) return "Nothing is changed";
-  if (!isChecked || preview === undefined) return "Being checked";
+  if (!isChecked || preview === undefined) return CHECKING;
   return preview.valid ? "" : "Correct the errors first";
 }
 
@@ -237,7 +248,7 @@ function Moved({ detail, newest, action, onRebase }: { detail: DefinitionDetail;
   return (
     <section className="risk stack" aria-label="Change by somebody else">
       <p>
-        <strong>{others[0] === undefined ? "Somebody else" : <bdi>{others[0].actor}</bdi>} saved revision {newest.revision} meanwhile.</strong> What you typed is kept.
+        <strong>{others[0] === undefined ? "Somebody else" : <bdi>{others[0].actor}</bdi>} saved revision {newest.revision} while you were editing.</strong> What you typed is kept.
       </p>
       {others.map(({ number, diff }) => (
         <Diff key={number} text={diff} />

@@ -44,7 +44,7 @@ afterEach(cleanup);
 function open(tab = "", ...operations: Operation[]): LiveStore {
   const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0)] }), node("n2"));
   store.push({ type: "operations.snapshot", seq: 1, operations });
-  const routes = ["/app/models/:name", "/app/models/:name/:tab"].map((path) => ({ path, element: <ModelPage /> }));
+  const routes = [{ path: "/app/models/:name/:tab?", element: <ModelPage /> }, { path: "*", element: <p>Another page</p> }];
   stage(store, createMemoryRouter(routes, { initialEntries: [`/app/models/tiny${tab}`] }));
   return store;
 }
@@ -76,12 +76,15 @@ it("shows the progress of a load, and the reason of a failed one until it is dis
 });
 
 it("restores a revision after a question, with who, why and what changed", async () => {
-  open("/revisions");
+  const store = open("/revisions");
   const newest = within(await screen.findByRole("list"));
   expect(newest.getByText("more context")).toBeTruthy();
   expect(newest.getByText("+context_size: 8192")).toBeTruthy();
   expect(newest.queryByRole("button", { name: "Restore revision 3" })).toBeNull();
   fireEvent.click(newest.getByRole("button", { name: "Restore revision 2" }));
+  revisions = [{ number: 4, actor: "bob", at: "2026-08-22T11:00:00Z", reason: "", origin: "editor", diff: "" }, ...REVISIONS];
+  store.push({ type: "definitions", revision: "2" });
+  await screen.findByText("Revision 4");
   fireEvent.click(within(screen.getByRole("alertdialog")).getByRole("button", { name: "Restore" }));
   await waitFor(() => expect(changes()).toEqual([["POST", "/api/definitions/{name}/revisions/{number}/restore", { revision: 3 }]]));
 });
@@ -118,6 +121,35 @@ describe("the editor", () => {
     fireEvent.click(editor.getByRole("button", { name: "Save" }));
     await waitFor(() => expect(changes()).toEqual([["PUT", "/api/definitions/{name}", { changes: { context_size: 4096 }, revision: 3, reason: "less memory" }]]));
     expect(await screen.findByRole("button", { name: "Edit" })).toBeTruthy();
+  });
+
+  it("takes the form's changes into the YAML once they are checked, not the text of the check before", async () => {
+    const editor = await edit();
+    const yaml = editor.getByRole("button", { name: "YAML" });
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    preview = previewOf("tiny", { text: "context_size: 2048\n" });
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "2048" } });
+    expect(yaml.getAttribute("aria-disabled")).toBe("true");
+    await waitFor(() => expect(yaml.getAttribute("aria-disabled")).not.toBe("true"));
+    fireEvent.click(yaml);
+    expect(editor.getByLabelText<HTMLTextAreaElement>("YAML of tiny").value).toBe("context_size: 2048\n");
+  });
+
+  it("keeps what is typed on the other tabs, and asks before another page", async () => {
+    const editor = await edit();
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
+    fireEvent.click(screen.getByRole("link", { name: "Files" }));
+    await screen.findByRole("region", { name: "Files" });
+    expect(screen.queryByRole("region", { name: "Edit definition" })).toBeNull();
+    fireEvent.click(screen.getByRole("link", { name: "Definition" }));
+    expect(editor.getByLabelText<HTMLInputElement>("Context, tokens").value).toBe("4096");
+    fireEvent.click(screen.getByRole("link", { name: "Models" }));
+    fireEvent.click(within(await screen.findByRole("alertdialog", { name: /Leave without saving/ })).getByRole("button", { name: "Stay" }));
+    await waitFor(() => expect(screen.queryByRole("alertdialog")).toBeNull());
+    fireEvent.click(screen.getByRole("link", { name: "Models" }));
+    fireEvent.click(within(await screen.findByRole("alertdialog")).getByRole("button", { name: "Leave" }));
+    expect(await screen.findByText("Another page")).toBeTruthy();
   });
 
   it("marks the line of an error in the YAML and does not save it", async () => {

@@ -18,6 +18,7 @@ import { FilesTab } from "./files-tab";
 import { OverviewTab } from "./overview-tab";
 import { RevisionsTab } from "./revisions-tab";
 import { backendOf, canTalk, loadRefusal, modelAddress, type ModelRow } from "./rows";
+import type { DefinitionDetail } from "./shapes";
 import { TryTab } from "./try-tab";
 import { useModelRows } from "./use-rows";
 import "../nodes/detail/detail.css";
@@ -32,12 +33,14 @@ interface Tab {
   title: string;
   /** False: shown without a definition too. */
   isOfDefinition: boolean;
-  show: (row: ModelRow) => ReactNode;
+  /** Absent: the definition, which stays while it is edited. */
+  show?: (row: ModelRow) => ReactNode;
 }
 
+const DEFINITION = "definition";
 const TABS: readonly Tab[] = [
   { id: "overview", title: "Overview", isOfDefinition: false, show: (row) => <OverviewTab row={row} /> },
-  { id: "definition", title: "Definition", isOfDefinition: true, show: ({ name }) => <DefinitionTab name={name} /> },
+  { id: DEFINITION, title: "Definition", isOfDefinition: true },
   { id: "revisions", title: "Revisions", isOfDefinition: true, show: ({ name }) => <RevisionsTab name={name} /> },
   { id: "files", title: "Files", isOfDefinition: true, show: (row) => <FilesTab row={row} /> },
   { id: "try", title: "Try it", isOfDefinition: true, show: (row) => <TryTab row={row} /> },
@@ -113,8 +116,24 @@ function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error |
           </NavLink>
         ))}
       </nav>
-      {current?.show(row)}
+      {current !== undefined && <Content tab={current} row={row} />}
       {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} />}
     </div>
+  );
+}
+
+/** The chosen tab; a definition that is being edited stays, hidden, so that nothing typed is lost. */
+function Content({ tab, row }: { tab: Tab; row: ModelRow }): ReactNode {
+  const [edited, setEdited] = useState<DefinitionDetail | null>(null);
+  const isDefinition = tab.id === DEFINITION;
+  return (
+    <>
+      {tab.show?.(row)}
+      {row.definition !== undefined && (isDefinition || edited !== null) && (
+        <div hidden={!isDefinition}>
+          <DefinitionTab name={row.name} edited={edited} onEdit={setEdited} />
+        </div>
+      )}
+    </>
   );
 }

@@ -4,14 +4,21 @@ import { Fetched, Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
 import { Ago } from "../ui/time";
-import { restoreRevision, useDefinitionAction, useRevisions } from "./definitions";
+import { MOST_REVISIONS, restoreRevision, REVISIONS_STEP, useDefinitionAction, useRevisions } from "./definitions";
 import { Diff } from "./diff";
 import type { Revision } from "./shapes";
 
+/** `newest`: the revision that a person saw on top when they chose. */
+interface Chosen {
+  number: number;
+  newest: number;
+}
+
 export function RevisionsTab({ name }: { name: string }): ReactNode {
-  const query = useRevisions(name);
-  const [chosen, setChosen] = useState<number | null>(null);
-  const restore = useDefinitionAction((number: number) => restoreRevision(name, number, query.data?.[0]?.number ?? 0), `${name} restored.`);
+  const [items, setItems] = useState(REVISIONS_STEP);
+  const query = useRevisions(name, items);
+  const [chosen, setChosen] = useState<Chosen | null>(null);
+  const restore = useDefinitionAction(({ number, newest }: Chosen) => restoreRevision(name, number, newest), `${name} restored.`);
   const close = () => {
     restore.forget();
     setChosen(null);
@@ -25,14 +32,21 @@ export function RevisionsTab({ name }: { name: string }): ReactNode {
           ) : (
             <ol className="model-revisions">
               {revisions.map((revision, index) => (
-                <Line key={revision.number} revision={revision} isNewest={index === 0} onRestore={() => setChosen(revision.number)} />
+                <Line key={revision.number} revision={revision} isNewest={index === 0} onRestore={() => setChosen({ number: revision.number, newest: revisions[0]?.number ?? 0 })} />
               ))}
             </ol>
           )
         }
       </Fetched>
+      {query.data !== undefined && query.data.length >= items && items < MOST_REVISIONS && (
+        <div>
+          <Button small busy={query.isFetching} onClick={() => setItems(Math.min(items + REVISIONS_STEP, MOST_REVISIONS))}>
+            Show older
+          </Button>
+        </div>
+      )}
       {chosen !== null && (
-        <Confirm open onClose={close} title={`Restore revision ${chosen}`} action="Restore" busy={restore.busy} error={restore.error} onConfirm={() => restore.run(chosen, close)}>
+        <Confirm open onClose={close} title={`Restore revision ${chosen.number}`} action="Restore" busy={restore.busy} error={restore.error} onConfirm={() => restore.run(chosen, close)}>
           <p>A new revision gets its text. Replicas of another definition are replaced one after the other.</p>
         </Confirm>
       )}

@@ -1,9 +1,9 @@
 import { describe, expect, it } from "vitest";
 import { model, node } from "../live/fixtures";
-import type { LiveModel, Operation } from "../live/messages";
+import type { Operation } from "../live/messages";
 import { COLUMNS } from "./columns";
 import { definition } from "./model-fixtures";
-import { addressOf, backendOf, deleteRefusal, filterRows, isIdle, loadRefusal, modelAddress, modelRows, parseFilter, replicaWords, stateOf, unloadRefusal, type Facts, type ModelRow } from "./rows";
+import { addressOf, backendOf, deleteRefusal, filterRows, isIdle, loadRefusal, modelAddress, modelRows, parseFilter, stateOf, unloadRefusal, type Facts, type ModelRow } from "./rows";
 
 const DEFINED = [definition("b", { backend: "echo" }), definition("a", { backend: "echo" })];
 
@@ -37,13 +37,6 @@ describe("models (E65, UI-8.1)", () => {
     expect(named("b", result).places.map(({ node: { name }, model: { replica_index } }) => `${name}#${replica_index}`)).toEqual(["n2#0", "n10#0", "n10#1"]);
     expect([named("b", result).active.length, named("gone", result).failed.length]).toEqual([1, 1]);
     expect([backendOf(named("a", result)), backendOf(named("stray", result)), backendOf(named("gone", result))]).toEqual(["echo", "vllm", ""]);
-  });
-
-  it("count as replicas only when they are loaded (review R14)", () => {
-    const words = (...states: LiveModel["state"][]) => replicaWords({ places: states.map((state, index) => ({ node: node("n"), model: model("m", index, { state }) })) });
-    expect(words("loaded", "staging")).toEqual({ tone: "good", words: "1 replica" });
-    expect([words("staging"), words("loading", "unloading")]).toEqual([{ tone: "info", words: "1 loading" }, { tone: "info", words: "1 loading" }]);
-    expect([words("unloading"), words()]).toEqual([{ tone: "warn", words: "1 unloading" }, { tone: "", words: "not running" }]);
   });
 
   it("a dismissed failure is no longer shown", () => {

@@ -2,7 +2,6 @@
 import type { components } from "../api/schema";
 import type { LiveModel, LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
-import { count } from "../lib/format";
 import type { Rule } from "../scheduling/rules";
 import { readSort, writeSort, type Column, type Sort } from "../ui/rows";
 import type { DefinitionRow } from "./shapes";
@@ -153,14 +152,6 @@ function isShown(row: ModelRow, shown: Shown): boolean {
   return shown === "all" || (row.places.length > 0) === (shown === "running");
 }
 
-/** The number of serving replicas; if there is none, the state of those that exist. */
-export function replicaWords({ places }: Pick<ModelRow, "places">): { tone: "good" | "info" | "warn" | ""; words: string } {
-  const inState = (...states: LiveModel["state"][]) => places.filter(({ model }) => states.includes(model.state)).length;
-  if (inState("loaded") > 0) return { tone: "good", words: count(inState("loaded"), "replica") };
-  if (inState("loading", "staging") > 0) return { tone: "info", words: `${inState("loading", "staging")} loading` };
-  return places.length > 0 ? { tone: "warn", words: `${places.length} unloading` } : { tone: "", words: "not running" };
-}
-
 /** The backend that it is defined for, else that of a replica. */
 export function backendOf(row: ModelRow): string {
   return row.definition?.backend ?? row.places[0]?.model.backend_type ?? "";
@@ -173,7 +164,7 @@ export function loadRefusal({ definition }: Pick<ModelRow, "definition">): strin
   return definition.state === "disabled" ? "disabled" : "";
 }
 
-/** True if a load joins what runs or is on its way; otherwise a person wants one more replica. */
+/** True if it neither runs nor is being loaded. */
 export function isIdle({ places, active }: Pick<ModelRow, "places" | "active">): boolean {
   return places.length === 0 && !active.some(({ kind }) => kind === "model_load");
 }

@@ -18,7 +18,7 @@ interface Figure {
 const perSecond = (value: number) => `${decimal(value)}/s`;
 const CHARTS: readonly Figure[] = [
   { title: "Requests", name: "requests", format: perSecond, isCount: true },
-  { title: "Tokens of answers", name: "completion_tokens", format: perSecond, isCount: true },
+  { title: "Output tokens", name: "completion_tokens", format: perSecond, isCount: true },
   { title: "Time to first token", name: "first_token", format: (value) => `${decimal(value)} s` },
   { title: "Errors", name: "errors", format: perSecond, isCount: true },
   { title: "GPUs busy", name: "busy", format: percent, top: 100 },

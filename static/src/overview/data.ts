@@ -3,7 +3,7 @@
 import { keepPreviousData, queryOptions, useQuery, useQueryClient, type QueryClient, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
-import { useChange, useLive } from "../live/hooks";
+import { useRefreshed } from "../live/refreshed";
 
 export type Overview = components["schemas"]["Overview"];
 export type Figures = components["schemas"]["Figures"];
@@ -14,14 +14,6 @@ const HOUR_S = 3600;
 /** How far back figures are kept. */
 const YEAR_S = 365 * 24 * HOUR_S;
 const OVERVIEW = queryOptions({ queryKey: ["overview"], queryFn: ({ signal }) => call(client.GET("/api/overview", { signal })) });
-
-function useRefreshed<Data>(query: UseQueryResult<Data>, everyMs: number): UseQueryResult<Data> {
-  const beats = useLive((state) => state.beats);
-  useChange(beats, () => {
-    if (!query.isFetching && Date.now() - query.dataUpdatedAt >= everyMs) void query.refetch();
-  });
-  return query;
-}
 
 export function useOverview(): UseQueryResult<Overview> {
   return useRefreshed(useQuery(OVERVIEW), OVERVIEW_MS);

@@ -59,7 +59,7 @@ export function OverTime({ scope, name: subject, draw }: OverTimeProps): ReactNo
     </div>
   );
   return (
-    <Panel title="Over time" aside={choices}>
+    <Panel title="Over time" className="over-time" aside={choices}>
       <Fetched query={query} subject="the figures over time">
         {(figures) => <Drawn figures={figures} draw={draw} onZoom={zoomTo} />}
       </Fetched>

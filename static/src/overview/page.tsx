@@ -61,7 +61,7 @@ function Traffic({ traffic }: { traffic: Overview["traffic"] }): ReactNode {
   const first = traffic.first_token_seconds;
   const figures: readonly (readonly [string, string])[] = [
     ["Requests", `${traffic.requests_per_second}/s`],
-    ["Tokens of answers", `${traffic.tokens_per_second}/s`],
+    ["Output tokens", `${traffic.tokens_per_second}/s`],
     ["Time to first token", first === null ? "no requests" : `${first} s`],
     ["Errors", `${traffic.errors_per_second}/s`],
   ];
