@@ -18,7 +18,7 @@ const OVERVIEW = queryOptions({ queryKey: ["overview"], queryFn: ({ signal }) =>
 function useRefreshed<Data>(query: UseQueryResult<Data>, everyMs: number): UseQueryResult<Data> {
   const beats = useLive((state) => state.beats);
   useChange(beats, () => {
-    if (!query.isFetching && Date.now() - query.dataUpdatedAt >= everyMs) void query.refetch();
+    if (!query.isFetching && Date.now() - Math.max(query.dataUpdatedAt, query.errorUpdatedAt) >= everyMs) void query.refetch();
   });
   return query;
 }
