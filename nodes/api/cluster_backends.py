@@ -318,7 +318,8 @@ class ChangesView(_CommandView):
         fields = validate_body(BackendChangesSerializer, request)
         by, kind = requester_of(request, []), _CHANGES[fields["verb"]]
         scopes: list[tuple[BackendRequest, RequestScope]] = []
-        checked, results = [], []
+        checked: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         for entry in fields["backends"]:
             command = BackendRequest(kind, entry["backend"], force=kind == INSTALL)
             try:
