@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Collection
+from functools import lru_cache
 
 LONGEST_ERROR = 500
 """Characters of an error that are read: a worker may answer with a whole log."""
 LONGEST_CAUSE = 200
+MOST_REMEMBERED = 16_384
+"""Errors whose cause a process remembers: more than a page reads at once. About 20 MB at the most."""
 UNKNOWN = "No reason given"
 _GAP = "…"
 _SHORT_NAME = 3
@@ -38,13 +41,19 @@ _LIST = re.compile(rf"{_GAP}(?:, {_GAP})+")
 
 
 def cause_of(error: str, names: Collection[str] = ()) -> str:
+    """Return the cause of an error, see `_cause_of`: rows are read far more often than they change."""
+    return _cause_of(error[:LONGEST_ERROR], tuple(sorted(filter(None, names), key=len, reverse=True)))
+
+
+@lru_cache(maxsize=MOST_REMEMBERED)
+def _cause_of(error: str, names: tuple[str, ...]) -> str:
     """Return the cause of an error, a sentence of one line: two errors with one sentence have one cause.
 
     Numbers, ids, times, addresses, paths and `names`, such as those of the node and the model, are replaced.
     An HTTP status and an exit code are part of the cause.
     """
-    text = " ".join(error[:LONGEST_ERROR].split())
-    for name in sorted(filter(None, names), key=len, reverse=True):
+    text = " ".join(error.split())
+    for name in names:
         text = _without_name(text, name)
     text = _VARIABLE.sub(lambda match: match["kept"] or _GAP, text)
     text = _LIST.sub(_GAP, _QUOTED.sub(_GAP, text)).strip()

@@ -171,6 +171,6 @@ class BulkInstallView(NodeView):
         fields = validate_body(BulkInstallSerializer, request)
         command, ids = install_request(fields), fields["ids"]
         nodes = chosen_nodes(command, ids, field="ids")
-        scope = with_waves(requester_of(request, nodes), fields, len(nodes))
+        scope = with_waves(requester_of(request, nodes), fields)
         admitted = admission.admit_on_nodes(command, scope, field="ids", now=clock.now())
         return Response(accepted_body(admitted, INSTALL), status=202)

@@ -44,6 +44,7 @@ from nodes.backends.backend_requests import (
     chosen_nodes,
     everywhere,
     nodes_for_request,
+    refuse_by_name,
 )
 from nodes.commands.outcomes import CommandFailed
 from operations.api.serializers import STARTED, NodesSerializer, started_body
@@ -109,14 +110,23 @@ def _chosen(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -
     return replace(by, nodes=chosen_nodes(command, ids, field="nodes"))
 
 
-def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> Admission:
-    """Create the operation for the nodes of `fields`, or join the one that does the same."""
+def check_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
+    """Return the scope for the nodes of `fields`. Raise a refusal, which names the nodes or the models."""
     origin = _chosen(by, command, fields)
     if origin.all_nodes and command.kind == INSTALL and not command.uri:
         refuse_hardware_build(command)
-    origin = with_waves(origin, fields, len(origin.nodes))
+    origin = with_waves(origin, fields)
     if origin.waves is not None:
         wave_requests.refuse_last_replicas(command.backend, origin.nodes, origin.last_replicas)
+    return origin
+
+
+def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> Admission:
+    """Create the operation for the nodes of `fields`, or join the one that does the same."""
+    return _admit(command, check_command(by, command, fields))
+
+
+def _admit(command: BackendRequest, origin: RequestScope) -> Admission:
     if origin.all_nodes:
         return admit(command, origin, now=clock.now())
     return admit_on_nodes(command, origin, field="nodes", now=clock.now())
@@ -152,12 +162,12 @@ class _Everywhere(_CommandView):
 
     def _answer(self, request: Request, name: str) -> Response:
         fields = validate_body(self.body, request)
-        command = self.wish(name, fields)
+        command = self.backend_request(name, fields)
         return Response(
             started_body(admit_command(requester_of(request, []), command, fields), COMMAND_TEXTS[self.kind])
         )
 
-    def wish(self, name: str, fields: dict[str, Any]) -> BackendRequest:
+    def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request for all its nodes."""
         return BackendRequest(self.kind, backend_name_in(name))
 
@@ -176,7 +186,7 @@ class InstallEverywhereView(_Everywhere):
         """
         return self._answer(request, name)
 
-    def wish(self, name: str, fields: dict[str, Any]) -> BackendRequest:
+    def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request; the gallery of `gallery@name` is kept."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
         return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
@@ -238,7 +248,8 @@ NODE_REFUSAL = Shape(
 )
 CHANGE_OUTCOME = Shape(
     "BackendChangeOutcome",
-    "What became of the change of one backend: its operation, or `error` with the reason.",
+    "What became of the change of one backend: its operation, or `error` with the reason. Neither: it was not"
+    " started because another backend of the request is refused.",
     [
         field("backend", TEXT),
         field("jobID", UUID, optional=True),
@@ -279,13 +290,18 @@ class BackendChangesSerializer(NullIsAbsent):
         """Refuse waves for other verbs, confirmations without waves, and a backend that is named twice."""
         if attrs.get("waves") is not None and attrs["verb"] != "upgrade":
             raise serializers.ValidationError({"waves": ["only upgrades have waves"]})
-        if attrs.get("waves") is None and any(one.get("last_replicas") for one in attrs["backends"]):
+        if attrs.get("waves") is None and any(entry.get("last_replicas") for entry in attrs["backends"]):
             raise serializers.ValidationError({"last_replicas": ["needs waves"]})
-        if attrs["verb"] == "reinstall" and not all(one.get("nodes") for one in attrs["backends"]):
+        if attrs["verb"] == "reinstall" and not all(entry.get("nodes") for entry in attrs["backends"]):
             raise serializers.ValidationError({"nodes": ["are required to install again"]})
-        if len({one["backend"] for one in attrs["backends"]}) < len(attrs["backends"]):
+        if len({entry["backend"] for entry in attrs["backends"]}) < len(attrs["backends"]):
             raise serializers.ValidationError({"backends": ["names a backend twice"]})
         return attrs
+
+
+def _refused(command: BackendRequest, error: errors.ClusterError) -> dict[str, Any]:
+    details = {name: error.data.get(name, []) for name in ("last_replicas", "refusals")}
+    return {"backend": command.backend} | flat(error.message, error.field) | details
 
 
 class ChangesView(_CommandView):
@@ -297,20 +313,29 @@ class ChangesView(_CommandView):
     def post(self, request: Request) -> Response:
         """Upgrades, installs again or deletes each of `backends`, as one operation for each.
 
-        A backend that is refused does not affect the others.
+        All are checked first: if one is refused, none starts.
         """
         fields = validate_body(BackendChangesSerializer, request)
         by, kind = requester_of(request, []), _CHANGES[fields["verb"]]
-        results = []
-        for one in fields["backends"]:
-            command = BackendRequest(kind, one["backend"], force=kind == INSTALL)
-            outcome = {"backend": command.backend}
+        scopes: list[tuple[BackendRequest, RequestScope]] = []
+        checked: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
+        for entry in fields["backends"]:
+            command = BackendRequest(kind, entry["backend"], force=kind == INSTALL)
             try:
-                admission = admit_command(by, command, one | {"waves": fields.get("waves")})
-                outcome |= accepted_body(admission, kind)
+                scope = check_command(by, command, entry | {"waves": fields.get("waves")})
+                refuse_by_name(command, [node.id for node in scope.nodes], field="nodes")
+                scopes.append((command, scope))
+                checked.append({"backend": command.backend})
             except errors.ClusterError as error:
-                outcome |= flat(error.message, error.field)
-                outcome |= {name: error.data.get(name, []) for name in ("last_replicas", "refusals")}
+                checked.append(_refused(command, error))
+        if len(scopes) < len(checked):
+            return Response(CHANGE_OUTCOMES.of(results=[CHANGE_OUTCOME.of(**outcome) for outcome in checked]))
+        for command, scope in scopes:
+            try:
+                outcome = {"backend": command.backend} | accepted_body(_admit(command, scope), kind)
+            except errors.ClusterError as error:  # The state has changed since the check.
+                outcome = _refused(command, error)
             results.append(CHANGE_OUTCOME.of(**outcome))
         return Response(CHANGE_OUTCOMES.of(results=results))
 

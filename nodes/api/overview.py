@@ -46,8 +46,8 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 MOST_NODES = 1000
 """Most nodes of the strip."""
 MOST_GROUPS = MOST_RUNNING = 10
-MOST_FAILURES = 5000
-"""Most failures that are grouped."""
+MOST_FAILURES = 2000
+"""Most failures that are grouped, of nodes and of whole operations; the newest."""
 MOST_NAMED = 5
 FULL_DISK = 0.05
 """Fraction of a models disk that is free below which the disk counts as full."""
@@ -287,7 +287,7 @@ def _failures() -> Iterator[Row]:
 
 _NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (
     (
-        *("silent_nodes", "error", "Nothing is heard from the node"),
+        *("silent_nodes", "error", "The node sends no heartbeats"),
         lambda node: node.status == NodeStatus.OFFLINE and node.offline_recovers,
     ),
     ("unhealthy_nodes", "error", "The node is unhealthy", lambda node: node.status == NodeStatus.UNHEALTHY),

@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import RequestScope
-from nodes.backends.waves import Options, nodes_at_once
+from nodes.backends.waves import Options
 from operations.api.jobs import found as find_operation
 from operations.api.serializers import MOST_NODES
 from operations.api.verbs import describe_verb
@@ -73,13 +73,14 @@ class WaveOptionsSerializer(NullIsAbsent):
     )
 
 
-def with_waves(scope: RequestScope, fields: Mapping[str, Any], nodes: int) -> RequestScope:
-    """Return the scope with the wave options of a request for this number of nodes, if it has any."""
+def with_waves(scope: RequestScope, fields: Mapping[str, Any]) -> RequestScope:
+    """Return the scope with the wave options of a request, if it has any.
+
+    A percentage stays one: tried again for fewer nodes, it is fewer at a time.
+    """
     if (waves := fields.get("waves")) is None:
         return scope
-    at_once = nodes_at_once(waves.get("max_unavailable", Options.max_unavailable), nodes)
-    options = Options(**{**waves, "max_unavailable": at_once})
-    return replace(scope, waves=options, last_replicas=sorted(set(fields.get("last_replicas", ()))))
+    return replace(scope, waves=Options(**waves), last_replicas=sorted(set(fields.get("last_replicas", ()))))
 
 
 def last_replicas_field() -> serializers.ListField:
@@ -120,4 +121,4 @@ class WavesView(APIView):
             now=clock.now(),
         )
         stopped = fields["choice"] == wave_requests.STOP
-        return Response({"success": True, "message": "stopped" if stopped else "goes on"})
+        return Response({"success": True, "message": "stopped" if stopped else "continued"})

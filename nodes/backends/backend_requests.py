@@ -15,7 +15,7 @@ from uuid import UUID
 from localai_cluster.kit import errors
 from localai_cluster.kit.leases import among
 from nodes.backends import node_commands
-from nodes.backends.waves import Options
+from nodes.backends.waves import Options, nodes_at_once
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
 from operations.ledger import target_changes
@@ -134,7 +134,11 @@ class RequestScope:
 
     def payload(self) -> dict[str, Any]:
         """Return the part of the operation's payload that stores the scope."""
-        waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas)} if self.waves else None
+        waves = None
+        if self.waves:
+            # For clients; a percentage is resolved again when the request is repeated for other nodes.
+            at_once = nodes_at_once(self.waves.max_unavailable, len(self.nodes))
+            waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas), "at_once": at_once}
         drains = {"drains": True} if self.drains else {}
         return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 

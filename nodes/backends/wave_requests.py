@@ -48,13 +48,11 @@ def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> di
     loaded = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
     counts = loaded.order_by().values_list("node_id").annotate(replicas=Count("pk"))
     replicas, last = dict(counts), drains.last_replicas(backend, ids)
-    return plan(
-        (
-            Member(node.id, node.name, replicas.get(node.id, 0), node.id in last, node.status == "healthy")
-            for node in nodes
-        ),
-        options,
-    )
+    members = [
+        Member(node.id, node.name, replicas.get(node.id, 0), node.id in last, node.status == "healthy")
+        for node in nodes
+    ]
+    return plan(members, options)
 
 
 def choose(

@@ -13,7 +13,7 @@ Locks: intents, then operations, both in the order of their ids. Then intents ar
 ones in the order of nodes and backends; a locked row of a node is skipped. The counter of changes comes last.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID, uuid4
@@ -31,14 +31,16 @@ from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Stat
 
 CANARY = 0
 """Number of the canary's wave; the others count from 1."""
+MOST_NAMED = 5
+"""Names in the question after a failed wave."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a request for waves."""
 
-    max_unavailable: int = 1
-    """Nodes at a time, at least 1."""
+    max_unavailable: int | str = 1
+    """Nodes at a time, at least 1, or a percentage of the request's nodes such as "25%"."""
     canary: bool = True
     pause_seconds: int = 0
     """Pause between the end of a wave and the next one."""
@@ -70,13 +72,14 @@ class Member:
     present: bool = True
 
 
-def plan(members: Iterable[Member], options: Options) -> dict[UUID, int]:
+def plan(members: Collection[Member], options: Options) -> dict[UUID, int]:
     """Return the wave of each node."""
+    at_once = nodes_at_once(options.max_unavailable, len(members))
     order: Sequence[Member] = sorted(members, key=lambda m: (not m.present, m.last, m.replicas, m.name, m.id))
     first = min(1, len(order)) if options.canary else 0
     waves = {member.id: CANARY for member in order[:first]}
     for place, member in enumerate(order[first:]):
-        waves[member.id] = 1 + place // options.max_unavailable
+        waves[member.id] = 1 + place // at_once
     return waves
 
 
@@ -140,7 +143,7 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
         return _turn_after_pause(operation, all_parts, options, now)
     operation.waves = Waves.ASKS
     words = {TargetStatus.ERROR: "failed", TargetStatus.CANCELLED: "was cancelled"}
-    ended = [f"{words[status]} on {', '.join(names)}" for status, names in names_by_status.items() if names]
+    ended = [f"{words[status]} on {_some(names)}" for status, names in names_by_status.items() if names]
     what = operation.kind.removeprefix("backend_")
     reason = f"the {what} {' and '.join(ended)}: continue with the next wave, or stop"
     unopened = [target for target in all_parts if targets.held(target)]
@@ -148,6 +151,12 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
         target_changes.rest(reason, until=None)(target, now)
     _save([operation], {operation.id: all_parts}, unopened, now)
     return None
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others: each unopened target stores the text."""
+    shown = ", ".join(names[:MOST_NAMED])
+    return shown if len(names) <= MOST_NAMED else f"{shown} and {len(names) - MOST_NAMED} more"
 
 
 def _turn_after_pause(

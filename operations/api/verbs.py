@@ -57,12 +57,8 @@ def cancel_operation(operation: Operation, *, actor: str) -> Operation:
 
 
 def cancelled_words(operation: Operation) -> str:
-    """Return how many targets of a cancelled operation were cancelled. One query."""
-    statuses = list(OperationTarget.objects.filter(operation=operation).values_list("status", flat=True))
-    if len(statuses) < 2:
-        return "operation cancelled"
-    cancelled = statuses.count(TargetStatus.CANCELLED)
-    return f"{cancelled} cancelled, {len(statuses) - cancelled} had already finished"
+    """Return the answer for a cancelled operation; of several targets its message counts. One query."""
+    return operation.message if operation.targets.count() > 1 else "operation cancelled"
 
 
 def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:

@@ -227,8 +227,8 @@ def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> Row | No
     return WAVES.of(
         state=operation.waves,
         open=operation.open_wave,
-        count=len({target.wave for target in targets}),
-        maxUnavailable=plan["max_unavailable"],
+        count=len({target.wave for target in targets if target.wave is not None}),
+        maxUnavailable=plan.get("at_once", plan["max_unavailable"]),
         canary=plan["canary"],
         pauseSeconds=plan.get("pause_seconds", 0),
         stopAtFailures=plan.get("stop_at_failures", 1),
@@ -337,8 +337,10 @@ def change_of(
     if moved is None or len(moved) == len(targets):
         return as_dict(operation, targets)
     name = operation.element.rpartition("@")[2]
-    nodes = [target_as_dict(target, name) for target in moved]
-    return {**as_dict(operation), "nodes": nodes, PARTIAL: True}
+    row = as_dict(operation) | {"nodes": [target_as_dict(target, name) for target in moved], PARTIAL: True}
+    if (waves := _waves(operation, targets)) is not None:
+        row["waves"] = waves
+    return row
 
 
 def folded(changes: Iterable[Row]) -> list[Row]:

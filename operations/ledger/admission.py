@@ -245,7 +245,8 @@ def cancel(
 ) -> Operation:
     """Cancel the operation and its targets (O54, A67); a running attempt loses its fence.
 
-    `notes` maps an intent's id to the reason that its target shows. Raises NotFound, and Conflict if the
+    `notes` maps an intent's id to the reason that its target shows. Of several targets the message counts
+    those that this ended, and those that had succeeded or failed before. Raises NotFound, and Conflict if the
     operation cannot be cancelled.
     """
     with committed("ledger.cancel"):
@@ -255,7 +256,9 @@ def cancel(
         if not operation.cancellable:
             raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
         message = f"cancelled by {actor}"[:_LONGEST_ACTOR]
-        parts = list(OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED))
+        all_parts = list(OperationTarget.objects.filter(operation=operation))
+        parts = [part for part in all_parts if part.status not in targets.ENDED]
+        finished = sum(part.status in (TargetStatus.SUCCESS, TargetStatus.ERROR) for part in all_parts)
         for part in parts:
             note = (notes or {}).get(part.intent_id) if part.intent_id else None
             part.status, part.phase, part.finished_at = TargetStatus.CANCELLED, "", now
@@ -271,6 +274,8 @@ def cancel(
             "overdue_since",
         ]
         update_rows(parts, columns)
+        if len(all_parts) > 1:
+            message = f"{len(parts)} cancelled, {finished} had already finished (by {actor})"
         operation.status, operation.message, operation.phase = Status.CANCELLED, message, ""
         operation.lease_owner, operation.lease_until, operation.time_limit_at = "", None, None
         operation.finished_at = operation.updated_at = now

@@ -35,11 +35,11 @@ it("several backends and nodes are one request, and only an upgrade goes in wave
   ]);
 });
 
-it("a backend that fails does not keep the others back; last replicas are told apart (E49)", async () => {
-  results = [{ backend: "a", jobID: "1" }, { backend: "b", error: "busy" }, { backend: "c", error: "the last one", last_replicas: ["chat"] }, { backend: "d", jobID: "2" }, { backend: "e", error: "node n is draining", refusals: [{ node_id: "n", node_name: "n", reason: "node n is draining" }] }];
+it("tells apart what has started, what was refused and why, and what was held back (E49)", async () => {
+  results = [{ backend: "a", jobID: "1" }, { backend: "b", error: "busy" }, { backend: "c", error: "the last one", last_replicas: ["chat"] }, { backend: "d", jobID: "2" }, { backend: "e", error: "node n is draining", refusals: [{ node_id: "n", node_name: "n", reason: "node n is draining" }] }, { backend: "f" }];
   const outcome = await changeAll(
     "upgrade",
-    ["a", "b", "c", "d", "e"].map((backend) => ({ backend, nodes: ["n"], lastReplicas: [] })),
+    ["a", "b", "c", "d", "e", "f"].map((backend) => ({ backend, nodes: ["n"], lastReplicas: [] })),
     QUARTERS,
   );
   expect(outcome.started).toEqual(["a", "d"]);

@@ -28,7 +28,9 @@ export async function changeAll(verb: Verb, requests: readonly BackendRequest[],
   const outcome: Outcome = { started: [], lastReplicas: new Map(), refused: new Map(), failed: new Map() };
   for (const { backend, ...result } of results) {
     const lastReplicas = result.last_replicas ?? [];
-    if (result.error === undefined) outcome.started.push(backend);
+    if (result.jobID !== undefined) outcome.started.push(backend);
+    // Held back, because another one is refused.
+    else if (result.error === undefined) continue;
     else if (lastReplicas.length > 0) outcome.lastReplicas.set(backend, lastReplicas);
     else if ((result.refusals ?? []).length > 0) outcome.refused.set(backend, nodeRefusals(result.refusals));
     else outcome.failed.set(backend, new ApiError(result.error, 409, result.field));

@@ -44,19 +44,15 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
   const skipped = namesByNode.filter(([node]) => refusal("install", node) !== "");
   const several = fit.length > 1;
   const waves = verb === "upgrade" && several ? wavesOf(waveChoice) : null;
-  const requests = backendRequests(backends, (backend) => (outcome.lastReplicas.get(backend) ?? []).filter((model) => confirmed.has(model))).filter(
-    ({ backend }) => !outcome.started.includes(backend),
-  );
+  const requests = nextRequests(backendRequests(backends, (backend) => (outcome.lastReplicas.get(backend) ?? []).filter((model) => confirmed.has(model))), outcome);
   const toConfirm = waves !== null ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
   const why = problemOf(fit, toConfirm, confirmed) || (several && verb === "upgrade" ? waveProblem(waveChoice) : "");
   const submission = useAction(
     () => changeAll(verb, requests, waves),
     (now) => {
-      // Confirmed models stay confirmed: the next answer names only new ones.
-      const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
-      const refused = new Map([...outcome.refused, ...[...now.refused].map(([backend, nodes]) => [backend, [...(outcome.refused.get(backend) ?? []), ...nodes]] as const)]);
-      setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last, refused });
-      if (now.started.length < requests.length) return;
+      const after = merged(outcome, now);
+      setOutcome(after);
+      if (now.started.length < requests.length || after.failed.size > 0) return;
       announce(`${LABEL[verb]} requested`);
       onClose();
     },
@@ -100,6 +96,23 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
       </form>
     </Dialog>
   );
+}
+
+/** The outcome after one more answer, which names only what is new: confirmed models stay confirmed. */
+function merged(before: Outcome, now: Outcome): Outcome {
+  const failed = [...before.failed, ...now.failed].filter(([backend]) => !now.started.includes(backend));
+  return { started: [...before.started, ...now.started], lastReplicas: appended(before.lastReplicas, now.lastReplicas), refused: appended(before.refused, now.refused), failed: new Map(failed) };
+}
+
+function appended<Item>(before: ReadonlyMap<string, readonly Item[]>, now: ReadonlyMap<string, readonly Item[]>): Map<string, readonly Item[]> {
+  return new Map([...before, ...[...now].map(([backend, items]) => [backend, [...(before.get(backend) ?? []), ...items]] as const)]);
+}
+
+/** What has not started; without what failed as long as there are others, which it would hold back. */
+function nextRequests(requests: readonly BackendRequest[], { started, failed }: Outcome): readonly BackendRequest[] {
+  const open = requests.filter(({ backend }) => !started.includes(backend));
+  const others = open.filter(({ backend }) => !failed.has(backend));
+  return others.length > 0 ? others : open;
 }
 
 /** The backends with the nodes that the server has not refused. */

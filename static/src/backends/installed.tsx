@@ -6,7 +6,7 @@ import { useAction } from "../api/action";
 import { bytes, count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
-import type { LiveNode, Operation } from "../live/messages";
+import type { LiveNode } from "../live/messages";
 import { useWork } from "../operations/watch";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
@@ -64,14 +64,13 @@ function Check(): ReactNode {
 function Rows({ data }: { data: InstalledData }): ReactNode {
   const nodes = useThrottledNodes();
   const catalogue = useCatalogue();
-  const { operations } = useWork();
   const [filter, setFilter] = useInAddress(parseFilter, filterAddress);
   const [openChange, setOpenChange] = useState<Change | null>(null);
   const entries = catalogue.data?.backends;
   const rows = useMemo(() => rowsOf(data.installed, data.upgrades, entries ?? [], nodes), [data, entries, nodes]);
   const settled = useDeferredValue(filter);
   const shown = useMemo(() => shownRows(rows, settled), [rows, settled]);
-  const columns = useMemo(() => columnsOf([...operations.values()].filter((operation) => operation.isBackend), setOpenChange), [operations]);
+  const columns = useMemo(() => columnsOf(setOpenChange), []);
   if (rows.length === 0) {
     return (
       <Empty title="No backends installed">
@@ -102,7 +101,7 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
 
 const nameOf = ({ name }: Row) => name;
 
-function columnsOf(operations: readonly Operation[], onChange: (change: Change) => void): readonly Column<Row>[] {
+function columnsOf(onChange: (change: Change) => void): readonly Column<Row>[] {
   return [
     {
       key: "backend",
@@ -121,14 +120,20 @@ function columnsOf(operations: readonly Operation[], onChange: (change: Change) 
     {
       key: "work",
       title: "Operations",
-      cell: ({ name }) => (
-        <div className="row wrap">
-          <WorkPills operations={workOn(operations, name)} name={name} />
-        </div>
-      ),
+      cell: ({ name }) => <RowWork name={name} />,
     },
     { key: "actions", title: "Actions", cell: (row) => <Actions row={row} onChange={onChange} /> },
   ];
+}
+
+/** What goes on with a backend: operations change often, and the columns stay. */
+function RowWork({ name }: { name: string }): ReactNode {
+  const { operations } = useWork();
+  return (
+    <div className="row wrap">
+      <WorkPills operations={workOn([...operations.values()].filter((operation) => operation.isBackend), name)} name={name} />
+    </div>
+  );
 }
 
 function largest(places: readonly Place[]): number {

@@ -58,6 +58,6 @@ it("shows one card for each operation, and cancels all of them in one request", 
 
 it("a cancelled operation says how many of its nodes had finished", async () => {
   const nodes = (["success", "cancelled", "cancelled"] as const).map((status, n) => ({ node_id: `n${n}`, node_name: `n${n}`, status, percentage: 0 }));
-  await open("", install("a", { status: "cancelled", finishedAt: at(1), nodes }));
+  await open("", install("a", { status: "cancelled", message: "2 cancelled, 1 had already finished (by anna)", finishedAt: at(1), nodes }));
   expect((await screen.findByRole("region", { name: "Recently finished" })).textContent).toContain("2 cancelled, 1 had already finished");
 });

@@ -85,7 +85,7 @@ interface SectionsProps {
 const Sections = memo(function Sections({ work, choice, linkedJob, onAll }: SectionsProps): ReactNode {
   const connection = useLive((state) => state.connection);
   const shown = useMemo(() => [...work.operations.values()].filter((operation) => shows(choice.show, operation) && finds(choice.q, operation)), [work.operations, choice]);
-  const active = useMemo(() => shown.filter(isActive).sort((left, right) => left.progress - right.progress || left.seq - right.seq), [shown]);
+  const active = useMemo(() => shown.filter(isActive).sort(newestFirst), [shown]);
   const failed = useMemo(() => failureGroups(shown.filter(needsAttention)), [shown]);
   const ended = useMemo(() => endedOf(shown), [shown]);
   if (!work.isKnownTotal) return <NotYet waiting={connection === "connecting" || connection === "live"} />;
@@ -106,6 +106,11 @@ const Sections = memo(function Sections({ work, choice, linkedJob, onAll }: Sect
     </>
   );
 });
+
+/** By what does not change: a card does not swap places with another while it is read. */
+function newestFirst(left: Operation, right: Operation): number {
+  return Date.parse(right.createdAt) - Date.parse(left.createdAt) || left.jobID.localeCompare(right.jobID);
+}
 
 interface SectionProps<Item> {
   title: string;

@@ -90,8 +90,12 @@ export function chooseWaves(operation: Pick<Operation, "jobID">, choice: "contin
   return call(client.POST("/api/operations/{job_id}/waves", { params: { path: { job_id: operation.jobID } }, body }));
 }
 
+/** Kinds beside those of backends and nodes that are carried out again as they were requested. */
+const RETRIED: ReadonlySet<string> = new Set(["model_import", "model_files_remove", "definition_delete"]);
+
 /** True if a failed or cancelled operation can be retried; a load cannot, because it comes again with its request. */
 export function canRetry({ kind, status, nodes = [] }: Pick<Operation, "kind" | "status" | "nodes">): boolean {
   const leftOut = status === "completed" && nodes.some((target) => target.status === "cancelled");
-  return (kind.startsWith("backend_") || kind.startsWith("node_")) && (status === "failed" || status === "cancelled" || leftOut);
+  const isRetried = kind.startsWith("backend_") || kind.startsWith("node_") || RETRIED.has(kind);
+  return isRetried && (status === "failed" || status === "cancelled" || leftOut);
 }

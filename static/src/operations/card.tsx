@@ -1,5 +1,5 @@
 // The cards of the activity pages: an operation under way with its nodes, and failures with their causes.
-import { memo, type ReactNode } from "react";
+import { memo, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { count } from "../lib/format";
 import type { Operation } from "../live/messages";
@@ -11,7 +11,7 @@ import { causesOf, wordsOf, type FailureGroup } from "./causes";
 import { Causes } from "./causes-list";
 import { FailureActions, TargetRetry, Reason } from "./failure";
 import { NextCheck, SilenceNotice, WorkGlyph } from "./lines";
-import { groups, hasFailed, type Target } from "./model";
+import { groups, hasFailed, type Group, type Target } from "./model";
 import type { Pace } from "./pace";
 import { NodeLink, Targets } from "./targets";
 import { progressTimes } from "./silence";
@@ -30,7 +30,7 @@ interface ProgressCardProps {
 
 /** An operation under way. */
 export const ProgressCard = memo(function ProgressCard({ operation, pace, linkedJob, isTop = false }: ProgressCardProps): ReactNode {
-  const [work] = groups([operation], new Map());
+  const work = useGroup(operation);
   if (work === undefined) return null;
   const { targets } = work;
   const figuresText = numbers(work, pace);
@@ -57,6 +57,15 @@ export const ProgressCard = memo(function ProgressCard({ operation, pace, linked
     </Card>
   );
 });
+
+/** The operation as a group, whose progress does not go back. */
+function useGroup(operation: Operation): Group | undefined {
+  const [previous, setPrevious] = useState<Group>();
+  const [group] = useMemo(() => groups([operation], new Map(previous === undefined ? [] : [[previous.id, previous]])), [operation, previous]);
+  // Drawn again at once: the group of an unchanged operation is the previous one.
+  if (group !== previous) setPrevious(group);
+  return group;
+}
 
 interface FailureCardProps {
   group: FailureGroup;

@@ -99,7 +99,7 @@ function Rows(props: RowsProps): ReactNode {
   return (
     <ul aria-label={`Nodes of ${name}`}>
       {cause.targets.map((target) => (
-        <li key={`${target.job.jobID} ${target.id}`}>
+        <li key={keyOf(target)}>
           <Row target={target} {...props} />
         </li>
       ))}
@@ -107,10 +107,14 @@ function Rows(props: RowsProps): ReactNode {
   );
 }
 
+function keyOf(target: Target | undefined): string | undefined {
+  return target && `${target.job.jobID} ${target.id}`;
+}
+
 function VirtualRows(props: RowsProps): ReactNode {
   const { targets } = props.cause;
   const scroll = useRef<HTMLDivElement>(null);
-  const virtual = useVirtualizer({ count: targets.length, getScrollElement: () => scroll.current, estimateSize: () => ROW_HEIGHT, overscan: 5, useFlushSync: false });
+  const virtual = useVirtualizer({ count: targets.length, getScrollElement: () => scroll.current, estimateSize: () => ROW_HEIGHT, getItemKey: (index) => keyOf(targets[index]) ?? index, overscan: 5, useFlushSync: false });
   return (
     // Scrolled by keys as well.
     <div ref={scroll} className="cause-rows" role="group" tabIndex={0} aria-label={`${numberOf(targets, props.isSeveral)}: ${props.cause.text}`}>
@@ -149,8 +153,9 @@ function Row({ target, name, isSeveral, actions }: RowsProps & { target: Target 
   );
 }
 
-function RowDismiss({ target: { job, name } }: { target: Target }): ReactNode {
-  const dismissing = useAction(() => dismiss(job));
+/** Dismisses this failure only; the failures of the operation on other nodes stay. */
+function RowDismiss({ target: { job, name, nodeID } }: { target: Target }): ReactNode {
+  const dismissing = useAction(() => dismiss(job, "", (job.nodes ?? []).length > 1 ? [nodeID] : []));
   return (
     <>
       <Button small busy={dismissing.busy} aria-label={`Dismiss ${job.name} on ${name}`} onClick={() => dismissing.run()}>

@@ -58,9 +58,11 @@ function latestFirst(left: Operation, right: Operation): number {
   return ended(right) - ended(left) || right.seq - left.seq;
 }
 
-/** "18 nodes", or "300 operations" if there are several. */
+/** "18 nodes"; of several operations "300 operations", or "12 failures in 3 operations" if one failed on several nodes. */
 export function numberOf(targets: readonly Target[], isSeveral: boolean): string {
-  return count(targets.length, isSeveral ? "operation" : "node");
+  if (!isSeveral) return count(targets.length, "node");
+  const operations = count(new Set(targets.map((target) => target.job.jobID)).size, "operation");
+  return operations === count(targets.length, "operation") ? operations : `${count(targets.length, "failure")} in ${operations}`;
 }
 
 /** The group in words: the verb, the subject, and where, such as "on 18 nodes". */

@@ -57,8 +57,33 @@ it("retries all that can be retried: a load comes again with its request", async
   const act = vi.mocked(calls.act).mockResolvedValue();
   vi.mocked(calls.canRetry).mockImplementation((operation) => operation.kind.startsWith("backend_"));
   await open(failure("a", 1), failure("b", 2, { kind: "model_load", isBackend: false, taskType: "staging" }));
-  fireEvent.click(screen.getByRole("button", { name: "Retry all (2)" }));
+  fireEvent.click(screen.getByRole("button", { name: "Retry all (2)…" }));
+  expect(act).not.toHaveBeenCalled();
+  fireEvent.click(within(screen.getByRole("alertdialog")).getByRole("button", { name: "Retry 1 operation" }));
   await vi.waitFor(() => expect(act.mock.calls.map(([verb, items]) => [verb, items.map((operation) => operation.jobID)])).toEqual([["retry", ["job-a"]]]));
+});
+
+it("keeps the buttons of the selection when all that was selected is gone", async () => {
+  const act = vi.mocked(calls.act).mockResolvedValue();
+  vi.mocked(calls.canRetry).mockReturnValue(true);
+  const store = await open(failure("a", 1), failure("b", 2));
+  fireEvent.click(screen.getByRole("checkbox", { name: "Select: Could not install backend on-a on a" }));
+  store.push({ type: "operations.delta", seq: 999, operations: [failure("a", 1, { dismissedAt: at(2), seq: 999 })] });
+  const button = await screen.findByRole("button", { name: /^Retry selected \(0\)/ });
+  fireEvent.click(button);
+  expect(act).not.toHaveBeenCalled();
+  fireEvent.click(screen.getByRole("checkbox", { name: "Select: Could not install backend on-b on b" }));
+  fireEvent.click(screen.getByRole("button", { name: "Retry selected (1)" }));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, items]) => [verb, items.map((operation) => operation.jobID)])).toEqual([["retry", ["job-b"]]]));
+});
+
+it("of several operations counts both, and dismisses a failure on its node only", async () => {
+  const dismiss = vi.mocked(calls.dismiss).mockResolvedValue({});
+  const nodes = (job: string) => [0, 1].map((n) => ({ node_id: `${job}${n}`, node_name: `${job}-${n}`, status: "error" as const, percentage: 0, error: "full", cause: "full" }));
+  await open(failure("x", 1, { nodes: nodes("x") }), failure("y", 2, { nodes: nodes("y") }));
+  expect(screen.getByRole("button", { name: "4 failures in 2 operations: full", expanded: true })).toBeTruthy();
+  fireEvent.click(screen.getByRole("button", { name: "Dismiss on-x on x-1" }));
+  await vi.waitFor(() => expect(dismiss.mock.calls.map(([job, , ids]) => [job.jobID, ids])).toEqual([["job-x", ["x1"]]]));
 });
 
 it("of several nodes offers all that failed, and each of them", async () => {
@@ -76,7 +101,7 @@ it("300 equal failures are one card, whatever the numbers and nodes in their err
   vi.mocked(calls.canRetry).mockReturnValue(true);
   await open(...Array.from({ length: 300 }, (_, n) => failure(`n${n}`, n, { error: `${n} MiB free on n${n}`, cause: "… free on …" })), failure("other", 500, { cause: "no image" }));
   expect(lines()).toEqual(["Could not install backend on-other on other", "Could not install backend in 300 operations"]);
-  expect(screen.getByRole("button", { name: /^▸ 300 operations: … free on …$/ }).getAttribute("aria-expanded")).toBe("false");
+  expect(screen.getByRole("button", { name: /300 operations: … free on …$/ }).getAttribute("aria-expanded")).toBe("false");
   fireEvent.click(screen.getByRole("button", { name: /^Retry all: .* in 300 operations$/ }));
   await vi.waitFor(() => expect(act.mock.calls.map(([verb, items]) => [verb, items.length])).toEqual([["retry", 300]]));
 });

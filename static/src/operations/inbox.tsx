@@ -9,6 +9,7 @@ import type { Operation } from "../live/messages";
 import { needsAttention } from "../live/store";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
+import { Confirm } from "../ui/dialog";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import "./activity.css";
@@ -49,14 +50,15 @@ function Failures({ groups, failures }: { groups: readonly FailureGroup[]; failu
   const chosen = failures.filter((operation) => selected.has(operation.jobID));
   const pick = (picked: readonly Operation[], on: boolean) =>
     setSelected((previous) => {
-      const after = new Set(previous);
+      const listed = new Set(failures.map(({ jobID }) => jobID));
+      const after = new Set([...previous].filter((jobID) => listed.has(jobID)));
       for (const { jobID } of picked) if (on) after.add(jobID); else after.delete(jobID);
       return after;
     });
   const select = (group: FailureGroup, on: boolean) => pick(group.operations, on);
   return (
     <>
-      <Bulk failures={failures} chosen={chosen} onPick={pick} onDismiss={setDismissing} />
+      <Bulk failures={failures} chosen={selected.size > 0 ? chosen : null} onPick={pick} onDismiss={setDismissing} />
       <ul className="inbox" aria-label="Failures">
         {groups.slice(0, limit).map((group) => (
           <li key={group.id}>
@@ -79,39 +81,57 @@ type Dismiss = (dismissed: readonly Operation[]) => void;
 
 interface BulkProps {
   failures: readonly Operation[];
-  chosen: readonly Operation[];
+  /** Null: nothing is selected, which means all of them. Empty: all that was selected is no longer here. */
+  chosen: readonly Operation[] | null;
   onPick: Pick;
   onDismiss: Dismiss;
 }
 
 function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
   const retrying = useRetry();
-  // Nothing selected means all of them.
-  const chosenFailures = chosen.length > 0 ? chosen : failures;
-  const selectionText = chosen.length > 0 ? `selected (${chosen.length})` : `all (${failures.length})`;
+  const [isAsking, setIsAsking] = useState(false);
+  // The buttons stay those of the selection when what was selected goes: a press must not act on all instead.
+  const chosenFailures = chosen ?? failures;
+  const selectionText = chosen === null ? `all (${failures.length})` : `selected (${chosen.length})`;
   const possible = chosenFailures.filter(canRetry);
+  const refusal = chosenFailures.length === 0 ? "The selected failures are no longer in the inbox" : "";
   return (
     <>
       <div className="row wrap" role="toolbar" aria-label="Failures">
         <label className="row">
           <input
             type="checkbox"
-            checked={chosen.length === failures.length}
+            checked={chosen?.length === failures.length}
             ref={(box) => {
-              if (box !== null) box.indeterminate = chosen.length > 0 && chosen.length < failures.length;
+              if (box !== null) box.indeterminate = chosen !== null && chosen.length < failures.length;
             }}
             onChange={(event) => onPick(failures, event.target.checked)}
           />
           Select all
         </label>
-        <Button small busy={retrying.busy} refusal={possible.length === 0 ? "None of these can be retried" : ""} onClick={() => retrying.run(possible)}>
+        <Button small busy={retrying.busy} refusal={refusal || (possible.length === 0 ? "None of these can be retried" : "")} onClick={() => (chosen === null ? setIsAsking(true) : retrying.run(possible))}>
           Retry {selectionText}
+          {chosen === null && "…"}
         </Button>
-        <Button small onClick={() => onDismiss(chosenFailures)}>
+        <Button small refusal={refusal} onClick={() => onDismiss(chosenFailures)}>
           Dismiss {selectionText}…
         </Button>
       </div>
       <Problem error={retrying.error} onDismiss={retrying.forget} />
+      {isAsking && (
+        <Confirm
+          open
+          onClose={() => setIsAsking(false)}
+          title={`Retry ${count(possible.length, "operation")}`}
+          action={`Retry ${count(possible.length, "operation")}`}
+          onConfirm={() => {
+            setIsAsking(false);
+            retrying.run(possible);
+          }}
+        >
+          <p>Each is requested again where it failed{possible.length < failures.length && `; ${count(failures.length - possible.length, "failure")} cannot be retried`}.</p>
+        </Confirm>
+      )}
     </>
   );
 }

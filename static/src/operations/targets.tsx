@@ -1,5 +1,5 @@
 // The nodes of a piece of work, a line each: open by default while they are few, else behind a button, with counts by
-// state and a filter for those that failed. Of a thousand, fifty are drawn until all are asked for.
+// state and a filter for those that failed. Of a thousand, fifty are drawn, and more on request.
 import { memo, useId, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { bytes, count, formatTimeLeft as timeLeft } from "../lib/format";
@@ -19,6 +19,7 @@ import { pageOf } from "./words";
 
 const FEW = 4;
 const AT_ONCE = 50;
+const MORE = 200;
 
 interface TargetsProps {
   targets: readonly Target[];
@@ -32,12 +33,12 @@ export function Targets({ targets, name, linkedJob }: TargetsProps): ReactNode {
   // A person's choice stays when the number of nodes changes.
   const [chosen, setChosen] = useState<boolean | null>(null);
   const [only, setOnly] = useState(false);
-  const [isExpanded, setIsExpanded] = useState(false);
+  const [limit, setLimit] = useState(AT_ONCE);
   const id = useId();
   const filtered = only && failed.length > 0 ? failed : targets;
   const sought = filtered.findIndex((target) => target.job.jobID === linkedJob);
   const open = chosen ?? (targets.length <= FEW || sought >= 0);
-  const shown = isExpanded ? filtered.length : Math.max(AT_ONCE, sought + 1);
+  const shown = Math.max(limit, sought + 1);
   return (
     <div className="parts">
       <div className="row wrap">
@@ -55,8 +56,8 @@ export function Targets({ targets, name, linkedJob }: TargetsProps): ReactNode {
         {open && filtered.slice(0, shown).map((target) => <TargetLine key={target.id} target={target} name={name} pace={paces.get(targetKey(target.job, target.nodeID))} />)}
       </ul>
       {open && filtered.length > shown && (
-        <Button small onClick={() => setIsExpanded(true)}>
-          Show all ({filtered.length})
+        <Button small onClick={() => setLimit(shown + MORE)}>
+          Show more ({filtered.length - shown})
         </Button>
       )}
     </div>

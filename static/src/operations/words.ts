@@ -134,13 +134,10 @@ export function doing(kind: Kind): string {
   return verb(kind).doing.toLowerCase();
 }
 
-/** The outcome, for the list of ended operations: "installed in 40s", "removed", "40 cancelled, 60 had already finished". */
+/** The outcome, for the list of ended operations: "installed in 40s", "removed", "40 cancelled, 60 had already finished (by anna)". */
 export function outcome(operation: Operation, took: string): string {
-  const { nodes = [] } = operation;
-  if (operation.status === "cancelled" && nodes.length > 1) {
-    const cancelled = nodes.filter((target) => target.status === "cancelled").length;
-    return `${cancelled} cancelled, ${nodes.length - cancelled} had already finished`;
-  }
+  // The server has counted: nodes that were left out or cancelled before do not count.
+  if (operation.status === "cancelled" && (operation.nodes ?? []).length > 1) return operation.message || "cancelled";
   if (operation.status === "cancelled") return "cancelled";
   if (operation.status === "failed") return "failed";
   const done = verb(operation).done.toLowerCase();

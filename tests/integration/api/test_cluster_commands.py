@@ -115,7 +115,7 @@ CHANGES = "/api/backends/changes"
 
 @pytest.mark.rule("http-4.2", "E49")
 def test_several_backends_change_by_one_request() -> None:
-    """Review R2: leaving the page must not lose half of them; one refusal does not affect the others."""
+    """Review R2: leaving the page must not lose half of them. If one is refused, none starts."""
     a, b, unknown = node("a", has="echo"), node("b", has="other"), str(uuid4())
     NodeBackend.objects.create(node=b, name="echo")
     backends = [
@@ -124,11 +124,22 @@ def test_several_backends_change_by_one_request() -> None:
         {"backend": "other", "nodes": [str(b.id)]},
     ]
     body = {"verb": "upgrade", "backends": backends, "waves": {}}
-    echo, absent, other = post(CHANGES, body).json()["results"]
+    assert post(CHANGES, body).json()["results"] == [
+        {"backend": "echo"},
+        {"backend": "absent", "error": f"node {unknown} is not registered", "field": "nodes"},
+        {"backend": "other"},
+    ]
+    BackendNode.objects.update(inventory_at=clock.now())
+    absent = {"backend": "absent", "nodes": [str(a.id), str(b.id)]}
+    unlisted = post(CHANGES, body | {"backends": [backends[0], absent]}).json()["results"]
+    assert unlisted[0] == {"backend": "echo"}
+    assert [refusal["node_name"] for refusal in unlisted[1]["refusals"]] == ["a", "b"]
+    assert not Operation.objects.exists()
+    body["backends"] = [backends[0], backends[2]]
+    echo, other = post(CHANGES, body).json()["results"]
     assert (parts(echo["jobID"]), parts(other["jobID"])) == (["a", "b"], ["b"])
-    assert absent == {"backend": "absent", "error": f"node {unknown} is not registered", "field": "nodes"}
     again = post(CHANGES, body).json()["results"]
-    assert [one.get("jobID") for one in again] == [echo["jobID"], None, other["jobID"]]
+    assert [entry["jobID"] for entry in again] == [echo["jobID"], other["jobID"]]
     assert again[0]["deduplicated"]
 
 

@@ -51,6 +51,19 @@ def test_one_part_ends_for_good_and_the_others_go_on() -> None:
     assert cancel(operation, two) == (409, "the operation is completed already")
 
 
+@pytest.mark.rule("A67", "O54")
+def test_a_cancel_counts_what_it_ended_and_what_had_finished_before() -> None:
+    """A part that was cancelled before is neither."""
+    nodes = [hot.node(name) for name in ("one", "two", "three", "four")]
+    operation = ask(INSTALL, *nodes)
+    end(*(intent for intent in claim(4) if intent.node.name == "two"))
+    cancel(operation, nodes[0])
+    answer = api.admin().post(f"/api/operations/{operation.id}/cancel")
+    message = "2 cancelled, 1 had already finished (by static-key)"
+    assert (answer.status_code, answer.json()["message"]) == (200, message)
+    assert again(operation).message == message
+
+
 @pytest.mark.rule("A68", "A84")
 def test_a_begun_part_is_called_off_and_its_late_answer_changes_nothing() -> None:
     one, two = hot.node("one"), hot.node("two")

@@ -134,7 +134,7 @@ def test_the_choice_is_made_by_the_api() -> None:
     url = f"/api/operations/{operation.id}/waves"
     assert api.admin().post(url, {"choice": "later"}).status_code == 400
     assert api.admin().post(url, {}).status_code == 400
-    assert api.admin().post(url, {"choice": "continue"}).json() == {"success": True, "message": "goes on"}
+    assert api.admin().post(url, {"choice": "continue"}).json() == {"success": True, "message": "continued"}
     assert claimed().keys() == {"b"}
     assert api.admin().post(url, {"choice": "continue"}).status_code == 409
     assert api.admin().post(url, {"choice": "stop"}).json() == {"success": True, "message": "stopped"}
@@ -172,3 +172,13 @@ def test_a_cancel_that_meets_the_opening_of_a_wave_leaves_no_intent(monkeypatch:
     assert again(operation).status == "cancelled"
     assert not PendingBackendOp.objects.exists()
     assert len(read) > 2
+
+
+def test_the_question_names_five_nodes_and_counts_the_others() -> None:
+    """Each target whose wave is not open stores the text."""
+    operation = asked(fleet(*"abcdefgh"), canary=False, max_unavailable=7)
+    settled(*claimed().values(), outcome=Ended(error="full"))
+    reason = "the upgrade failed on a, b, c, d, e and 2 more: continue with the next wave, or stop"
+    assert story(operation)["h"] == (2, "queued", reason)
+    (listed,) = api.admin().get("/api/operations").json()["operations"]
+    assert listed["waves"]["count"] == 2

@@ -80,6 +80,7 @@ function changed(store: LiveStore, jobID: string, previous: Operation | undefine
     const done = () => {
       clearTimeout(timer);
       stop();
+      signal.removeEventListener("abort", done);
       resolve();
     };
     const timer = setTimeout(done, POLL_MS);
