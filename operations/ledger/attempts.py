@@ -166,6 +166,14 @@ def put_back(
         emit([operation])
 
 
+def remember(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -> None:
+    """Add entries to the operation's payload, for later attempts."""
+    with committed("ledger.remember"):
+        operation = owned(operation_id, fence)
+        operation.payload = {**operation.payload, **entries}
+        operation.save(update_fields=["payload"])
+
+
 _CLAIMED = [
     *leases.COLUMNS, "status", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
