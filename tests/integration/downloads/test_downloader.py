@@ -178,7 +178,7 @@ async def test_a_file_is_remembered_before_it_has_its_name(
 ) -> None:
     """A kill at any line between the two leaves a file that the next attempt knows."""
 
-    class Killed(BaseException):
+    class Killed(Exception):
         pass
 
     def die(self: PartialFile) -> None:

@@ -70,6 +70,10 @@ def asked(plan: ImportPlan, *, load: bool = False) -> Operation:
     return request_import(plan, actor="ann", now=clock.now(), load=load).operation
 
 
+def put_back(payload: dict[str, Any]) -> None:
+    Operation.objects.update(status="pending", lease_until=None, payload=payload)
+
+
 class Controller:
     """Claims and runs attempts as a controller does; `ticks` is what it reported."""
 
@@ -199,11 +203,7 @@ async def test_a_source_that_never_gets_further_is_given_up(plan: ImportPlan, so
             await Controller().run()
         row = await in_thread(lambda: Operation.objects.get(pk=operation.id))
         payload = {**row.payload, imports.STALLED_SINCE: stalled}
-        await in_thread(
-            lambda payload=payload: Operation.objects.update(
-                status="pending", lease_until=None, payload=payload
-            )
-        )
+        await in_thread(put_back, payload)
         assert payload[imports.REACHED] == max(drop, 2000)
 
 
