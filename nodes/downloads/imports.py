@@ -14,6 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from django.db import transaction
+
 from localai_cluster.kit import backoff, clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
@@ -94,7 +96,7 @@ def request_import(
 
 def _load_too(joined: Operation) -> None:
     """Have the import that was joined load the model; load it now if its definition is there already."""
-    with committed("imports.join"):
+    with transaction.atomic():
         operation = locked(joined.id)
         if SAVED in operation.payload:
             _request_load(operation)
@@ -228,7 +230,7 @@ class _FetchedFiles:
         await in_thread(self._add, file, sha256)
 
     def _add(self, file: SourceFile, sha256: str) -> None:
-        with committed("imports.fetched"):
+        with transaction.atomic():
             fetched = owned(*self.work.attempt).payload.get(FETCHED, {})
             entry = {"source": file.url, "sha256": sha256}
             remember(*self.work.attempt, {FETCHED: {**fetched, file.path: entry}})
