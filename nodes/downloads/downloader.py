@@ -8,9 +8,10 @@ verified before it has its own name.
 
 import asyncio
 import logging
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -58,6 +59,16 @@ class SourceOpener(Protocol):
         """Open the file at byte `offset`, for `length` bytes or all. Raise SourceError."""
 
 
+class FetchedFiles(Protocol):
+    """Remembers the files without a published hash that were fetched from their sources."""
+
+    async def hashes_of(self, file: SourceFile) -> Collection[str]:
+        """Return the hashes that the file had whenever it was fetched from this address."""
+
+    async def add(self, file: SourceFile, sha256: str) -> None:
+        """Remember the file, which is complete."""
+
+
 class FileConflict(SourceError):
     """Another file has the name of one that is to be downloaded."""
 
@@ -73,6 +84,14 @@ class _StartOver(Exception):
 class DownloadMeter(UploadMeter):
     """The progress of all files of an import. The sizes of some may be unknown at first."""
 
+    furthest: dict[str, int] = field(default_factory=dict)
+    """The greatest position of each file: one that starts over makes no progress before it."""
+
+    @property
+    def reached(self) -> int:
+        """The greatest positions of all files together."""
+        return sum(self.furthest.values())
+
     def set_size(self, path: str, size: int) -> None:
         """Record the size of a file as its source has it."""
         self.sizes = {**self.sizes, path: size}
@@ -80,7 +99,13 @@ class DownloadMeter(UploadMeter):
     def set_position(self, path: str, position: int) -> None:
         """Record the bytes of the file that are here, received earlier or by another operation."""
         self.positions[path] = position
+        self.furthest[path] = max(self.furthest.get(path, 0), position)
         self.sizes = {**self.sizes, path: max(self.sizes[path], position)}
+
+    def finish_file(self, relative: str) -> None:
+        """Record that the file is here."""
+        super().finish_file(relative)
+        self.set_position(relative, self.positions[relative])
 
     def add_received(self, path: str, count: int) -> None:
         """Record that more bytes of the file have arrived."""
@@ -103,9 +128,15 @@ class Download:
     """The download of one file into the folder `models`, over at most `connections` connections."""
 
     def __init__(
-        self, file: SourceFile, models: Path, opener: SourceOpener, meter: DownloadMeter, connections: int
+        self,
+        file: SourceFile,
+        models: Path,
+        opener: SourceOpener,
+        meter: DownloadMeter,
+        connections: int,
+        fetched_files: FetchedFiles,
     ) -> None:
-        self._file, self._models, self._opener = file, models, opener
+        self._file, self._models, self._opener, self._fetched_files = file, models, opener, fetched_files
         self._meter, self._connections = meter, connections
         self._pending: list[ByteSpan] = []
         self._are_many = False
@@ -123,17 +154,23 @@ class Download:
             raise FolderFailed(f"{self._file.path} in the models folder: {reason}") from error
 
     async def _existing(self) -> Fetched | None:
-        """Return the file if it is in the folder already, with the hash or size that it must have."""
+        """Return the file if it is in the folder already, with the hash that it must have.
+
+        Without a published hash it has one that was fetched from the same address, and its size there.
+        """
         path = self._models / self._file.path
         if not await in_staging_thread(path.is_file):
             return None
         size = (await in_staging_thread(path.stat)).st_size
         self._meter.now = f"verifying {self._file.path}"
-        if not self._file.sha256 and size != (self._file.size or await self._size_at_source()):
-            return None
+        hashes: Collection[str] = [self._file.sha256]
+        if not self._file.sha256:
+            hashes = await self._fetched_files.hashes_of(self._file)
+            if not hashes or size != (self._file.size or await self._size_at_source()):
+                return None
         local = LocalFile(self._file.path, path, size)
         sha256, _ = await hash_of(local, self._count_read)
-        if self._file.sha256 not in ("", sha256):
+        if sha256 not in hashes:
             return None
         self._meter.set_size(self._file.path, size)
         self._meter.finish_file(self._file.path)
@@ -155,8 +192,12 @@ class Download:
                     f"the models folder has another file {self._file.path}: remove it, or import under"
                     " another name"
                 )
+            await in_staging_thread(partial.check_place)
             await in_staging_thread(partial.resume, self._file.url, self._file.sha256)
             sha256 = await self._receive(partial)
+            if not self._file.sha256:
+                # Before it is published: an attempt that is repeated must know the file that it finds.
+                await self._fetched_files.add(self._file, sha256)
             await in_staging_thread(partial.publish)
         finally:
             # The thread of a write that is under way closes it; a hanging folder must not block the loop.

@@ -3,8 +3,8 @@
 The definition is saved when every file is there and verified, in one transaction under the attempt's fence.
 An attempt that is repeated goes on with the bytes that are there: files that are complete are only verified,
 and a definition that is saved already stays as it is. What may pass puts the operation back into the queue;
-without a byte for `GIVE_UP_AFTER` it fails. Its files count as used from its admission on, so nobody removes
-them meanwhile (`unused_files.py`).
+without a new byte for `GIVE_UP_AFTER` it fails. Its files count as used from its admission on, so nobody
+removes them meanwhile (`files_in_use.py`).
 """
 
 import asyncio
@@ -14,6 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from django.db import transaction
+
 from localai_cluster.kit import backoff, clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
@@ -21,25 +23,29 @@ from localai_cluster.messaging.messages import human_bytes
 from nodes.commands.commands import first
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
-from nodes.definitions.folder import folder
+from nodes.definitions.folder import FolderUnresponsive, folder
 from nodes.downloads import partial_files
 from nodes.downloads.downloader import Download, DownloadMeter, Fetched, SourceOpener
 from nodes.loading import load_request
 from nodes.loading.file_removal import return_files
 from nodes.loading.files_in_use import IMPORT, FilesInUse, in_folder_thread, paths_of_active_imports
 from nodes.loading.source_files import in_staging_thread
+from nodes.models import ModelDefinition
 from nodes.models.replica import load_key
 from nodes.replicas import fleet_queries
 from nodes.sources.plans import ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
-from operations.ledger.attempts import owned
+from operations.ledger.admission import Admission, OperationRequest, admit, in_progress, locked
+from operations.ledger.attempts import owned, remember
 from operations.ledger.progress import Tick
 from operations.models import Operation
 
 KIND = IMPORT
-PLAN, LOAD, REVISION, STALLED_SINCE = "plan", "load", "revision", "stalled_since"
+PLAN, LOAD, REVISION = "plan", "load", "revision"
 """Payload keys. The revision is that of the stored definition at the admission, 0 without one."""
+STALLED_SINCE, REACHED, FETCHED, SAVED = "stalled_since", "reached", "fetched", "saved"
+"""Payload keys of what attempts leave to later ones: since when none has got beyond so many bytes, files
+without a published hash, and id and revision of the definition that was saved."""
 SHARE = "share://"
 """Prefix of the address of a file that is used where it is."""
 AT_ONCE = 4
@@ -80,9 +86,23 @@ def request_import(
         client_address=client_address,
     )
     admission = admit(request, now=now)
-    if not admission.created and _plan_of(admission.operation) != plan:
-        raise in_progress(admission.operation)
+    if not admission.created:
+        if _plan_of(admission.operation) != plan:
+            raise in_progress(admission.operation)
+        if load:
+            _load_too(admission.operation)
     return admission
+
+
+def _load_too(joined: Operation) -> None:
+    """Have the import that was joined load the model; load it now if its definition is there already."""
+    with transaction.atomic():
+        operation = locked(joined.id)
+        if SAVED in operation.payload:
+            _request_load(operation)
+        elif not operation.payload[LOAD]:
+            operation.payload = {**operation.payload, LOAD: True}
+            operation.save(update_fields=["payload"])
 
 
 def _plan_of(operation: Operation) -> ImportPlan:
@@ -132,18 +152,24 @@ class ImportModel:
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the import. Raise ClusterError, or Postpone for what may pass."""
         attempt = _Import.of(work)
+        try:
+            return await self._run(attempt)
+        except SourceError as error:
+            if error.permanent:
+                raise
+            raise await _postponed(attempt, error) from error
+        except FolderUnresponsive as error:
+            raise await _postponed(attempt, SourceError(error.message, can_retry=True)) from error
+
+    async def _run(self, attempt: _Import) -> Mapping[str, Any]:
+        work = attempt.work
         if self._turns.locked():
             await work.report(Tick("waiting", f"waits for one of {AT_ONCE} other imports of this controller"))
         async with self._turns:
-            try:
-                fetched = await first(_report(attempt), self._fetch_all(attempt))
-            except SourceError as error:
-                if error.permanent:
-                    raise
-                raise _postponed(attempt, error) from error
+            fetched = await first(_report(attempt), self._fetch_all(attempt))
         await work.report(Tick("saving", f"saving {attempt.plan.name}", percentage=_SAVING_PERCENT))
-        await in_thread(_save, work, attempt.plan, fetched)
-        note = await _load(work, attempt.plan.name)
+        is_to_load = await in_thread(_save, work, attempt.plan, fetched)
+        note = await _load(work, is_to_load=is_to_load)
         size = sum(file.size for file in fetched)
         message = f"model {attempt.plan.name} is here, {human_bytes(size)} in {len(fetched)} files{note}"
         return {"message": message, "model": attempt.plan.name, "files": len(fetched), "bytes": size}
@@ -163,7 +189,14 @@ class ImportModel:
         await in_staging_thread(_check_disk_space, models, attempt.files)
         fetched = []
         for file in attempt.files:
-            download = Download(file, models, self._opener, attempt.meter, cluster.download_connections)
+            download = Download(
+                file,
+                models,
+                self._opener,
+                attempt.meter,
+                cluster.download_connections,
+                _FetchedFiles(attempt.work),
+            )
             # A new version of the model may replace the files of the former one, but of no other model.
             may_replace = own.has(file.path) and not others.has(file.path)
             fetched.append(await download.run(may_replace=may_replace))
@@ -173,10 +206,46 @@ class ImportModel:
 def _check_disk_space(models: Path, files: Iterable[SourceFile]) -> None:
     """Raise DiskFull if the bytes that are missing do not fit."""
     present = partial_files.bytes_of_partials(models)
-    missing = sum(
-        max(file.size - present.get(file.path, 0), 0) for file in files if not (models / file.path).exists()
-    )
+    missing = 0
+    for file in files:
+        try:
+            is_here = (models / file.path).stat().st_size == file.size
+        except (FileNotFoundError, NotADirectoryError):
+            is_here = False
+        # A file of another size is replaced, and stays until the new one is complete.
+        missing += 0 if is_here else max(file.size - present.get(file.path, 0), 0)
     partial_files.check_free_space(models, missing)
+
+
+@dataclass(frozen=True)
+class _FetchedFiles:
+    """The files without a published hash: those of stored definitions, and those of all recorded imports."""
+
+    work: Work
+
+    async def hashes_of(self, file: SourceFile) -> set[str]:
+        return await in_thread(_hashes_of, file)
+
+    async def add(self, file: SourceFile, sha256: str) -> None:
+        await in_thread(self._add, file, sha256)
+
+    def _add(self, file: SourceFile, sha256: str) -> None:
+        with transaction.atomic():
+            fetched = owned(*self.work.attempt).payload.get(FETCHED, {})
+            entry = {"source": file.url, "sha256": sha256}
+            remember(*self.work.attempt, {FETCHED: {**fetched, file.path: entry}})
+
+
+def _hashes_of(file: SourceFile) -> set[str]:
+    """Return the hashes of a file when it was fetched from this address to this path; two queries."""
+    place = {"path": file.path, "source": file.url}
+    saved = ModelDefinition.objects.filter(files__contains=[place]).values_list("files", flat=True)
+    entries = [entry for files in saved for entry in files if place.items() <= entry.items()]
+    imports = Operation.objects.filter(kind=KIND, payload__fetched__has_key=file.path)
+    for fetched in imports.values_list("payload__fetched", flat=True):
+        if fetched[file.path]["source"] == file.url:
+            entries.append(fetched[file.path])
+    return {entry["sha256"] for entry in entries}
 
 
 async def _report(attempt: _Import) -> NoReturn:
@@ -190,71 +259,86 @@ async def _report(attempt: _Import) -> NoReturn:
             sign, sign_at, moved_at = latest, clock.monotonic(), clock.now()
         elif clock.monotonic() - sign_at > NO_SIGN_LIMIT:
             reason = f"nothing has moved for {NO_SIGN_LIMIT:.0f} s ({meter.now}): does the folder answer?"
-            raise _postponed(attempt, SourceError(reason, can_retry=True))
+            raise await _postponed(attempt, SourceError(reason, can_retry=True))
         attempt.work.progress(attempt.tick(moved_at))
 
 
-def _postponed(attempt: _Import, error: SourceError) -> Postpone | SourceError:
-    """Return what puts the operation back, or its failure after `GIVE_UP_AFTER` without a byte."""
-    operation, now = attempt.work.operation, clock.now()
-    since = now
-    if not attempt.meter.moved and (stored := operation.payload.get(STALLED_SINCE)):
-        since = datetime.fromisoformat(stored)
-    if now - since >= GIVE_UP_AFTER:
-        return SourceError(f"{error.message}; given up after 24 h without a byte")
+async def _postponed(attempt: _Import, error: SourceError) -> Postpone | SourceError:
+    """Return what puts the operation back, or its failure after `GIVE_UP_AFTER` without a new byte."""
+    operation, now, reached = attempt.work.operation, clock.now(), attempt.meter.reached
+    since, reached_before = operation.payload.get(STALLED_SINCE), operation.payload.get(REACHED, 0)
+    stalled = datetime.fromisoformat(since) if since and reached <= reached_before else now
+    if now - stalled >= GIVE_UP_AFTER:
+        return SourceError(f"{error.message}; given up after 24 h without a new byte")
+    entries = {STALLED_SINCE: stalled.isoformat(), REACHED: max(reached, reached_before)}
+    await in_thread(remember, *attempt.work.attempt, entries)
     seconds = backoff.delay(operation.attempts + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
     if isinstance(error, SourceBusy):
         seconds = max(seconds, error.retry_after)
-    until = since + GIVE_UP_AFTER
-    reason = f"{error.message}; given up at {until:%Y-%m-%d %H:%M} UTC unless bytes arrive"
-    return Postpone(reason, seconds=seconds, payload={**operation.payload, STALLED_SINCE: since.isoformat()})
+    until = stalled + GIVE_UP_AFTER
+    reason = f"{error.message}; given up at {until:%Y-%m-%d %H:%M} UTC unless new bytes arrive"
+    return Postpone(reason, seconds=seconds)
 
 
-def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched]) -> None:
-    """Save the definition, once. Raise Conflict if somebody else has changed it since the admission."""
+def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched]) -> bool:
+    """Save the definition, once; return True if the model is to be loaded.
+
+    An attempt after the one that has saved it changes nothing: the definition may have been deleted since.
+    Raise Conflict if somebody else has changed it since the admission.
+    """
+    with committed("imports.save"):
+        operation = owned(*work.attempt)
+        if SAVED not in operation.payload:
+            row = _saved(operation, plan, fetched)
+            remember(*work.attempt, {SAVED: {"definition": str(row.id), "revision": row.revision}})
+        return bool(operation.payload[LOAD])
+
+
+def _saved(operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched]) -> ModelDefinition:
     files = [
         {"path": entry.file.path, "size": entry.size, "sha256": entry.sha256, "source": entry.file.url}
         for entry in fetched
     ]
-    with committed("imports.save"):
-        owned(*work.attempt)
-        try:
-            store.save(
-                plan.name,
-                plan.text,
-                origin=plan.origin,
-                actor=work.operation.actor,
-                reason=f"imported from {plan.source}",
-                now=clock.now(),
-                expected_revision=work.operation.payload[REVISION],
-                files=files,
-            )
-        except errors.Conflict as conflict:
-            row = store.find(plan.name)
-            if row is None or row.text != plan.text:  # else an attempt before this one has saved it
-                raise errors.Conflict(
-                    f"{conflict.message}: it was changed meanwhile. The files are here; import it again."
-                ) from conflict
+    try:
+        return store.save(
+            plan.name,
+            plan.text,
+            origin=plan.origin,
+            actor=operation.actor,
+            reason=f"imported from {plan.source}",
+            now=clock.now(),
+            expected_revision=operation.payload[REVISION],
+            files=files,
+        )
+    except errors.Conflict as conflict:
+        row = store.find(plan.name)
+        if row is None or row.text != plan.text:  # else somebody has saved the same
+            raise errors.Conflict(
+                f"{conflict.message}: it was changed meanwhile. The files are here; import it again."
+            ) from conflict
+        return row
 
 
-async def _load(work: Work, name: str) -> str:
+async def _load(work: Work, *, is_to_load: bool) -> str:
     """Request a load if the import is to end with one; return what else there is to say."""
-    definition = await folder().find(name)
-    if definition is not None and not definition.source.startswith(rows.SOURCE):
+    definition = await folder().find(work.operation.element)
+    if definition is None:
+        return "; its definition is disabled or deleted"
+    if not definition.source.startswith(rows.SOURCE):
         return f"; the file {definition.source} of the models folder is in force"
-    if not work.operation.payload[LOAD]:
+    if not is_to_load:
         return ""
     try:
-        await in_thread(_request_load, work, name)
+        await in_thread(_request_load, work.operation)
     except errors.ClusterError as refusal:
         return f"; it is not loaded: {refusal.message}"
     return "; it is being loaded"
 
 
-def _request_load(work: Work, name: str) -> None:
+def _request_load(operation: Operation) -> None:
+    name, now = operation.element, clock.now()
     if fleet_queries.is_served(name):
         return
-    now, operation = clock.now(), work.operation
     request = OperationRequest(
         load_request.KIND,
         key=load_key(name),

@@ -201,6 +201,10 @@ class PartialFile:
             on_bytes(len(piece))
         return digest.hexdigest()
 
+    def check_place(self) -> None:
+        """Raise FolderFailed if the complete file could not be moved to its path."""
+        _check_folder(self._models, (self._models / self.journal.path).parent)
+
     def publish(self) -> Path:
         """Move the complete file to its path in the models folder. Raise FolderFailed or OSError."""
         target = self._models / self.journal.path
@@ -211,12 +215,7 @@ class PartialFile:
             _make_folders(self._models, target.parent)
             os.fchmod(self._descriptor, 0o644)
             os.fsync(self._descriptor)
-            try:
-                os.replace(self._data, target)
-            except OSError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                raise FolderFailed(f"{target.parent} is on another disk than the models folder") from None
+            os.replace(self._data, target)
             _sync_folder(target.parent)
             failpoints.passed("download:published")
             _journal_of(self._data).unlink(missing_ok=True)
@@ -302,13 +301,24 @@ def _boot_id() -> str:
         return ""
 
 
-def _make_folders(models: Path, folder: Path) -> None:
-    """Create the folder below the models folder; raise FolderFailed if a link leads out of it."""
+def _check_folder(models: Path, folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists.
+
+    Raise FolderFailed if a link leads out of the models folder, or it is on another disk.
+    """
     existing = folder
     while not existing.exists():
         existing = existing.parent
     if not existing.resolve().is_relative_to(models.resolve()) or not existing.is_dir():
         raise FolderFailed(f"{existing} is no folder of the models folder")
+    if existing.stat().st_dev != (models / FOLDER).stat().st_dev:
+        raise FolderFailed(f"{existing} is on another disk than the models folder")
+    return existing
+
+
+def _make_folders(models: Path, folder: Path) -> None:
+    """Create the folder below the models folder. Raise FolderFailed."""
+    existing = _check_folder(models, folder)
     folder.mkdir(parents=True, exist_ok=True)
     while existing != folder:
         _sync_folder(existing)

@@ -55,8 +55,8 @@ class FilesInUse:
                 for part in _parts(path):
                     reader.add(part)
         for text in fetched:
-            if (path := sizes.path_inside(models, text)) is not None:
-                reader.add(path)
+            if (file := sizes.path_inside(models, text)) is not None:
+                reader.add(file)
         return cls(frozenset(reader.paths), problem or reader.problem)
 
     def has(self, path: str) -> bool:

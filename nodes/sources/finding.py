@@ -115,7 +115,8 @@ class Finder:
         chosen = variants.select(listed, wanted) if wanted else None
         if wanted and chosen is None:
             raise _no_variant(repository.id, wanted, listed)
-        folder = f"hf/{repository.id}"
+        # With the commit: an import of another one does not replace files that a definition in force names.
+        folder = f"hf/{repository.id}@{repository.commit[:12]}"
         name = writing.model_name(repository.id.partition("/")[2].removesuffix("-GGUF").removesuffix("-gguf"))
         header, context, problem = await self._hub_header(repository, chosen or next(iter(listed), None))
 
@@ -201,8 +202,9 @@ class Finder:
                 "text: the address has a query, which may be a signature or a secret; use one without",
                 field="text",
             )
-        host = (urlsplit(url).hostname or "").replace(":", "-")
-        folder = f"web/{host}"
+        # With its folders: files of one name at one host are different files.
+        parts = [unquote(part) for part in urlsplit(url).path.split("/")[:-1] if part]
+        folder = "/".join(("web", urlsplit(url).netloc.rpartition("@")[2].replace(":", "-"), *parts))
         source = SourceFile(f"{folder}/{file_name}", url)
         content, total = await probing.read_start(self.opener, source, 4)
         is_whisper = file_name.startswith(_WHISPER) and file_name.endswith(".bin")

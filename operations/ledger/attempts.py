@@ -11,6 +11,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from django.db import transaction
+
 from localai_cluster.kit import errors, leases
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
@@ -164,6 +166,14 @@ def put_back(
             operation.payload = dict(payload)
         operation.save()
         emit([operation])
+
+
+def remember(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -> None:
+    """Add entries to the operation's payload, for later attempts."""
+    with transaction.atomic():
+        operation = owned(operation_id, fence)
+        operation.payload = {**operation.payload, **entries}
+        operation.save(update_fields=["payload"])
 
 
 _CLAIMED = [

@@ -60,9 +60,17 @@ async def download(url: str, size: int, connections: int, folder: Path) -> tuple
     async def store(*_: Any) -> None:
         pass
 
+    class FetchedFiles:
+        async def hashes_of(self, file: SourceFile) -> tuple[str, ...]:
+            return ()
+
+        async def add(self, file: SourceFile, sha256: str) -> None:
+            pass
+
     file = SourceFile("m.gguf", url, size)
     with patch.object(Download, "_verify", verify), patch.object(downloader, "in_thread", store):
-        await Download(file, folder, WebOpener(), DownloadMeter({"m.gguf": size}, ""), connections).run()
+        meter = DownloadMeter({"m.gguf": size}, "")
+        await Download(file, folder, WebOpener(), meter, connections, FetchedFiles()).run()
     return received, clock.monotonic() - begin
 
 

@@ -62,12 +62,25 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
+class Memory:
+    """The files that were fetched, as an import remembers them."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[tuple[str, str], str] = {}
+
+    async def hashes_of(self, file: SourceFile) -> list[str]:
+        return [sha256 for place, sha256 in self.hashes.items() if place == (file.path, file.url)]
+
+    async def add(self, file: SourceFile, sha256: str) -> None:
+        self.hashes[file.path, file.url] = sha256
+
+
 class Fetcher:
     """Fetches `/m.gguf` of the source to `PATH`; `meter` has the last progress."""
 
     def __init__(self, source: Source, models: Path) -> None:
         self.source, self.models = source, models
-        self.meter = DownloadMeter({}, "")
+        self.meter, self.memory = DownloadMeter({}, ""), Memory()
 
     async def fetch(
         self,
@@ -79,7 +92,7 @@ class Fetcher:
     ) -> Fetched:
         file = SourceFile(PATH, url or self.source.url("/m.gguf"), size, sha256)
         self.meter = DownloadMeter({PATH: size}, "the hub")
-        download = Download(file, self.models, WebOpener(), self.meter, connections)
+        download = Download(file, self.models, WebOpener(), self.meter, connections, self.memory)
         return await download.run(may_replace=may_replace)
 
     @property
@@ -143,8 +156,64 @@ async def test_a_file_that_is_there_is_only_verified(source: Source, fetcher: Fe
     fetched = await fetcher.fetch(len(DATA), sha256_of(DATA))
     assert (fetched.size, fetched.sha256) == (len(DATA), sha256_of(DATA))
     assert source.requests == []
-    await fetcher.fetch()  # neither size nor hash is known: the source is asked for the size
-    assert source.sent_to("/m.gguf") == ["bytes=0-0"]
+    with pytest.raises(FileConflict):
+        await fetcher.fetch()  # without a hash it may be another file of this size
+
+
+async def test_a_file_without_a_hash_is_known_by_its_address(source: Source, fetcher: Fetcher) -> None:
+    await fetcher.fetch()
+    source.requests.clear()
+    await fetcher.fetch()
+    assert source.sent_to("/m.gguf") == ["bytes=0-0"]  # the source is asked for the size
+    source.files["/other.gguf"] = DATA[::-1]
+    with pytest.raises(FileConflict):
+        await fetcher.fetch(len(DATA), url=source.url("/other.gguf"))
+    (fetcher.models / PATH).write_bytes(DATA[::-1])
+    await fetcher.fetch(len(DATA), may_replace=True)
+    assert whole(fetcher)
+
+
+async def test_a_file_is_remembered_before_it_has_its_name(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill at any line between the two leaves a file that the next attempt knows."""
+
+    class Killed(Exception):
+        pass
+
+    def die(self: PartialFile) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialFile, "publish", die)
+        with pytest.raises(Killed):
+            await fetcher.fetch()
+    assert list(fetcher.memory.hashes.values()) == [sha256_of(DATA)]
+
+
+async def test_a_folder_on_another_disk_is_refused_before_the_download(
+    source: Source, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fetcher.models / "hub").mkdir()
+    plain = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        status = plain(path, **options)
+        if path != fetcher.models / "hub":
+            return status
+        return os.stat_result((*status[:2], status.st_dev + 1, *status[3:10]))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(FolderFailed, match="is on another disk"):
+        await fetcher.fetch(len(DATA), sha256_of(DATA))
+    assert source.requests == []
+
+
+async def test_a_file_that_starts_over_makes_no_progress_at_first(source: Source, fetcher: Fetcher) -> None:
+    source.ranges, source.drops = False, [PIECE * 4, *[PIECE * 2] * 20]
+    with pytest.raises(SourceError, match="again and again"):
+        await fetcher.fetch(len(DATA), sha256_of(DATA))
+    assert fetcher.meter.moved > fetcher.meter.reached == PIECE * 4
 
 
 @pytest.mark.parametrize("has_hash", [True, False])

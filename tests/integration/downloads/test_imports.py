@@ -13,8 +13,10 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.kit.outbound import SourceBusy, SourceError
 from nodes.definitions import store
+from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.downloads import imports
 from nodes.downloads.imports import ImportModel, request_import
+from nodes.downloads.partial_files import DiskFull
 from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.models import DefinitionRevision, ModelDefinition
 from nodes.sources.plans import ImportPlan, SourceFile
@@ -66,6 +68,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 def asked(plan: ImportPlan, *, load: bool = False) -> Operation:
     return request_import(plan, actor="ann", now=clock.now(), load=load).operation
+
+
+def put_back(payload: dict[str, Any]) -> None:
+    Operation.objects.update(status="pending", lease_until=None, payload=payload)
 
 
 class Controller:
@@ -130,6 +136,98 @@ async def test_an_attempt_that_is_repeated_changes_nothing(plan: ImportPlan, sou
     assert await in_thread(DefinitionRevision.objects.count) == 1
 
 
+async def test_a_definition_that_was_deleted_meanwhile_does_not_come_back(plan: ImportPlan) -> None:
+    """The first attempt died after it had saved; then the definition was deleted, and maybe made anew."""
+    await in_thread(asked, plan)
+    controller = Controller()
+    work = await controller.claim()
+    await controller.handler(work)
+    row = await in_thread(store.find, "tiny")
+    assert row is not None
+    await in_thread(lambda: store.remove("tiny", id=row.id, now=clock.now()))
+    result = await controller.handler(work)
+    assert result["message"].endswith("; its definition is disabled or deleted")
+    assert await in_thread(store.find, "tiny") is None
+
+
+async def test_a_repeated_attempt_knows_the_files_without_a_hash(plan: ImportPlan, source: Source) -> None:
+    """The first attempt has fetched them and saved nothing; later imports know them too."""
+    plan = replace(
+        plan, files=(replace(plan.files[1], size=0), replace(plan.files[0], url=source.url("/no")))
+    )
+    await in_thread(asked, plan)
+    for _ in range(2):
+        with pytest.raises(SourceError, match="no"):
+            await Controller().run()
+        await in_thread(lambda: Operation.objects.update(status="pending", lease_until=None))
+    assert len(source.sent_to("/template.jinja")) == 2  # the second request is for its size
+    row = await in_thread(Operation.objects.get)
+    assert list(row.payload[imports.FETCHED]) == ["tiny/template.jinja"]
+
+
+async def test_a_file_of_another_source_is_not_taken_for_it(plan: ImportPlan, models: Path) -> None:
+    """It has the size of the template, and nobody knows where it comes from."""
+    (models / "tiny").mkdir()
+    (models / "tiny/template.jinja").write_text("{{ y }}")
+    await in_thread(asked, plan)
+    with pytest.raises(SourceError, match=r"another file tiny/template\.jinja"):
+        await Controller().run()
+
+
+async def test_a_request_that_joins_may_add_the_load(plan: ImportPlan) -> None:
+    await in_thread(asked, plan)
+    await in_thread(lambda: asked(plan, load=True))
+    await in_thread(asked, plan)
+    result = await Controller().run()
+    assert result["message"].endswith("; it is being loaded")
+    assert await in_thread(Operation.objects.filter(kind="model_load").count) == 1
+
+
+async def test_a_load_that_is_asked_for_at_the_end_begins(plan: ImportPlan) -> None:
+    """The definition is saved, and the operation has not ended yet."""
+    await in_thread(asked, plan)
+    await Controller().run()
+    await in_thread(lambda: asked(plan, load=True))
+    load = await in_thread(lambda: Operation.objects.get(kind="model_load"))
+    assert load.element == "tiny"
+
+
+async def test_a_source_that_never_gets_further_is_given_up(plan: ImportPlan, source: Source) -> None:
+    """Bytes move in every attempt, and none gets beyond those of the attempt before."""
+    source.ranges = False
+    operation = await in_thread(asked, plan)
+    stalled = (clock.now() - timedelta(hours=25)).isoformat()
+    for drop, outcome in ((2000, Postpone), (1000, SourceError), (3000, Postpone)):
+        source.drops = [drop] * 10
+        with pytest.raises(outcome):
+            await Controller().run()
+        row = await in_thread(lambda: Operation.objects.get(pk=operation.id))
+        payload = {**row.payload, imports.STALLED_SINCE: stalled}
+        await in_thread(put_back, payload)
+        assert payload[imports.REACHED] == max(drop, 2000)
+
+
+async def test_an_unresponsive_folder_postpones_the_import(
+    plan: ImportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(self: Folder) -> Any:
+        raise FolderUnresponsive("the models folder does not answer")
+
+    monkeypatch.setattr(Folder, "known", hang)
+    await in_thread(asked, plan)
+    with pytest.raises(Postpone, match="does not answer; given up at"):
+        await Controller().run()
+
+
+def test_space_for_a_file_that_is_replaced_is_counted(plan: ImportPlan, models: Path) -> None:
+    huge = replace(plan.files[0], size=2**59)
+    (models / "tiny").mkdir()
+    (models / PATH).write_bytes(b"the former version")
+    with pytest.raises(DiskFull):
+        imports._check_disk_space(models, [huge])
+    imports._check_disk_space(models, [replace(huge, size=18)])
+
+
 async def test_a_definition_that_was_changed_meanwhile_stays(plan: ImportPlan) -> None:
     await in_thread(asked, plan)
     other = TEXT + "context_size: 512\n"
@@ -182,7 +280,8 @@ async def test_what_may_pass_waits_in_the_queue(plan: ImportPlan, source: Source
         await Controller().run()
     assert postponed.value.seconds == 900
     assert "HTTP status 429; given up at" in postponed.value.reason
-    since = (postponed.value.payload or {})[imports.STALLED_SINCE]
+    row = await in_thread(lambda: Operation.objects.get(pk=operation.id))
+    since = row.payload[imports.STALLED_SINCE]
     stalled = clock.now() - timedelta(hours=25)
     await in_thread(
         lambda: Operation.objects.filter(pk=operation.id).update(
@@ -192,7 +291,7 @@ async def test_what_may_pass_waits_in_the_queue(plan: ImportPlan, source: Source
         )
     )
     source.refusals = [Refusal(429, (("Retry-After", "900"),))]
-    with pytest.raises(SourceError, match="given up after 24 h without a byte") as error:
+    with pytest.raises(SourceError, match="given up after 24 h without a new byte") as error:
         await Controller().run()
     assert error.value.permanent
     assert since

@@ -255,7 +255,7 @@ async def test_a_folder_that_cannot_be_read_is_left_out(
 async def test_files_return_when_a_removal_fails(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second look fails: what was taken out of the way is there again, for everybody."""
     write(models, "deep/old.gguf", "12345")
-    plain = file_removal.read_files_in_use
+    plain = read_files_in_use
     looks = iter([plain, None])
 
     async def look() -> FilesInUse:

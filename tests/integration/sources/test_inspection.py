@@ -10,8 +10,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
+from localai_cluster.kit import clock
 from nodes.models import BackendNode
-from nodes.sources import probing
+from nodes.sources import inspection, probing
 from tests.support import api, hub
 from tests.support.sources import Refusal, Source
 
@@ -170,6 +171,16 @@ def test_an_address_of_a_file(source: Source) -> None:
     source.files["/files/page.gguf"] = b"<html>"
     assert "no GGUF file" in inspect(source.url("/files/page.gguf"), 400)["error"]
     assert "query" in inspect(source.url("/files/tiny-Q4_0.gguf?token=x"), 400)["error"]
+
+
+def test_the_paths_of_files_tell_their_source(source: Source) -> None:
+    """Files of two commits, or of two folders of a host, have different paths."""
+    repository(source)
+    (file,) = inspection.plan_import(REPO, variant="Q8_0", now=clock.now()).files
+    assert file.path == f"hf/{REPO}@{hub.COMMIT[:12]}/qwen2.5-q8_0.gguf"
+    source.files["/files/a/m-Q4_0.gguf"] = hub.gguf()
+    (file,) = inspection.plan_import(source.url("/files/a/m-Q4_0.gguf"), now=clock.now()).files
+    assert file.path == f"web/{source.host.replace(':', '-')}/files/a/m-Q4_0.gguf"
 
 
 @pytest.mark.parametrize(
