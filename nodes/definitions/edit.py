@@ -179,7 +179,12 @@ def _scalar(value: Any) -> Any:
         return value
     if "\n" in value and all(character.isprintable() or character == "\n" for character in value):
         return LiteralScalarString(value)
-    return value if yaml.safe_load(value or '""') == value else DoubleQuotedScalarString(value)
+    tag = _RESOLVER.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]
+    return value if tag == _TEXT else DoubleQuotedScalarString(value)
+
+
+_RESOLVER, _TEXT = yaml.resolver.Resolver(), "tag:yaml.org,2002:str"
+"""What YAML 1.1 takes an unquoted value for: a text, or a number, date or switch."""
 
 
 def _edited(text: str, change: Any) -> str:
@@ -222,7 +227,7 @@ def _sequence_indent(text: str) -> int:
 def _is_document(text: str, wanted: Document) -> bool:
     try:
         return bool(load_document(text.encode()) == wanted)
-    except UnusableDefinition:
+    except (UnusableDefinition, UnicodeEncodeError):
         return False
 
 

@@ -125,6 +125,18 @@ def test_a_copy_has_another_name_and_the_same_rest(name: str) -> None:
     assert "# short answers" in copied
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["{% for m in messages %}", "lora: a: b", "*x", "@x", "&a", "!t", "%x", "- a", "# no", "a #b", "on", "1.0",
+     "2001-01-01", "<<", "=", "null", "You are: a pirate", "[" * 60_000, " a ", "'", '"', "a\tb", "\x07", "é"],
+)  # fmt: skip
+def test_every_text_is_written_as_itself(value: str) -> None:
+    edited = edit.apply_changes(TEXT, {"template": value})
+    assert load_document(edited.encode())["template"]["chat"] == value
+    merged = load_document(edit.merge(TEXT, {"system_prompt": value, "stopwords": [value]}).encode())
+    assert (merged["system_prompt"], merged["stopwords"]) == (value, [value])
+
+
 def test_sections_are_merged() -> None:
     merged = edit.merge(
         TEXT, {"parameters": {"temperature": 0.5}, "stopwords": ["on"], "system_prompt": "a\nb"}
