@@ -1,7 +1,8 @@
 """Edits of a definition's YAML by a form: comments, order and quotes of the rest stay.
 
 `ruamel.yaml` keeps them. It reads YAML 1.2 and the parser of definitions 1.1, so the result is read again by
-that one: if it is not the edited document, the document is written anew, without comments.
+that one: if it is not the edited document, the document is written anew, without comments. So is a text of
+more than `LONGEST_EDITED` bytes, because the library is slow.
 """
 
 import io
@@ -23,6 +24,8 @@ PARALLEL = ("parallel", "n_parallel")
 MOST_OPTIONS = 200
 LONGEST_OPTION = 4096
 LONGEST_TEMPLATE = 65_536
+LONGEST_EDITED = 65_536
+"""Bytes of a text whose comments an edit keeps."""
 FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
 """The settings that most people change."""
 Document = dict[str, Any]
@@ -198,10 +201,13 @@ def _edited(text: str, change: Any) -> str:
     wanted = deepcopy(document)
     change(wanted)
     wanted = _plain(wanted)
-    kept = _edited_in_place(text, change)
+    kept = _edited_in_place(text, change) if len(text.encode()) <= LONGEST_EDITED else None
     if kept is not None and _is_document(kept, wanted):
         return kept
-    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=110)
+    return str(yaml.dump(wanted, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=110))
+
+
+_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 def _edited_in_place(text: str, change: Any) -> str | None:

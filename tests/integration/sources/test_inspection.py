@@ -220,6 +220,10 @@ def test_objects_of_a_store(source: Source) -> None:
     )
     assert [variant["id"] for variant in inspect("s3://bucket/models/")["variants"]] == ["Q4_0", "Q8_0"]
     assert inspect("s3://bucket/models/m-Q8_0.gguf")["variants"][0]["size"] == 9000
+    hub.add_objects(source, "odd", {"models/m-Q4_0.gguf": b"no model", "models/m-Q8_0.gguf": hub.gguf(9000)})
+    odd = inspect("s3://odd/models/")
+    assert [variant["id"] for variant in odd["variants"]] == ["Q4_0", "Q8_0"]
+    assert "GGUF" in odd["problem"]
     hub.add_objects(source, "empty", {})
     assert inspect("s3://empty/nothing.gguf", 404)["error"]
 
