@@ -4,7 +4,8 @@ A file wins over a row of the same name; one that becomes unusable still does, s
 not bring another definition into force; one that never was usable wins by the name that it states. A disabled
 row defines nothing. The folder is scanned at most once per second, and only files with a new size or time are
 read again; rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a known name
-waits for that NOTIFY's read only, not for the regular one. An unusable file or row is logged once with its reason and stays in `problems`
+waits for that NOTIFY's read only, not for the regular one. An unusable file
+or row is logged once with its reason and stays in `problems`
 until it is removed or repaired. It does not affect the others.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database

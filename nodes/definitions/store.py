@@ -49,7 +49,8 @@ def save(
     """Create the definition, or add a revision if `name` is given and it exists.
 
     `expected_revision` is the one that the caller has seen, 0 for none. Of a text that is in force only
-    `files` are stored. Raises InvalidInput for the text, and Conflict with `revision` if a definition exists that `name` does not permit to change, or has moved.
+    `files` are stored. Raises InvalidInput for the text, and Conflict with
+    `revision` if a definition exists that `name` does not permit to change, or has moved.
     """
     definition = schema.require_usable(text, SOURCE).definition
     assert definition is not None

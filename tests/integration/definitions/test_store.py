@@ -272,9 +272,16 @@ def listening() -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    task = asyncio.run_coroutine_threadsafe(gateway._listen(WakeUps()), loop)
+    asyncio.run_coroutine_threadsafe(gateway._listen(WakeUps()), loop)
     yield
-    task.cancel()
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(end(), loop).result(30)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
     loop.close()
