@@ -7,7 +7,7 @@ address that was checked: another answer of the name server a moment later (DNS 
 The name stays in the header `Host`, in SNI and in the check of the certificate. A redirect is a new request
 with the same checks, never from HTTPS to plain HTTP.
 
-A credential goes to its own host only, and not to plain HTTP unless the operator has configured that host.
+A credential goes only to the scheme, host and port of the URL that the operator has configured for it.
 A redirect to another origin gets neither the credential nor the headers of the caller. Messages name host
 and path; they never have a query, which may be a signature.
 """
@@ -132,8 +132,8 @@ class _Host:
 class Outbound:
     """Sends requests to sources; thread-safe, and usable from several event loops.
 
-    `allowed_hosts` are `host` or `host:port`. `credentials` maps one of these to the value of the header
-    `Authorization` for it. `verify` replaces the usual certificate authorities.
+    `allowed_hosts` are `host` or `host:port`. `credentials` maps a URL to the value of the header
+    `Authorization` for its origin. `verify` replaces the usual certificate authorities.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Outbound:
         verify: ssl.SSLContext | None = None,
     ) -> None:
         self._allowed = frozenset(map(_Host.parse, allowed_hosts))
-        self._credentials = {_Host.parse(host): value for host, value in (credentials or {}).items()}
+        self._credentials = {_origin(httpx.URL(url)): value for url, value in (credentials or {}).items()}
         self._verify = verify
 
     @asynccontextmanager
@@ -194,6 +194,10 @@ class Outbound:
         """Return True if the operator has configured this host: it may have any address."""
         return not self._allowed.isdisjoint((_Host(host, None), _Host(host, port)))
 
+    def credential_of(self, url: httpx.URL | str) -> str:
+        """Return the credential for the origin of this URL, "" if there is none."""
+        return self._credentials.get(_origin(httpx.URL(url)), "")
+
     def client(self) -> httpx.AsyncClient:
         """Return a client that dials checked addresses only; the caller checks redirects and credentials."""
         # One for each call: clients belong to an event loop, and a large file needs few connections.
@@ -208,7 +212,7 @@ class Outbound:
     async def _follow(
         self, client: httpx.AsyncClient, url: httpx.URL, headers: Mapping[str, str], method: str
     ) -> httpx.Response:
-        authorization, was_redirected = self._authorization(url), False
+        authorization, was_redirected = self.credential_of(url), False
         for _ in range(MOST_REDIRECTS + 1):
             sent = {**headers, "Accept-Encoding": "identity"}
             if authorization:
@@ -231,13 +235,6 @@ class Outbound:
             await response.aclose()
             raise problem
         return response
-
-    def _authorization(self, url: httpx.URL) -> str:
-        """Return the credential for this origin, "" if there is none."""
-        _, host, port = _origin(url)
-        if url.scheme != "https" and not self.is_allowed(host, port):
-            return ""
-        return self._credentials.get(_Host(host, port)) or self._credentials.get(_Host(host, None), "")
 
 
 def body_of(response: httpx.Response, offset: int) -> SourceBody:

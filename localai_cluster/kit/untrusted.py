@@ -104,16 +104,6 @@ class LocatedErrors:
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
 
-class PlainLoader(LocatedErrors, yaml.SafeLoader):
-    """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse an alias, compose everything else."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not accepted")
-        return super().compose_node(parent, index)
-
-
 def load_yaml(text: str | bytes, loader: Any) -> Any:
     """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
     return _read_yaml(yaml.load, text, loader)
@@ -124,6 +114,21 @@ def compose_yaml(text: str | bytes, loader: Any) -> Any:
     return _read_yaml(yaml.compose, text, loader)
 
 
+def compose_and_load_yaml(text: str | bytes, loader: Any) -> tuple[Any, Any]:
+    """Return the document's nodes and its value, reading the text once. Raises InvalidYAML."""
+
+    def read(text: str | bytes, *, Loader: Any) -> tuple[Any, Any]:
+        reader = Loader(text)
+        try:
+            tree = reader.get_single_node()
+            return tree, None if tree is None else reader.construct_document(tree)
+        finally:
+            reader.dispose()
+
+    found: tuple[Any, Any] = _read_yaml(read, text, loader)
+    return found
+
+
 def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
     try:
         return read(text, Loader=loader)
@@ -132,6 +137,9 @@ def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
     except Exception as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         place = (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
+        # libyaml places what is missing at the end behind the last line.
+        lines = text.count("\n" if isinstance(text, str) else b"\n") + 1  # type: ignore[arg-type]
+        place = place if place[0] <= lines else (lines, 1)
         raise InvalidYAML(f"is not valid YAML: {yaml_reason(error)}", *place) from error
 
 
@@ -216,7 +224,7 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
     deeply nested text overflows.
     """
 
-    def __init__(self, stream: bytes) -> None:
+    def __init__(self, stream: str | bytes) -> None:
         super().__init__()
         _FAST[-1].__init__(self, stream)
         self._level, self._left = 0, MOST_NODES
@@ -242,6 +250,16 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
         self._left -= nodes
         if self._left < 0:
             raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
+
+
+class PlainLoader(BoundedLoader):
+    """Bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse an alias, compose everything else."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not accepted")
+        return super().compose_node(parent, index)
 
 
 def _merged(node: Any) -> list[Any]:

@@ -55,7 +55,8 @@ from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 100
-USUAL_REVISIONS = 20
+MOST_REVISIONS, USUAL_REVISIONS = 50, 20
+"""Revisions on a page, each with its diff."""
 _MODEL = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
@@ -390,7 +391,9 @@ class DefinitionRevisionsView(_DefinitionRoute):
         parameters=[
             _MODEL,
             query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
-            query_parameter("items", integer_schema(1, MOST_ITEMS, USUAL_REVISIONS), "Revisions on a page."),
+            query_parameter(
+                "items", integer_schema(1, MOST_REVISIONS, USUAL_REVISIONS), "Revisions on a page."
+            ),
         ],
         responses={200: REVISIONS.ref, **flat_refusals(400, 404)},
         examples=[
@@ -417,7 +420,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
         """Who changed what, when and why, the newest first; none for a model that a file defines."""
         parameters = Parameters(request.query_params, "page", "items")
         page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MOST_ITEMS) or USUAL_REVISIONS
+        items = parameters.number("items", 1, MOST_REVISIONS) or USUAL_REVISIONS
         revisions = store.revisions_of(name)
         total = revisions.count()
         if not total:

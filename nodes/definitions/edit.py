@@ -1,7 +1,8 @@
 """Edits of a definition's YAML by a form: comments, order and quotes of the rest stay.
 
 `ruamel.yaml` keeps them. It reads YAML 1.2 and the parser of definitions 1.1, so the result is read again by
-that one: if it is not the edited document, the document is written anew, without comments.
+that one: if it is not the edited document, the document is written anew, without comments. So is a text of
+more than `LONGEST_EDITED` bytes, because the library is slow.
 """
 
 import io
@@ -23,6 +24,8 @@ PARALLEL = ("parallel", "n_parallel")
 MOST_OPTIONS = 200
 LONGEST_OPTION = 4096
 LONGEST_TEMPLATE = 65_536
+LONGEST_EDITED = 65_536
+"""Bytes of a text whose comments an edit keeps."""
 FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
 """The settings that most people change."""
 Document = dict[str, Any]
@@ -179,7 +182,12 @@ def _scalar(value: Any) -> Any:
         return value
     if "\n" in value and all(character.isprintable() or character == "\n" for character in value):
         return LiteralScalarString(value)
-    return value if yaml.safe_load(value or '""') == value else DoubleQuotedScalarString(value)
+    tag = _RESOLVER.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]
+    return value if tag == _TEXT else DoubleQuotedScalarString(value)
+
+
+_RESOLVER, _TEXT = yaml.resolver.Resolver(), "tag:yaml.org,2002:str"
+"""What YAML 1.1 takes an unquoted value for: a text, or a number, date or switch."""
 
 
 def _edited(text: str, change: Any) -> str:
@@ -193,10 +201,13 @@ def _edited(text: str, change: Any) -> str:
     wanted = deepcopy(document)
     change(wanted)
     wanted = _plain(wanted)
-    kept = _edited_in_place(text, change)
+    kept = _edited_in_place(text, change) if len(text.encode()) <= LONGEST_EDITED else None
     if kept is not None and _is_document(kept, wanted):
         return kept
-    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=110)
+    return str(yaml.dump(wanted, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=110))
+
+
+_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 def _edited_in_place(text: str, change: Any) -> str | None:
@@ -222,7 +233,7 @@ def _sequence_indent(text: str) -> int:
 def _is_document(text: str, wanted: Document) -> bool:
     try:
         return bool(load_document(text.encode()) == wanted)
-    except UnusableDefinition:
+    except (UnusableDefinition, UnicodeEncodeError):
         return False
 
 

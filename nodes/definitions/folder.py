@@ -1,9 +1,11 @@
 """The definitions of models by name: the files of the models folder, and rows of the database.
 
 A file wins over a row of the same name; one that becomes unusable still does, so that a slip in a file does
-not bring another definition into force. A disabled row defines nothing. The folder is scanned at most once
-per second, and only files with a new size or time are read again; rows are polled as often, and at once after
-a NOTIFY (`rows_changed`). An unusable file or row is logged once with its reason and stays in `problems`
+not bring another definition into force; one that never was usable wins by the name that it states. A disabled
+row defines nothing. The folder is scanned at most once per second, and only files with a new size or time are
+read again; rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a known name
+waits for that NOTIFY's read only, not for the regular one. An unusable file
+or row is logged once with its reason and stays in `problems`
 until it is removed or repaired. It does not affect the others.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
@@ -44,6 +46,8 @@ LOOK_EVERY = 1.0
 LOOK_AFTER_MISS = 0.05
 """Seconds between two polls after a lookup miss, so that a definition added a moment ago is usable at once.
 """
+SIZES_EVERY = 10.0
+"""Seconds between two walks through the files of all models."""
 LOOK_LIMIT = 5.0
 """Seconds that requests wait for one poll; after that the folder or the database counts as unresponsive."""
 MAX_FILES = 4096
@@ -102,6 +106,16 @@ class _Poll:
                 self._call = untrusted.in_daemon_thread(self._run, now, self._changes)
             return self._call
 
+    def has_changes(self) -> bool:
+        """Return True if a change was announced that no call has read yet."""
+        with self._lock:
+            return self._changes_read != self._changes
+
+    def is_overdue(self) -> bool:
+        """Return True if the running call should have ended."""
+        with self._lock:
+            return self._call is not None and self._monotonic() - self._began_at > self._limit
+
     async def wait(self, interval: float) -> bool:
         """Read unless the last call is recent enough; return False if it has not ended within the limit."""
         return await self.finish(self.begin(interval))
@@ -148,6 +162,8 @@ class Folder:
         self._by_name: Mapping[str, Definition] = {}
         self._file_names: Mapping[str, str] = {}
         """The files that define a model, or did before they became unusable, by its name."""
+        self._size_polls = _Poll(self._measure, monotonic, limit)
+        self._total_sizes: Mapping[str, int] = {}
         self._folder_problem, self._problems = "", Problems()
         self._hangs = self._rows_hang = False
 
@@ -156,7 +172,9 @@ class Folder:
 
         Raises FolderUnresponsive when the name is unknown and the folder or the database does not respond.
         """
-        definition = (await self._current()).get(name) or (await self._current(LOOK_AFTER_MISS)).get(name)
+        definition = (await self._current(waits_for_rows=False)).get(name)
+        if definition is None:
+            definition = (await self._current(LOOK_AFTER_MISS, LOOK_EVERY)).get(name)
         if definition is None and (self._hangs or self._rows_hang):
             raise self._hang_error()
         return definition
@@ -236,6 +254,21 @@ class Folder:
                 return call.result()
         return [[] for _ in definitions]
 
+    async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:
+        """Return the bytes of the files of each model, a few seconds old; 0 where they cannot be read."""
+        is_new = any(definition.name not in self._total_sizes for definition in definitions)
+        await self._size_polls.wait(LOOK_EVERY if is_new else SIZES_EVERY)
+        return [self._total_sizes.get(definition.name, 0) for definition in definitions]
+
+    def _measure(self) -> None:
+        """Walk through the files of all models. Runs on a thread of its own."""
+        sizes = {}
+        for name, definition in self._by_name.items():
+            sizes[name] = 0
+            with suppress(OSError):
+                sizes[name] = sum(size for _, size in files_of(self.path, definition))
+        self._total_sizes = sizes
+
     async def has_tools(self, definition: Definition) -> bool:
         """Return True if the model's file is known to have a chat template with tools."""
         path = path_inside(self.path, definition.model)
@@ -266,10 +299,22 @@ class Folder:
         definitions = (await self._current()).values()
         return frozenset(candidate.name for candidate in definitions if definition.conflicts_with(candidate))
 
-    async def _current(self, interval: float = LOOK_EVERY) -> Mapping[str, Definition]:
+    async def _current(
+        self, interval: float = LOOK_EVERY, row_interval: float | None = None, *, waits_for_rows: bool = True
+    ) -> Mapping[str, Definition]:
+        """Return the definitions; those of rows may be a second old if the caller does not wait for them.
+
+        A change that was announced is always waited for.
+        """
         # One that does not respond is not waited for: its definitions are known, or the caller is told.
         was_hanging = self._rows_hang
-        row_poll = self._row_polls.begin(interval) if self._read_rows is not None else None
+        if row_interval is None:
+            row_interval = interval
+        row_poll = self._row_polls.begin(row_interval) if self._read_rows is not None else None
+        if not waits_for_rows and self._rows is not None and not self._row_polls.has_changes():
+            row_poll = None
+            if self._row_polls.is_overdue():
+                self._report_rows(f"no answer within {self._limit:g} s")
         if not await self._scans.wait(interval):
             self._report_hanging()
         if not was_hanging and not await self._row_polls.finish(row_poll):
@@ -313,10 +358,11 @@ class Folder:
     def _merge(self) -> None:
         """Compute the definitions by name from the files and the rows. The caller has the lock."""
         by_name, broken = _indexed(self._files)
+        # By the stated name where the former one is not known: a process that starts decides as the others.
         files = {
-            content.former: name
+            content.former or content.name: name
             for name, (_, content) in self._files.items()
-            if isinstance(content, UnusableDefinition) and content.former
+            if isinstance(content, UnusableDefinition) and (content.former or content.name)
         }
         files |= {name: definition.source for name, definition in by_name.items()}
         for row in (self._rows or {}).values():

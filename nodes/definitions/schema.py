@@ -144,11 +144,10 @@ def check_text(text: str, source: str) -> CheckedText:
     if len(content) > MAX_FILE_BYTES:
         return CheckedText(None, [TextProblem(f"is larger than {MAX_FILE_BYTES} bytes")])
     try:
-        tree = untrusted.compose_yaml(text, untrusted.PlainLoader)
-        document = untrusted.load_yaml(text, untrusted.PlainLoader)
+        tree, document = untrusted.compose_and_load_yaml(text, untrusted.PlainLoader)
     except untrusted.InvalidYAML as error:
         return CheckedText(None, [TextProblem(str(error), "", error.line, error.column)])
-    found = [*_secrets(text, document, tree)]
+    found = [*islice(_secrets(text, document, tree), _MOST_ERRORS)]
     violations = [*_violations(document, tree)] if isinstance(document, Mapping) else []
     try:
         definition = parse_definition(document, source)

@@ -48,8 +48,9 @@ def save(
 ) -> ModelDefinition:
     """Create the definition, or add a revision if `name` is given and it exists.
 
-    `expected_revision` is the one that the caller has seen, 0 for none. Raises InvalidInput for the text, and
-    Conflict with `revision` if a definition exists that `name` does not permit to change, or has moved.
+    `expected_revision` is the one that the caller has seen, 0 for none. Of a text that is in force only
+    `files` are stored. Raises InvalidInput for the text, and Conflict with
+    `revision` if a definition exists that `name` does not permit to change, or has moved.
     """
     definition = schema.require_usable(text, SOURCE).definition
     assert definition is not None
@@ -63,8 +64,12 @@ def save(
         if (name is None and row is not None) or expected_revision not in (None, revision):
             raise _moved(definition.name, revision)
         if row is not None and row.text == text:
+            if files and row.files != list(map(dict, files)):
+                row.files = list(map(dict, files))
+                row.save(update_fields=["files"])
             return row
         if row is None:
+            _check_name(definition.name)
             ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
@@ -190,6 +195,16 @@ def _locked(name: str) -> ModelDefinition | None:
     """Return the row, locked until the commit; also a row that does not exist is locked, by its name."""
     lock_name(f"definition {name}")
     return ModelDefinition.objects.select_for_update().filter(name=name, deleted_at__isnull=True).first()
+
+
+_WORDS, _VERBS = ("schema", "preview"), ("clone", "disable", "enable", "revisions", "restore")
+"""Names and last parts of names that are routes below `/api/definitions/`."""
+
+
+def _check_name(name: str) -> None:
+    """Raise InvalidInput for a name whose definition would have the path of another route."""
+    if name in _WORDS or ("/" in name and name.rpartition("/")[2] in _VERBS):
+        raise InvalidInput(f"text: `name` must not be {name!r}, which is a route of the API", field="text")
 
 
 def _existing(name: str) -> ModelDefinition:

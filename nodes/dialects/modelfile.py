@@ -115,13 +115,14 @@ def settings_of(modelfile: Modelfile) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for name, values in modelfile.parameters.items():
+        last = values[-1] if values else None
         if name == "stop":
             settings["stopwords"] = [str(value) for value in values if str(value)]
         elif name in _IN_DOCUMENT:
-            settings[_IN_DOCUMENT[name]] = _number(name, values[-1], int)
+            settings[_IN_DOCUMENT[name]] = _number(name, last, int)
         elif name in _IN_PARAMETERS:
-            parameters[name] = _number(name, values[-1], _IN_PARAMETERS[name])
-        elif name == "num_predict" and (tokens := _number(name, values[-1], int)) > 0:
+            parameters[name] = _number(name, last, _IN_PARAMETERS[name])
+        elif name == "num_predict" and (tokens := _number(name, last, int)) > 0:
             parameters["max_tokens"] = tokens
     if parameters:
         settings["parameters"] = parameters

@@ -179,14 +179,14 @@ async def tags(request: InferenceRequest) -> Answer:
     """Respond with all models that have a definition."""
     await confirm(request)
     definitions = await folder.folder().all()
-    lists = await folder.folder().file_lists(definitions)
+    sizes = await folder.folder().total_sizes(definitions)
     models = [
         DefinedModel(
             **_identity(definition),
-            size=sum(size for _, size in files),
+            size=size,
             modified_at=format_time(definition.changed),
         )
-        for definition, files in zip(definitions, lists, strict=True)
+        for definition, size in zip(definitions, sizes, strict=True)
     ]
     return wire.json_answer(TagsResponse(models=models))
 

@@ -85,8 +85,12 @@ async def create(request: InferenceRequest) -> Answer:
     modelfile = _modelfile_of(body)
     text = await _base_text(modelfile.base, name)
     settings = settings_of(modelfile)
-    text = edit.merge(text, settings) if settings else text
-    await _change(request, lambda: _save(request, name, text, f"created from {modelfile.base}"[:500]))
+
+    def save() -> None:
+        merged = edit.merge(text, settings) if settings else text
+        _save(request, name, merged, f"created from {modelfile.base}"[:500])
+
+    await _change(request, save)
     return status_lines(["creating model", "success"], body.stream)
 
 
@@ -99,8 +103,11 @@ async def copy(request: InferenceRequest) -> Answer:
     text = await _in_thread(lambda: store.text_in_force(definition.name))
     if text is None:
         raise ModelNotFound(f"The model {definition.name[:100]!r} does not exist", field="source")
-    copied = edit.rename(text, destination)
-    await _change(request, lambda: _save(request, destination, copied, f"copy of {definition.name}"))
+
+    def save() -> None:
+        _save(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
+
+    await _change(request, save)
     return _DONE
 
 
@@ -166,7 +173,7 @@ async def _base_text(base: str, name: str) -> str:
     text = await _in_thread(lambda: store.text_in_force(definition.name))
     if text is None:
         raise ModelNotFound(f"The model {base[:100]!r} does not exist", field="from")
-    return edit.rename(text, name)
+    return await asyncio.to_thread(edit.rename, text, name)
 
 
 def _find_file(text: str) -> str | None:

@@ -4,6 +4,7 @@ The import is an operation: it goes on when the client leaves, and another pull 
 that is defined is there already, for every caller.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from uuid import UUID
 
@@ -79,7 +80,8 @@ async def _plan(name: str) -> ImportPlan:
     reference = recognise(f"ollama pull {name}", mirror=settings.hugging_face_url)
     if not isinstance(reference, ImageRef | HubRef):
         raise Forbidden("only models of Ollama's registry and of Hugging Face can be pulled")
-    found = await Finder(settings).find(reference)
+    # Not on this event loop: a header of megabytes is parsed.
+    found = await asyncio.to_thread(lambda: asyncio.run(Finder(settings).find(reference)))
     return await in_thread(
         lambda: inspection.plan_of(found, name=name.removesuffix(":latest"), now=clock.now())
     )

@@ -228,13 +228,27 @@ class Finder:
         folder = f"s3/{reference.bucket}/{prefix}".rstrip("/")
         base = f"s3://{reference.bucket}/{prefix}"
         name = writing.model_name(PurePosixPath(reference.key.rstrip("/")).stem)
-        choices = []
-        for variant in found:
-            sources = [
+
+        def sources(variant: Variant) -> tuple[SourceFile, ...]:
+            return tuple(
                 SourceFile(f"{folder}/{file.path}", f"{base}{file.path}", file.size) for file in variant.files
-            ]
-            choices.append(await self._choice(name, variant, folder, tuple(sources)))
-        return Found("s3", address, address, name, tuple(choices), task="chat")
+            )
+
+        header, problem = None, ""
+        if (first := next((each for each in found if each.format == "gguf"), None)) is not None:
+            try:
+                header = await probing.gguf_header(self.opener, sources(first)[0])
+            except SourceError as error:
+                problem = error.message
+        context = probing.trained_context(header)
+
+        def choice(variant: Variant) -> Choice:
+            settings = writing.definition_of(name, variant, folder, context=context)
+            is_gguf = variant.format == "gguf"
+            return Choice(variant, settings, sources(variant), header if is_gguf else None, context)
+
+        choices = tuple(map(choice, found))
+        return Found("s3", address, address, name, choices, task="chat", problem=problem)
 
     async def _of_share(self, path: str) -> Found:
         shared = await shares.look(self._settings, path)

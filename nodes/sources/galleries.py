@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -124,7 +125,8 @@ async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.
 
 def _beside(path: Path, gallery: Gallery) -> Path:
     """Return a path that an entry names; raise ValueError unless it is beside the index of its gallery."""
-    index = gallery_index.local_path(gallery.url)
+    # The empty URL of a document without a gallery would be the working directory.
+    index = gallery_index.local_path(gallery.url) if gallery.url else None
     if index is None or not path.resolve().is_relative_to(index.parent.resolve()):
         raise ValueError("a gallery may name files of this machine only beside its own index")
     return path.resolve()
@@ -153,6 +155,12 @@ def _address(found: references.Reference, file: ModelFile) -> str:
     match found:
         case HubRef(repo=repo, revision=revision, path=path) if path:
             return f"hf://{repo}@{revision or 'main'}/{path}"
+        case WebRef(url=url) if urlsplit(url).query:
+            shown = names.plain(gallery_index.public_url(url)[:200])
+            raise InvalidInput(
+                f"{shown} has a query, which may be a signature or a secret; use an address without one",
+                field="text",
+            )
         case WebRef(url=url):
             return url
         case ObjectRef(bucket=bucket, key=key):

@@ -17,7 +17,7 @@ from localai_cluster.kit import conf, names
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.outbound import SourceError
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
-from nodes.definitions.folder import folder
+from nodes.definitions import store
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading.load_request import estimate_need
 from nodes.sources import fits, galleries, variants, writing
@@ -167,8 +167,8 @@ def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, d
 
 
 def is_defined(name: str) -> bool:
-    """Return True if a model has this name."""
-    return async_to_sync(folder().find)(name) is not None
+    """Return True if a model has this name, also one that is disabled or cannot be used."""
+    return store.find(name) is not None or bool(store.file_of(name))
 
 
 def _best(found: Found, now: datetime) -> Choice:

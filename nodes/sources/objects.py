@@ -45,8 +45,8 @@ def _make_store(settings: ClusterSettings, bucket: str) -> Any:
     return S3Store(bucket, **options, client_options=client, retry_config={"max_retries": 0})
 
 
-async def read(store: Any, key: str, offset: int, length: int | None) -> SourceBody:
-    """Return an object from byte `offset` on, `length` bytes or all of it."""
+async def read(store: Any, url: str, key: str, offset: int, length: int | None) -> SourceBody:
+    """Return an object from byte `offset` on, `length` bytes or all of it; raise SourceError."""
     import obstore
 
     options: Any = None
@@ -54,12 +54,21 @@ async def read(store: Any, key: str, offset: int, length: int | None) -> SourceB
         options = {"range": (offset, offset + length)}
     elif offset:
         options = {"range": {"offset": offset}}
-    found = await obstore.get_async(store, key, options=options)
-    return SourceBody(_pieces(found), offset, int(found.meta["size"]), str(found.meta.get("e_tag") or ""))
+    with translated_errors(url):
+        found = await obstore.get_async(store, key, options=options)
+    return SourceBody(
+        _pieces(found, url), offset, int(found.meta["size"]), str(found.meta.get("e_tag") or "")
+    )
 
 
-async def _pieces(found: Any) -> AsyncIterator[bytes]:
-    async for piece in found.stream(min_chunk_size=_PIECE):
+async def _pieces(found: Any, url: str) -> AsyncIterator[bytes]:
+    stream = aiter(found.stream(min_chunk_size=_PIECE))
+    while True:
+        # Not around the yield: errors of the reader are not those of the source.
+        with translated_errors(url):
+            piece = await anext(stream, None)
+        if piece is None:
+            return
         yield bytes(piece)
 
 

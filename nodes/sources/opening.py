@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
+from localai_cluster.kit import names
 from localai_cluster.kit.outbound import (
     AddressRefused,
     Outbound,
@@ -26,16 +27,17 @@ from localai_cluster.registries.access import Access, ImageMissing, RegistryErro
 from localai_cluster.registries.client import Registries
 from nodes.sources import objects
 from nodes.sources.plans import SourceFile
-from nodes.sources.references import OLLAMA_REGISTRY
 
 HUB = "hf://"
 IMAGES = ("oci://", "ollama://")
 SHARE = "share://"
-KNOWN_REGISTRIES = ("docker.io", "registry-1.docker.io", "ghcr.io", "quay.io", OLLAMA_REGISTRY)
 
 
 def hosts_of(settings: ClusterSettings) -> set[str]:
-    """Return the hosts that the operator has configured as sources: they may have private addresses."""
+    """Return the hosts that the operator has configured as sources: they may have private addresses.
+
+    Each on the port of its address; a registry without one may have its token service on another.
+    """
     addresses = [settings.hugging_face_url, settings.github_url, settings.s3_endpoint]
     for gallery in settings.model_galleries:
         addresses += [gallery["url"], *gallery.get("mirrors", ())]
@@ -46,20 +48,21 @@ def hosts_of(settings: ClusterSettings) -> set[str]:
 def outbound_of(settings: ClusterSettings) -> Outbound:
     """Return the client for sources of models with the credentials of these settings."""
     credentials = {}
-    if settings.hugging_face_token and (host := _host(settings.hugging_face_url)):
-        credentials[host] = f"Bearer {settings.hugging_face_token}"
+    if settings.hugging_face_token and _host(settings.hugging_face_url):
+        credentials[settings.hugging_face_url] = f"Bearer {settings.hugging_face_token}"
     return Outbound(hosts_of(settings), credentials, verify=settings.registry_ca)
 
 
 def _host(address: str) -> str:
-    """Return `host` or `host:port` of an address, "" if it has none."""
+    """Return `host:port` of an address, "" if it has none."""
     try:
         url = httpx.URL(address)
     except (httpx.InvalidURL, ValueError):
         return ""
-    if url.scheme not in ("http", "https"):
+    if url.scheme not in ("http", "https") or not url.host:
         return ""
-    return f"{url.host}:{url.port}" if url.port else url.host
+    host = f"[{url.host}]" if ":" in url.host else url.host
+    return f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
 
 
 class Opener:
@@ -132,8 +135,10 @@ class Opener:
     async def _open_object(self, url: str, offset: int, length: int | None) -> AsyncIterator[SourceBody]:
         bucket, _, key = url.removeprefix(objects.SCHEME).partition("/")
         store = await objects.store(self._settings, bucket)
-        with objects.translated_errors(url):
-            yield await objects.read(store, key, offset, length)
+        try:
+            yield await objects.read(store, url, key, offset, length)
+        except TimeoutError as error:
+            raise SourceError(f"{names.plain(url[:200])}: no answer in time", can_retry=True) from error
 
 
 def translated(error: RegistryError) -> SourceError:

@@ -7,6 +7,7 @@ so it is read in a thread of its own.
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,13 @@ async def look(settings: ClusterSettings, path: str) -> Shared:
 
 
 def _look(settings: ClusterSettings, path: str) -> Shared:
+    try:
+        return _read(settings, path)
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error.strerror or 'the share has failed'}") from None
+
+
+def _read(settings: ClusterSettings, path: str) -> Shared:
     target, models = _inside(settings, path), settings.models_path.resolve()
     base = target if target.is_dir() else target.parent
     files = list(_files(base)) if target.is_dir() else [_file(base, target)]
@@ -82,7 +90,8 @@ def _files(base: Path) -> list[RepositoryFile]:
             path = Path(folder, name)
             if path.is_symlink() and not _is_within(path, base):
                 continue
-            found.append(_file(base, path))
+            with suppress(FileNotFoundError):  # it may have gone since
+                found.append(_file(base, path))
             if len(found) > MOST_FILES:
                 raise _wrong(str(base), f"has more than {MOST_FILES} files")
     return found

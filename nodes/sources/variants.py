@@ -125,7 +125,15 @@ def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
     sets = sorted(
         _complete_sets(weights), key=lambda parts: (sum(part.size for part in parts), parts[0].path)
     )
-    return [_gguf_variant(parts, _projector_for(parts[0].path, projectors)) for parts in sets[:MOST_VARIANTS]]
+    projectors.sort(key=_projector_rank)
+    best = projectors[0] if projectors else None
+    beside: dict[PurePosixPath, RepositoryFile] = {}
+    for file in projectors:
+        beside.setdefault(PurePosixPath(file.path).parent, file)
+    return [
+        _gguf_variant(parts, beside.get(PurePosixPath(parts[0].path).parent, best))
+        for parts in sets[:MOST_VARIANTS]
+    ]
 
 
 def _complete_sets(files: Sequence[RepositoryFile]) -> list[list[RepositoryFile]]:
@@ -172,16 +180,10 @@ def _with_ids(variants: Sequence[Variant]) -> list[Variant]:
     return changed
 
 
-def _projector_for(path: str, projectors: Sequence[RepositoryFile]) -> RepositoryFile | None:
-    """Return the projector of a model: one beside it, in the usual type."""
-    folder = PurePosixPath(path).parent
-
-    def rank(file: RepositoryFile) -> tuple[bool, int, str]:
-        kind = quantization_of(file.path)
-        place = _PROJECTORS.index(kind) if kind in _PROJECTORS else len(_PROJECTORS)
-        return PurePosixPath(file.path).parent != folder, place, file.path
-
-    return min(projectors, key=rank, default=None)
+def _projector_rank(file: RepositoryFile) -> tuple[int, str]:
+    """Return the rank of a projector, that of the usual type first."""
+    kind = quantization_of(file.path)
+    return _PROJECTORS.index(kind) if kind in _PROJECTORS else len(_PROJECTORS), file.path
 
 
 def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:

@@ -155,9 +155,11 @@ def test_a_file_wins_over_a_row_also_when_it_breaks_and_the_row_comes_back_witho
         assert found() == expected
     file.write_text("name: m\nbackend: [")
     asyncio.run(folder.folder().reload())
-    assert found() == 5, "a file that never defined the model takes nothing away"
+    assert found() is None, "a broken file wins by the name that it states"
+    fresh = Folder(models, read_rows=rows.read_rows)
+    assert found(where=fresh) is None, "so a process that starts decides as one that knows its former name"
     (only,) = asyncio.run(folder.folder().stored())
-    assert only.file == ""
+    assert only.file == file.name
 
 
 def test_a_row_that_cannot_be_used_is_a_problem_like_a_file() -> None:
@@ -233,7 +235,35 @@ def test_a_lookup_costs_no_query_and_a_poll_one(tmp_path: Path, django_assert_nu
     now[0] += 2
     for _ in range(5):
         assert found("m1", models) == 0
-    assert polls == [0, 3]
+    assert eventually(lambda: polls == [0, 3])
+    for _ in range(5):
+        assert found("unknown", models) is None
+    assert polls == [0, 3], "an unknown name is asked for once a second"
+
+
+def test_a_known_model_does_not_wait_for_the_database(tmp_path: Path) -> None:
+    may_answer = threading.Event()
+    polls: list[int] = []
+
+    def read(known: rows.Rows) -> Any:
+        polls.append(len(known))
+        assert not known or may_answer.wait(30)
+        return rows.read_rows(known)
+
+    save()
+    now = [0.0]
+    models = Folder(tmp_path, lambda: now[0], read_rows=read)
+    assert found(where=models) == 0
+    now[0] += 2
+    for _ in range(3):
+        assert found(where=models) == 0
+    assert eventually(lambda: polls == [0, 1])
+    assert not models._rows_hang
+    now[0] += 20
+    assert found(where=models) == 0
+    assert models._rows_hang
+    may_answer.set()
+    assert eventually(lambda: not models._rows_hang)
 
 
 @pytest.fixture
@@ -242,9 +272,16 @@ def listening() -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    task = asyncio.run_coroutine_threadsafe(gateway._listen(WakeUps()), loop)
+    asyncio.run_coroutine_threadsafe(gateway._listen(WakeUps()), loop)
     yield
-    task.cancel()
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(end(), loop).result(30)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
     loop.close()
@@ -316,3 +353,19 @@ def test_the_pass_unloads_what_is_disabled_and_leaves_a_files_model_alone(models
     assert operation.payload["reason"] == "its definition is disabled or deleted"
     assert NodeModel.objects.count() == 3
     connection.close()
+
+
+@pytest.mark.parametrize("name", ["schema", "preview", "a/clone", "a/revisions", "a/b/enable"])
+def test_names_of_routes_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="is a route of the API"):
+        save(TEXT.replace("name: m", f"name: {name}"), name)
+    assert save(TEXT.replace("name: m", "name: a/model"), "a/model").revision == 1
+
+
+def test_an_unchanged_text_may_get_its_files() -> None:
+    save()
+    row = save(files=[{"path": "m.gguf", "url": "https://example.com/m.gguf"}])
+    assert (row.revision, row.files[0]["path"]) == (1, "m.gguf")
+    stored = store.find("m")
+    assert stored is not None
+    assert stored.files == row.files

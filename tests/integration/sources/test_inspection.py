@@ -12,7 +12,7 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from nodes.models import BackendNode
-from nodes.sources import inspection, probing
+from nodes.sources import inspection, opening, probing, shares
 from tests.support import api, hub
 from tests.support.sources import Refusal, Source
 
@@ -231,6 +231,10 @@ def test_objects_of_a_store(source: Source) -> None:
     )
     assert [variant["id"] for variant in inspect("s3://bucket/models/")["variants"]] == ["Q4_0", "Q8_0"]
     assert inspect("s3://bucket/models/m-Q8_0.gguf")["variants"][0]["size"] == 9000
+    hub.add_objects(source, "odd", {"models/m-Q4_0.gguf": b"no model", "models/m-Q8_0.gguf": hub.gguf(9000)})
+    odd = inspect("s3://odd/models/")
+    assert [variant["id"] for variant in odd["variants"]] == ["Q4_0", "Q8_0"]
+    assert "GGUF" in odd["problem"]
     hub.add_objects(source, "empty", {})
     assert inspect("s3://empty/nothing.gguf", 404)["error"]
 
@@ -244,6 +248,23 @@ def test_a_share_is_used_where_it_is(models: Path) -> None:
     assert (found["kind"], [variant["id"] for variant in found["variants"]]) == ("folder", ["Q4_0"])
     assert "CLUSTER_SHARE_ROOTS" in inspect("/etc", 400)["error"]
     assert "CLUSTER_SHARE_ROOTS" in inspect(f"{share}/../../../x", 400)["error"]
+
+
+def test_what_a_share_cannot_give_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = models / "share" / "team"
+    share.mkdir(parents=True)
+    assert "cannot be read" in inspect(f"{share}/{'x' * 300}", 400)["error"]
+    (share / "m-Q4_0.gguf").write_bytes(hub.gguf())
+    (share / "m-Q8_0.gguf").write_bytes(hub.gguf())
+    measured = shares._file
+
+    def vanishing(base: Path, path: Path) -> Any:
+        if path.name == "m-Q8_0.gguf":
+            path.unlink()
+        return measured(base, path)
+
+    monkeypatch.setattr(shares, "_file", vanishing)
+    assert [variant["id"] for variant in inspect(str(share))["variants"]] == ["Q4_0"]
 
 
 def test_a_definition_in_full(source: Source) -> None:
@@ -277,3 +298,44 @@ def test_only_administrators_inspect(source: Source) -> None:
     for body in bodies:
         assert api.admin().post("/api/sources/inspect", body).status_code == 400
     assert source.requests == []
+
+
+def test_a_url_of_a_document_reads_no_file_of_this_machine(tmp_path: Path) -> None:
+    """It belongs to no gallery; the working directory must not count as that of its index."""
+    document = Path.cwd() / "pyproject.toml"
+    for url in (document.as_uri(), str(document), "pyproject.toml", (tmp_path / "x.yaml").as_uri()):
+        answer = api.admin().post("/models/apply", {"url": url, "name": "m"})
+        assert answer.status_code in (400, 502), answer.content
+        assert "beside its own index" in answer.content.decode()
+
+
+def test_no_query_of_an_address_is_kept(source: Source) -> None:
+    text = f"""\
+name: mine
+backend: llama-cpp
+parameters: {{model: m.gguf}}
+download_files: [{{filename: m.gguf, uri: "{source.url("/files/m.gguf")}?sig=hidden"}}]
+"""
+    refusal = inspect(text, 400)["error"]
+    assert "has a query" in refusal
+    assert "hidden" not in refusal
+
+
+@pytest.mark.parametrize(
+    ("url", "is_sent"),
+    [
+        ("https://hub.example/x", True),
+        ("https://hub.example:443/x", True),
+        ("http://hub.example/x", False),
+        ("http://hub.example:8080/x", False),
+        ("https://hub.example:8443/x", False),
+    ],
+)
+def test_the_token_goes_to_the_configured_address_only(settings: Settings, url: str, is_sent: bool) -> None:
+    settings.CLUSTER = dataclasses.replace(
+        settings.CLUSTER, hugging_face_url="https://hub.example", hugging_face_token="hf_x"
+    )
+    out = opening.outbound_of(settings.CLUSTER)
+    assert bool(out.credential_of(url)) is is_sent
+    assert out.is_allowed("hub.example", 443)
+    assert not out.is_allowed("hub.example", 8080)

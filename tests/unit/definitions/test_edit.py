@@ -125,6 +125,28 @@ def test_a_copy_has_another_name_and_the_same_rest(name: str) -> None:
     assert "# short answers" in copied
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["{% for m in messages %}", "lora: a: b", "*x", "@x", "&a", "!t", "%x", "- a", "# no", "a #b", "on",
+     "1.0", "2001-01-01", "<<", "=", "null", "You are: a pirate", "[" * 60_000, " a ", "'", '"',
+     "a\tb", "\x07", "é"],
+)  # fmt: skip
+def test_every_text_is_written_as_itself(value: str) -> None:
+    edited = edit.apply_changes(TEXT, {"template": value})
+    assert load_document(edited.encode())["template"]["chat"] == value
+    merged = load_document(edit.merge(TEXT, {"system_prompt": value, "stopwords": [value]}).encode())
+    assert (merged["system_prompt"], merged["stopwords"]) == (value, [value])
+
+
+def test_a_long_text_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that keeps comments would need seconds for it."""
+    monkeypatch.setattr(edit, "YAML", lambda: pytest.fail("the library was used"))
+    text = TEXT + "x:\n" + "  - a  # b\n" * 10_000
+    assert len(text) > edit.LONGEST_EDITED
+    edited = edit.apply_changes(text, {"context_size": 5})
+    assert load_document(edited.encode()) == load_document(text.encode()) | {"context_size": 5}
+
+
 def test_sections_are_merged() -> None:
     merged = edit.merge(
         TEXT, {"parameters": {"temperature": 0.5}, "stopwords": ["on"], "system_prompt": "a\nb"}

@@ -62,6 +62,14 @@ def test_what_is_no_modelfile_is_refused(text: str, says: str) -> None:
     assert caught.value.field == "modelfile"
 
 
+@pytest.mark.parametrize("name", ["temperature", "num_ctx", "num_predict"])
+def test_a_parameter_without_a_value_is_refused(name: str) -> None:
+    modelfile = parse_modelfile("FROM m")
+    modelfile.parameters[name] = []
+    with pytest.raises(InvalidInput, match=f"{name} is not a number"):
+        settings_of(modelfile)
+
+
 @pytest.mark.parametrize("value", ["x", True, None, [], "1e999"])
 def test_a_parameter_that_is_no_number_is_refused(value: Any) -> None:
     modelfile = parse_modelfile("FROM m")

@@ -205,7 +205,7 @@ async def test_redirects_to_nowhere(source: Source, location: str, error: str) -
 
 async def test_a_credential_never_crosses_a_redirect(source: Source) -> None:
     source.tokens = {"/": TOKEN}
-    out = Outbound(LOCAL, {source.host: TOKEN, source.storage: "Bearer other"})
+    out = Outbound(LOCAL, {source.url("/"): TOKEN, f"http://{source.storage}": "Bearer other"})
     headers = {"X-Own": "1", "Cookie": "c", "Range": "bytes=0-"}
     assert await read(out, source.url("/m.gguf"), headers=headers) == DATA
     assert [(request.part, request.authorization) for request in source.requests] == [
@@ -219,11 +219,12 @@ async def test_a_credential_stays_with_its_own_host(source: Source, resolve: Any
     source.redirects = False
     resolve([PUBLIC])
     port = source.host.rpartition(":")[2]
-    out = Outbound(LOCAL, {"hub.example": TOKEN, "127.0.0.1:1": TOKEN})
-    for host in ("evil-hub.example", "hub.example.evil", "127.0.0.1", "hub.example"):
+    urls = ("https://hub.example", "http://127.0.0.1:1", f"https://tls.example:{port}")
+    out = Outbound((*LOCAL, "hub.example"), dict.fromkeys(urls, TOKEN))
+    for host in ("evil-hub.example", "hub.example.evil", "127.0.0.1", "hub.example", "tls.example"):
         await read(out, f"http://{host}:{port}/m.gguf")
-    # The last one is the right host, but plain HTTP and not configured.
-    assert [request.authorization for request in source.requests] == [""] * 4
+    # The fourth has the right host and another port, the last one only another scheme.
+    assert [request.authorization for request in source.requests] == [""] * 5
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ async def test_a_credential_is_in_no_message_and_no_log(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     source.refusals = [Refusal(403, (), b'{"error": "bad token hf_secret in Bearer hf_secret"}')]
-    out = Outbound(LOCAL, {"127.0.0.1": TOKEN})
+    out = Outbound(LOCAL, {source.url("/"): TOKEN})
     with pytest.raises(SourceRefused) as refusal:
         await read(out, source.url("/m.gguf?token=inquery"))
     await read(out, source.url("/m.gguf"))

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodes.sources import variants
 from nodes.sources.variants import (
     MOST_VARIANTS,
     RepositoryFile,
@@ -121,3 +122,16 @@ def test_many_files_are_grouped_in_linear_time() -> None:
     """10^5 names of parts, in sets that are never complete."""
     repository = [RepositoryFile(f"m-{number:05}-of-99999.gguf", 1) for number in range(1, 99999)]
     assert variants_of(repository) == []
+
+
+def test_each_projector_is_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    read = variants.quantization_of
+    monkeypatch.setattr(variants, "quantization_of", lambda path: names.append(path) or read(path))
+    weights = [f"{number % 2}/m{number}-Q4_0.gguf" for number in range(500)]
+    projectors = [f"{number % 3}/mmproj-{number}-Q8_0.gguf" for number in range(500)]
+    found = variants_of(listed(*weights, *projectors))
+    assert len(names) <= len(projectors) + MOST_VARIANTS
+    assert {variant.projector.partition("/")[0] == variant.main.partition("/")[0] for variant in found} == {
+        True
+    }
