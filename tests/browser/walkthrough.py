@@ -49,7 +49,7 @@ def source_of_models(rate: int = RATE) -> Iterator[Source]:
             "overrides": {
                 "backend": "llama-cpp",
                 "context_size": 2048,
-                "parameters": {"model": "gallery/assistant.gguf", "temperature": 0.2, "max_tokens": 256},
+                "parameters": {"model": "gallery/assistant.gguf", "temperature": 0, "max_tokens": 64},
                 "template": {"use_tokenizer_template": True},
             },
             "files": [
