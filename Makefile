@@ -33,7 +33,7 @@ help:
 	@echo "make manage ARGS='nodes list'   run a management command on the running cluster"
 	@echo "make measure          measure every figure beside its goal; BASE=<commit> compares, ONLY=streams,memory selects"
 	@echo "make shots            take the screenshots in docs/pictures"
-	@echo "make story            play docs/operators-story.md on five workers and take its pictures; ARGS=drained plays one scene, ARGS=day docs/operators-day.md"
+	@echo "make story            play docs/operators-story.md on five workers and take its pictures; ARGS=drained plays one scene, ARGS=day docs/operators-day.md, ARGS=models docs/models-walkthrough.md"
 	@echo "make placement-story  play docs/placement-story.md on five workers and write down every reason"
 	@echo "make ui               build the pages, if their sources have changed"
 	@echo "make package          build the wheel in dist/: the worker, and with the extra 'server' everything"

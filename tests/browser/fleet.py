@@ -81,12 +81,12 @@ class Fleet:
         """Gives the failing worker what it lacked."""
         self._point(self.sources)
 
-    def publish(self, backend: str, version: str) -> None:
-        """The gallery has this version of a backend from now on."""
+    def publish(self, backend: str, version: str, source: Path | None = None) -> None:
+        """The gallery has this version of a backend from now on; `source` is its folder, if that changes."""
         entries = yaml.safe_load(self.gallery.read_text())
         for entry in entries:
             if entry["name"] == backend:
-                entry["version"] = version
+                entry |= {"version": version} | ({"uri": str(source)} if source else {})
         written = self.gallery.with_suffix(".new")
         written.write_text(yaml.safe_dump(entries, sort_keys=False))
         written.rename(self.gallery)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import httpx
 from playwright.sync_api import expect, sync_playwright
 
-from tests.browser import day, install
+from tests.browser import day, install, walkthrough
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, sign_in
 from tests.browser.screen import settings
@@ -267,22 +267,28 @@ SCENES = (one_install, five_nodes, drained, upgrade, agents, commands, unload, c
 
 
 def main() -> int:
-    """Plays the scenes that are named, all if none is; `day` plays docs/operators-day.md instead."""
+    """Plays the scenes that are named, all if none is; `day` and `models` play other documents."""
     program = install.chromium()
     if not program:
         print(install.LEFT_OUT)
         return 1
     SAID.parent.mkdir(exist_ok=True)
-    is_day = sys.argv[1:2] == ["day"]
-    fleet_of_day = running_fleet(webs=1, workers=(), tasks=True)
-    started = fleet_of_day if is_day else running_fleet(webs=2, workers=OTHERS, tasks=True, **LIMITS)
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    if chosen == "day":
+        started = running_fleet(webs=1, workers=(), tasks=True)
+    elif chosen == "models":
+        started = walkthrough.cluster_with_models()
+    else:
+        started = running_fleet(webs=2, workers=OTHERS, tasks=True, **LIMITS)
     with started as fleet, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
         context = browser.new_context(**settings(still=True) | {"viewport": WIDE})
         context.set_default_timeout(PATIENCE)
         context.add_cookies(sign_in(fleet.webs[0].url))
-        if is_day:
+        if chosen == "day":
             day.play(fleet, day.Day(fleet, context.new_page(), "day"), sys.argv[2:])
+        elif chosen == "models":
+            walkthrough.play(Teller(fleet, context.new_page(), "models"), sys.argv[2:])
         else:
             add_slow(fleet)
             play(fleet, Teller(fleet, context.new_page()))

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from localai_cluster.kit.outbound import Outbound, SourceBody
-from nodes.sources.plans import SourceFile
+
+if TYPE_CHECKING:
+    # A story plays without Django.
+    from nodes.sources.plans import SourceFile
 
 PIECE = 256 * 1024
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
@@ -235,7 +238,7 @@ class WebOpener:
         self._outbound = Outbound(["127.0.0.1"])
 
     def open(
-        self, file: SourceFile, offset: int = 0, length: int | None = None
+        self, file: "SourceFile", offset: int = 0, length: int | None = None
     ) -> AbstractAsyncContextManager[SourceBody]:
         return self._outbound.open_range(file.url, offset, length)
 
