@@ -127,7 +127,12 @@ def test_many_files_are_grouped_in_linear_time() -> None:
 def test_each_projector_is_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     read = variants.quantization_of
-    monkeypatch.setattr(variants, "quantization_of", lambda path: names.append(path) or read(path))
+
+    def counted(path: str) -> str:
+        names.append(path)
+        return read(path)
+
+    monkeypatch.setattr(variants, "quantization_of", counted)
     weights = [f"{number % 2}/m{number}-Q4_0.gguf" for number in range(500)]
     projectors = [f"{number % 3}/mmproj-{number}-Q8_0.gguf" for number in range(500)]
     found = variants_of(listed(*weights, *projectors))
