@@ -12,6 +12,7 @@ from tests.browser.crew import crew
 from tests.browser.fleet import Cookies, Fleet, running_fleet, sign_in
 from tests.browser.screen import Screen
 from tests.conftest import eventually
+from tests.support.effort import swept
 from tests.support.simulator import Act, Script, SimulatedWorker
 
 NAMES = ("fine", "slow", "refusing", "silent", "fifth")
@@ -296,6 +297,7 @@ OperationTarget.objects.bulk_create(
 """
 
 
+@swept
 @pytest.mark.rule("UW25", "O52")
 def test_300_equal_failures_are_one_card(view: Screen, place: tuple[Fleet, Workers], acting: Workers) -> None:
     """Of one operation, and of 300; each cause is opened, retried and dismissed on its own (P10)."""
@@ -323,6 +325,7 @@ def test_300_equal_failures_are_one_card(view: Screen, place: tuple[Fleet, Worke
     assert len(cluster.cluster.rows(put_away)) == 300
 
 
+@swept
 @pytest.mark.rule("UW25")
 def test_nodes_that_cannot_take_an_install_are_refused_by_name_and_the_others_go_on_in_waves(
     view: Screen, place: tuple[Fleet, Workers], acting: Workers
@@ -357,6 +360,7 @@ def test_nodes_that_cannot_take_an_install_are_refused_by_name_and_the_others_go
     assert (ended["waves"]["maxUnavailable"], ended["waves"]["count"]) == (1, 2)
 
 
+@swept
 @pytest.mark.rule("UW27")
 def test_a_cancel_of_many_nodes_says_how_many_had_already_finished(
     view: Screen, place: tuple[Fleet, Workers], acting: Workers
@@ -375,6 +379,7 @@ def test_a_cancel_of_many_nodes_says_how_many_had_already_finished(
     assert cluster.get(f"/api/backends/job/{job}").json()["state"] == "cancelled"
 
 
+@swept
 @pytest.mark.rule("UI-9.10")
 def test_on_a_phone_history_shows_what_the_outcome_and_when(
     window: Opener, place: tuple[Fleet, Workers], acting: Workers, admin: Cookies

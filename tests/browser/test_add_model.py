@@ -10,7 +10,9 @@ from tests.browser import checks, walkthrough
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet, sign_in
 from tests.browser.screen import Screen
+from tests.support.effort import swept
 
+pytestmark = swept
 CHOICES = 3
 """How many a person makes at most between the pasted name and the first word of the answer."""
 
