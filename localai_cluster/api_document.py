@@ -88,9 +88,10 @@ class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
 
 
 class PersonScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The same, for the routes of a person's own keys."""
+    """The session cookie of a person who signed in with a password, for their own keys."""
 
     target_class = "localai_cluster.accounts.api_keys.PersonAuthentication"
+    name = "personSession"
 
 
 class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
