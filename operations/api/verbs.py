@@ -57,8 +57,8 @@ def cancel_operation(operation: Operation, *, actor: str) -> Operation:
 
 
 def cancelled_words(operation: Operation) -> str:
-    """Return the answer for a cancelled operation; of several targets its message counts. One query."""
-    return operation.message if operation.targets.count() > 1 else "operation cancelled"
+    """Return the answer for a cancelled operation: its message if that counts targets that had finished."""
+    return operation.message if operation.message[:1].isdigit() else "operation cancelled"
 
 
 def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:

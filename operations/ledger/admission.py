@@ -274,7 +274,7 @@ def cancel(
             "overdue_since",
         ]
         update_rows(parts, columns)
-        if len(all_parts) > 1:
+        if finished:
             message = f"{len(parts)} cancelled, {finished} had already finished (by {actor})"
         operation.status, operation.message, operation.phase = Status.CANCELLED, message, ""
         operation.lease_owner, operation.lease_until, operation.time_limit_at = "", None, None

@@ -31,6 +31,8 @@ const EFFECT: Readonly<Record<Verb, string>> = {
   delete: "Its files are removed from these nodes. The next load that needs it there installs it again.",
 };
 
+const KIND = { upgrade: "primary", reinstall: "primary", delete: "danger" } as const;
+
 const NOTHING: Outcome = { started: [], lastReplicas: new Map(), refused: new Map(), failed: new Map() };
 
 export function ChangeDialog({ change: { verb, backends: requested }, onClose }: { change: Change; onClose: () => void }): ReactNode {
@@ -71,12 +73,7 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
     <Dialog open onClose={onClose} title={title} first={cancel}>
       <form className="stack" onSubmit={submit}>
         <Names nodes={fit.map(([node, names]) => [node, <Stops key={node.id} node={node} backends={names} named={backends.length > 1} />])} />
-        {skipped.length > 0 && (
-          <section className="stack" aria-label="Skipped">
-            <h3>Skipped: {count(skipped.length, "node")}</h3>
-            <Names nodes={skipped.map(([node]) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
-          </section>
-        )}
+        <Skipped nodes={skipped.map(([node]) => node)} />
         <Refused refused={outcome.refused} named={requested.length > 1} />
         <Waits backends={backends} />
         <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
@@ -86,7 +83,7 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
         <ResultMessage outcome={outcome} error={submission.error} named={backends.length > 1} />
         <div className="row wrap">
-          <Button type="submit" kind={verb === "delete" ? "danger" : "primary"} refusal={why} busy={submission.busy}>
+          <Button type="submit" kind={KIND[verb]} refusal={why} busy={submission.busy}>
             {LABEL[verb]} {namesByNode.length > 1 && count(fit.length, "node")}
           </Button>
           <Button ref={cancel} onClick={onClose}>
@@ -95,6 +92,16 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
         </div>
       </form>
     </Dialog>
+  );
+}
+
+function Skipped({ nodes }: { nodes: readonly LiveNode[] }): ReactNode {
+  if (nodes.length === 0) return null;
+  return (
+    <section className="stack" aria-label="Skipped">
+      <h3>Skipped: {count(nodes.length, "node")}</h3>
+      <Names nodes={nodes.map((node) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
+    </section>
   );
 }
 

@@ -49,7 +49,7 @@ it("shows one card for each operation, and cancels all of them in one request", 
   await open("", first, install("b", { cancellable: true, nodes }));
   const section = await screen.findByRole("region", { name: "In progress" });
   expect(within(section).getAllByRole("article")).toHaveLength(2);
-  const post = vi.spyOn(client, "POST").mockResolvedValue({ data: { done: 1, ended: 1, refused: 0, reasons: [] }, response: new Response() } as never);
+  const post = vi.spyOn(client, "POST").mockResolvedValue({ data: { done: 1, ended: 1, refused: 0, reasons: [] }, response: new Response() });
   fireEvent.click(within(section).getByRole("button", { name: "Cancel all (2)…" }));
   fireEvent.click(within(await screen.findByRole("alertdialog")).getByRole("button", { name: "Cancel 2 operations" }));
   await waitFor(() => expect(document.body.textContent).toContain("1 cancelled, 1 had already finished"));

@@ -33,20 +33,10 @@ export const ProgressCard = memo(function ProgressCard({ operation, pace, linked
   const work = useGroup(operation);
   if (work === undefined) return null;
   const { targets } = work;
-  const figuresText = numbers(work, pace);
-  const percent = Math.floor(work.progress);
   const failures = targets.filter((target) => hasFailed(target.status));
   return (
     <Card state={work.state} title={headline(work)} operations={[operation]} targets={targets} where={where(work)} isTop={isTop}>
-      <div className="row wrap work-now">
-        <bdi className={rests(work.state) ? "waits" : ""}>{subjectOf(work)}</bdi>
-        {hasNextCheck(work) && <NextCheck operation={operation} />}
-        {work.state === "running" && <SilenceNotice of={progressTimes([operation])} />}
-        {targets.length === 1 && targets[0] !== undefined && targets[0].file !== "" && <bdi className="name muted">{targets[0].file}</bdi>}
-        {figuresText !== "" && <span className="work-figures">{figuresText}</span>}
-        {hasBar(work) && <span className="work-percent">{percent}%</span>}
-      </div>
-      {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}
+      <Now work={work} operation={operation} pace={pace} />
       <Waves operation={operation} />
       <div className="row wrap">
         <CancelButton operations={[operation]} />
@@ -57,6 +47,26 @@ export const ProgressCard = memo(function ProgressCard({ operation, pace, linked
     </Card>
   );
 });
+
+/** What it is at, and how far. */
+function Now({ work, operation, pace }: { work: Group } & Pick<ProgressCardProps, "operation" | "pace">): ReactNode {
+  const figuresText = numbers(work, pace);
+  const percent = Math.floor(work.progress);
+  const file = work.targets.length === 1 ? (work.targets[0]?.file ?? "") : "";
+  return (
+    <>
+      <div className="row wrap work-now">
+        <bdi className={rests(work.state) ? "waits" : ""}>{subjectOf(work)}</bdi>
+        {hasNextCheck(work) && <NextCheck operation={operation} />}
+        {work.state === "running" && <SilenceNotice of={progressTimes([operation])} />}
+        {file !== "" && <bdi className="name muted">{file}</bdi>}
+        {figuresText !== "" && <span className="work-figures">{figuresText}</span>}
+        {hasBar(work) && <span className="work-percent">{percent}%</span>}
+      </div>
+      {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}
+    </>
+  );
+}
 
 /** The operation as a group, whose progress does not go back. */
 function useGroup(operation: Operation): Group | undefined {
@@ -117,31 +127,31 @@ interface ShellProps {
 
 function Card({ state, title, operations, targets, where: at, linkedJob = "", check, isTop = false, children }: ShellProps): ReactNode {
   const [first] = operations;
-  const [target] = targets;
   if (first === undefined) return null;
   const Heading = isTop ? "h2" : "h3";
   const alone = operations.length === 1;
-  const onOne = alone && targets.length === 1 && target !== undefined;
   return (
     <article className={`work-card ${state}`} id={`job-${linkedJob || first.jobID}`} tabIndex={-1}>
       <div className="row">
         {check}
         <WorkGlyph state={state} />
         <Heading className="name" title={first.fullName}>
-          {alone ? (
-            <Link to={pageOf(first)}>
-              {title} <bdi>{first.name}</bdi>
-              {state === "failed" && at !== "" && <> {at}</>}
-            </Link>
-          ) : (
-            <>
-              {title} {operations.every(({ name }) => name === first.name) && <><bdi>{first.name}</bdi> </>}
-              {at}
-            </>
-          )}
+          <Title state={state} title={title} operations={operations} where={at} />
         </Heading>
         {alone && targets.length > 1 && <NodesTag number={(first.nodes ?? []).length} isEveryNode={first.allNodes === true} />}
       </div>
+      <FactsOf state={state} operations={operations} targets={targets} where={at} />
+      {children}
+    </article>
+  );
+}
+
+function FactsOf({ state, operations, targets, where: at }: Pick<ShellProps, "state" | "operations" | "targets" | "where">): ReactNode {
+  const [first] = operations;
+  const [target] = targets;
+  if (first === undefined) return null;
+  const onOne = operations.length === 1 && targets.length === 1 && target !== undefined;
+  return (
       <Facts
         nodeID={onOne ? target.nodeID : null}
         node={onOne ? target.name : state === "failed" ? "" : at}
@@ -150,8 +160,24 @@ function Card({ state, title, operations, targets, where: at, linkedJob = "", ch
         attempts={onOne ? first.attempts : 0}
         requestID={onOne && state !== "failed" ? first.requestID : ""}
       />
-      {children}
-    </article>
+  );
+}
+
+function Title({ state, title, operations, where: at }: Pick<ShellProps, "state" | "title" | "operations" | "where">): ReactNode {
+  const [first] = operations;
+  if (first === undefined) return null;
+  if (operations.length > 1)
+    return (
+      <>
+        {title} {operations.every(({ name }) => name === first.name) && <><bdi>{first.name}</bdi> </>}
+        {at}
+      </>
+    );
+  return (
+    <Link to={pageOf(first)}>
+      {title} <bdi>{first.name}</bdi>
+      {state === "failed" && at !== "" && <> {at}</>}
+    </Link>
   );
 }
 

@@ -114,6 +114,7 @@ function keyOf(target: Target | undefined): string | undefined {
 function VirtualRows(props: RowsProps): ReactNode {
   const { targets } = props.cause;
   const scroll = useRef<HTMLDivElement>(null);
+  // eslint-disable-next-line react-hooks/incompatible-library -- only this component draws the rows, and it is not memoized
   const virtual = useVirtualizer({ count: targets.length, getScrollElement: () => scroll.current, estimateSize: () => ROW_HEIGHT, getItemKey: (index) => keyOf(targets[index]) ?? index, overscan: 5, useFlushSync: false });
   return (
     // Scrolled by keys as well.

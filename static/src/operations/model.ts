@@ -200,32 +200,40 @@ function targetFrom(operation: Operation, state: State, target: OperationTarget,
 
 /** The operation as its only target. */
 export function wholeTarget(operation: Operation, state: State): Target {
-  const nodeID = operation.nodeID ?? "";
+  const nodeID = textOf(operation.nodeID);
   const status = state === "completed" ? "success" : state;
   return {
     // Two replicas of a model may be loaded on one node at once: no load takes the place of another.
     id: nodeID === "" || operation.kind === "model_load" ? operation.jobID : nodeID,
     nodeID,
-    name: operation.nodeName ?? "",
+    name: textOf(operation.nodeName),
     job: operation,
     status,
     value: valueOf(status, operation.progress),
     file: "",
-    phase: operation.phase ?? "",
-    error: operation.error ?? "",
-    cause: operation.cause ?? "",
+    phase: textOf(operation.phase),
+    error: textOf(operation.error),
+    cause: textOf(operation.cause),
     isDismissed: false,
     reason: ENDED.has(status) ? "" : operation.message,
-    current: operation.currentBytes ?? 0,
-    total: operation.totalBytes ?? 0,
+    current: sizeOf(operation.currentBytes),
+    total: sizeOf(operation.totalBytes),
     attempts: operation.attempts,
     nextLookAt: operation.nextLookAt,
     overdueSince: "",
-    lastProgressAt: operation.lastProgressAt ?? "",
-    timeLimitAt: operation.timeLimitAt ?? "",
-    startedAt: operation.startedAt ?? "",
-    finishedAt: operation.finishedAt ?? "",
+    lastProgressAt: textOf(operation.lastProgressAt),
+    timeLimitAt: textOf(operation.timeLimitAt),
+    startedAt: textOf(operation.startedAt),
+    finishedAt: textOf(operation.finishedAt),
   };
+}
+
+function textOf(value: string | undefined): string {
+  return value ?? "";
+}
+
+function sizeOf(value: number | undefined): number {
+  return value ?? 0;
 }
 
 /** True if a target has failed. */

@@ -291,7 +291,7 @@ def test_a_terminal_shows_twenty_lines_at_most_and_counts_the_rest() -> None:
         terminal=True,
     )
     said = refused("install", "echo", screen=screen)
-    assert "cancelled by ann" in said
+    assert "29 cancelled, 1 had already finished (by ann)" in said
     drawn = screen.getvalue().split("backend install of echo")[1]
     assert drawn.count("node-") == following.MOST_LINES - 2
 
@@ -381,6 +381,7 @@ def test_an_upgrade_of_several_nodes_goes_in_waves(serving: list[BackendNode]) -
     asked("upgrade", "echo", "--confirm-last", "m", "--max-unavailable", "2", "--detach")
     assert waves() == {
         "max_unavailable": 2,
+        "at_once": 2,
         "canary": True,
         "pause_seconds": 0,
         "stop_at_failures": 1,
@@ -410,7 +411,7 @@ def test_an_upgrade_of_several_nodes_goes_in_waves(serving: list[BackendNode]) -
         "60",
         "--detach",
     )
-    assert (waves()["max_unavailable"], waves()["pause_seconds"]) == (2, 60)
+    assert (waves()["max_unavailable"], waves()["at_once"], waves()["pause_seconds"]) == ("100%", 2, 60)
 
 
 def test_a_wave_that_fails_ends_the_command_with_what_to_choose(serving: list[BackendNode]) -> None:

@@ -228,7 +228,7 @@ def test_a_cancel_stops_the_nodes_that_are_left(monkeypatch: pytest.MonkeyPatch)
         run_controller()
     operation.refresh_from_db()
     assert operation.status == "cancelled"
-    assert cancelled == ["2 cancelled, 1 had already finished"]
+    assert cancelled == ["2 cancelled, 1 had already finished (by static-key)"]
     assert sorted(status for status, _ in parts(operation).values()) == ["cancelled", "cancelled", "success"]
     assert sorted(statuses(three)) == ["draining", "healthy", "healthy"]
 

@@ -301,9 +301,10 @@ SHELL = (
     *("/api/backends/upgrades", "/backends", "/api/models/capabilities", "/api/resources"),
     *("/api/nodes", "/system", "/api/resources", "/api/operations/history", "/api/nodes/models"),
     *("/api/nodes/scheduling", "/api/backends", "/api/backends/usecases"),
+    "/api/models?page=1&items=9",
 )
 NOT_BUILT = (
-    *("/api/traces/summary", "/api/models?page=1&items=9", "/api/models/estimate/m", "/api/aliases"),
+    *("/api/traces/summary", "/api/aliases"),
     *(
         "/api/agents",
         "/api/agents/skills",
@@ -319,7 +320,7 @@ NOT_BUILT = (
         "/api/storage",
         "/api/usage",
     ),
-    *("/api/auth/users", "/api/auth/api-keys", "/api/auth/quota", "/api/pii/events", "/api/mcp/servers"),
+    *("/api/auth/users", "/api/auth/quota", "/api/pii/events", "/api/mcp/servers"),
 )
 
 
