@@ -11,8 +11,6 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
-
 from localai_cluster.kit import errors, leases
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
@@ -170,7 +168,7 @@ def put_back(
 
 def remember(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -> None:
     """Add entries to the operation's payload, for later attempts."""
-    with transaction.atomic():
+    with committed("ledger.remember"):
         operation = owned(operation_id, fence)
         operation.payload = {**operation.payload, **entries}
         operation.save(update_fields=["payload"])
