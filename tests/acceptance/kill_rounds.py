@@ -165,6 +165,7 @@ def of_files() -> list[Round]:
     return [
         *_each("download", DOWNLOAD, CONTROLLER, "import a model", do.import_model, **whole),
         *_each("imports.save", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
+        *_each("ledger.remember", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
         Round("files.removal:set_aside", CONTROLLER, "remove a file", do.remove_file, again=do.removed),
     ]
 
