@@ -426,15 +426,19 @@ def retry(
     )
     result = admit(BackendRequest.of(operation), scope, now=now)
     if operation.status == Status.FAILED:
-        # A failure on another node still needs a decision.
-        failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
-        tried = list(
-            failed.filter(node_id__in=[node.id for node in possible]).values_list("node_id", flat=True)
-        )
-        comment = f"tried again as operation {result.operation.id}"
-        if tried or not failed.exists():
-            ledger.dismiss(operation.id, actor=asked_by.actor, now=now, comment=comment, nodes=tried)
+        _dismiss_tried(operation, scope, successor=result.operation, now=now)
     return result
+
+
+def _dismiss_tried(operation: Operation, scope: RequestScope, *, successor: Operation, now: datetime) -> None:
+    """Dismiss the failures on the nodes of the scope; one on another node still needs a decision."""
+    failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
+    tried = list(
+        failed.filter(node_id__in=[node.id for node in scope.nodes]).values_list("node_id", flat=True)
+    )
+    if tried or not failed.exists():
+        comment = f"tried again as operation {successor.id}"
+        ledger.dismiss(operation.id, actor=scope.actor, now=now, comment=comment, nodes=tried)
 
 
 def admit_on_nodes(request: BackendRequest, scope: RequestScope, *, field: str, now: datetime) -> Admission:

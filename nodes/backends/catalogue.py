@@ -29,14 +29,7 @@ from django.db import connection
 from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import (
-    GalleryEntry,
-    GalleryUnreadable,
-    WebClient,
-    compatible,
-    folded,
-    lookup,
-)
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compatible, folded, lookup
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
@@ -280,7 +273,7 @@ def combine(readings: Sequence[Reading], *, now: datetime) -> Offer:
     return Offer(builds, problems, copied_at)
 
 
-async def read_gallery(gallery: Gallery, client: WebClient) -> gallery_index.Index | str:
+async def read_gallery(gallery: Gallery, client: gallery_index.WebClient) -> gallery_index.Index | str:
     """Return the index, or the reason why the gallery cannot be read."""
     try:
         async with asyncio.timeout(READ_WITHIN):

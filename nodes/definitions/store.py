@@ -49,12 +49,12 @@ def save(
     """Create the definition, or add a revision if `name` is given and it exists.
 
     `expected_revision` is the one that the caller has seen, 0 for none. Of a text that is in force only
-    `files` are stored. Raises InvalidInput for the text, and Conflict with
-    `revision` if a definition exists that `name` does not permit to change, or has moved.
+    `files` are stored. Raises InvalidInput for the text, and Conflict with `revision` if a definition exists
+    that `name` does not permit to change, or has moved.
     """
     definition = schema.require_usable(text, SOURCE).definition
     assert definition is not None
-    if name is not None and definition.name != name:
+    if name not in (None, definition.name):
         raise InvalidInput(
             f"text: `name` is {definition.name!r}, not {name!r}; clone it instead", field="text"
         )
@@ -63,9 +63,10 @@ def save(
         revision = row.revision if row is not None else 0
         if (name is None and row is not None) or expected_revision not in (None, revision):
             raise _moved(definition.name, revision)
+        fetched = list(map(dict, files))
         if row is not None and row.text == text:
-            if files and row.files != list(map(dict, files)):
-                row.files = list(map(dict, files))
+            if fetched and row.files != fetched:
+                row.files = fetched
                 row.save(update_fields=["files"])
             return row
         if row is None:
@@ -73,7 +74,7 @@ def save(
             ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
-        row.files = list(map(dict, files)) or row.files
+        row.files = fetched or row.files
         _changed(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
         DefinitionRevision.objects.create(
             definition=row,

@@ -33,7 +33,7 @@ from nodes.loading.source_files import in_staging_thread
 from nodes.models import ModelDefinition
 from nodes.models.replica import load_key
 from nodes.replicas import fleet_queries
-from nodes.sources.plans import ImportPlan, SourceFile, check_files, from_payload
+from nodes.sources.plans import SHARE, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress, locked
 from operations.ledger.attempts import owned, remember
@@ -46,8 +46,6 @@ PLAN, LOAD, REVISION = "plan", "load", "revision"
 STALLED_SINCE, REACHED, FETCHED, SAVED = "stalled_since", "reached", "fetched", "saved"
 """Payload keys of what attempts leave to later ones: since when none has got beyond so many bytes, files
 without a published hash, and id and revision of the definition that was saved."""
-SHARE = "share://"
-"""Prefix of the address of a file that is used where it is."""
 AT_ONCE = 4
 """Imports that one controller runs at once; each has the connections of the setting."""
 REPORT_EVERY = 0.5

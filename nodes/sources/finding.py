@@ -122,7 +122,7 @@ class Finder:
 
         def choice(variant: Variant) -> Choice:
             settings = writing.definition_of(name, variant, folder, task=repository.task, context=context)
-            files = [_hub_file(repository, folder, file, variant) for file in variant.files]
+            files = [_hub_file(repository, folder, file) for file in variant.files]
             return Choice(variant, settings, tuple(files), header, context)
 
         page = f"{self._settings.hugging_face_url}/{repository.id}"
@@ -151,7 +151,7 @@ class Finder:
             return None, 0, ""
         try:
             if variant.format == "gguf":
-                file = _hub_file(repository, "hf", variant.files[0], variant)
+                file = _hub_file(repository, "hf", variant.files[0])
                 header = await probing.gguf_header(self.opener, file)
                 return header, probing.trained_context(header), ""
             content = await self.hub.small_file(repository, "config.json", MOST_CONFIG_BYTES)
@@ -372,10 +372,9 @@ def _variants(files: Sequence[RepositoryFile], path: str) -> list[Variant]:
     return listed
 
 
-def _hub_file(repository: Repository, folder: str, file: RepositoryFile, variant: Variant) -> SourceFile:
+def _hub_file(repository: Repository, folder: str, file: RepositoryFile) -> SourceFile:
     address = f"hf://{repository.id}@{repository.commit}/{file.path}"
-    main = f"{folder}/{variant.main}" if variant.main else folder
-    return SourceFile(f"{folder}/{file.path}", address, file.size, file.sha256, main)
+    return SourceFile(f"{folder}/{file.path}", address, file.size, file.sha256)
 
 
 def _no_variant(model: str, wanted: str, listed: Sequence[Variant]) -> InvalidInput:

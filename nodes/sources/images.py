@@ -62,14 +62,12 @@ class RegistryModel:
 
     def files(self) -> list[SourceFile]:
         """Return the files to fetch."""
-        main = f"{self.folder}/{self.variant.main}"
         return [
             SourceFile(
                 check_path(f"{self.folder}/{file.path}"),
                 self.addresses[file.path],
                 file.size,
                 file.sha256,
-                main,
             )
             for file in self.variant.files
         ]

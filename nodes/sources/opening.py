@@ -26,11 +26,10 @@ from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, ImageMissing, RegistryError
 from localai_cluster.registries.client import Registries
 from nodes.sources import objects
-from nodes.sources.plans import SourceFile
+from nodes.sources.plans import SHARE, SourceFile
 
 HUB = "hf://"
 IMAGES = ("oci://", "ollama://")
-SHARE = "share://"
 
 
 def hosts_of(settings: ClusterSettings) -> set[str]:

@@ -20,6 +20,8 @@ MOST_FILES = 2000
 LONGEST_PATH, LONGEST_PART, MOST_PARTS = 512, 180, 12
 """Bytes of a path and of one of its parts, and parts; a partial file's name needs the rest of 255 bytes."""
 LONGEST_URL = 4096
+SHARE = "share://"
+"""Prefix of the address of a file that is used where it is."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEFINITIONS = (".yaml", ".yml")
 
@@ -34,8 +36,6 @@ class SourceFile:
     """`https://…`, `hf://owner/repo@commit/path`, `oci://host/repo@sha256:…`, `s3://…` or `share://…`."""
     size: int = 0
     sha256: str = ""
-    part_of: str = ""
-    """The first file of the set that this one belongs to."""
 
 
 @dataclass(frozen=True)

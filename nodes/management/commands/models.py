@@ -145,15 +145,22 @@ def edit_model(options: Options) -> str:
         text = edit.apply_changes(former, dict(options["set"]))
     else:
         text = _read(options["file"]) if options["file"] is not None else _edit_in_program(former)
-    saved = store.save(
-        name,
-        text,
-        origin=DefinitionOrigin.EDITOR,
-        actor=str(current_actor()),
-        reason=options["reason"],
-        expected_revision=row.revision if row is not None else 0,
-        now=clock.now(),
-    )
+    try:
+        saved = store.save(
+            name,
+            text,
+            origin=DefinitionOrigin.EDITOR,
+            actor=str(current_actor()),
+            reason=options["reason"],
+            expected_revision=row.revision if row is not None else 0,
+            now=clock.now(),
+        )
+    except errors.ClusterError as error:
+        if options["set"] or options["file"] is not None:
+            raise
+        raise CommandError(
+            f"{error.message}; the edited text is in {_keep(text)}: use it with --file"
+        ) from error
     return _saved(options, f"revision {saved.revision}" if text != former else "not changed")
 
 
@@ -176,6 +183,13 @@ def _edit_in_program(text: str) -> str:
         except (OSError, subprocess.CalledProcessError) as error:
             raise CommandError(f"{program[0]}: {error}") from error
         return _read(path)
+
+
+def _keep(text: str) -> str:
+    """Write the text to a file for the user; return its path."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    return file.name
 
 
 def _saved(options: Options, done: str) -> str:

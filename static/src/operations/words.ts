@@ -90,6 +90,11 @@ const WORDS: Readonly<Record<string, Words>> = {
 /** The kinds that History can be filtered by. */
 export const KINDS: readonly (readonly [kind: string, label: string])[] = Object.entries(WORDS).map(([kind, { label }]) => [kind, label]);
 
+/** The name of a kind, for an operation of which no more is known. */
+export function labelOf(kind: string): string {
+  return WORDS[kind]?.label ?? kind.replaceAll("_", " ");
+}
+
 /** True if it is an action over many nodes, whose name says how many. */
 function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
   return WORDS[kind]?.noun === "";

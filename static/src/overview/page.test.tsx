@@ -78,7 +78,7 @@ it("shows what needs attention, with the page on which to act", async () => {
   expect(list.textContent).toBe("7The models disk is fulla, b and more");
   expect(within(list).getByRole("link").getAttribute("href")).toBe("/app/capacity?of=disk");
   expect(screen.getByText(/2 nodes, 4 GPUs 50% busy, 3 GiB of 8 GiB VRAM used\./)).toBeTruthy();
-  expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*model load minilm.*gpu-a, 40%, sending minilm.gguf, file 1 of 2.*No news for/);
+  expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*Model load minilm.*gpu-a, 40%, sending minilm.gguf, file 1 of 2.*No news for/);
   expect(screen.queryByText("First steps")).toBeNull();
 });
 

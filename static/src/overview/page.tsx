@@ -6,6 +6,7 @@ import { Fetched, Panel } from "../nodes/detail/panel";
 import { fillOf } from "../ui/bars";
 import { Icon } from "../ui/icons";
 import { figures, SilenceNotice } from "../operations/lines";
+import { labelOf } from "../operations/words";
 import { StatusPill } from "../ui/status";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
@@ -172,7 +173,7 @@ function Running({ overview: { running, running_count: total } }: { overview: Ov
           <li key={operation.id}>
             <StatusPill status={operation.status} />
             <Link to={`/app/operations/${operation.id}`}>
-              {operation.kind.replaceAll("_", " ")} <bdi>{operation.element}</bdi>
+              {labelOf(operation.kind)} <bdi>{operation.element}</bdi>
             </Link>
             <span className="muted">
               {operation.node_name !== "" && (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -98,6 +99,19 @@ def test_a_definition_is_disabled_enabled_and_removed() -> None:
 )
 def test_refusals_are_one_line(arguments: tuple[str, ...], says: str) -> None:
     assert says in refused(*arguments)
+
+
+def test_a_refused_edit_keeps_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("EDITOR", "sed -i s/^backend:.*//")
+    said = refused("edit", "m")
+    (kept,) = folder.iterdir()
+    assert str(kept) in said
+    assert "backend" in said
+    assert kept.read_text() == re.sub("(?m)^backend:.*", "", TEXT)
+    assert store.revisions_of("m").count() == 1
 
 
 def test_an_editor_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
