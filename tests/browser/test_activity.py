@@ -76,7 +76,7 @@ def test_an_operation_on_several_nodes_says_of_each_how_it_is(
     view: Screen, place: tuple[Fleet, Workers], acting: Workers
 ) -> None:
     cluster, _ = place
-    acting["slow"].machine.script = Script({"backend.install": Act(seconds=3, ticks=10)})
+    acting["slow"].machine.script = Script({"backend.install": Act(seconds=60, ticks=200)})
     acting["refusing"].machine.script = Script({"backend.install": Act(refuse="no space left on device")})
     acting["silent"].machine.script = Script({"backend.install": Act(seconds=1, silent=True)})
     page = live(view, "/app/activity")

@@ -272,9 +272,10 @@ def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed:
     expect(row.get_by_role("progressbar", name="Upgrading backend renewed")).to_be_visible()
     expect(row.get_by_role("button", name="Delete renewed")).to_have_attribute("aria-disabled", "true")
     expect(row.get_by_role("progressbar")).to_have_count(0)
-    page.get_by_role("link", name="Replicas").click()
+    parts = page.get_by_role("navigation", name="Parts of slow").get_by_role("link")
+    parts.filter(has_text="Replicas").click()
     expect(page.get_by_role("region", name="Replicas")).not_to_contain_text("busy-model")
-    page.get_by_role("link", name="Backends 1").click()
+    parts.filter(has_text="Backends").click()
 
     row.get_by_role("button", name="Delete renewed").press("Enter")
     question = page.get_by_role("alertdialog", name="Delete backend renewed on slow")
