@@ -1,6 +1,7 @@
 """From a pasted text to a defined model: inspection, import, files in the models folder, `/v1/models`."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,8 +92,9 @@ def test_a_repository_becomes_a_model(cluster: Cluster, source: Source) -> None:
     assert started["model"] == "qwen"
     state = completed(cluster, started["jobID"])
     assert state["total_bytes"] == len(FILES["qwen-q8_0.gguf"])
-    assert (cluster.models / "hf" / REPO / "qwen-q8_0.gguf").read_bytes() == FILES["qwen-q8_0.gguf"]
-    assert not (cluster.models / "hf" / REPO / "qwen-q4_k_m.gguf").exists()
+    (file,) = (cluster.models / "hf").rglob("*.gguf")
+    assert file.read_bytes() == FILES["qwen-q8_0.gguf"]
+    assert re.fullmatch(f"hf/{REPO}@[0-9a-f]{{12}}/qwen-q8_0.gguf", str(file.relative_to(cluster.models)))
     defined(cluster, "qwen")
     config = cluster.get(web(cluster), "/api/models/config-json/qwen").json()
     assert (config["context_size"], config["backend"]) == (1024, "llama-cpp")
