@@ -108,7 +108,8 @@ def test_gpus_and_their_charts_come_first(
     expect(busy).to_have_attribute("aria-valuetext", re.compile("GPU 0 .*GPU 7 "))
     expect(charts.get_by_role("slider")).to_have_count(6)
     canvases = charts.locator("canvas")
-    eventually(lambda: min(canvases.evaluate_all(_COLOURED)) > 300, what="every chart has its lines")
+    # A flat line of one series has about a pixel for each column, of which a phone has fewer than 300.
+    eventually(lambda: min(canvases.evaluate_all(_COLOURED)) > 100, what="every chart has its lines")
     busy.press("Home")
     busy.press("PageUp")
     expect(busy).to_have_attribute("aria-valuetext", re.compile(r"GPU 0 \d+%"))
