@@ -9,7 +9,7 @@ from playwright.sync_api import Page, expect
 from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
-from tests.browser.screen import Screen
+from tests.browser.screen import NARROW, Screen
 from tests.support.effort import swept
 from tests.support.seeding.nodes import MODELS
 
@@ -38,22 +38,16 @@ def opened(window: Opener, crowd: Fleet, cookies: Cookies, which: str, **how: bo
     return page
 
 
-@pytest.mark.rule("UI-9.7", "UI-9.11", "E67")
+@pytest.mark.rule("UI-9.7", "UI-9.11", "E67", "UI-9.10", "UI-0.23")
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=swept)], ids=["light", "dark"])
 @pytest.mark.parametrize("which", PAGES)
-def test_axe_finds_nothing_serious(
+def test_axe_finds_nothing_serious_and_a_phone_scrolls_one_way(
     window: Opener, crowd: Fleet, crowd_session: Cookies, which: str, dark: bool
 ) -> None:
+    """In a wide window, and after it has become as narrow as a phone."""
     page = opened(window, crowd, crowd_session, which, dark=dark)
     assert checks.violations(page) == []
-
-
-@pytest.mark.rule("UI-9.10", "UI-0.23")
-@pytest.mark.parametrize("which", PAGES)
-def test_nothing_scrolls_sideways_on_a_phone(
-    window: Opener, crowd: Fleet, crowd_session: Cookies, which: str
-) -> None:
-    page = opened(window, crowd, crowd_session, which, narrow=True)
+    page.set_viewport_size(NARROW)
     assert checks.sideways(page) == []
     assert checks.violations(page) == []
 
