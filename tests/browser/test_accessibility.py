@@ -47,7 +47,7 @@ def test_axe_finds_nothing_serious_and_a_phone_scrolls_one_way(
     """In a wide window, and after it has become as narrow as a phone."""
     page = opened(window, crowd, crowd_session, which, dark=dark)
     assert checks.violations(page) == []
-    page.set_viewport_size(NARROW)
+    page.set_viewport_size({"width": NARROW["width"], "height": NARROW["height"]})
     assert checks.sideways(page) == []
     assert checks.violations(page) == []
 
