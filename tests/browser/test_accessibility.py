@@ -1,4 +1,4 @@
-"""Every page for everyone: axe, the keyboard, reduced motion, narrow screens."""
+"""Accessibility of every page: axe, the keyboard, reduced motion, narrow screens."""
 
 import re
 from itertools import pairwise
