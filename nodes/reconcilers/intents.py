@@ -9,11 +9,12 @@ from collections.abc import Collection
 from datetime import datetime
 from uuid import UUID
 
+from django.db import transaction
 from django.db.models import Exists, OuterRef
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import lock_free
-from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.locks import Lock, try_lock_across
 from nodes.backends import intents, node_commands, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
@@ -36,10 +37,12 @@ def clean(*, now: datetime) -> int:
     intents.
     """
     ended = 0
-    # One transaction each: once the events of a step have numbers, no more rows may be locked.
-    for step in _STEPS:
-        with try_lock(Lock.STALE_INTENTS) as locked:
-            ended += step(now) if locked else 0
+    # Across the steps: two passes that take it step by step can each skip a step for the other's sake.
+    with try_lock_across(Lock.STALE_INTENTS) as locked:
+        for step in _STEPS if locked else ():
+            # One transaction each: once the events of a step have numbers, no more rows may be locked.
+            with transaction.atomic():
+                ended += step(now)
     if ended:
         log.warning("intents: %d ended, because their nodes cannot take them", ended)
     return ended

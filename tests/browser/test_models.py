@@ -69,6 +69,7 @@ def test_a_model_is_found_loaded_on_a_node_and_unloaded(screen: Screen, models: 
 
 @pytest.mark.rule("UI-8.6", "UI-9.7")
 def test_a_definition_is_edited_restored_cloned_and_deleted(screen: Screen, models: Fleet) -> None:
+    screen.expect("status of 404")  # the page of the deleted model may ask for it once more
     page = opened(screen, f"/app/models/{STORED}/definition")
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Context, tokens").fill("4096")

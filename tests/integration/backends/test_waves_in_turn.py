@@ -1,6 +1,7 @@
 """Upgrades in waves: which nodes have an intent when, and that each wave opens once."""
 
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.locks import Lock, try_lock
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.backend_requests import RequestScope
 from nodes.backends.intents import Ended, Failed, PutBack
@@ -153,6 +155,25 @@ def test_a_pause_between_two_waves_is_held_by_rows_and_ends_with_the_next_pass()
     assert at_once(*[partial(reconciler.clean, now=later)] * 2) == [0, 0]
     assert claimed(now=later).keys() == {"b"}
     assert PendingBackendOp.objects.count() == 1
+
+
+def test_a_pass_holds_its_lock_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two passes at once can skip the same step, each because the other one is at another step."""
+    taken: list[bool] = []
+
+    def other() -> bool:
+        with try_lock(Lock.STALE_INTENTS) as locked:
+            return locked
+
+    def steps() -> Iterator[Callable[[datetime], int]]:
+        for number in range(2):
+            yield lambda now, number=number: number
+            taken.extend(at_once(other))
+
+    monkeypatch.setattr(reconciler, "_STEPS", steps())
+    assert reconciler.clean(now=clock.now()) == 1
+    assert taken == [False, False]
+    assert other()
 
 
 def test_a_pause_is_cut_short_by_stop() -> None:
