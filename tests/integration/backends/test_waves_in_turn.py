@@ -165,13 +165,16 @@ def test_a_pass_holds_its_lock_between_two_steps(monkeypatch: pytest.MonkeyPatch
         with try_lock(Lock.STALE_INTENTS) as locked:
             return locked
 
+    def step(now: datetime) -> int:
+        return 1
+
     def steps() -> Iterator[Callable[[datetime], int]]:
-        for number in range(2):
-            yield lambda now, number=number: number
+        for _ in range(2):
+            yield step
             taken.extend(at_once(other))
 
     monkeypatch.setattr(reconciler, "_STEPS", steps())
-    assert reconciler.clean(now=clock.now()) == 1
+    assert reconciler.clean(now=clock.now()) == 2
     assert taken == [False, False]
     assert other()
 
