@@ -37,7 +37,7 @@ def clean(*, now: datetime) -> int:
     intents.
     """
     ended = 0
-    # Across the steps: two passes that take it step by step can each skip a step for the other's sake.
+    # For the whole pass: two passes that take the lock for each step can both skip the same step.
     with try_lock_across(Lock.STALE_INTENTS) as locked:
         for step in _STEPS if locked else ():
             # One transaction each: once the events of a step have numbers, no more rows may be locked.

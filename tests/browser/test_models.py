@@ -69,7 +69,6 @@ def test_a_model_is_found_loaded_on_a_node_and_unloaded(screen: Screen, models: 
 
 @pytest.mark.rule("UI-8.6", "UI-9.7")
 def test_a_definition_is_edited_restored_cloned_and_deleted(screen: Screen, models: Fleet) -> None:
-    screen.expect("status of 404")  # the page of the deleted model may ask for it once more
     page = opened(screen, f"/app/models/{STORED}/definition")
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Context, tokens").fill("4096")
@@ -98,6 +97,8 @@ def test_a_definition_is_edited_restored_cloned_and_deleted(screen: Screen, mode
     page.get_by_role("menuitem", name="Clone…").click()
     page.get_by_role("dialog").get_by_role("button", name="Clone").click()
     expect(page).to_have_url(re.compile(f"/app/models/{STORED}-copy/definition$"))
+    # The page may ask for the definition once more before the list says that it is deleted.
+    screen.expect(rf"status of 404 .*/api/definitions/{STORED}-copy\)$")
     page.get_by_role("button", name="More", exact=True).click()
     page.get_by_role("menuitem", name="Delete…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Delete").click()

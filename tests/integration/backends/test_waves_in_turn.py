@@ -158,7 +158,7 @@ def test_a_pause_between_two_waves_is_held_by_rows_and_ends_with_the_next_pass()
 
 
 def test_a_pass_holds_its_lock_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else two passes at once can skip the same step, each because the other one is at another step."""
+    """Otherwise two passes at once can both skip the same step, because each is at another one."""
     taken: list[bool] = []
 
     def other() -> bool:
