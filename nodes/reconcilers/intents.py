@@ -9,7 +9,6 @@ from collections.abc import Collection
 from datetime import datetime
 from uuid import UUID
 
-from django.db import transaction
 from django.db.models import Exists, OuterRef
 
 from localai_cluster.kit.commit_hooks import committed
@@ -40,9 +39,8 @@ def clean(*, now: datetime) -> int:
     # For the whole pass: two passes that take the lock for each step can both skip the same step.
     with try_lock_across(Lock.STALE_INTENTS) as locked:
         for step in _STEPS if locked else ():
-            # One transaction each: once the events of a step have numbers, no more rows may be locked.
-            with transaction.atomic():
-                ended += step(now)
+            # Each commits on its own: once its events have numbers, no more rows may be locked.
+            ended += step(now)
     if ended:
         log.warning("intents: %d ended, because their nodes cannot take them", ended)
     return ended
