@@ -260,29 +260,31 @@ def _group(cause: str, level: str, sentence: str, names: Sequence[str], number: 
 
 
 def _failures() -> Iterator[Row]:
-    """Yield the undismissed failures by kind and cause, the largest groups first; each node counts.
+    """Yield the undismissed failures by kind and cause: the largest groups first, then the newest.
 
-    Two queries. An operation whose targets failed has no cause of its own.
+    Two queries. Each node of an operation counts. An operation whose targets failed has no cause of its own.
     """
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True).order_by()
     targets = OperationTarget.objects.filter(status=TargetStatus.ERROR)
-    of_failed = targets.filter(operation__in=failed, dismissed_at__isnull=True).order_by()
+    of_failed = targets.filter(operation__in=failed, dismissed_at__isnull=True)
     whole = failed.filter(~Exists(targets.filter(operation=OuterRef("pk"))))
     beginning = Left("error", LONGEST_ERROR)
+    of_target = ("operation__kind", "operation__element", "node_name", beginning, "operation__finished_at")
+    newest = ("-operation__finished_at", "-operation_id", "node_id")
     rows = [
-        *of_failed.values_list("operation__kind", "operation__element", "node_name", beginning)[
-            :MOST_FAILURES
-        ],
-        *whole.values_list("kind", "element", "node_name", beginning)[:MOST_FAILURES],
+        *of_failed.order_by(*newest).values_list(*of_target)[:MOST_FAILURES],
+        *whole.order_by("-finished_at", "-id").values_list(
+            *("kind", "element", "node_name", beginning, "finished_at")
+        )[:MOST_FAILURES],
     ]
-    groups: dict[tuple[str, str], list[str]] = {}
-    for kind, element, node, error in rows:
+    groups: dict[tuple[str, str], list[tuple[datetime, str]]] = {}
+    for kind, element, node, error, finished_at in rows:
         cause = cause_of(error, (node, element.rpartition("@")[2]))
-        groups.setdefault((kind, cause), []).append(node or element)
-    for (_, cause), names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))[
-        :MOST_GROUPS
-    ]:
-        yield _group("failures", "error", cause, sorted(set(names)), len(names))
+        groups.setdefault((kind, cause), []).append((finished_at, node or element))
+    ranked = sorted((-len(group), -max(group)[0].timestamp(), key) for key, group in groups.items())
+    for number, _, key in ranked[:MOST_GROUPS]:
+        names = sorted({name for _, name in groups[key]})
+        yield _group("failures", "error", key[1], names, -number)
 
 
 _NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (

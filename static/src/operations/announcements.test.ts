@@ -1,4 +1,5 @@
 import { describe, expect, it } from "vitest";
+import type { Operation } from "../live/messages";
 import { ends, spoken } from "./announcements";
 import { at, byJob, install } from "./fixtures";
 
@@ -29,6 +30,16 @@ describe("ends", () => {
     expect(ends(byJob(running, otherOperation), byJob(completed, otherOperation))).toEqual([]);
     const last = install("gpu-2", { status: "completed", finishedAt: at(9) });
     expect(ends(byJob(completed, otherOperation), byJob(completed, last))[0]?.text).toBe("Installed backend echo on 2 nodes");
+  });
+
+  it("count a node once, however many replicas were loaded to it", () => {
+    const load = (jobID: string, node: string, overrides: Partial<Operation> = {}) =>
+      install(node, { jobID, kind: "model_load", name: "tiny", taskType: "staging", nodes: [], createdAt: at(0), ...overrides });
+    const ended = { status: "completed", finishedAt: at(5) } as const;
+    const text = (...after: ReturnType<typeof load>[]) => ends(byJob(load("1", "a")), byJob(...after))[0]?.text;
+    expect(text(load("1", "a", ended), load("2", "a", ended))).toBe("Loaded model tiny to a");
+    const failed = load("3", "b", { status: "failed", dismissedAt: at(4), finishedAt: at(3) });
+    expect(text(load("1", "a", ended), load("2", "a", ended), failed)).toBe("Loaded model tiny on 1 of 2 nodes");
   });
 
   it("give a failure's reason at once, and do not count it as done", () => {

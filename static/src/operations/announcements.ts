@@ -3,7 +3,7 @@
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
-import { failedNodes, groupID, latestTargets, runOf } from "./model";
+import { countNodes, failedNodes, groupID, latestTargets, namesOf, runOf } from "./model";
 import { phrase, place } from "./words";
 
 type Operations = ReadonlyMap<string, Operation>;
@@ -39,12 +39,8 @@ function groupEnds(id: string, ended: readonly Operation[], after: Operations): 
   return groupEndings;
 }
 
-function names(operations: readonly Operation[]): string[] {
-  return latestTargets(operations).map((target) => target.name);
-}
-
 function sentence(operations: readonly Operation[], first: Operation): string {
-  return [phrase(first, "cancelled"), first.name, place(first, names(operations))].filter(Boolean).join(" ");
+  return [phrase(first, "cancelled"), first.name, place(first, namesOf(latestTargets(operations)))].filter(Boolean).join(" ");
 }
 
 function failure(operations: readonly Operation[], first: Operation): string {
@@ -56,14 +52,11 @@ function success(group: string, run: readonly Operation[]): End {
   const targets = latestTargets(run);
   const well = targets.filter((target) => target.status === "success");
   const [first] = well;
-  const where =
-    first === undefined
-      ? ""
-      : well.length < targets.length
-        ? `on ${well.length} of ${count(targets.length, "node")}`
-        : place(first.job, well.map((target) => target.name));
-  const text = first === undefined ? "" : [phrase(first.job, "completed"), first.job.name, where].filter(Boolean).join(" ");
-  return { group, tone: "good", text };
+  if (first === undefined) return { group, tone: "good", text: "" };
+  const nodes = namesOf(well);
+  const { all } = countNodes(targets);
+  const where = nodes.length > 0 && nodes.length < all ? `on ${nodes.length} of ${count(all, "node")}` : place(first.job, nodes);
+  return { group, tone: "good", text: [phrase(first.job, "completed"), first.job.name, where].filter(Boolean).join(" ") };
 }
 
 const SPOKEN = 3;

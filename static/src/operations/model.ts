@@ -49,8 +49,6 @@ export interface Group {
   failed: readonly Operation[];
   /** The nodes of the run under way, or of the failures if nothing is. */
   targets: readonly Target[];
-  /** Targets that have succeeded. */
-  done: number;
   /** Mean of all targets, 0 to 99: it is not done before the last one ends. */
   progress: number;
   /** Bytes of all targets; `total` is 0 unless every running one has a size. */
@@ -106,9 +104,8 @@ function groupOf(id: string, members: readonly Operation[], previous: Group | un
   const targets = latestTargets(run);
   if (previous !== undefined && same(previous, active, failed, targets)) return previous;
   const state = failed.length > 0 ? "failed" : stateOfAll(active);
-  const done = targets.filter((target) => target.status === "success").length;
   const progress = active.length > 0 ? advanced(targets, active, previous) : 0;
-  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, targets, done, progress, ...bytesOf(targets), speaker };
+  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, targets, progress, ...bytesOf(targets), speaker };
 }
 
 function stateOfAll(active: readonly Operation[]): Group["state"] {
@@ -241,9 +238,23 @@ export function hasFailed(status: TargetState): boolean {
   return status === "error" || status === "failed";
 }
 
+/** The names of the nodes, each once: several loads of a model may be on one node. */
+export function namesOf(targets: readonly Target[]): string[] {
+  return [...new Set(targets.map((target) => target.name))].filter(Boolean);
+}
+
 /** The names of the nodes on which these operations failed. */
 export function failedNodes(operations: readonly Operation[]): string[] {
-  return latestTargets(operations).filter((target) => hasFailed(target.status)).map((target) => target.name);
+  return namesOf(latestTargets(operations).filter((target) => hasFailed(target.status)));
+}
+
+/** The number of nodes, of those on which all has succeeded, and of those on which something failed. */
+export function countNodes(targets: readonly Target[]): { all: number; done: number; failed: number } {
+  // A load whose node is not known yet counts as one.
+  const ids = (some: readonly Target[]) => new Set(some.map((target) => target.nodeID || target.id));
+  const unfinished = ids(targets.filter((target) => target.status !== "success"));
+  const all = ids(targets).size;
+  return { all, done: all - unfinished.size, failed: ids(targets.filter((target) => hasFailed(target.status))).size };
 }
 
 function statusOf(state: State, target: OperationTarget): TargetState {

@@ -1,7 +1,7 @@
 // A group in one line of words, the same on the strip and on its card. Pure.
 import { brief, count } from "../lib/format";
 import { figures } from "./lines";
-import { failedNodes, hasFailed, type Group } from "./model";
+import { countNodes, failedNodes, namesOf, type Group } from "./model";
 import type { Pace } from "./pace";
 import { tally } from "./tally";
 import { ENDED, phaseOf, phrase, place, rests, sendingOf, stateOf, type TargetState } from "./words";
@@ -14,11 +14,9 @@ export function headline(group: Group): string {
 /** The place: "7 of 13 nodes", "on gpu-1"; of a failure the nodes that failed. */
 export function where(group: Group): string {
   if (group.state === "failed") return place(group.speaker, failedNodes(group.failed));
-  if (group.targets.length > 1) {
-    const failed = group.targets.filter((target) => hasFailed(target.status)).length;
-    return `${group.done} of ${count(group.targets.length, "node")}${failed > 0 ? `, ${failed} failed` : ""}`;
-  }
-  return place(group.speaker, [group.targets[0]?.name ?? ""]);
+  const { all, done, failed } = countNodes(group.targets);
+  if (all > 1) return `${done} of ${count(all, "node")}${failed > 0 ? `, ${failed} failed` : ""}`;
+  return place(group.speaker, namesOf(group.targets));
 }
 
 const MOVING: ReadonlySet<TargetState> = new Set(["running", "downloading"]);

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from django.db import connection
@@ -85,6 +85,23 @@ def test_failures_are_grouped_by_what_their_errors_have_in_common_and_nodes_coun
         ("… free on …, request …", 4, ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]),
         ("no room for … at …", 2, ["gpu-9"]),
     ]
+
+
+def test_failures_are_in_one_order_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest groups first, of equal ones the newest, of equally new ones by their kind and cause."""
+    now = clock.now()
+    monkeypatch.setattr("nodes.api.overview.MOST_FAILURES", 6)
+    for age, error in enumerate(("latest", "twice", "twice", "zeta", "alpha", "one more", "too old")):
+        fail(f"m{age}", error, finished_at=now - timedelta(minutes=3 if error in ("zeta", "alpha") else age))
+    expected = ["twice", "latest", "alpha", "zeta", "one more"]
+    assert [group["text"] for group in overview()["attention"]] == expected
+    bulk = fail("8 nodes", "gpu-0: …", kind="backend_install", finished_at=now - timedelta(hours=1))
+    for number, error in enumerate(("first", "second") * 4):
+        node = {"node_id": UUID(int=number), "node_name": f"gpu-{number}"}
+        OperationTarget.objects.create(operation=bulk, **node, status=TargetStatus.ERROR, error=error)
+    found = [(group["text"], group["count"], group["names"]) for group in overview()["attention"]]
+    of_nodes = ["gpu-0", "gpu-2", "gpu-4"], ["gpu-1", "gpu-3", "gpu-5"]
+    assert found[:3] == [("first", 3, of_nodes[0]), ("second", 3, of_nodes[1]), ("twice", 2, ["m1", "m2"])]
 
 
 def test_cells_of_the_strip_and_what_runs() -> None:
