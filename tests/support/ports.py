@@ -7,14 +7,24 @@ import socket
 # Below the range from which systems take the ports of outgoing connections (Linux: 32768 and up): between the
 # choice of a port and the start of its server, another test's connection must not take it.
 LOWEST, HIGHEST = 18000, 32000
-# Every process of a test run draws other ports; tests that seed `random` must not repeat them.
-_dice = random.Random(os.urandom(16))
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_size = (HIGHEST - LOWEST) // _workers
+_part = range(LOWEST + _worker % _workers * _size, LOWEST + (_worker % _workers + 1) * _size)
+# Other runs may have the same part at once. Tests that seed `random` must not choose where it begins.
+_next = random.Random(os.urandom(16)).choice(_part)
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` neighbouring ports on which no one listens."""
+    """Return the first of `count` neighbouring ports on which no one listens.
+
+    Each process of a test run has its own part of the ports and goes round in it, so that a port is not given
+    to a second test before the first one's server has started.
+    """
+    global _next
     while True:
-        first = _dice.randrange(LOWEST, HIGHEST - count)
+        first = _next if _next + count <= _part.stop else _part.start
+        _next = first + count
         probes = [socket.socket() for _ in range(count)]
         try:
             for offset, probe in enumerate(probes):

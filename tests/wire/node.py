@@ -128,11 +128,15 @@ class Node:
 
     async def answers(self) -> bool:
         """Whether it answers on the bus now."""
-        assert self.process
-        assert self.process.poll() is None, (self.folder / "worker.log").read_text()
+        self.check_that_it_runs()
         with contextlib.suppress(NoRespondersError):
             return bool(await self.nats.request(self.subject("backend.list"), b"{}", timeout=LIMIT))
         return False
+
+    def check_that_it_runs(self) -> None:
+        """Fails with its log if it has ended."""
+        assert self.process
+        assert self.process.poll() is None, (self.folder / "worker.log").read_text()
 
     async def stop(self) -> None:
         """Ends what is left."""
