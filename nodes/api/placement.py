@@ -20,7 +20,7 @@ from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
 from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
 from nodes.definitions.sizes import ModelFiles
-from nodes.loading import load_explanation, load_request, reason_shapes
+from nodes.loading import fit_summaries, load_explanation, load_request, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import scheduling
 from nodes.placement.fit import LARGEST
@@ -393,3 +393,46 @@ class FitView(NodeView):
         404 for a model that is not defined.
         """
         return Response(load_explanation.node_fit(model))
+
+
+class FitRequestSerializer(NullIsAbsent):
+    """The models of a page of a list."""
+
+    models = serializers.ListField(
+        child=Text(max_length=LONGEST_MODEL),
+        min_length=1,
+        max_length=fit_summaries.MOST_MODELS,
+        help_text="Their names; each may contain slashes.",
+    )
+
+    def validate_models(self, model_names: list[str]) -> list[str]:
+        return list(dict.fromkeys(check_model_name(name) for name in model_names))
+
+
+_FIT_SUMMARY = {
+    "model": "minilm",
+    "defined": True,
+    "fitting": 1,
+    "possible": 2,
+    "says": _MEMORY["says"],
+}
+
+
+class FitsView(NodeView):
+    """`/api/placement/fit`."""
+
+    @extend_schema(
+        operation_id="placement_fits",
+        summary="Show where many models fit",
+        tags=["scheduling"],
+        request=FitRequestSerializer,
+        responses={200: reason_shapes.FIT_SUMMARIES.ref, **refusals(400, 401, 403, 503)},
+        examples=[
+            request_example({"models": ["minilm"]}),
+            response_example({"models": [_FIT_SUMMARY]}),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """How many nodes could take one more replica of each model, for a page of a list; changes nothing."""
+        model_names = validate_body(FitRequestSerializer, request)["models"]
+        return Response(fit_summaries.read_summaries(model_names, clock.now()))

@@ -85,6 +85,7 @@ urlpatterns = [
     path("figures/models", figures.ModelRatesView.as_view()),
     path("overview", overview.OverviewView.as_view()),
     path("placement/plan", placement.PlanView.as_view()),
+    path("placement/fit", placement.FitsView.as_view()),
     path("placement/fit/<path:model>", placement.FitView.as_view()),
     path("models/files", model_files.UnusedFilesView.as_view()),
     path("models/files/remove", model_files.RemoveFilesView.as_view()),

@@ -12,7 +12,8 @@ disabled. A folder that is empty has no definitions, so an empty mount point cou
 
 import json
 import logging
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
@@ -77,6 +78,22 @@ async def find_definition(models: Folder, name: str) -> Definition | None:
     return await in_thread(_remembered, name, unreadable)
 
 
+async def find_definitions(models: Folder, model_names: Collection[str]) -> dict[str, Definition]:
+    """Return the definitions of those models that have one, as `find_definition` does; at most one query.
+
+    Raises FolderUnresponsive before the folder was read for the first time.
+    """
+    definitions = {definition.name: definition for definition in await models.all()}
+    if not definitions.keys() >= set(model_names):  # one may have been added a moment ago
+        definitions = {definition.name: definition for definition in await models.reload()}
+    missing = [name for name in model_names if name not in definitions]
+    if missing and (unreadable := await models.unreadable_files()) != frozenset():
+        infos = ModelLoadInfo.objects.filter(model_name__in=missing)
+        remembered = await in_thread(lambda: list(_definitions(infos, unreadable)))
+        definitions |= {definition.name: definition for definition in remembered}
+    return {name: definitions[name] for name in model_names if name in definitions}
+
+
 def _remembered(name: str, unreadable: frozenset[str] | None) -> Definition | None:
     if names.unprintable(name):
         return None
@@ -135,9 +152,29 @@ def readings_of(definition: Definition) -> list[EngineReading]:
         model_name=definition.name, memory__contains=[{"revision": definition.revision}]
     )
     row = infos.values_list("memory", ArraySubquery(installed.values_list(_KEY).distinct())).first()
-    if row is None:
-        return []
-    memory, keys = row
+    return [] if row is None else _readings(definition, *row)
+
+
+def readings_by_model(definitions: Sequence[Definition]) -> dict[str, list[EngineReading]]:
+    """Return the readings of each model by its name, as `readings_of` does; two queries for any number."""
+    model_names = [definition.name for definition in definitions]
+    infos = ModelLoadInfo.objects.filter(model_name__in=model_names)
+    memory = dict(infos.values_list("model_name", "memory"))
+    keys: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
+    installed = NodeBackend.objects.filter(node__total_vram__gt=0).order_by()
+    for name, alias, key in installed.values_list("name", "alias", _KEY).distinct():
+        for backend in {name.upper(), alias.upper()}:
+            keys[backend].append(key)
+    return {
+        definition.name: _readings(
+            definition, memory.get(definition.name, ()), keys[definition.backend.upper()]
+        )
+        for definition in definitions
+    }
+
+
+def _readings(definition: Definition, memory: Iterable[Any], keys: Collection[Any]) -> list[EngineReading]:
+    """Return the readings of this definition in `memory` for these builds and devices."""
     return [
         EngineReading(*reading)
         for entry in memory

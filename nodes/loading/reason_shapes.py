@@ -319,6 +319,23 @@ FIT = Shape(
     ],
 )
 
+FIT_SUMMARY = Shape(
+    "ModelFitSummary",
+    "How many nodes could take one more replica of a model now.",
+    [
+        field("model", TEXT),
+        field("defined", FLAG),
+        field("fitting", count(), "Nodes that can take it and have the memory, as far as it is known."),
+        field("possible", count(), "Nodes that can take it, also those where it would be tight."),
+        field("says", TEXT, "Which nodes have the memory, in one sentence; empty if it is not defined."),
+    ],
+)
+FIT_SUMMARIES = Shape(
+    "ModelFitSummaries",
+    "Where many models fit.",
+    [field("models", FIT_SUMMARY.many, "In the order of the request, each name once.")],
+)
+
 
 def decision(explanation: Explanation) -> Row:
     """Return a decision that is not recorded."""

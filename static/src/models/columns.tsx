@@ -2,11 +2,10 @@
 import { useQuery } from "@tanstack/react-query";
 import { useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
-import { call, client } from "../api/client";
-import type { components } from "../api/schema";
 import { bytes, count } from "../lib/format";
 import type { Column } from "../ui/rows";
 import { Ago } from "../ui/time";
+import { fitOf } from "./fits";
 import { contextWords } from "./memory";
 import { backendOf, modelAddress, replicaCount, STATES, stateOf, type ModelRow, type ModelState } from "./rows";
 
@@ -52,20 +51,8 @@ export function rateText(rate: number): string {
 
 const FITS_AFTER_MS = 500;
 const FITS_FRESH_MS = 300_000;
-
+/** A person who returns to the list finds the fit of now. */
 const FITS_KEPT_MS = 10_000;
-
-interface Fitting {
-  fitting: number;
-  /** Nodes without a reason against them. */
-  possible: number;
-  says: string;
-}
-
-function fitting({ nodes, memory }: components["schemas"]["ModelFit"]): Fitting {
-  const possible = nodes.filter(({ reason }) => reason === "");
-  return { fitting: possible.filter(({ enough_vram: enough }) => enough).length, possible: possible.length, says: memory.says };
-}
 
 /** Read for a row that stays in sight: not for each of thousands that are scrolled past. */
 function Fits({ model }: { model: string }): ReactNode {
@@ -75,16 +62,14 @@ function Fits({ model }: { model: string }): ReactNode {
     return () => clearTimeout(timer);
   }, []);
   const { data, isError } = useQuery({
-    queryKey: ["models", "memory", model],
-    queryFn: ({ signal }) => call(client.GET("/api/placement/fit/{model}", { params: { path: { model } }, signal })),
+    queryKey: ["models", "fits", model],
+    queryFn: () => fitOf(model),
     enabled: stays,
     staleTime: FITS_FRESH_MS,
-    // Each answer names all nodes: only the numbers stay with the row, and the answer goes soon after it.
     gcTime: FITS_KEPT_MS,
-    select: fitting,
     retry: false,
   });
-  if (isError) return <Dash why="not known" />;
+  if (isError || data?.defined === false) return <Dash why="not known" />;
   if (data === undefined) return <span className="muted">…</span>;
   return (
     <bdi className="name" title={data.says}>

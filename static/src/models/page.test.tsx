@@ -12,18 +12,24 @@ import type { DefinitionRow, UnusableFile } from "./shapes";
 let sent: ReturnType<typeof answerBy>;
 let defined: DefinitionRow[];
 let unusable: UnusableFile[];
+let askedFits: string[][];
 
 beforeEach(() => {
   defined = [definition("idle"), definition("filed", { origin: "file", state: "active" }), definition("off", { state: "disabled" })];
   unusable = [];
   const rule = { id: "1", model_name: "tiny", min_replicas: 2, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
-  sent = answerBy((path, { params }) => {
+  askedFits = [];
+  sent = answerBy((path, { params, body }) => {
     if (path === "/api/definitions") {
       const page = Number(params?.query?.["page"]);
       return { definitions: defined.slice(2 * (page - 1), 2 * page), total: defined.length, page, items: 2, unusable };
     }
     if (path === "/api/figures/models") return { models: [{ name: "tiny", requests_per_second: 1.25 }] };
-    if (path === "/api/placement/fit/{model}") return { nodes: [{ reason: "", enough_vram: true }], memory: { says: "fits on n1" } };
+    if (path === "/api/placement/fit") {
+      const { models } = body as { models: string[] };
+      askedFits.push(models);
+      return { models: models.map((name) => ({ model: name, defined: true, fitting: name === "idle" ? 1 : 0, possible: name === "off" ? 0 : 2, says: "fits on n1" })) };
+    }
     return path === "/api/nodes/scheduling" ? [rule] : {};
   });
   vi.stubGlobal("matchMedia", () => ({ matches: false, addEventListener: () => undefined, removeEventListener: () => undefined }));
@@ -74,6 +80,14 @@ it("lists every model with state, replicas of those wanted and requests (E65, UI
   expect((await row("idle")).textContent).toMatch(/not running.*0.*llama-cpp.*1 GiB.*8k/);
   expect((await row("off")).textContent).toContain("disabled");
   expect(screen.getByRole("link", { name: "Add a model" }).getAttribute("href")).toBe("/app/models/add");
+});
+
+it("asks once where the models in sight fit (UW9)", async () => {
+  open();
+  await waitFor(async () => expect((await row("idle")).textContent).toContain("1 node"));
+  expect((await row("filed")).textContent).toContain("tight");
+  expect((await row("off")).textContent).toContain("nowhere now");
+  expect(askedFits.map((names) => names.toSorted())).toEqual([["filed", "idle", "off"]]);
 });
 
 it("opens the page of a model from its row", async () => {

@@ -177,6 +177,8 @@ def reasons(read: Reader) -> None:
     defined = parse_definition({"name": "org/m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
     with patch.object(load_explanation, "needs_of", return_value=LoadNeeds(defined, NO_NEED)):
         read("GET", "/api/placement/fit/org/m")
+    read("POST", "/api/placement/fit", {"models": ["org/m", "nothing"]})
+    read("POST", "/api/placement/fit", {"models": []})
 
 
 def decided(node: BackendNode, model: str) -> None:

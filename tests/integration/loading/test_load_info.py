@@ -331,6 +331,8 @@ async def test_what_a_worker_measures_after_a_load_is_what_the_next_one_needs(
     def need() -> Need:
         wanted = load_explanation.needs_of("echo")
         assert wanted is not None
+        of_many = load_info.readings_by_model([wanted.definition])
+        assert of_many == {"echo": load_info.readings_of(wanted.definition)}
         return wanted.need
 
     def redefine(**settings: Any) -> None:
@@ -456,8 +458,10 @@ def test_learned_needs_cost_one_query_for_any_fleet(stage: Stage) -> None:
             NodeBackend.objects.create(node=node, name="echo", digest=f"{number}")
         with CaptureQueriesContext(connection) as queries:
             load_info.readings_of(defined(stage.folder))
-        counts.append(len(queries))
-    assert counts == [1, 1]
+        with CaptureQueriesContext(connection) as queries_of_many:
+            load_info.readings_by_model([defined(stage.folder)])
+        counts += [len(queries), len(queries_of_many)]
+    assert counts == [1, 2, 1, 2]
 
 
 def broken(folder: Path) -> None:
