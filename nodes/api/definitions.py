@@ -212,11 +212,12 @@ class DefinitionPreviewView(_DefinitionRoute):
         text = (
             fields["text"] if "text" in fields else definition_preview.changed_text(former, fields["changes"])
         )
-        if not name and (definition := schema.check_text(text, SOURCE).definition) is not None:
-            name = definition.name
+        checked = schema.check_text(text, SOURCE)
+        if not name and checked.definition is not None:
+            name = checked.definition.name
             former = store.text_in_force(name)
         in_force = async_to_sync(folder().find)(name) if name else None
-        return Response(PREVIEW.of(**definition_preview.preview(text, name, in_force, former or "")))
+        return Response(PREVIEW.of(**definition_preview.preview(text, checked, name, in_force, former or "")))
 
 
 class DefinitionView(_DefinitionRoute):

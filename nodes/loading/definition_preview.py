@@ -14,13 +14,14 @@ from nodes.loading import load_explanation
 from nodes.models import NodeModel
 
 
-def preview(text: str, name: str, in_force: Definition | None, former_text: str) -> dict[str, Any]:
-    """Return the result of the check, and what would change.
+def preview(
+    text: str, checked: schema.CheckedText, name: str, in_force: Definition | None, former_text: str
+) -> dict[str, Any]:
+    """Return the result of the check of `text`, and what would change.
 
     `in_force` is the present definition of `name`, and `former_text` its text; an empty `name` is that of the
     text.
     """
-    checked = schema.check_text(text, SOURCE)
     definition, problems = checked.definition, list(checked.errors)
     if definition is not None and name and definition.name != name:
         problems.append(schema.TextProblem(f"`name` is {definition.name!r}, not {name!r}", "name"))

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.db import connection
@@ -10,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from nodes.definitions import store
+from nodes.definitions import schema, store
 from nodes.models import ModelDefinition
 from operations.models import Operation
 from tests.integration.api.test_document import document, fits
@@ -207,6 +208,15 @@ def test_a_preview_says_what_saving_would_do_and_saves_nothing() -> None:
     new = answer("POST", "/preview", {"text": TEXT.replace("name: m", "name: new")})
     assert (new["valid"], new["revision_changes"], new["replicas"]) == (True, True, [])
     assert ModelDefinition.objects.get().revision == 1
+
+
+@pytest.mark.parametrize("name", [{}, {"name": "m"}])
+def test_a_preview_checks_its_text_once(name: dict[str, str]) -> None:
+    """Issue 25: it runs while somebody types."""
+    create()
+    with patch.object(schema, "check_text", wraps=schema.check_text) as check:
+        assert answer("POST", "/preview", {"text": TEXT, **name})["valid"]
+    assert check.call_count == 1
 
 
 def test_a_preview_of_a_wrong_text_has_all_its_errors() -> None:
