@@ -7,12 +7,13 @@ text that is in force adds no revision, so a caller that was interrupted can rep
 import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import transaction
+from django.db.models import F
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 
 MOST_REVISIONS = 200
 """Revisions of a definition that are kept, the latest ones."""
+KEPT = timedelta(days=365)
+"""Age after which `prune_revisions` and `prune_deleted` may delete."""
+LEAST_REVISIONS = 100
+"""Revisions of a definition that stay at any age, the latest ones."""
 LONGEST_REASON = 500
 _MOST_LINES = 5000
 """Lines of two texts together that are compared."""
@@ -130,6 +135,30 @@ def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
             _changed(row, "deleted", "", now)
             return row
         return ModelDefinition.objects.filter(pk=id).first()
+
+
+def prune_revisions(*, before: datetime, limit: int) -> int:
+    """Delete the oldest `limit` revisions from before `before` that `LEAST_REVISIONS` others follow.
+
+    Return their number. Two queries.
+    """
+    old = DefinitionRevision.objects.filter(
+        at__lt=before, number__lte=F("definition__revision") - LEAST_REVISIONS
+    )
+    ids = old.order_by("at", "pk").values_list("pk", flat=True)[:limit]
+    deleted, _ = DefinitionRevision.objects.filter(pk__in=list(ids)).delete()
+    return deleted
+
+
+def prune_deleted(*, before: datetime, limit: int) -> int:
+    """Delete definitions that were marked as deleted before `before`; return their number.
+
+    With their revisions they are at most `limit` rows, but one definition at least. Three queries.
+    """
+    old = ModelDefinition.objects.filter(deleted_at__lt=before).order_by("deleted_at", "pk")
+    ids = list(old.values_list("pk", flat=True)[: limit // MOST_REVISIONS or 1])
+    ModelDefinition.objects.filter(pk__in=ids).delete()
+    return len(ids)
 
 
 def find(name: str) -> ModelDefinition | None:

@@ -4,14 +4,20 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from asgiref.sync import async_to_sync
+
 from localai_cluster.accounts import audit
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
+from nodes.definitions import store
+from nodes.definitions.folder import FolderUnresponsive
+from nodes.downloads import partial_files
 from nodes.figures import store as figures
 from nodes.loading import load_info
+from nodes.loading.files_in_use import in_folder_thread, paths_of_active_imports
 from nodes.models import PlacementLog, PlacementRecord, StoredResponse
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
@@ -116,8 +122,8 @@ def prune_timeline() -> None:
 
     The last two are bounded by their size too: a fleet may make a decision every second. One transaction for
     each chunk; the next run goes on after `PRUNE_SECONDS`; return at once if another process holds the lock.
-    Also delete stored responses that have not been used for their retention, expired bus credentials, and
-    pending nodes that have been silent for a day.
+    Also delete stored responses that have not been used for their retention, old revisions of definitions,
+    expired bus credentials, pending nodes that have been silent for a day, and downloads that nobody resumes.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
@@ -127,6 +133,7 @@ def prune_timeline() -> None:
     ]
     responses_before = now - timedelta(seconds=cluster.response_retention)
     prunes.append((StoredResponse.objects.prune, responses_before))
+    prunes += [(prune, now - store.KEPT) for prune in (store.prune_revisions, store.prune_deleted)]
     for rows, oldest in ((PlacementRecord.objects, before), (PlacementLog.objects, snapshots_before)):
         prunes.append((rows.prune, _latest(oldest, rows.oldest_that_fits(cluster.decision_space))))
     deadline = clock.monotonic() + PRUNE_SECONDS
@@ -136,6 +143,19 @@ def prune_timeline() -> None:
     bus_credentials.prune(now)
     if expired := pending.expire(now=now):
         log.info("%d pending nodes were silent for a day and are removed", expired)
+    remove_old_partials(now)
+
+
+def remove_old_partials(now: datetime) -> None:
+    """Remove the bytes of downloads that nobody resumes, unless the models folder does not answer."""
+    models, keep = conf.cluster().models_path, paths_of_active_imports()
+    try:
+        removed = async_to_sync(in_folder_thread)(partial_files.remove_old_partials, models, now, keep)
+    except (FolderUnresponsive, OSError) as error:
+        log.warning("old downloads in the models folder stay: %s", error)
+        return
+    if removed:
+        log.info("%d downloads that nobody has resumed are removed", removed)
 
 
 @left_out_in_an_outage

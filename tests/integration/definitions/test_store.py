@@ -4,11 +4,13 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import DatabaseError, connection, connections
+from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.accounts.models import AuditEntry
@@ -19,7 +21,7 @@ from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.gateway import gateway
 from nodes.loading import load_info
 from nodes.models import DefinitionRevision, ModelDefinition, ModelLoadInfo, NodeModel
-from nodes.reconcilers import replicas
+from nodes.reconcilers import replicas, tasks
 from operations.executor.work import WakeUps, in_thread
 from operations.models import Operation
 from tests.conftest import eventually
@@ -81,6 +83,55 @@ def test_old_revisions_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(1, 5):
         save(f"{TEXT}context_size: {size}\n")
     assert sorted(DefinitionRevision.objects.values_list("number", flat=True)) == [3, 4]
+
+
+def test_the_pruning_task_keeps_the_last_revisions_and_the_young_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 25."""
+    monkeypatch.setattr(store, "LEAST_REVISIONS", 2)
+    monkeypatch.setattr(tasks, "PRUNED_AT_ONCE", 1)
+    now = clock.now()
+    for number in range(6):
+        save(TEXT + f"context_size: {number}\n", now=now)
+    save(TEXT.replace("name: m", "name: other"), "other")
+    DefinitionRevision.objects.exclude(number=3).update(at=now - store.KEPT - timedelta(days=1))
+    tasks.prune_timeline()
+    assert list(store.revisions_of("m").values_list("number", flat=True)) == [6, 5, 3]
+    assert store.revisions_of("other").count() == 1
+    assert found() == 5
+
+
+def test_the_pruning_task_drops_what_was_deleted_long_ago() -> None:
+    """Issue 25: the names are free, so nothing else removes the rows."""
+    now = clock.now()
+    for name, days in (("old", 366), ("young", 364)):
+        row = save(TEXT.replace("name: m", f"name: {name}"), name)
+        store.remove(name, id=row.id, now=now - timedelta(days=days))
+    save(TEXT.replace("name: m", "name: old"), "old")
+    save()
+    row = ModelDefinition.objects.create(
+        name="gone", text=TEXT, origin="api", deleted_at=now - timedelta(days=400)
+    )
+    DefinitionRevision.objects.create(definition=row, number=1, text=TEXT, origin="api", actor="ann")
+    tasks.prune_timeline()
+    assert sorted(ModelDefinition.objects.values_list("name", flat=True)) == ["m", "old", "young"]
+
+
+def test_pruning_costs_equally_many_queries_for_any_number_of_definitions() -> None:
+    counts, past = [], clock.now() - store.KEPT - timedelta(days=1)
+    for size in (1, 5):
+        for number in range(size):
+            name = f"{size}-{number}"
+            row = save(TEXT.replace("name: m", f"name: {name}"), name, now=past)
+            ModelDefinition.objects.filter(pk=row.pk).update(revision=999)
+            row = save(TEXT.replace("name: m", f"name: {name}-gone"), f"{name}-gone", now=past)
+            store.remove(row.name, id=row.id, now=past)
+        with CaptureQueriesContext(connection) as queries:
+            assert store.prune_revisions(before=clock.now() - store.KEPT, limit=1000) == size
+            assert store.prune_deleted(before=clock.now() - store.KEPT, limit=1000) == size
+        counts.append(len(queries))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("expected", [None, 0])

@@ -16,13 +16,14 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import Conflict
 from nodes.definitions import store
 from nodes.definitions.folder import FolderUnresponsive
-from nodes.downloads import unused_files
+from nodes.downloads import partial_files, unused_files
 from nodes.downloads.imports import request_import
-from nodes.downloads.partial_files import PartialFile
+from nodes.downloads.partial_files import ByteSpan, PartialFile
 from nodes.downloads.unused_files import RemoveFiles, Selection, UnusedFile, request_removal
 from nodes.loading import file_removal
 from nodes.loading.files_in_use import FilesInUse, read_files_in_use
 from nodes.models import BackendNode, BroughtModel
+from nodes.reconcilers import tasks
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import attempts
@@ -123,6 +124,28 @@ async def test_downloads_that_nobody_resumes_are_listed_and_removed(models: Path
     await remove(path)
     assert await listed(models) == []
     assert list((models / ".downloads").iterdir()) == []
+
+
+async def test_the_pruning_task_removes_downloads_that_nobody_resumes(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 25: without another import nothing else removes them."""
+    plan = ImportPlan("b", YAML.format("b", "b"), (SourceFile("b", "https://a.example/b"),), "import", "x")
+    await in_thread(lambda: request_import(plan, actor="a", now=clock.now()))
+    for path in ("b", "old", "young"):
+        partial = PartialFile.open(models, path)
+        partial.restart("https://a.example", "")
+        span = ByteSpan(0, -1, 0)
+        partial.divide(span, 9, '"x"', with_ranges=True)
+        partial.write(span, b"x")
+        partial.close()
+        if path != "young":
+            (data,) = (data for data, its_path, _ in partial_files.partial_files(models) if its_path == path)
+            os.utime(data, (0, 0))
+    await in_thread(tasks.prune_timeline)
+    assert sorted(path for _, path, _ in partial_files.partial_files(models)) == ["b", "young"]
+    await in_thread(models.rename, models.with_name("elsewhere"))
+    await in_thread(tasks.prune_timeline)
 
 
 async def end(result: Any) -> None:
