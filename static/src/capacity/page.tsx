@@ -1,6 +1,6 @@
 // The capacity map: how much memory the fleet has, used, reserved and free, by node and GPU, and where one more replica of
 // a model would fit. Figures come with the feed; what fits where is the server's word.
-import { useDeferredValue, useId, useMemo, type ReactNode } from "react";
+import { useDeferredValue, useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { bytes, count } from "../lib/format";
@@ -12,6 +12,7 @@ import { Meter, MeterLegend } from "../ui/bars";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Select } from "../ui/select";
+import { TextInput } from "../ui/text-field";
 import { PageHead } from "../ui/title";
 import { useFit, verdicts, type Fit } from "./fit";
 import { addressOf, grouped, groupKeys, parseView, ORDERS, RESOURCES, summed, type MapView, type Place, type Resource } from "./fleet";
@@ -29,7 +30,7 @@ export function CapacityPage(): ReactNode {
   return (
     <div className="cap">
       <PageHead title="Capacity" note="Free memory by node, and what fits." />
-      <CapacityTabs />
+      <CapacityTabs part="" />
       {!isLoaded(nodes) && <Loading subject="nodes" />}
       {isLoaded(nodes) && nodes.size === 0 && (
         <Empty title="No workers registered yet">
@@ -70,7 +71,6 @@ interface ViewControlsProps {
 }
 
 function ViewControls({ nodes, view, onView }: ViewControlsProps): ReactNode {
-  const list = useId();
   const { data = [] } = useDefinitions();
   const keys = useMemo(() => groupKeys(nodes.values()), [nodes]);
   const groupings = ["", "gpu", "state", ...keys.map((key) => `label:${key}`)];
@@ -84,25 +84,9 @@ function ViewControls({ nodes, view, onView }: ViewControlsProps): ReactNode {
         onChange={(group) => onView({ ...view, group })}
       />
       <Select label="Order" value={view.order} options={ORDERS.map((order) => [order, order === "name" ? "Name" : "Most free first"])} onChange={(order) => onView({ ...view, order: order as MapView["order"] })} />
-      <label className="field cap-model" htmlFor={`${list}-model`}>
+      <label className="field cap-model">
         <span>Where does it fit?</span>
-        <input
-          id={`${list}-model`}
-          className="input"
-          type="search"
-          list={list}
-          placeholder="A model"
-          autoComplete="off"
-          autoCapitalize="none"
-          spellCheck={false}
-          value={view.model}
-          onChange={(event) => onView({ ...view, model: event.target.value })}
-        />
-        <datalist id={list}>
-          {data.map(({ id }) => (
-            <option key={id} value={id} />
-          ))}
-        </datalist>
+        <TextInput type="search" placeholder="A model" suggestions={data.map(({ id }) => id)} value={view.model} onChange={(model) => onView({ ...view, model })} />
       </label>
     </div>
   );

@@ -31,7 +31,7 @@ export function WhatIfPage(): ReactNode {
   return (
     <div className="cap">
       <PageHead title="What if" note="Plan replicas on the current fleet or with more nodes. Nothing changes." />
-      <CapacityTabs />
+      <CapacityTabs part="what-if" />
       <Form form={form} file={file} busy={plan.isFetching} onChange={setForm} onFile={setFile} onSubmit={() => (submitted?.form === form && submitted.file === file ? void plan.refetch() : setSubmitted({ form, file }))} />
       {submitted !== null && plan.isPending && <Loading subject="the plan" />}
       <Problem error={plan.error} onRetry={() => void plan.refetch()} />
@@ -50,7 +50,6 @@ interface FormProps {
 }
 
 function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): ReactNode {
-  const list = useId();
   const fileId = useId();
   const fileInput = useRef<HTMLInputElement>(null);
   const [sent, setSent] = useState(false);
@@ -62,7 +61,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
     if (Object.keys(problems).length === 0) onSubmit();
   };
   const field = (name: keyof PlanForm, label: string, description: string) => (
-    <TextField label={label} description={description} value={form[name]} problem={sent ? problems[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { list } : {})} onChange={(text) => onChange({ ...form, [name]: text })} />
+    <TextField label={label} description={description} value={form[name]} problem={sent ? problems[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { suggestions: data.map(({ id }) => id) } : {})} onChange={(text) => onChange({ ...form, [name]: text })} />
   );
   return (
     <form className="nd-panel" noValidate onSubmit={submit}>
@@ -70,11 +69,6 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
         <fieldset>
           <legend>To be placed</legend>
           {field("model", "Model", "A defined model. Its own need and rule apply.")}
-          <datalist id={list}>
-            {data.map(({ id }) => (
-              <option key={id} value={id} />
-            ))}
-          </datalist>
           <div className="field">
             <label htmlFor={fileId}>Or a GGUF file of this computer</label>
             <input ref={fileInput} id={fileId} className="input" type="file" accept=".gguf" disabled={form.model.trim() !== ""} aria-describedby={`${fileId}-said`} onChange={(event) => onFile(event.target.files?.[0] ?? null)} />

@@ -1,5 +1,5 @@
 // The actions on a model: load it, unload it, give it a rule; clone, disable or delete its definition.
-import { Suspense, useId, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
+import { Suspense, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
 import { useNavigate } from "react-router";
 import { useAction } from "../api/action";
 import { chatAddress } from "../chat/models";
@@ -76,7 +76,6 @@ function Load({ row, onClose }: DialogProps): ReactNode {
   const [nodeName, setNodeName] = useState("");
   const [number, setNumber] = useState("1");
   const [sent, setSent] = useState(false);
-  const list = useId();
   const present = useLive((state) => state.nodes);
   const nodes = useMemo(() => candidates(present.values()), [present]);
   const load = useAction(loadModel, `Load of ${row.name} requested.`);
@@ -95,12 +94,7 @@ function Load({ row, onClose }: DialogProps): ReactNode {
   return (
     <Dialog open onClose={onClose} title={<>Load <bdi>{row.name}</bdi></>} description={row.places.length > 0 ? `It has ${count(row.places.length, "replica")}. This adds to them.` : "A replica starts wherever it fits, unless you name a node."}>
       <form className="stack" noValidate onSubmit={submit}>
-        <TextField first label="Node" description="Empty: wherever it fits." list={list} value={nodeName} problem={sent && !isNode ? "There is no such node in service." : ""} onChange={setNodeName} />
-        <datalist id={list}>
-          {nodes.map(({ id, name }) => (
-            <option key={id} value={name} />
-          ))}
-        </datalist>
+        <TextField first label="Node" description="Empty: wherever it fits." suggestions={nodes.map(({ name }) => name)} value={nodeName} problem={sent && !isNode ? "There is no such node in service." : ""} onChange={setNodeName} />
         <TextField label="Replicas" numeric value={number} problem={sent && !isNumber ? `Enter a whole number from 1 to ${MOST_REPLICAS}.` : ""} onChange={setNumber} />
         <Problem error={load.error} />
         <Buttons action="Load" busy={load.busy} onClose={onClose} />

@@ -1,7 +1,7 @@
 // One model: where it runs and why, its definition with the revisions, its files, and the ways to try it. Replicas and
 // work come with the feed; each tab reads what it shows.
 import { useState, type ReactNode } from "react";
-import { Link, NavLink, useNavigate, useParams } from "react-router";
+import { Link, useNavigate, useParams } from "react-router";
 import { ApiError } from "../api/client";
 import { chatAddress } from "../chat/models";
 import { demand } from "../scheduling/rules";
@@ -9,6 +9,7 @@ import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import { Menu } from "../ui/menu";
 import { Problem } from "../ui/problem";
+import { Tabs } from "../ui/tabs";
 import { PageHead } from "../ui/title";
 import { ActionDialog, menuOf, type ModelAction } from "./actions";
 import { replicaText, StatePill } from "./columns";
@@ -38,7 +39,7 @@ interface Tab {
 }
 
 const DEFINITION = "definition";
-const TABS: readonly Tab[] = [
+const TABS: readonly [Tab, ...Tab[]] = [
   { id: "overview", title: "Overview", isOfDefinition: false, show: (row) => <OverviewTab row={row} /> },
   { id: DEFINITION, title: "Definition", isOfDefinition: true },
   { id: "revisions", title: "Revisions", isOfDefinition: true, show: ({ name }) => <RevisionsTab name={name} /> },
@@ -78,6 +79,10 @@ function OneModel({ name, tab }: { name: string; tab: string }): ReactNode {
   );
 }
 
+function tabAddress({ name }: ModelRow, { id }: Tab): string {
+  return modelAddress(name, id === "overview" ? "" : id);
+}
+
 function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error | null }): ReactNode {
   const [action, setAction] = useState<ModelAction | null>(null);
   const navigate = useNavigate();
@@ -109,14 +114,8 @@ function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error |
         {row.rule !== undefined && <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`}>Rule: {demand(row.rule)}</Link>}
       </div>
       <Problem error={error instanceof ApiError && error.status === 404 ? null : error} />
-      <nav className="tabs wrap" aria-label="Parts of this model">
-        {tabs.map(({ id, title }) => (
-          <NavLink key={id} end to={modelAddress(row.name, id === "overview" ? "" : id)}>
-            {title}
-          </NavLink>
-        ))}
-      </nav>
-      {current !== undefined && <Content tab={current} row={row} />}
+      <Tabs label="Parts of this model" current={tabAddress(row, current)} tabs={tabs.map((part) => ({ to: tabAddress(row, part), title: part.title }))} />
+      <Content tab={current} row={row} />
       {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} />}
     </div>
   );

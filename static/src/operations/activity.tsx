@@ -31,7 +31,7 @@ export function ActivityPage(): ReactNode {
   const shown = useDeferredValue(choice);
   return (
     <div className="activity">
-      <ActivityHead title="Activity" note={work.isKnownTotal && <Tally work={work} />} />
+      <ActivityHead part="" title="Activity" note={work.isKnownTotal && <Tally work={work} />} />
       <div className="row wrap" role="group" aria-label="Show">
         {SHOWS.map(({ show, label }) => (
           <Button key={show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose((previous) => ({ ...previous, show }))}>

@@ -22,7 +22,7 @@ export function ChangesPage(): ReactNode {
   const empty = audit.data !== undefined && entries.length === 0;
   return (
     <div className="activity">
-      <ActivityHead title="Audit log" note="Changes by people, kept for the retention period.">
+      <ActivityHead part="changes" title="Audit log" note="Changes by people, kept for the retention period.">
         <Button busy={audit.isRefetching} onClick={() => void audit.refetch()}>
           Refresh
         </Button>

@@ -42,7 +42,7 @@ export function HistoryPage(): ReactNode {
   const empty = record.data !== undefined && entries.length === 0;
   return (
     <div className="activity">
-      <ActivityHead title="History" note="Finished operations. Failures appear here once they are dismissed.">
+      <ActivityHead part="history" title="History" note="Finished operations. Failures appear here once they are dismissed.">
         {entries.length > 0 && <Exports filters={settled} />}
         {(entries.length > 0 || isNarrowed(filters)) && <Button onClick={() => setClearing(true)}>Clear history…</Button>}
       </ActivityHead>

@@ -28,7 +28,7 @@ export function InboxPage(): ReactNode {
   const failures = useMemo(() => groups.flatMap((group) => group.operations), [groups]);
   return (
     <div className="activity">
-      <ActivityHead title="Inbox" note={isLoaded && (failures.length === 0 ? "No failures" : `${count(failures.length, "failure")} to retry or dismiss`)} />
+      <ActivityHead part="inbox" title="Inbox" note={isLoaded && (failures.length === 0 ? "No failures" : `${count(failures.length, "failure")} to retry or dismiss`)} />
       {!isLoaded && <Loading subject="failures" />}
       {isLoaded && failures.length === 0 && (
         <Empty title="No failures">

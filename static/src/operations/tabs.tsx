@@ -1,9 +1,9 @@
 // The head of the four pages of Activity: what runs, what failed, what has ended, what people changed.
 import type { ReactNode } from "react";
-import { NavLink } from "react-router";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import { needsAttention, type LiveState } from "../live/store";
+import { Tabs } from "../ui/tabs";
 import { PageHead } from "../ui/title";
 import "./record.css";
 
@@ -13,35 +13,42 @@ function failures(state: LiveState): number {
   return total;
 }
 
+const LIVE = "/app/activity";
+
 interface HeadProps {
+  /** The end of the page's address; "" for the first one. */
+  part: "" | "inbox" | "history" | "changes";
   title: string;
   note: ReactNode;
   children?: ReactNode;
 }
 
-export function ActivityHead({ title, note, children }: HeadProps): ReactNode {
+export function ActivityHead({ part, title, note, children }: HeadProps): ReactNode {
   const failed = useLive(failures);
   return (
     <>
       <PageHead title={title} note={note}>
         {children}
       </PageHead>
-      <nav className="tabs" aria-label="Activity">
-        <NavLink to="/app/activity" end>
-          Live
-        </NavLink>
-        <NavLink to="/app/activity/inbox">
-          Inbox
-          {failed > 0 && (
-            <span className="badge bad">
-              <span aria-hidden="true">{failed}</span>
-              <span className="visually-hidden">, {count(failed, "failure")}</span>
-            </span>
-          )}
-        </NavLink>
-        <NavLink to="/app/activity/history">History</NavLink>
-        <NavLink to="/app/activity/changes">Audit log</NavLink>
-      </nav>
+      <Tabs
+        label="Activity"
+        current={part === "" ? LIVE : `${LIVE}/${part}`}
+        tabs={[
+          { to: LIVE, title: "Live" },
+          { to: `${LIVE}/inbox`, title: "Inbox", mark: failed > 0 && <Failures number={failed} /> },
+          { to: `${LIVE}/history`, title: "History" },
+          { to: `${LIVE}/changes`, title: "Audit log" },
+        ]}
+      />
     </>
+  );
+}
+
+function Failures({ number }: { number: number }): ReactNode {
+  return (
+    <span className="badge bad">
+      <span aria-hidden="true">{number}</span>
+      <span className="visually-hidden">, {count(number, "failure")}</span>
+    </span>
   );
 }

@@ -75,26 +75,18 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
 }
 
 function ModelField({ draft, problems, change }: FormProps): ReactNode {
-  const list = useId();
   const { data = [] } = useDefinitions();
   const unknown = data.length > 0 && draft.model.trim() !== "" && !data.some((definition) => definition.id === draft.model.trim());
   return (
-    <>
-      <TextField
-        label="Model"
-       value={draft.model}
-        problem={problems.model_name}
-        description={unknown ? "No model of this name is defined yet." : ""}
-        list={list}
-        first
-        onChange={(model) => change({ model })}
-      />
-      <datalist id={list}>
-        {data.map((definition) => (
-          <option key={definition.id} value={definition.id} />
-        ))}
-      </datalist>
-    </>
+    <TextField
+      label="Model"
+      value={draft.model}
+      problem={problems.model_name}
+      description={unknown ? "No model of this name is defined yet." : ""}
+      suggestions={data.map(({ id }) => id)}
+      first
+      onChange={(model) => change({ model })}
+    />
   );
 }
 

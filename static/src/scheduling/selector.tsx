@@ -4,7 +4,7 @@ import { useId, useRef, type KeyboardEvent, type ReactNode } from "react";
 import { useThrottledNodes } from "../backends/throttled-nodes";
 import { keyProblem, valueProblem, written } from "../nodes/shared/labels";
 import { Button, IconButton } from "../ui/button";
-import { FieldMessage } from "../ui/text-field";
+import { FieldMessage, TextInput } from "../ui/text-field";
 import { candidates, labelKeys, labelValues, matching, matchWords, selectorIn, type Draft } from "./rules";
 
 interface SelectorProps {
@@ -46,8 +46,14 @@ export function SelectorField({ draft, selectorProblem, onChange }: SelectorProp
         ))}
       </ul>
       <div className="nd-add" onKeyDown={enter}>
-        <Suggested id={`${id}-key`} label="Label" value={draft.key} options={labelKeys(nodes)} input={key} description={`${id}-said`} onChange={(text) => onChange({ key: text })} />
-        <Suggested id={`${id}-value`} label="Value" value={draft.value} options={labelValues(nodes, draft.key.trim())} description={`${id}-said`} onChange={(text) => onChange({ value: text })} />
+        <label className="field">
+          <span>Label</span>
+          <TextInput ref={key} suggestions={labelKeys(nodes)} value={draft.key} aria-describedby={`${id}-said`} onChange={(text) => onChange({ key: text })} />
+        </label>
+        <label className="field">
+          <span>Value</span>
+          <TextInput suggestions={labelValues(nodes, draft.key.trim())} value={draft.value} aria-describedby={`${id}-said`} onChange={(text) => onChange({ value: text })} />
+        </label>
         <Button onClick={add} refusal={draft.key.trim() === "" ? "Enter a label." : problem}>
           Add
         </Button>
@@ -69,40 +75,5 @@ function Matches({ draft }: { draft: Draft }): ReactNode {
       {matches.length === 0 && <> ⚠ No node matches: the model cannot be loaded.</>}
       {idle && <> ⚠ None of them is healthy now.</>}
     </div>
-  );
-}
-
-interface SuggestedProps {
-  id: string;
-  label: string;
-  value: string;
-  options: readonly string[];
-  description: string;
-  input?: React.RefObject<HTMLInputElement | null>;
-  onChange: (text: string) => void;
-}
-
-function Suggested({ id, label, value, options, description, input, onChange }: SuggestedProps): ReactNode {
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <input
-        ref={input}
-        id={id}
-        className="input"
-        list={`${id}-list`}
-        value={value}
-        autoComplete="off"
-        autoCapitalize="none"
-        spellCheck={false}
-        aria-describedby={description}
-        onChange={(event) => onChange(event.target.value)}
-      />
-      <datalist id={`${id}-list`}>
-        {options.map((option) => (
-          <option key={option} value={option} />
-        ))}
-      </datalist>
-    </label>
   );
 }

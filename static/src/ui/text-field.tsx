@@ -1,5 +1,5 @@
 // A field with its label, and under it what is wrong with what is in it, else a hint.
-import { useId, type ReactNode } from "react";
+import { useId, type ComponentProps, type ReactNode } from "react";
 
 interface TextFieldProps {
   label: string;
@@ -9,33 +9,45 @@ interface TextFieldProps {
   /** The problem with the value; "" if there is none. */
   problem?: string | undefined;
   numeric?: boolean;
-  /** The id of a list of suggestions. */
-  list?: string;
+  suggestions?: readonly string[];
   /** A dialog's focus starts here. */
   first?: boolean;
 }
 
-export function TextField({ label, value, onChange, description = "", problem = "", numeric = false, list, first = false }: TextFieldProps): ReactNode {
+export function TextField({ label, description = "", problem = "", numeric = false, first = false, ...input }: TextFieldProps): ReactNode {
   const id = useId();
   return (
     <div className="field">
       <label htmlFor={id}>{label}</label>
-      <input
+      <TextInput
+        {...input}
         id={id}
-        className="input"
-        value={value}
-        autoComplete="off"
-        autoCapitalize="none"
-        spellCheck={false}
         inputMode={numeric ? "decimal" : "text"}
         aria-invalid={problem !== "" || undefined}
         aria-describedby={`${id}-said`}
-        {...(list === undefined ? {} : { list })}
         {...(first ? { autoFocus: true, "data-first": "" } : {})}
-        onChange={(event) => onChange(event.target.value)}
       />
       <FieldMessage id={`${id}-said`} problem={problem} description={description} />
     </div>
+  );
+}
+
+type TextInputProps = Omit<ComponentProps<"input">, "list" | "onChange"> & Pick<TextFieldProps, "onChange" | "suggestions">;
+
+/** The input alone. The browser filters the suggestions by what is typed, and anything else may be typed. */
+export function TextInput({ onChange, suggestions, ...input }: TextInputProps): ReactNode {
+  const list = useId();
+  return (
+    <>
+      <input className="input" autoComplete="off" autoCapitalize="none" spellCheck={false} {...input} list={suggestions && list} onChange={(event) => onChange(event.target.value)} />
+      {suggestions !== undefined && (
+        <datalist id={list}>
+          {[...new Set(suggestions)].map((suggestion) => (
+            <option key={suggestion} value={suggestion} />
+          ))}
+        </datalist>
+      )}
+    </>
   );
 }
 

@@ -10,6 +10,7 @@ import { isActive } from "../../live/store";
 import { AfterPaint } from "../../ui/after-paint";
 import { Empty, Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
+import { Tabs } from "../../ui/tabs";
 import { usePageTitle } from "../../ui/title";
 import { Logs } from "../logs/page";
 import { Backends } from "./backends";
@@ -87,6 +88,10 @@ const PARTS: readonly [Part, ...Part[]] = [
   { path: "settings", title: "Settings", Content: Settings },
 ];
 
+function addressOf(node: LiveNode, path: string): string {
+  return `/app/nodes/${node.id}${path === "" ? "" : `/${path}`}`;
+}
+
 function Shown({ node, detail, part }: { node: LiveNode; detail: UseQueryResult<NodeDetail>; part: string }): ReactNode {
   const operations = useOperations(node.id);
   const active = operations.filter(isActive).length;
@@ -97,14 +102,15 @@ function Shown({ node, detail, part }: { node: LiveNode; detail: UseQueryResult<
     <div className="nd">
       <Head node={node} operations={active} onDanger={setDanger} />
       <DangerQuestions node={node} operations={active} dialog={danger} onOpenDialog={setDanger} />
-      <nav className="tabs" aria-label={`Parts of ${node.name}`}>
-        {parts.map(({ path: end, title, count }) => (
-          <Link key={end} to={`/app/nodes/${node.id}${end === "" ? "" : `/${end}`}`} aria-current={end === path ? "page" : undefined}>
-            {title}
-            {count !== undefined && count(node) > 0 && <span className="muted">{count(node)}</span>}
-          </Link>
-        ))}
-      </nav>
+      <Tabs
+        label={`Parts of ${node.name}`}
+        current={addressOf(node, path)}
+        tabs={parts.map(({ path: end, title, count }) => ({
+          to: addressOf(node, end),
+          title,
+          mark: count !== undefined && count(node) > 0 && <span className="muted">{count(node)}</span>,
+        }))}
+      />
       <AfterPaint>
         <Content node={node} detail={detail} operations={operations} />
       </AfterPaint>

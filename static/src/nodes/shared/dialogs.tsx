@@ -224,17 +224,7 @@ function MinutesField({ value, onChange, problem }: FieldProps): ReactNode {
   return <TextField label="Deadline in minutes" value={value} onChange={onChange} description={description} problem={problem} numeric />;
 }
 
-function KeyField({ nodes, value, onChange, problem }: FieldProps & { nodes: readonly LiveNode[] }): ReactNode {
-  const list = useId();
+function KeyField({ nodes, ...field }: FieldProps & { nodes: readonly LiveNode[] }): ReactNode {
   const keys = [...new Set(nodes.flatMap((node) => Object.keys(node.labels)))].sort();
-  return (
-    <>
-      <TextField label="Key" value={value} onChange={onChange} problem={problem} list={list} first />
-      <datalist id={list}>
-        {keys.map((key) => (
-          <option key={key} value={key} />
-        ))}
-      </datalist>
-    </>
-  );
+  return <TextField label="Key" suggestions={keys} first {...field} />;
 }
