@@ -241,7 +241,9 @@ class ClusterSettings(SharedSettings):
     stream_client: Literal["http2", "grpc"] = setting("CLUSTER_STREAM_CLIENT", "http2")
     """Client of the engines' text and vectors: `http2`, or `grpc`, which takes several times the CPU."""
     expose_node_header: bool = setting("LOCALAI_EXPOSE_NODE_HEADER", "false")
-    """Return the node's id in the header `X-LocalAI-Node`; an administrator's session always gets it."""
+    """Return the node's id in the header `X-LocalAI-Node`; an administrator's session always gets it. Name
+    nodes to users in refusals too.
+    """
     prefix_cache: bool = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE", "true")
     """[Route by prefix](prefix-routing.md) unless a model's rule says otherwise (R3.1). For web processes."""
     prefix_ttl: Seconds = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", "5m")

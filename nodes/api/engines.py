@@ -323,7 +323,7 @@ LOADING = Shape(
         field("total_bytes", BYTES),
         field("file_index", count()),
         field("total_files", count()),
-        field("node", TEXT, "The name of the node, once it is chosen.", optional=True),
+        field("node", TEXT, "The name of the node, once it is chosen; for administrators.", optional=True),
         field("eta_seconds", count(), "Seconds that are left, once bytes move.", optional=True),
     ],
 )
@@ -360,7 +360,8 @@ class LoadStatusView(APIView):
         operation = wait.status(model, now)
         if operation is None:
             raise errors.NotFound(f"no load is running for model {model}")
-        return Response(LOADING.of(**wait.loading_body(model, operation, now)))
+        shows_node = wait.may_see_nodes(principal(request))
+        return Response(LOADING.of(**wait.loading_body(model, operation, now, shows_node=shows_node)))
 
 
 LOG_LINE = Shape(

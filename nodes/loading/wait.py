@@ -26,6 +26,7 @@ from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
+from operations.causes import cause_of
 from operations.executor.work import WakeUps, in_thread
 from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
@@ -83,7 +84,14 @@ def eta_seconds(operation: Operation, now: datetime) -> float | None:
     return (operation.total_bytes - operation.current_bytes) * elapsed / operation.current_bytes
 
 
-def loading_body(model: str, operation: Operation, now: datetime) -> dict[str, Any]:
+def may_see_nodes(principal: Principal) -> bool:
+    """Return True if responses may name nodes to the caller: to administrators, or to all by a setting."""
+    return principal.is_admin or conf.cluster().expose_node_header
+
+
+def loading_body(
+    model: str, operation: Operation, now: datetime, *, shows_node: bool = True
+) -> dict[str, Any]:
     """Return the `loading` object of `contract/http-api.md` §6.1."""
     body: dict[str, Any] = {
         "model": model,
@@ -94,7 +102,7 @@ def loading_body(model: str, operation: Operation, now: datetime) -> dict[str, A
         "file_index": operation.file_index,
         "total_files": operation.total_files,
     }
-    if operation.node_name:
+    if operation.node_name and shows_node:
         body["node"] = operation.node_name
     eta = eta_seconds(operation, now)
     if eta is not None:
@@ -102,20 +110,26 @@ def loading_body(model: str, operation: Operation, now: datetime) -> dict[str, A
     return body
 
 
-def still_loading_error(model: str, operation: Operation, budget: float, now: datetime) -> StillLoading:
-    """Return the error for a request whose wait is over while the load goes on (R2.22)."""
+def still_loading_error(
+    model: str, operation: Operation, budget: float, now: datetime, *, shows_node: bool = True
+) -> StillLoading:
+    """Return the error for a request whose wait is over while the load goes on (R2.22).
+
+    Without `shows_node` it leaves out the operation's message, which may name nodes too.
+    """
     eta = eta_seconds(operation, now)
     details = [f"{operation.progress:.0f}%"] if operation.progress else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
     message = f"model {model} is {_state(operation)}"
-    message += f" on node {operation.node_name}" if operation.node_name else ""
+    message += f" on node {operation.node_name}" if operation.node_name and shows_node else ""
     message += f" ({', '.join(details)})" if details else ""
-    message += f": {operation.message}" if operation.message else ""
+    message += f": {operation.message}" if operation.message and shows_node else ""
     if operation.kind != KIND:
         kind, row_id = operation.kind, operation.id
         message = f"model {model} is not loaded while its {kind} is in progress (operation {row_id})"
     retry_after = min(max(budget if eta is None else eta, RETRY_MIN), RETRY_MAX)
-    return StillLoading(message, retry_after=retry_after, loading=loading_body(model, operation, now))
+    loading = loading_body(model, operation, now, shows_node=shows_node)
+    return StillLoading(message, retry_after=retry_after, loading=loading)
 
 
 def _state(operation: Operation) -> str:
@@ -130,7 +144,22 @@ def load_failure(model: str, operation: Operation, now: datetime, grace: float) 
     """Return the error for all requests that wait for a failed load; a retry is allowed after Retry-After."""
     cause = operation.error or operation.message or operation.status
     age = (now - operation.finished_at).total_seconds() if operation.finished_at else 0.0
-    return LoadFailed(f"loading model {model} failed: {cause}", retry_after=max(math.ceil(grace - age), 1))
+    return LoadFailed(_failure_text(model, cause), retry_after=max(math.ceil(grace - age), 1))
+
+
+def _failure_text(model: str, cause: str) -> str:
+    return f"loading model {model} failed: {cause}"
+
+
+def without_nodes(failure: LoadFailed, model: str) -> LoadFailed:
+    """Return the failure for callers who may not see nodes: its cause without names and addresses."""
+    cause = failure.message.removeprefix(_failure_text(model, ""))
+    try:
+        names = BackendNode.objects.values_list("name", flat=True)
+        cause = cause_of(cause, [name for name in names.iterator() if name in cause])
+    except DatabaseError:
+        return LoadFailed(retry_after=2)
+    return LoadFailed(_failure_text(model, cause), **failure.data)
 
 
 @dataclass
@@ -144,6 +173,8 @@ class ModelWait:
     """The operation as last read; before that a pending one. Any other kind is an unload or a deletion, which
     must end before the model can be loaded.
     """
+    public_failure: LoadFailed | None = None
+    """The failure of the turn for callers who may not see nodes."""
     row_deadline: float = 0.0
     """Time until which the operation's row is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
@@ -154,12 +185,19 @@ class ModelWait:
         Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
         within the grace of the failure.
         """
+        shows_node = may_see_nodes(request.principal)
         try:
             async with asyncio.timeout(_remaining(request.wait_until)):
                 return await asyncio.shield(self.turn)
         except TimeoutError:
-            budget = conf.cluster().model_load_wait
-            raise still_loading_error(request.model, self.operation, budget, clock.now()) from None
+            budget, now = conf.cluster().model_load_wait, clock.now()
+            raise still_loading_error(
+                request.model, self.operation, budget, now, shows_node=shows_node
+            ) from None
+        except LoadFailed:
+            if shows_node or self.public_failure is None:
+                raise
+            raise self.public_failure from None
 
 
 class Loads:
@@ -213,12 +251,22 @@ class Loads:
         except asyncio.CancelledError:
             load.turn.set_exception(Unavailable("this web process is stopping", retry_after=1))
             raise
+        except LoadFailed as failure:
+            await self._end_with(load, failure, request.element)
         except Exception as error:
             load.turn.set_exception(_to_response(error))
         else:
             load.turn.set_result(load.operation.status in TERMINAL)
         finally:
             self._loads.pop(request.element, None)
+
+    @staticmethod
+    async def _end_with(load: ModelWait, failure: LoadFailed, model: str) -> None:
+        load.public_failure = LoadFailed(**failure.data)
+        try:
+            load.public_failure = await in_thread(without_nodes, failure, model)
+        finally:
+            load.turn.set_exception(failure)
 
     async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Return when the operation has ended or no request waits any more; raise LoadFailed."""

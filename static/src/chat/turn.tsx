@@ -2,6 +2,7 @@
 import { memo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { useLive } from "../live/hooks";
+import { useSession } from "../shell/session";
 import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
@@ -93,10 +94,11 @@ function indented(text: string): string {
 
 function Foot({ answer, onAgain }: { answer: Answer; onAgain?: () => void }): ReactNode {
   const text = textOf(answer.blocks);
+  const isAdmin = useSession().data?.role === "admin";
   return (
     <div className="chat-foot">
       <ul className="chat-figures" aria-label="Figures of this answer">
-        {answer.node !== "" && (
+        {isAdmin && answer.node !== "" && (
           <li>
             on <NodeLink id={answer.node} />
           </li>

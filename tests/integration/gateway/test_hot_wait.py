@@ -239,6 +239,41 @@ def test_a_failed_load_reaches_everyone_and_is_not_repeated(cluster: Callable[..
     assert Operation.objects.count() == 2
 
 
+@pytest.mark.rule("http-6.1", "http-6.3")
+def test_only_administrators_read_the_names_of_nodes_in_refusals(cluster: Callable[..., None]) -> None:
+    """While the model is loading and when the load has failed; a setting shows them to all."""
+    cluster(model_load_wait=1.0)
+    ann = User.objects.create_user(username="ann")
+    hers = {"authorization": f"Bearer {principals.create_api_key(ann, 'hers')[1]}"}
+
+    async def scenario(client: hot.Client) -> list[hot.Reply]:
+        async def refusals() -> list[hot.Reply]:
+            replies = await asyncio.gather(client.post(PATH, BODY, headers=hers), client.post(PATH, BODY))
+            return [reply for reply in replies if reply is not None]
+
+        asked = asyncio.create_task(refusals())
+        operation = await claimed()
+        node = await hot.in_thread(hot.node, "gpu-7")
+        tick = Tick("staging", "sending echo.gguf to gpu-7", node_id=node.pk, node_name="gpu-7")
+        await hot.in_thread(lambda: record({(operation.pk, operation.fence): [tick]}, now=clock.now()))
+        replies = await asked
+        replies += await refusals()
+        await hot.in_thread(lambda: end(operation, Event.FAIL, error="gpu-7: exit code 3"))
+        replies += await refusals()
+        cluster(expose_node_header=True)
+        return [*replies, *await refusals()]
+
+    replies = run(scenario)
+    messages = [reply.body["error"]["message"] for reply in replies]
+    assert [reply.status for reply in replies] == [503] * 8
+    assert messages[2] == "model echo is staging"
+    assert messages[4] == "loading model echo failed: …: exit code 3"
+    assert messages[5:] == ["loading model echo failed: gpu-7: exit code 3"] * 3
+    assert [("gpu-7" in str(reply.body)) for reply in replies[2:]] == [False, True, False, True, True, True]
+    assert "gpu-7" not in str(replies[0].body)
+    assert 1 <= int(replies[4].headers["retry-after"]) <= 15
+
+
 @pytest.mark.parametrize("returned", ["another", "refused", "agent", "away"])
 def test_a_failure_stands_no_longer_than_until_another_node_has_come_back(
     cluster: Callable[..., None], returned: str
@@ -432,7 +467,8 @@ def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> N
     code, body = status(user)
     assert 0 <= body.pop("progress") < 100
     del counters["progress"]
-    assert (code, body) == (200, {"model": "echo", "state": "loading", "node": "w2", **counters})
+    assert (code, body) == (200, {"model": "echo", "state": "loading", **counters})
+    assert status(api.admin())[1]["node"] == "w2", "an administrator reads the node's name"
     end(operation, Event.FAIL, error="no such file")
     code, body = status(user)
     assert (code, body["state"]) == (200, "failed")

@@ -74,6 +74,11 @@ def test_the_answer_while_loading() -> None:
     assert error.message == "model m is pending: no node is approved; 2 are pending"
     message = still_loading_error("m", INSTALLING, 60, NOW).message
     assert message == "model m is installing on node w2 (41%, ETA ~15s)"
+    hidden = still_loading_error(
+        "m", look(phase="staging", node_name="w2", message="to w2"), 60, NOW, shows_node=False
+    )
+    assert hidden.message == "model m is staging"
+    assert "w2" not in str(hidden.data)
 
 
 def test_a_failed_load_says_why_and_when_to_come_back() -> None:
