@@ -4,8 +4,11 @@ Only a session that a password began may manage keys: a key could otherwise leav
 revocation. Errors are flat.
 """
 
+from datetime import datetime
 from typing import Any
 
+from django.contrib.auth import get_user_model
+from django.db import transaction
 from django.urls import path
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
 from rest_framework import serializers
@@ -13,7 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts import keys, principals
+from localai_cluster.accounts import audit, principals
 from localai_cluster.accounts.authentication import CookieAuthentication, IsUser, principal
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import clock, errors, names
@@ -23,6 +26,40 @@ from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
 _LONGEST_NAME = 100
 _LARGEST_ID = 2**31 - 1
+MOST_KEYS = 100
+"""Most keys of one user that are not revoked."""
+
+
+def keys_of(user_id: int) -> list[ApiKey]:
+    """Return the user's keys that are not revoked, the newest first; no more than the user can create."""
+    return list(ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MOST_KEYS])
+
+
+def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
+    """Create a key on the request of its user; raise Conflict above `MOST_KEYS`.
+
+    Returns the row and the plaintext, which exists nowhere else.
+    """
+    with transaction.atomic():
+        # Two requests at once would each see the last free place.
+        get_user_model().objects.select_for_update(no_key=True).get(pk=user.pk)
+        if ApiKey.objects.filter(user=user, revoked_at=None).count() >= MOST_KEYS:
+            raise errors.Conflict(f"you have {MOST_KEYS} API keys; revoke one first")
+        row, plain = principals.create_api_key(user, name)
+        audit.record(audit.Change("user.key_created", f"API key {row}", str(row.pk)))
+    return row, plain
+
+
+def revoke_key(user_id: int, key_id: int, *, now: datetime) -> None:
+    """Revoke a key of this user; one that is revoked stays so. Raises NotFound for any other key."""
+    with transaction.atomic():
+        row = ApiKey.objects.select_for_update(no_key=True).filter(user_id=user_id, pk=key_id).first()
+        if row is None:
+            raise errors.NotFound("no key of yours has this id")
+        if row.revoked_at is None:
+            row.revoked_at = now
+            row.save(update_fields=["revoked_at"])
+            audit.record(audit.Change("user.key_revoked", f"API key {row}", str(row.pk)))
 
 
 class ApiKeySerializer(serializers.Serializer[Any]):
@@ -105,7 +142,7 @@ class ApiKeysView(_KeysView):
     )
     def get(self, request: Request) -> Response:
         """Lists the keys that are not revoked."""
-        own_keys = keys.keys_of(self.person(request).pk)
+        own_keys = keys_of(self.person(request).pk)
         return Response({"keys": [_render(key, request) for key in own_keys]})
 
     @extend_schema(
@@ -122,7 +159,7 @@ class ApiKeysView(_KeysView):
     def post(self, request: Request) -> Response:
         """Creates a key that may do what you may; its text is shown only in this response."""
         name = validate_body(NewApiKeySerializer, request)["name"]
-        key, plain = keys.create(self.person(request), name)
+        key, plain = create_key(self.person(request), name)
         return Response(_render(key, request) | {"key": plain}, status=201)
 
 
@@ -143,7 +180,7 @@ class ApiKeyView(_KeysView):
     def delete(self, request: Request, key_id: str) -> Response:
         """Revokes one of your keys; requests and sessions with it are refused from now on."""
         number = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 11 else 0
-        keys.revoke(self.person(request).pk, min(number, _LARGEST_ID), now=clock.now())
+        revoke_key(self.person(request).pk, min(number, _LARGEST_ID), now=clock.now())
         return Response({"message": "API key revoked"})
 
 

@@ -23,18 +23,23 @@ from localai_cluster.accounts.command_line import (
     table,
 )
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.web.shapes import Row
 from nodes.api import definition_entries
 from nodes.api.definition_entries import DefinitionEntry
 from nodes.api.definition_shapes import STATES
 from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_FILE_BYTES
+from nodes.downloads.imports import request_import
 from nodes.loading import definition_removal
 from nodes.loading.definition_removal import RemovalRequest
-from nodes.management import model_import
 from nodes.models import DefinitionOrigin
+from nodes.sources import inspection
 from operations.management import following
 
 _LIST = ("NAME", "BACKEND", "MODEL", "ORIGIN", "STATE", "REVISION", "CHANGED", "BY")
+_VARIANTS = ("VARIANT", "SIZE", "CONTEXT", "FITS", "")
+_CANDIDATES = ("ADD", "KIND", "DESCRIPTION")
 _HISTORY = ("REVISION", "CHANGED", "BY", "ORIGIN", "REASON")
 EDITOR = "EDITOR"
 """Environment variable with the program that `edit` starts."""
@@ -46,7 +51,13 @@ class Command(VerbCommand):
     help = "Imports, shows, edits and deletes models."
 
     def add_verbs(self, add: AddVerb) -> None:
-        model_import.add_verb(add)
+        added = add("add", add_model, "Import a model from a name, an address, a command line or YAML.")
+        added.add_argument("text", metavar="TEXT")
+        added.add_argument("--variant", default="", help="its id; without it the best one that fits")
+        added.add_argument("--name", default="", help="name of the model")
+        added.add_argument("--show", action="store_true", help="only show what the text means")
+        added.add_argument("--load", action="store_true", help="load the model afterwards")
+        added.add_argument("--detach", action="store_true", help="do not wait for the end")
         listed = add("list", list_models, "List definitions, of files too.")
         listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
         listed.add_argument("--state", choices=STATES)
@@ -251,3 +262,39 @@ def restore(options: Options) -> str:
         now=clock.now(),
     )
     return _saved(options, f"revision {saved.revision} has the text of revision {options['revision']}")
+
+
+def add_model(options: Options) -> str:
+    """Show what the text means, or request its import and follow that to its end."""
+    if options["show"]:
+        found = inspection.inspect(options["text"], clock.now())
+        return as_json(found) if options["json"] else _shown(found)
+    plan = inspection.plan_import(
+        options["text"], variant=options["variant"], name=options["name"], now=clock.now()
+    )
+    if inspection.is_defined(plan.name):
+        raise errors.Conflict(f"a model {plan.name} is defined: choose another name with --name, or edit it")
+    admission = request_import(plan, actor=str(current_actor()), now=clock.now(), load=options["load"])
+    job = admission.operation.id
+    if options["detach"]:
+        said = f"{plan.name}: operation {job}; `manage.py operations show {job} --follow` shows it"
+        return as_json({"jobID": str(job), "model": plan.name}) if options["json"] else said
+    return following.to_its_end(job, options["out"], as_json=options["json"])
+
+
+def _shown(found: Row) -> str:
+    lines = [printable(f"{found['title']} ({found['kind']})")]
+    lines += [printable(f"{name}: {found[name]}") for name in ("licence", "commit", "problem") if found[name]]
+    if found["variants"]:
+        lines.append(table(_VARIANTS, [_variant(variant) for variant in found["variants"]]))
+    if found["candidates"]:
+        rows = [(each["text"], each["kind"], each["description"][:60]) for each in found["candidates"]]
+        lines.append(table(_CANDIDATES, rows))
+    return "\n".join(lines)
+
+
+def _variant(variant: Row) -> tuple[str, ...]:
+    fits = {True: "yes", False: "no", None: "unknown"}[variant["fit"]["fits"]]
+    size = human_bytes(variant["size"]) if variant["size"] else "unknown"
+    context = str(variant["context_size"] or "")
+    return variant["id"], size, context, fits, "recommended" if variant["recommended"] else ""
