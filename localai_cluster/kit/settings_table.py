@@ -82,6 +82,8 @@ class SharedSettings(env.Table):
     """Base URL of the files that `github:` addresses name; it may be a mirror."""
     hugging_face_url: Mirror = setting("HF_MIRROR", "https://huggingface.co", others=("HF", "HF_ENDPOINT"))
     """Base URL of Hugging Face, for `hf://` and `huggingface://` addresses; it may be a mirror."""
+    hugging_face_token: Secret = setting("HF_TOKEN", others=("HUGGING_FACE_HUB_TOKEN",))
+    """Token for gated and private repositories of Hugging Face; it goes to `HF_MIRROR` only."""
     nats_tls_ca: Pem = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
     """CA certificates that verify the message bus. Any of the three files forces encryption."""
     nats_tls_cert: Pem = setting("LOCALAI_NATS_TLS_CERT")
@@ -200,8 +202,6 @@ class ClusterSettings(SharedSettings):
     """Time that an upgrade in waves gives a node's requests before it stops its engines; 0 = none."""
     model_galleries: env.Galleries = setting("LOCALAI_GALLERIES", group="Models")
     """JSON list of `{"name", "url"}`: the galleries of models ([below](#sources-of-models))."""
-    hugging_face_token: Secret = setting("HF_TOKEN", others=("HUGGING_FACE_HUB_TOKEN",))
-    """Token for gated and private repositories of Hugging Face; it goes to `HF_MIRROR` only."""
     share_roots: env.Folders = setting("CLUSTER_SHARE_ROOTS")
     """Folders of shares, mounted below the models folder, whose models are used where they are."""
     s3_endpoint: env.BaseUrl = setting("CLUSTER_S3_ENDPOINT", "", "Amazon's")
