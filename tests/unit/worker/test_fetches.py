@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def test_credential_key_and_body_are_checked_in_this_order(served: Served, files
 def test_a_full_disk_is_an_error_in_words(
     served: Served, files: Files, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     assert "disk" in last_line(fetch(files, source.url("/w.gguf")))["error"]
     assert not partials(served)
 
