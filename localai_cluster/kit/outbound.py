@@ -155,7 +155,7 @@ class Outbound:
 
         Raise SourceError, also when the connection is lost while the caller reads the body.
         """
-        target = _parse_url(url)
+        target = parse_url(url)
         try:
             async with self.client() as client:
                 response = await self._follow(client, target, headers or {}, method)
@@ -366,7 +366,20 @@ async def _nothing() -> AsyncIterator[bytes]:
         yield piece
 
 
-def _parse_url(text: str) -> httpx.URL:
+def host_of(address: str) -> str:
+    """Return `host:port` of the address of a mirror or gallery, "" if it has none."""
+    try:
+        url = httpx.URL(address)
+    except (httpx.InvalidURL, ValueError):
+        return ""
+    if url.scheme not in ("http", "https") or not url.host:
+        return ""
+    host = f"[{url.host}]" if ":" in url.host else url.host
+    return f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
+
+
+def parse_url(text: str) -> httpx.URL:
+    """Return the URL of a file; raise InvalidInput or AddressRefused for one that is never read."""
     try:
         url = httpx.URL(text if len(text) <= LONGEST_URL else "")
     except (httpx.InvalidURL, ValueError):
@@ -381,7 +394,7 @@ def _parse_url(text: str) -> httpx.URL:
 def _redirect_of(response: httpx.Response) -> httpx.URL:
     site = _site(response.request.url)
     try:
-        target = _parse_url(str(response.request.url.join(response.headers.get("location", ""))))
+        target = parse_url(str(response.request.url.join(response.headers.get("location", ""))))
     except (httpx.InvalidURL, ValueError, InvalidInput):
         raise SourceError(f"{site} redirects to a malformed address") from None
     if target.scheme != "https" and response.request.url.scheme == "https":

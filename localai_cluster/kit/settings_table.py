@@ -82,6 +82,8 @@ class SharedSettings(env.Table):
     """Base URL of the files that `github:` addresses name; it may be a mirror."""
     hugging_face_url: Mirror = setting("HF_MIRROR", "https://huggingface.co", others=("HF", "HF_ENDPOINT"))
     """Base URL of Hugging Face, for `hf://` and `huggingface://` addresses; it may be a mirror."""
+    hugging_face_token: Secret = setting("HF_TOKEN", others=("HUGGING_FACE_HUB_TOKEN",))
+    """Token for gated and private repositories of Hugging Face; it goes to `HF_MIRROR` only."""
     nats_tls_ca: Pem = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
     """CA certificates that verify the message bus. Any of the three files forces encryption."""
     nats_tls_cert: Pem = setting("LOCALAI_NATS_TLS_CERT")
@@ -200,8 +202,6 @@ class ClusterSettings(SharedSettings):
     """Time that an upgrade in waves gives a node's requests before it stops its engines; 0 = none."""
     model_galleries: env.Galleries = setting("LOCALAI_GALLERIES", group="Models")
     """JSON list of `{"name", "url"}`: the galleries of models ([below](#sources-of-models))."""
-    hugging_face_token: Secret = setting("HF_TOKEN", others=("HUGGING_FACE_HUB_TOKEN",))
-    """Token for gated and private repositories of Hugging Face; it goes to `HF_MIRROR` only."""
     share_roots: env.Folders = setting("CLUSTER_SHARE_ROOTS")
     """Folders of shares, mounted below the models folder, whose models are used where they are."""
     s3_endpoint: env.BaseUrl = setting("CLUSTER_S3_ENDPOINT", "", "Amazon's")
@@ -232,6 +232,8 @@ class ClusterSettings(SharedSettings):
     """Every worker has the models folder under the same path, so no file is [sent](staging.md) (R2.56)."""
     node_options: bool = setting("CLUSTER_NODE_OPTIONS", "true")
     """Derive batch and parallel requests from the node where a definition does not say them (R2.80)."""
+    download_on: Literal["control-plane", "worker"] = setting("CLUSTER_DOWNLOAD_ON", "control-plane")
+    """Nodes get [imported files](staging.md) from the control plane, or fetch them from their source."""
     download_connections: Connections = setting("CLUSTER_DOWNLOAD_CONNECTIONS", "4")
     """Connections over which an import downloads a large file, if its source sends ranges."""
     request_timeout: Seconds = setting("CLUSTER_REQUEST_TIMEOUT", "10m", group="Requests")

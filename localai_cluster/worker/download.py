@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,7 +61,7 @@ OpenServed = Callable[[str, Mapping[str, str]], Awaitable[httpx.Response]]
 """Opens a file of the control plane's own gallery, given its name and headers. Raises CallFailed."""
 
 
-OpenPart = Callable[[Mapping[str, str]], Awaitable[httpx.Response]]
+OpenPart = Callable[[Mapping[str, str]], AbstractAsyncContextManager[httpx.Response]]
 """Opens an archive with these headers: status 200, 206 or 416. Raises DownloadFailed."""
 
 
@@ -80,6 +80,7 @@ class Archive:
     """An archive to download. `sha256` is lower-case hex, "" if the gallery has none.
 
     With `open` the address is only for messages. `size` is the declared number of bytes, 0 if unknown.
+    `publisher` is the word for what declares the hash.
     """
 
     url: str
@@ -87,6 +88,7 @@ class Archive:
     partial: Path
     open: OpenPart | None = None
     size: int = 0
+    publisher: str = "gallery"
 
 
 @dataclass(frozen=True)
@@ -217,8 +219,10 @@ class Downloads:
         request_headers = {"Accept-Encoding": "identity", **headers}
         name = gallery_index.served_name(archive.url)
         if archive.open is not None:
-            answer = await archive.open(request_headers)
-        elif name is not None:
+            async with archive.open(request_headers) as opened:
+                yield opened
+            return
+        if name is not None:
             answer = await self._open_served(name, request_headers)
         else:
             _ = urlsplit(archive.url).port  # ValueError for an invalid port
@@ -328,7 +332,7 @@ def _problem(archive: Archive, sha256: str, halt: Halt) -> str:
     """
     if not archive.sha256:
         return ""
-    source = "image" if archive.open else "gallery"
+    source = archive.publisher
     problem = hash_problem(sha256 or sha256_of(archive.partial, halt), archive.sha256, source)
     if problem:
         archive.partial.unlink()
@@ -437,10 +441,16 @@ class Images:
         name = f"{reference.host}/{reference.path}@{layer.digest}"
         sha256 = layer.digest.removeprefix("sha256:")
 
-        async def open_part(headers: Mapping[str, str]) -> httpx.Response:
+        @asynccontextmanager
+        async def open_part(headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
             try:
-                return await self._registries.open_layer(reference, layer.digest, headers)
+                answer = await self._registries.open_layer(reference, layer.digest, headers)
             except RegistryError as error:
                 raise DownloadFailed(error.message, can_retry=not error.permanent) from error
+            try:
+                yield answer
+            finally:
+                await answer.aclose()
 
-        return Archive(name, sha256, partial_path(self._folder, backend, name, sha256), open_part, layer.size)
+        partial = partial_path(self._folder, backend, name, sha256)
+        return Archive(name, sha256, partial, open_part, layer.size, "image")

@@ -138,7 +138,7 @@ class Installer:
         self,
         store: BackendStore,
         roots: Sequence[Path],
-        rate: int,
+        throttle: Throttle,
         capability: str,
         client: httpx.AsyncClient,
         served: OpenServed,
@@ -152,7 +152,7 @@ class Installer:
         self._roots = roots
         self._capability = capability
         self._galleries = Galleries(client, served, roots, github_url, copies)
-        self._throttle = Throttle(rate)
+        self._throttle = throttle
         self._halts: set[Halt] = set()
         self._closed = False
         self._downloads = Downloads(client, served, self._throttle)

@@ -29,8 +29,10 @@ from localai_cluster.worker.control_plane import (
     Registered,
     ServerKind,
 )
+from localai_cluster.worker.download import Downloads
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
+from localai_cluster.worker.files.fetches import Fetches, outbound_of
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.hardware import Gpus
@@ -41,9 +43,10 @@ from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator, open_probe_listener
-from localai_cluster.worker.prefetch import prefetch
+from localai_cluster.worker.prefetch import prefetch, refuse_served
 from localai_cluster.worker.progress import ProgressStream
 from localai_cluster.worker.registration import BusCredentials
+from localai_cluster.worker.source_files import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +137,9 @@ class Worker:
             config.test_gpus,
             lambda: ((engine.process.pid, engine.gpus) for engine in self._supervisor.engines()),
         )
+        self._throttle = Throttle(config.download_rate)
         self._install_commands = self._create_installs(store, downloads)
-        self._files = self._create_files()
+        self._files = self._create_files(downloads)
         self._application = WorkerApplication(
             self._problem, self._rings, self._files, lambda: self._supervisor.token, config.metrics_token
         )
@@ -143,17 +147,21 @@ class Worker:
         self._commands = self._create_commands(store, instance)
         self._heartbeats = self._create_heartbeats(exits)
 
-    def _create_files(self) -> FileServer:
+    def _create_files(self, client: httpx.AsyncClient) -> FileServer:
         config = self._config
         backends = (config.backends_path, config.backends_system_path)
-        return FileServer(Folders.of_worker(config.models_path, config.data_dir, backends))
+        downloads = Downloads(client, refuse_served, self._throttle)
+        return FileServer(
+            Folders.of_worker(config.models_path, config.data_dir, backends),
+            Fetches(downloads, outbound_of(config), config.hugging_face_url),
+        )
 
     def _create_installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
         config = self._config
         installer = Installer(
             store,
             config.source_roots,
-            config.download_rate,
+            self._throttle,
             self._capability,
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),

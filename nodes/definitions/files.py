@@ -166,6 +166,8 @@ def _is_text(value: object) -> bool:
     )
 
 
+DOWNLOAD_ON = ("control-plane", "worker")
+"""Values of `download_on`."""
 MAX_FILE_BYTES = 256 * 1024
 MAX_NAME = 255
 
@@ -268,6 +270,8 @@ class Definition:
     """`vram_needed`: the bytes of VRAM that a replica needs, 0 = estimated; not part of the revision."""
     disabled: bool = False
     """`disabled`: never loaded while its file cannot be read; not part of the revision."""
+    download_on: str = ""
+    """`download_on`: who downloads its files for a node, "" = by the setting; not part of the revision."""
     auto_layers: bool = False
     """`gpu_layers: auto`: fewer layers go to the GPU where not all fit; not part of the revision."""
     changed: int = field(default=0, compare=False)
@@ -308,8 +312,16 @@ def parse_definition(document: object, source: str) -> Definition:
         document.get("token_ids") is True,
         stated_bytes(document, "vram_needed"),
         document.get("disabled") is True,
+        _download_on(document),
         auto_layers,
     )
+
+
+def _download_on(document: Mapping[Any, Any]) -> str:
+    value = document.get("download_on")
+    if value is not None and value not in DOWNLOAD_ON:
+        raise UnusableDefinition(f"has a `download_on` that is none of {', '.join(DOWNLOAD_ON)}")
+    return str(value or "")
 
 
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNORECASE)

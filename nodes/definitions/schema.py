@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import (
+    DOWNLOAD_ON,
     FIELDS,
     IN_SECTIONS,
     LISTS,
@@ -97,6 +98,7 @@ def definition_schema() -> Schema:
             "token_ids": _TYPES[bool],
             "disabled": _TYPES[bool],
             "vram_needed": _SIZE,
+            "download_on": {"enum": [*DOWNLOAD_ON, None]},
         },
     }
 

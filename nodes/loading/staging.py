@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ from nodes.loading.source_files import (
     plan_files,
 )
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter, root_of
+from nodes.loading.worker_fetch import FileSource, sources_of
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
 from nodes.placement.choose import describe_disk_need, format_gib
@@ -88,6 +89,8 @@ class StagingResult:
     """The worker's folder against which relative options resolve; "" if nothing had to be sent."""
     failed: dict[str, str]
     """By path: the reason why a file is missing."""
+    sent_instead: list[str] = field(default_factory=list)
+    """Sentences: the files that the worker could not fetch from their sources, each with the reason."""
 
 
 @dataclass
@@ -101,11 +104,22 @@ class ModelTransfer:
     limits: TransferLimits
     meter: UploadMeter
     stall: float = deadlines.STALL
+    sources: Mapping[str, FileSource] = field(default_factory=dict)
+    """By path: the files that the worker is to fetch from their sources."""
+    on_fallback: Callable[[str], Awaitable[None]] | None = None
+    """Called with a sentence when a file is sent because the worker could not fetch it."""
 
     @cached_property
     def _transfers(self) -> list[Transfer]:
         return [
-            Transfer(self.client, file, key_of(self.model, file.relative), self.meter, self.stall)
+            Transfer(
+                self.client,
+                file,
+                key_of(self.model, file.relative),
+                self.meter,
+                self.stall,
+                self.sources.get(file.relative),
+            )
             for file in self.plan.files.values()
         ]
 
@@ -118,11 +132,21 @@ class ModelTransfer:
         """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError."""
         roots: set[str] = set()
         failed: dict[str, str] = {}
+        sent_instead: list[str] = []
+
+        async def deliver(transfer: Transfer) -> str:
+            path = await transfer.fetch()
+            if transfer.fetch_problem:
+                name, problem = transfer.file.relative, transfer.fetch_problem
+                sent_instead.append(f"{self.meter.node} did not download {name}, so it is sent: {problem}")
+                if self.on_fallback is not None:
+                    await self.on_fallback(sent_instead[-1])
+            return path or await transfer.send()
 
         async def send(transfer: Transfer) -> None:
             file = transfer.file
             try:
-                roots.add(root_of(await transfer.send(), file.relative))
+                roots.add(root_of(await deliver(transfer), file.relative))
             except FileRefused as refusal:
                 if refusal.of_node or self.plan.is_vital(file.relative):
                     raise
@@ -137,7 +161,7 @@ class ModelTransfer:
         await self._each(send)
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
-        return StagingResult(next(iter(roots), ""), failed)
+        return StagingResult(next(iter(roots), ""), failed, sent_instead)
 
     async def _each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
         """Run one step for every file, several at once; the first failure cancels the others."""
@@ -180,7 +204,7 @@ async def stage_files(
         level = logging.WARNING if warning in missing else logging.INFO
         log.log(level, "%s on %s: %s", definition.name, attempt.slot.node_name, warning)
     message = {"message": f"completed without {'; '.join(missing)}"} if missing else {}
-    return engine_options, {"warnings": warnings, **message}
+    return engine_options, {"warnings": [*warnings, *sent.sent_instead], **message}
 
 
 async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
@@ -239,17 +263,32 @@ async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> 
     except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
         raise NodeRefused(f"staging: {refusal.message}") from refusal
     meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
+    sources = await in_thread(sources_of, attempt.definition)
     meter.now = f"looking for the files of {attempt.definition.name} on {slot.node_name}"
     await attempt.work.report(_tick(attempt, meter))
     try:
         async with client_of(server) as client:
-            sending = ModelTransfer(attempt.definition.name, planned, client, slot.node_id, limits, meter)
+            sending = ModelTransfer(
+                attempt.definition.name,
+                planned,
+                client,
+                slot.node_id,
+                limits,
+                meter,
+                sources=sources,
+                on_fallback=lambda sentence: _report_fallback(attempt, sentence),
+            )
             return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
         problem = file_port.sentence(server.contact.address, str(unreachable))
         await in_thread(file_port.record_failure, slot.node_id, problem, now=clock.now())
         raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
+
+
+async def _report_fallback(attempt: Attempt, sentence: str) -> None:
+    log.warning("%s: %s", attempt.definition.name, sentence)
+    await attempt.work.report(attempt.tick(PHASE, sentence))
 
 
 async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResult:

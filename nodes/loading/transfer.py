@@ -20,7 +20,9 @@ import httpx
 
 from localai_cluster.kit import clock, names
 from localai_cluster.messaging.messages import human_bytes
+from nodes.loading import worker_fetch
 from nodes.loading.source_files import CHUNK, LocalFile, OpenedFile, hash_of, path_of
+from nodes.loading.worker_fetch import FileSource
 from nodes.placement import deadlines
 from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
@@ -70,6 +72,18 @@ class UploadMeter:
         self.positions[relative] = min(self.positions.get(relative, 0) + count, self.sizes[relative])
         self.moved += count
         self._sent += count
+
+    def start_fetch(self, relative: str) -> None:
+        """Record that the worker fetches the file from its source."""
+        self.positions[relative] = 0
+        self.now = f"{self.node} downloads {relative}"
+
+    def set_fetched(self, relative: str, position: int) -> None:
+        """Record the bytes of the file that the worker has fetched."""
+        before, self.positions[relative] = self.positions[relative], position
+        self.moved += position - before
+        if before:  # the first position may be that of a download that is resumed
+            self._sent += position - before
 
     def add_read(self, relative: str, count: int) -> None:
         """Record that bytes of the file were read for its hash."""
@@ -164,6 +178,8 @@ class Remote:
     sha256: str = ""
     target: str = ""
     path: str = ""
+    can_fetch: bool = False
+    """True if the worker fetches files from their sources itself."""
 
     def has(self, sha256: str) -> bool:
         """Return True if it is the complete file with this hash."""
@@ -196,10 +212,18 @@ class Transfer:
     """The transfer of one file. `stall` is the time in seconds within which something must move."""
 
     def __init__(
-        self, client: httpx.AsyncClient, file: LocalFile, key: str, meter: UploadMeter, stall: float
+        self,
+        client: httpx.AsyncClient,
+        file: LocalFile,
+        key: str,
+        meter: UploadMeter,
+        stall: float,
+        source: FileSource | None = None,
     ) -> None:
         self._client, self.file, self._meter, self._stall = client, file, meter, stall
-        self._url = path_of(key)
+        self._key, self._url, self._source = key, path_of(key), source
+        self.fetch_problem = ""
+        """The reason why the worker could not fetch the file from `source`, so that it is sent."""
         self._furthest, self._pauses, self._unanswered = -1, 0, 0
         self._watch: asyncio.Timeout
         self._moved_at = 0.0
@@ -220,6 +244,35 @@ class Transfer:
                 except httpx.TransportError as error:
                     await self._pause(reason_of(error))
         self._meter.positions[self.file.relative] = min(self._remote.size, self.file.size)
+
+    async def fetch(self) -> str:
+        """Have the worker fetch the file from its source; return its path there, "" if it is to be sent.
+
+        Raises Stalled, FileChanged and OSError.
+        """
+        source, relative = self._source, self.file.relative
+        if source is None or not self._remote.can_fetch:
+            return ""
+        async with self._stall_limit():
+            sha256, _ = await hash_of(self.file, self._record_read)
+        if source.sha256 != sha256 or self._remote.has(sha256):
+            return ""
+        self._meter.start_fetch(relative)
+        try:
+            path = await worker_fetch.fetch(
+                self._client,
+                self._key,
+                source,
+                self.file.size,
+                lambda position: self._meter.set_fetched(relative, position),
+            )
+        except worker_fetch.FetchFailed as failure:
+            self.fetch_problem = self._without_token(str(failure))
+            self._meter.positions[relative] = 0
+            self._remote = Remote()  # it may have the file in spite of the failure
+            return ""
+        self._meter.finish_file(relative)
+        return path
 
     async def send(self) -> str:
         """Send the file unless the worker has it; return its path on the worker.
@@ -298,6 +351,7 @@ class Transfer:
             headers.get(_HASH, "").lower(),
             headers.get(_TARGET, "").lower(),
             headers.get(_PATH, ""),
+            headers.get(worker_fetch.CAN_FETCH, "") == "1",
         )
 
     async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:

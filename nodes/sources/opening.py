@@ -20,6 +20,7 @@ from localai_cluster.kit.outbound import (
     SourceMissing,
     SourceRefused,
     body_of,
+    host_of,
 )
 from localai_cluster.kit.settings_table import ClusterSettings
 from localai_cluster.registries import references
@@ -40,28 +41,16 @@ def hosts_of(settings: ClusterSettings) -> set[str]:
     addresses = [settings.hugging_face_url, settings.github_url, settings.s3_endpoint]
     for gallery in settings.model_galleries:
         addresses += [gallery["url"], *gallery.get("mirrors", ())]
-    hosts = {host for address in addresses if (host := _host(address))}
+    hosts = {host for address in addresses if (host := host_of(address))}
     return hosts | {registry.host for registry in settings.registries}
 
 
 def outbound_of(settings: ClusterSettings) -> Outbound:
     """Return the client for sources of models with the credentials of these settings."""
     credentials = {}
-    if settings.hugging_face_token and _host(settings.hugging_face_url):
+    if settings.hugging_face_token and host_of(settings.hugging_face_url):
         credentials[settings.hugging_face_url] = f"Bearer {settings.hugging_face_token}"
     return Outbound(hosts_of(settings), credentials, verify=settings.registry_ca)
-
-
-def _host(address: str) -> str:
-    """Return `host:port` of an address, "" if it has none."""
-    try:
-        url = httpx.URL(address)
-    except (httpx.InvalidURL, ValueError):
-        return ""
-    if url.scheme not in ("http", "https") or not url.host:
-        return ""
-    host = f"[{url.host}]" if ":" in url.host else url.host
-    return f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
 
 
 class Opener:

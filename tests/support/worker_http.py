@@ -9,16 +9,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import httpx
+
 from localai_cluster.kit import clock
 from localai_cluster.kit.connections import serving
+from localai_cluster.kit.outbound import Outbound
+from localai_cluster.worker.download import Downloads
+from localai_cluster.worker.files.fetches import Fetches
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogLine, LogRings
+from localai_cluster.worker.prefetch import refuse_served
+from localai_cluster.worker.source_files import Throttle
 
 T = TypeVar("T")
 ENGINE_TOKEN = "7" * 64
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Coroutine[Any, Any, None]]
+
+
+def fetches(outbound: Outbound | None = None, hub: str = "https://hub.invalid") -> Fetches:
+    """What fetches files; without `outbound` it dials public addresses only."""
+    downloads = Downloads(httpx.AsyncClient(), refuse_served, Throttle(0))
+    return Fetches(downloads, outbound or Outbound(), hub)
 
 
 class Served:
@@ -44,7 +57,7 @@ class Served:
 
 
 @contextmanager
-def worker(script: Script | None = None) -> Iterator[Served]:
+def worker(script: Script | None = None, fetching: Fetches | None = None) -> Iterator[Served]:
     """The real server, or one that answers each connection by `script`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -54,7 +67,7 @@ def worker(script: Script | None = None) -> Iterator[Served]:
     token = ENGINE_TOKEN
 
     async def real() -> None:
-        files = FileServer(served.folders)
+        files = FileServer(served.folders, fetching or fetches())
         application = WorkerApplication(lambda: "", served.rings, files, lambda: token, "")
         async with files.running(), serving(served.listener, application):
             begun.set()

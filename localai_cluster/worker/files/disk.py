@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from localai_cluster.kit import untrusted
+from localai_cluster.kit import failpoints, untrusted
 from localai_cluster.worker.exchange import Refusal, is_digest
 from localai_cluster.worker.files.keys import HASH, TARGET
 from localai_cluster.worker.source_files import HEADROOM
@@ -179,6 +179,17 @@ def vouch(path: Path, digest: str) -> None:
     sync_folder(path.parent)
     # Last: as long as this file exists, the upload counts as unfinished.
     _side(path, TARGET).unlink(missing_ok=True)
+
+
+def adopt(source: Path, path: Path, digest: str) -> None:
+    """Move a complete file with this hash to `path`, in place of a former one."""
+    source.chmod(FILE_MODE)
+    sync(source)
+    for ending in (HASH, TARGET):
+        _side(path, ending).unlink(missing_ok=True)
+    os.replace(source, path)
+    failpoints.passed("worker.fetch:moved")
+    vouch(path, digest)
 
 
 def hash_file(path: Path, stopped: threading.Event) -> str:

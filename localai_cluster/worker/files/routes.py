@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,11 +22,15 @@ from localai_cluster.kit import cancellation, clock, untrusted
 from localai_cluster.worker.exchange import Answer, Exchange, Part, Refusal, content_range, digest, wanted
 from localai_cluster.worker.files import disk, keys
 from localai_cluster.worker.files.disk import HashStopped, State, Threads, Writing
+from localai_cluster.worker.files.fetches import Fetches
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
+from localai_cluster.worker.files.locks import PathLocks
 
 log = logging.getLogger(__name__)
 
-FILES, LISTS = b"/v1/files/", b"/v1/files-list/"
+FILES, LISTS, FETCHES = b"/v1/files/", b"/v1/files-list/", b"/v1/files-fetch/"
+CAN_FETCH = {"x-file-fetch": "1"}
+"""Header of each response to HEAD: this worker has the route of `fetches.py`, which stock workers lack."""
 MOST_LISTED = 100_000
 SENT = 256 * 1024
 """Bytes per piece that is read and sent."""
@@ -34,53 +38,6 @@ SEND_LIMIT = 60.0
 """Seconds within which a client must accept such a piece."""
 LARGEST_BODY = 50 * 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass
-class _Entry:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
-    uploads: int = 0
-    """Number of uploads that write or wait."""
-
-
-class PathLocks:
-    """Locks by the path without links, so that two keys of one file share a lock."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Path, _Entry] = {}
-
-    @contextlib.asynccontextmanager
-    async def upload(self, path: Path) -> AsyncIterator[bool]:
-        """Lock the file for writing; yield True if another upload came before this one."""
-        entry = self._entries.setdefault(path, _Entry())
-        was_queued = entry.uploads > 0
-        entry.uploads += 1
-        try:
-            async with self._lock(path, entry):
-                yield was_queued
-        finally:
-            entry.uploads -= 1
-
-    def reading(self, path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-        """Lock the file for reading it completely."""
-        return self._lock(path, self._entries.setdefault(path, _Entry()))
-
-    def uploading(self, path: Path) -> bool:
-        """Return True if the file is being written or an upload waits to write it. Thread-safe."""
-        entry = self._entries.get(path)
-        return entry is not None and entry.uploads > 0
-
-    @contextlib.asynccontextmanager
-    async def _lock(self, path: Path, entry: _Entry) -> AsyncIterator[None]:
-        entry.users += 1
-        try:
-            async with entry.lock:
-                yield
-        finally:
-            entry.users -= 1
-            if not entry.users:
-                del self._entries[path]
 
 
 @dataclass(frozen=True)
@@ -252,8 +209,9 @@ def failed(error: OSError) -> Refusal:
 class FileServer:
     """Serves the files of three folders: models, staging and data."""
 
-    def __init__(self, folders: Folders) -> None:
+    def __init__(self, folders: Folders, fetches: Fetches) -> None:
         self._folders = folders
+        self._fetches = fetches
         self._threads = Threads()
         self._locks = PathLocks()
         self._uploads = Uploads(self._threads, self._locks)
@@ -290,7 +248,7 @@ class FileServer:
     @staticmethod
     def serves(raw_path: bytes) -> bool:
         """Return True if the path belongs to these routes."""
-        return raw_path.startswith((FILES, LISTS))
+        return raw_path.startswith((FILES, LISTS, FETCHES))
 
     async def __call__(self, exchange: Exchange, authorized: bool) -> None:
         """Handle one request."""
@@ -319,6 +277,12 @@ class FileServer:
             if method != "GET":
                 raise Refusal(405, "method not allowed")
             return await self._list(await self._locate(path.removeprefix(LISTS)))
+        if path.startswith(FETCHES):
+            if method != "POST":
+                raise Refusal(405, "method not allowed")
+            key = await self._locate(path.removeprefix(FETCHES))
+            await self._fetches.receive(key, self._folders, exchange, self._threads, self._locks)
+            return None
         if method == "POST":
             return await self._temporary(path.removeprefix(FILES))
         if method not in ("HEAD", "GET", "PUT"):
@@ -344,8 +308,8 @@ class FileServer:
                 if state.unknown:
                     digest = await self._threads.hash(disk.cached_hash, path, self._threads.stopped)
         if not state.exists:
-            raise Refusal(404, "not found")
-        headers = {"content-length": str(state.size), "x-file-size": str(state.size)}
+            raise Refusal(404, "not found", CAN_FETCH)
+        headers = {**CAN_FETCH, "content-length": str(state.size), "x-file-size": str(state.size)}
         headers |= {"x-local-path": _header_text(key.local), "accept-ranges": "bytes"}
         if state.target:
             headers["x-target-sha256"] = state.target

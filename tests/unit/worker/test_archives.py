@@ -148,7 +148,7 @@ async def install(
     site.files["/g/index.yaml"] = f"- name: one\n  uri: {more.pop('uri', '..' + file)}\n  {listed}".encode()
     ticks: list[Tick] = []
     async with httpx.AsyncClient(timeout=10) as client:
-        work = Installer(store, (), more.pop("rate", 0), "default", client, unserved)
+        work = Installer(store, (), Throttle(more.pop("rate", 0)), "default", client, unserved)
         gallery = Gallery(f"{site.url}/g/index.yaml", "web")
         await work.install(InstallSource("one", [gallery]), ticks.append)
     return ticks
@@ -362,7 +362,9 @@ async def test_the_gallery_of_the_control_plane_is_read_with_the_nodes_secret(
     site.drops = [10**9, 1_500_000]
     async with httpx.AsyncClient(timeout=10) as client:
         plane = control_plane(site, tmp_path / "identity", client)
-        work = Installer(store, (), 0, "default", client, lambda f, h: plane.open_gallery("n-1", f, h))
+        work = Installer(
+            store, (), Throttle(0), "default", client, lambda f, h: plane.open_gallery("n-1", f, h)
+        )
         await work.install(InstallSource("one", [Gallery("cluster:index.yaml", "local")]), ignore)
         secret = NodeIdentity(tmp_path / "identity").secret
     assert (store.backends / "one" / "data").stat().st_size == 3_000_000
@@ -475,7 +477,7 @@ async def test_a_disk_that_fills_up_while_it_unpacks(
 
 async def test_what_is_no_archive_is_named(tmp_path: Path, store: BackendStore, site: Site) -> None:
     """Schemes that this worker does not know, and files with another suffix."""
-    work = Installer(store, (tmp_path,), 0, "default", httpx.AsyncClient(), unserved)
+    work = Installer(store, (tmp_path,), Throttle(0), "default", httpx.AsyncClient(), unserved)
     (tmp_path / "x.zip").touch()
     for uri in (
         "oci://quay.io/X/y",
@@ -502,7 +504,7 @@ async def test_credentials_in_an_address_are_neither_shown_nor_kept(
 ) -> None:
     site.files["/one.tar"] = tar()
     url = site.url.replace("//", "//user:hidden-word@")
-    work = Installer(store, (), 0, "default", httpx.AsyncClient(), unserved)
+    work = Installer(store, (), Throttle(0), "default", httpx.AsyncClient(), unserved)
     await work.install(InstallSource("one", (), uri=f"{url}/one.tar?key=hidden-word"), ignore)
     assert "hidden-word" not in read_metadata(store.backends / "one").uri
     with pytest.raises(ClusterError) as refused:
@@ -519,7 +521,7 @@ async def test_an_archive_of_this_machine_needs_no_download(tmp_path: Path, stor
     (tmp_path / "outside.tar").write_bytes(data)
     index = tmp_path / "sources" / "index.yaml"
     right = hashlib.sha256(data).hexdigest()
-    work = Installer(store, (tmp_path / "sources",), 0, "default", httpx.AsyncClient(), unserved)
+    work = Installer(store, (tmp_path / "sources",), Throttle(0), "default", httpx.AsyncClient(), unserved)
     ticks: list[Tick] = []
     for uri, sha256, problem in (
         ("one.tar", right, ""),

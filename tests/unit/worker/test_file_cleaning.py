@@ -10,7 +10,9 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.worker.files import keys
 from localai_cluster.worker.files.keys import KEPT, Folders, clean
-from localai_cluster.worker.files.routes import FileServer, PathLocks
+from localai_cluster.worker.files.locks import PathLocks
+from localai_cluster.worker.files.routes import FileServer
+from tests.support.worker_http import fetches
 
 
 def left(staging: Path) -> set[str]:
@@ -83,7 +85,7 @@ async def test_a_cleaning_that_fails_is_told_and_comes_again(
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(keys, "EVERY", 0.0)
     monkeypatch.setattr(keys, "clean", broken)
-    async with FileServer(Folders.of_worker(tmp_path / "models", tmp_path / "own", ())).running():
+    async with FileServer(Folders.of_worker(tmp_path / "models", tmp_path / "own", ()), fetches()).running():
         async with asyncio.timeout(60):
             await third.wait()
     assert "a link to itself" in caplog.text
@@ -105,7 +107,7 @@ async def test_folders_are_made_and_cleaned_at_start(tmp_path: Path, monkeypatch
     async def gone() -> bool:
         return not stale.exists()
 
-    async with FileServer(folders).running():
+    async with FileServer(folders, fetches()).running():
         assert await clock.wait_until(gone, timeout=60)
         assert folders.models.is_dir()
     assert os.listdir(folders.staging) == ["ephemeral"]

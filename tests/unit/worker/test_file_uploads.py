@@ -31,7 +31,7 @@ from localai_cluster.worker.source_files import HEADROOM
 from tests.conftest import eventually
 from tests.support.effort import EFFORT
 from tests.support.file_client import BEARER, Files, answered, files, on_disk, served, sha256
-from tests.support.worker_http import ENGINE_TOKEN, Served
+from tests.support.worker_http import ENGINE_TOKEN, Served, fetches
 
 __all__ = ["files", "served"]
 CONTENT = bytes(range(256)) * 40
@@ -398,7 +398,7 @@ async def test_the_end_of_the_worker_ends_uploads_and_keeps_what_came(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Hashes that run end too: nothing keeps the process."""
-    server = FileServer(Folders.of_worker(tmp_path / "models", tmp_path, ()))
+    server = FileServer(Folders.of_worker(tmp_path / "models", tmp_path, ()), fetches())
     application = WorkerApplication(lambda: "", LogRings(), server, lambda: ENGINE_TOKEN, "")
     listener = socket.create_server(("127.0.0.1", 0))
     files, path = Files(f"127.0.0.1:{listener.getsockname()[1]}"), tmp_path / "models" / "m" / "f.bin"

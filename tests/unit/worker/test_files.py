@@ -13,7 +13,7 @@ from localai_cluster.worker.exchange import Exchange
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import SENT, FileServer
 from tests.support.file_client import BEARER, Files, files, on_disk, served, sha256
-from tests.support.worker_http import ENGINE_TOKEN, Served
+from tests.support.worker_http import ENGINE_TOKEN, Served, fetches
 
 __all__ = ["files", "served"]
 CONTENT = bytes(range(256)) * 12
@@ -311,5 +311,5 @@ async def test_a_reader_that_leaves_ends_the_reading(tmp_path: Path) -> None:
         left.set()
 
     scope = {"type": "http", "method": "GET", "path": "/v1/files/models/big", "headers": []}
-    await FileServer(folders)(Exchange(scope, receive, send), True)
+    await FileServer(folders, fetches())(Exchange(scope, receive, send), True)
     assert 0 < sum(sent) < 20 * SENT

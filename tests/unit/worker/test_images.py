@@ -60,7 +60,7 @@ class Setup:
     ticks: list[Tick] = field(default_factory=list)
 
     async def install(self, image: str = "a/one", access: Access | None = None) -> Path:
-        work = Installer(self.store, (), 0, "default", self.client, _unserved, access=access)
+        work = Installer(self.store, (), Throttle(0), "default", self.client, _unserved, access=access)
         uri = f"oci://{self.registry.host}/{image}"
         name = await work.install(InstallSource("one", (), uri=uri), self.ticks.append)
         return self.store.backends / name
@@ -95,7 +95,7 @@ async def test_a_missing_latest_image_has_those_of_master_in_its_place(setup: Se
     uri = f"oci://{setup.registry.host}/a/images:latest-cpu-one"
     index = setup.store.backends.parent / "index.yaml"
     index.write_text(f"- name: one\n  uri: {uri}\n  mirrors: [oci://{setup.registry.host}/a/mirror:x]\n")
-    work = Installer(setup.store, (index.parent,), 0, "default", setup.client, _unserved)
+    work = Installer(setup.store, (index.parent,), Throttle(0), "default", setup.client, _unserved)
     await work.install(InstallSource("one", [Gallery(str(index))]), setup.ticks.append)
     metadata = read_metadata(setup.store.backends / "one")
     assert (metadata.digest, metadata.uri) == (digest, uri)
@@ -277,7 +277,7 @@ async def test_a_cancelled_install_leaves_no_layer(setup: Setup) -> None:
     """Also not those that were complete."""
     halt = Halt()
     setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
-    work = Installer(setup.store, (), 0, "default", setup.client, _unserved)
+    work = Installer(setup.store, (), Throttle(0), "default", setup.client, _unserved)
 
     def cancel_in_the_second(tick: Tick) -> None:
         if tick.file_name.startswith("2/2") and not halt.cancelled:

@@ -54,7 +54,7 @@ async def unserved(file: str, headers: Mapping[str, str]) -> httpx.Response:
 
 
 def installer(store: BackendStore, *roots: Path, rate: int = 0) -> Installer:
-    return Installer(store, roots, rate, "default", httpx.AsyncClient(), unserved)
+    return Installer(store, roots, Throttle(rate), "default", httpx.AsyncClient(), unserved)
 
 
 @given(st.text(max_size=30))
@@ -380,7 +380,9 @@ async def test_what_cannot_be_verified_is_refused_where_integrity_is_required(
     (tmp_path / "index.yaml").write_text(f"- name: engine\n  uri: {uri}\n  sha256: '{sha256}'\n")
     gallery = Gallery(name="g", url=f"file://{tmp_path}/index.yaml")
     async with httpx.AsyncClient(trust_env=False) as client:
-        strict = Installer(store, (tmp_path,), 0, "default", client, unserved, require_integrity=True)
+        strict = Installer(
+            store, (tmp_path,), Throttle(0), "default", client, unserved, require_integrity=True
+        )
         with pytest.raises(InstallFailed) as failed:
             await strict.install(InstallSource("engine", (gallery,)), ignore)
     assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is bool(reason)
@@ -399,7 +401,9 @@ async def test_signatures_that_a_gallery_demands_are_not_passed_over(
         f'[{{"url": "file://{tmp_path}/index.yaml", "verification": {{"issuer": "https://issuer.test"}}}}]'
     )
     async with httpx.AsyncClient(trust_env=False) as client:
-        work = Installer(store, (tmp_path,), 0, "default", client, unserved, require_integrity=is_strict)
+        work = Installer(
+            store, (tmp_path,), Throttle(0), "default", client, unserved, require_integrity=is_strict
+        )
         with pytest.raises(InstallFailed) as failed:
             await work.install(InstallSource("one", (gallery,)), ignore)
     assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is is_strict
@@ -410,7 +414,7 @@ async def test_signatures_that_a_gallery_demands_are_not_passed_over(
 async def test_folders_need_no_hash(store: BackendStore, tmp_path: Path) -> None:
     source = backend(tmp_path / "sources" / "engine")
     strict = Installer(
-        store, (tmp_path,), 0, "default", httpx.AsyncClient(), unserved, require_integrity=True
+        store, (tmp_path,), Throttle(0), "default", httpx.AsyncClient(), unserved, require_integrity=True
     )
     await strict.install(InstallSource("engine", (), str(source)), ignore)
     assert (store.backends / "engine" / "run.sh").exists()

@@ -28,6 +28,7 @@ from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import BYTES, ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings, shown
 from localai_cluster.worker.ports import PortAllocator
+from tests.support.worker_http import fetches
 
 TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
 BEGIN = datetime(2026, 11, 21, 0, 12, 20, 31436, UTC)
@@ -174,7 +175,7 @@ class Served:
         self.problem = ""
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
-        files = FileServer(Folders.of_worker(Path("/nowhere/models"), Path("/nowhere"), ()))
+        files = FileServer(Folders.of_worker(Path("/nowhere/models"), Path("/nowhere"), ()), fetches())
         self.application = WorkerApplication(lambda: self.problem, rings, files, lambda: TOKEN, scraper)
 
     async def ask(self, method: str, path: str, token: str = TOKEN) -> httpx.Response:

@@ -1,0 +1,195 @@
+"""POST /v1/files-fetch/<key>: the worker fetches a file of a model from its source itself.
+
+The body is JSON with `url` (http://, https:// or hf://owner/repository@commit/path), `size` and `sha256`. The
+answer is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`. The
+file is visible under its key when it is complete and its hash is right. If the client disconnects, the
+download ends; a later request resumes it at the next byte, also after a kill of the worker.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from localai_cluster.kit import cancellation, failpoints, untrusted
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.kit.outbound import Outbound, SourceError, host_of, parse_url
+from localai_cluster.worker.cancellation import Halt
+from localai_cluster.worker.config import Config
+from localai_cluster.worker.download import MOST_BYTES, Archive, DownloadFailed, Downloads, partial_path
+from localai_cluster.worker.exchange import Exchange, Refusal, is_digest
+from localai_cluster.worker.files import disk
+from localai_cluster.worker.files.disk import HashStopped, Threads
+from localai_cluster.worker.files.keys import Folders, ResolvedKey
+from localai_cluster.worker.files.locks import PathLocks
+
+log = logging.getLogger(__name__)
+
+LONGEST_REQUEST = 16 * 1024
+REPORT_EVERY = 1.0
+"""Seconds between two lines of progress."""
+SEND_LIMIT = 60.0
+"""Seconds within which the client must accept a line."""
+_HUB = re.compile(r"hf://([\w.-]+/[\w.-]+)@([\w.-]+)/([^?#]+)", re.ASCII)
+
+
+def outbound_of(config: Config) -> Outbound:
+    """Return the client for sources of models: hosts of the settings may have private addresses."""
+    galleries = (*config.galleries, *config.backend_galleries)
+    addresses = [config.hugging_face_url, config.github_url, *(gallery.url for gallery in galleries)]
+    hosts = {host for address in addresses if (host := host_of(address))}
+    hosts |= {registry.host for registry in config.registries}
+    credentials = {}
+    if config.hugging_face_token and host_of(config.hugging_face_url):
+        credentials[config.hugging_face_url] = f"Bearer {config.hugging_face_token}"
+    return Outbound(hosts, credentials, verify=config.registry_ca)
+
+
+class _Body(msgspec.Struct):
+    url: str
+    size: int
+    sha256: str
+
+
+@dataclass
+class _Fetch:
+    """A file to fetch, and the bytes of it that are there."""
+
+    key: ResolvedKey
+    url: str
+    address: str
+    """The web address, of which `url` is the lasting form."""
+    size: int
+    sha256: str
+    position: int = 0
+    halt: Halt = field(default_factory=Halt)
+
+
+class Fetches:
+    """Fetches files from their sources; `hub` is the address of Hugging Face or its mirror."""
+
+    def __init__(self, downloads: Downloads, outbound: Outbound, hub: str) -> None:
+        self._downloads, self._outbound, self._hub = downloads, outbound, hub
+
+    async def receive(
+        self, key: ResolvedKey, folders: Folders, exchange: Exchange, threads: Threads, locks: PathLocks
+    ) -> None:
+        """Handle one request. Raise Refusal for a request that is wrong, before anything is fetched."""
+        if key.folder != folders.models:
+            raise Refusal(400, "invalid key: only files of models are fetched")
+        fetch = await self._request(key, exchange)
+        await threads.run(disk.look, key.real)
+        await exchange.start(200, {"content-type": "application/x-ndjson"})
+        running = asyncio.create_task(self._run(fetch, threads, locks), name="fetch of a model's file")
+        disconnect = asyncio.create_task(exchange.wait_disconnected())
+        try:
+            while not (running.done() or disconnect.done()):
+                await _send(exchange, {"bytes": fetch.position, "total": fetch.size})
+                await asyncio.wait(
+                    {running, disconnect}, timeout=REPORT_EVERY, return_when=asyncio.FIRST_COMPLETED
+                )
+            if not disconnect.done():
+                await _send(exchange, running.result())
+                await exchange.send(b"", more=False)
+        except TimeoutError:
+            log.info("fetch of %s: the client reads no more", key.local)
+        finally:
+            fetch.halt.set()
+            await cancellation.end(running)
+            await cancellation.end(disconnect)
+
+    async def _request(self, key: ResolvedKey, exchange: Exchange) -> _Fetch:
+        length = exchange.length
+        if length is None or not exchange.header(b"content-length"):
+            raise Refusal(411, "Content-Length is required")
+        if length > LONGEST_REQUEST:
+            raise Refusal(413, f"the body is longer than {LONGEST_REQUEST} bytes")
+        text = b""
+        while piece := await exchange.piece():
+            text += piece
+        if problem := untrusted.json_problem(text):
+            raise Refusal(400, f"the body is {problem}")
+        try:
+            body = msgspec.json.decode(text, type=_Body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refusal(400, f"the body cannot be used: {error}") from None
+        if not is_digest(body.sha256):
+            raise Refusal(400, "sha256: 64 hex digits in lower case are needed")
+        if not 1 <= body.size <= MOST_BYTES:
+            raise Refusal(400, f"size: 1 to {MOST_BYTES} bytes are fetched")
+        return _Fetch(key, body.url, self._address(body.url), body.size, body.sha256)
+
+    def _address(self, url: str) -> str:
+        """Return the web address of a file. Raise Refusal."""
+        address = url
+        if match := _HUB.fullmatch(url):
+            repository, commit, path = match.groups()
+            address = f"{self._hub}/{repository}/resolve/{commit}/{quote(path)}"
+        try:
+            parse_url(address)
+        except (InvalidInput, SourceError) as error:
+            raise Refusal(400, f"url: {error.message}") from None
+        return address
+
+    async def _run(self, fetch: _Fetch, threads: Threads, locks: PathLocks) -> dict[str, str]:
+        """Fetch the file unless it is there; return the last line of the answer."""
+        path = fetch.key.real
+        try:
+            async with locks.upload(path):
+                if not await _is_there(fetch, threads):
+                    await threads.run(disk.make_room, path, 0)
+                    await self._download(fetch, threads)
+        except Refusal as refusal:
+            return {"error": refusal.answer.text.strip()}
+        except ClusterError as error:
+            log.warning("fetch of %s: %s", fetch.key.local, error.message)
+            return {"error": error.message}
+        except HashStopped:
+            return {"error": "the worker is shutting down"}
+        except OSError as error:
+            log.warning("fetch of %s: %s", fetch.key.local, error)
+            return {"error": f"the file cannot be read or written: {error.strerror or error}"}
+        return {"local_path": str(fetch.key.local)}
+
+    async def _download(self, fetch: _Fetch, threads: Threads) -> None:
+        def show(position: int, *_: object) -> None:
+            fetch.position = min(position, fetch.size)
+
+        @asynccontextmanager
+        async def open_part(headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+            try:
+                async with self._outbound.open(fetch.address, headers) as response:
+                    yield response
+            except SourceError as error:
+                raise DownloadFailed(error.message, can_retry=not error.permanent) from error
+
+        folder = fetch.key.folder
+        partial = partial_path(folder, str(fetch.key.real), fetch.url, fetch.sha256)
+        archive = Archive(fetch.address, fetch.sha256, partial, open_part, fetch.size, "request")
+        log.info("fetching %s bytes=%d", fetch.key.local, fetch.size)
+        await self._downloads.fetch(archive, show, fetch.halt)
+        failpoints.passed("worker.fetch:verified")
+        await threads.run(disk.adopt, partial, fetch.key.real, fetch.sha256)
+        log.info("fetched %s bytes=%d", fetch.key.local, fetch.size)
+
+
+async def _is_there(fetch: _Fetch, threads: Threads) -> bool:
+    """Return True if the file is complete and has the hash."""
+    path = fetch.key.real
+    state = await threads.run(disk.look, path)
+    if state.size != fetch.size or state.target:
+        return False
+    digest = state.digest or await threads.hash(disk.cached_hash, path, threads.stopped)
+    return digest == fetch.sha256
+
+
+async def _send(exchange: Exchange, line: Mapping[str, object]) -> None:
+    async with asyncio.timeout(SEND_LIMIT):
+        await exchange.send(json.dumps(line).encode() + b"\n", more=True)
