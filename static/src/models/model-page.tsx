@@ -117,7 +117,7 @@ function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error |
         ))}
       </nav>
       {current !== undefined && <Content tab={current} row={row} />}
-      {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} />}
+      {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} onDeleted={() => void navigate("/app/models")} />}
     </div>
   );
 }
