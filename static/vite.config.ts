@@ -23,6 +23,7 @@ export default defineConfig({
     restoreMocks: true,
     // For a test that hangs; on a busy machine everything takes its time.
     testTimeout: 120_000,
+    hookTimeout: 120_000,
     setupFiles: ["src/test-setup.ts"],
   },
 });

@@ -105,7 +105,7 @@ class Finder:
             case SharedRef(path=path):
                 return await self._of_share(path)
             case DefinitionRef(text=text):
-                return _of_definition(text, "a pasted definition")
+                return await self._of_definition(text, "a pasted definition")
         raise InvalidInput("text: names several models: choose one of them", field="text")
 
     async def _of_hub(self, reference: HubRef) -> Found:
@@ -196,7 +196,7 @@ class Finder:
         file_name = unquote(urlsplit(url).path.rpartition("/")[2])
         if file_name.lower().endswith((".yaml", ".yml")):
             text = await self.outbound.read(url, MAX_FILE_BYTES)
-            return _of_definition(text.decode("utf-8", "replace"), shown)
+            return await self._of_definition(text.decode("utf-8", "replace"), shown)
         if urlsplit(url).query:
             raise InvalidInput(
                 "text: the address has a query, which may be a signature or a secret; use one without",
@@ -262,7 +262,7 @@ class Finder:
 
     async def _of_gallery(self, entry: GalleryEntry) -> Found:
         plan = await galleries.plan_of(entry, self.outbound)
-        files, problem = await self._sized(plan.files)
+        files, problem = await self._sized(await self.hub.pinned(plan.files))
         definition = writing.check_text(plan.text)
         main = next((file for file in files if file.path == definition.model), None)
         header = None
@@ -288,6 +288,21 @@ class Finder:
             task=galleries.task_of(entry),
             problem=problem,
             origin="gallery",
+        )
+
+    async def _of_definition(self, text: str, source: str) -> Found:
+        """Return the model of a definition, with the files that its `download_files` names."""
+        definition = writing.check_text(text)
+        settings = writing.settings_of(text)
+        files = await self.hub.pinned(galleries.files_of_definition(settings))
+        variant = _files_variant(files, definition.model)
+        return Found(
+            "definition",
+            definition.name,
+            source,
+            definition.name,
+            (Choice(variant, settings, files),),
+            task=next(iter(definition.use_cases), ""),
         )
 
     async def _sized(self, files: Sequence[SourceFile]) -> tuple[tuple[SourceFile, ...], str]:
@@ -322,22 +337,6 @@ class Finder:
         task = "automatic-speech-recognition" if variant.format == "file" else ""
         settings = writing.definition_of(name, variant, folder, task=task, context=context)
         return Choice(variant, settings, files, header, context)
-
-
-def _of_definition(text: str, source: str) -> Found:
-    """Return the model of a definition, with the files that its `download_files` names."""
-    definition = writing.check_text(text)
-    settings = writing.settings_of(text)
-    files = galleries.files_of_definition(settings)
-    variant = _files_variant(files, definition.model)
-    return Found(
-        "definition",
-        definition.name,
-        source,
-        definition.name,
-        (Choice(variant, settings, files),),
-        task=next(iter(definition.use_cases), ""),
-    )
 
 
 def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "") -> Variant:

@@ -7,8 +7,9 @@ takes its token from files and variables that this product does not name (docs/d
 Answers are bounded, and only the named fields of them are read.
 """
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -17,6 +18,8 @@ import msgspec
 from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.outbound import Outbound, SourceError, SourceMissing, SourceRefused
+from nodes.sources.opening import HUB
+from nodes.sources.plans import SourceFile
 from nodes.sources.references import HubRef
 from nodes.sources.variants import RepositoryFile
 
@@ -24,7 +27,10 @@ MOST_BYTES = 16 * 1024 * 1024
 """Bytes of an answer; a repository of ten thousand files needs a quarter of it."""
 MOST_FILES = 10_000
 """Files of a repository."""
+MOST_REPOSITORIES = 16
+"""Repositories that one entry of a gallery may name by branches or tags."""
 SEARCHED = 20
+
 _LONGEST_TEXT = 300
 
 
@@ -97,6 +103,25 @@ class Hub:
             raise SourceRefused(f"{reference.repo} is disabled at its source")
         return _repository(found)
 
+    async def pinned(self, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+        """Return the files with those of a branch or tag at its present commit, with size and hash.
+
+        One request for each repository and revision. Raise SourceError, InvalidInput for too many of them.
+        """
+        places = {file.url: place for file in files if (place := _moving_place(file.url)) is not None}
+        wanted = {HubRef(place.repo, place.revision) for place in places.values()}
+        if len(wanted) > MOST_REPOSITORIES:
+            reason = f"it has files of {len(wanted)} repositories; at most {MOST_REPOSITORIES} are read"
+            raise InvalidInput(reason, field="text")
+        ordered = sorted(wanted, key=str)
+        found = dict(zip(ordered, await asyncio.gather(*map(self.repository, ordered)), strict=True))
+        return tuple(
+            file
+            if (place := places.get(file.url)) is None
+            else _at_commit(file, place, found[HubRef(place.repo, place.revision)])
+            for file in files
+        )
+
     async def search(self, term: str) -> list[Repository]:
         """Return the most used repositories that the term finds; raise SourceError."""
         query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": SEARCHED})
@@ -119,6 +144,23 @@ class Hub:
             hint = "" if self._has_token else "; if it is private, the server needs HF_TOKEN"
             return SourceMissing(f"there is no repository {reference.repo}{revision}{hint}")
         return error
+
+
+def _moving_place(url: str) -> HubRef | None:
+    """Return the file that an hf:// address names; None for another address, and if it names a commit."""
+    if not url.startswith(HUB):
+        return None
+    repo, _, rest = url.removeprefix(HUB).partition("@")
+    revision, _, path = rest.partition("/")
+    return None if _is_commit(revision) else HubRef(repo, revision, path)
+
+
+def _at_commit(file: SourceFile, place: HubRef, repository: Repository) -> SourceFile:
+    listed = next((each for each in repository.files if each.path == place.path), None)
+    if listed is None:
+        raise SourceMissing(f"{names.plain(str(place)[:200])} does not exist")
+    address = f"{HUB}{place.repo}@{repository.commit}/{place.path}"
+    return replace(file, url=address, size=listed.size, sha256=file.sha256 or listed.sha256)
 
 
 def _decode(body: bytes, kind: Any, subject: str) -> Any:

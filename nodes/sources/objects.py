@@ -17,6 +17,8 @@ from nodes.sources.variants import RepositoryFile
 SCHEME = "s3://"
 MOST_OBJECTS = 10_000
 """Objects of a folder that are listed."""
+REQUEST_WITHIN = 60.0
+"""Seconds for the beginning of an object, its size, and each page of a list."""
 _PIECE = 1024 * 1024
 _USUAL_REGION = "us-east-1"
 
@@ -55,7 +57,8 @@ async def read(store: Any, url: str, key: str, offset: int, length: int | None) 
     elif offset:
         options = {"range": {"offset": offset}}
     with translated_errors(url):
-        found = await obstore.get_async(store, key, options=options)
+        async with asyncio.timeout(REQUEST_WITHIN):
+            found = await obstore.get_async(store, key, options=options)
     return SourceBody(
         _pieces(found, url), offset, int(found.meta["size"]), str(found.meta.get("e_tag") or "")
     )
@@ -78,13 +81,19 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
 
     if not key.endswith("/"):
         try:
-            meta = await obstore.head_async(store, key)
+            async with asyncio.timeout(REQUEST_WITHIN):
+                meta = await obstore.head_async(store, key)
         except FileNotFoundError:
             key = f"{key}/"
         else:
             return [RepositoryFile(key, int(meta["size"]))]
     found: list[RepositoryFile] = []
-    async for batch in obstore.list(store, prefix=key, chunk_size=1000):
+    pages = aiter(obstore.list(store, prefix=key, chunk_size=1000))
+    while True:
+        async with asyncio.timeout(REQUEST_WITHIN):
+            batch = await anext(pages, None)
+        if batch is None:
+            break
         found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
         if len(found) > MOST_OBJECTS:
             raise SourceError(f"{names.plain(key[:100])} has more than {MOST_OBJECTS} objects")
@@ -106,6 +115,8 @@ def translated_errors(url: str) -> Iterator[None]:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         hint = "set CLUSTER_S3_ACCESS_KEY and CLUSTER_S3_SECRET_KEY to a key that may read it"
         raise SourceRefused(f"{shown}: access refused: {hint}") from None
+    except TimeoutError:
+        raise SourceError(f"{shown}: no answer within {REQUEST_WITHIN:.0f} s", can_retry=True) from None
     except exceptions.BaseError as error:
         reason = names.plain(" ".join(str(error).split())[:200])
         raise SourceError(f"{shown}: {reason}", can_retry=True) from error

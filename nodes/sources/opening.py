@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import httpx
 
-from localai_cluster.kit import names
 from localai_cluster.kit.outbound import (
     AddressRefused,
     Outbound,
@@ -123,10 +122,7 @@ class Opener:
     async def _open_object(self, url: str, offset: int, length: int | None) -> AsyncIterator[SourceBody]:
         bucket, _, key = url.removeprefix(objects.SCHEME).partition("/")
         store = await objects.store(self._settings, bucket)
-        try:
-            yield await objects.read(store, url, key, offset, length)
-        except TimeoutError as error:
-            raise SourceError(f"{names.plain(url[:200])}: no answer in time", can_retry=True) from error
+        yield await objects.read(store, url, key, offset, length)
 
 
 def translated(error: RegistryError) -> SourceError:

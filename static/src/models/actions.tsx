@@ -48,7 +48,14 @@ interface DialogProps {
   onClose: () => void;
 }
 
-export function ActionDialog({ action: { verb, row }, onClose }: { action: ModelAction; onClose: () => void }): ReactNode {
+interface ActionDialogProps {
+  action: ModelAction;
+  onClose: () => void;
+  /** Called when the deletion has begun. */
+  onDeleted?: () => void;
+}
+
+export function ActionDialog({ action: { verb, row }, onClose, onDeleted }: ActionDialogProps): ReactNode {
   switch (verb) {
     case "load":
       return <Load row={row} onClose={onClose} />;
@@ -59,7 +66,7 @@ export function ActionDialog({ action: { verb, row }, onClose }: { action: Model
     case "disable":
       return <Disable row={row} onClose={onClose} />;
     case "delete":
-      return <Delete row={row} onClose={onClose} />;
+      return <Delete row={row} onClose={onClose} {...(onDeleted === undefined ? {} : { onDeleted })} />;
     case "rule":
       return (
         <Suspense>
@@ -196,12 +203,16 @@ function Replicas({ row }: { row: ModelRow }): ReactNode {
   );
 }
 
-function Delete({ row, onClose }: DialogProps): ReactNode {
+function Delete({ row, onClose, onDeleted }: DialogProps & Pick<ActionDialogProps, "onDeleted">): ReactNode {
   const [withFiles, setWithFiles] = useState(false);
   // The list follows with the operation.
   const action = useAction(() => deleteDefinition(row.name, withFiles), `Deletion of ${row.name} requested.`);
+  const close = () => {
+    onClose();
+    onDeleted?.();
+  };
   return (
-    <Confirm open danger onClose={onClose} title={<>Delete <bdi>{row.name}</bdi></>} action="Delete" busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, onClose)}>
+    <Confirm open danger onClose={onClose} title={<>Delete <bdi>{row.name}</bdi></>} action="Delete" busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, close)}>
       <p>Its replicas are drained, then its definition is removed.</p>
       <Replicas row={row} />
       <label className="row">

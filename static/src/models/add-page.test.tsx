@@ -16,6 +16,8 @@ let sent: ReturnType<typeof answerBy>;
 let source: Source | Refusal;
 let store: LiveStore;
 let asked: Record<string, unknown>[];
+/** What the server says of the first row of the catalogue now. */
+let row: Partial<CatalogueModel>;
 
 function variant(id: string, overrides: Partial<SourceVariant> = {}): SourceVariant {
   return {
@@ -43,11 +45,12 @@ function operation(overrides: Partial<Operation>): Operation {
 beforeEach(() => {
   source = sourceOf();
   asked = [];
+  row = {};
   sent = answerBy((path, { params }) => {
     if (path === "/api/sources/inspect") return source;
     if (path === "/api/catalogue") {
       asked.push(params?.query ?? {});
-      return { models: [MODEL, { ...MODEL, id: "mine@done", name: "done", installed: true, fits: null }], total: 60, page: 1, items: 24, tasks: ["chat", "embeddings"], licences: ["mit"], galleries: ["mine"], gallery_errors: [] };
+      return { models: [{ ...MODEL, ...row }, { ...MODEL, id: "mine@done", name: "done", installed: true, fits: null }], total: 60, page: 1, items: 24, tasks: ["chat", "embeddings"], licences: ["mit"], galleries: ["mine"], gallery_errors: [] };
     }
     if (path === "/api/models/import") return { jobID: "j1", statusUrl: "", message: "", model: "tiny" };
     return path === "/api/operations/{job_id}" ? operation({}) : [];
@@ -123,6 +126,31 @@ it("lists the catalogue with its filters; a chosen model is looked at on top (UI
   fireEvent.click(catalogue.getByRole("button", { name: "Choose bert" }));
   expect(screen.getByLabelText<HTMLTextAreaElement>("Name, address or definition").value).toBe("mine@bert");
   expect(document.activeElement).toBe(screen.getByLabelText("Name, address or definition"));
+});
+
+it("shows how far the import of a row is, and the ways to the model after it (UI-8.8)", async () => {
+  const catalogue = within(await screen.findByRole("region", { name: "Catalogue" }));
+  await catalogue.findByRole("button", { name: "Choose bert" });
+  row = { task: "chat", jobID: "j2" };
+  store.push({ type: "operations.delta", seq: 2, operations: [operation({ jobID: "j2", fullName: "bert", name: "bert", seq: 2 })], partial: [] });
+  expect((await catalogue.findByRole("link", { name: "Import of bert" })).getAttribute("href")).toBe("/app/operations/j2");
+  expect((await catalogue.findByRole("progressbar")).getAttribute("aria-valuenow")).toBe("40");
+  expect(catalogue.getByText(/1 GiB \/ 4 GiB/)).toBeTruthy();
+  row = { task: "chat", installed: true };
+  store.push({ type: "operations.delta", seq: 3, operations: [operation({ jobID: "j2", fullName: "bert", name: "bert", seq: 3, status: "completed" })], partial: [] });
+  expect((await catalogue.findByRole("link", { name: "Chat with bert" })).getAttribute("href")).toBe("/app/chat?model=bert");
+  expect(catalogue.getByRole("link", { name: "Open bert" }).getAttribute("href")).toBe("/app/models/bert");
+  expect(catalogue.queryByRole("progressbar")).toBeNull();
+});
+
+it("offers a row again when its import is cancelled", async () => {
+  row = { jobID: "j2" };
+  store.push({ type: "operations.delta", seq: 2, operations: [operation({ jobID: "j2", seq: 2 })], partial: [] });
+  const catalogue = within(await screen.findByRole("region", { name: "Catalogue" }));
+  await catalogue.findByRole("link", { name: "Import of bert" });
+  row = {};
+  store.push({ type: "operations.delta", seq: 3, operations: [operation({ jobID: "j2", seq: 3, status: "cancelled" })], partial: [] });
+  expect(await catalogue.findByRole("button", { name: "Choose bert" })).toBeTruthy();
 });
 
 it("keeps the filters of the catalogue in the address", () => {

@@ -1,8 +1,11 @@
 // The models of the galleries, with search and filters. Choosing one shows its variants on top of the page.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
+import { chatAddress } from "../chat/models";
 import { useDebounced } from "../lib/debounced";
 import { bytes, count } from "../lib/format";
+import { useChange, useLive } from "../live/hooks";
+import { isActive, type LiveState } from "../live/store";
 import { Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
@@ -11,6 +14,7 @@ import { Select, type Option } from "../ui/select";
 import { modelAddress } from "./rows";
 import type { Catalogue as Page, CatalogueModel } from "./shapes";
 import { ITEMS, SIZES, useCatalogue, type CatalogueFilter } from "./sources";
+import { Work } from "./work";
 
 const ASK_AFTER_MS = 300;
 
@@ -24,6 +28,8 @@ export function Catalogue({ filter, onFilter, onChoose }: CatalogueProps): React
   const term = useDebounced(filter.term, ASK_AFTER_MS);
   const query = useCatalogue({ ...filter, term });
   const { data } = query;
+  // An import that begins or ends, also of somebody else, changes rows.
+  useChange(useLive(activeImports), () => void query.refetch());
   // A change of the filter begins at the first page.
   const change = (part: Partial<CatalogueFilter>) => onFilter({ ...filter, page: 1, ...part });
   return (
@@ -72,7 +78,15 @@ function Filters({ filter, page, onChange }: { filter: CatalogueFilter; page: Pa
   );
 }
 
-function Line({ model: { id, name, gallery, description, licence, task, size, installed, jobID, fits }, onChoose }: { model: CatalogueModel; onChoose: (text: string) => void }): ReactNode {
+/** The imports under way, as a text that changes with them. */
+function activeImports({ operations }: LiveState): string {
+  const ids = [...operations.values()].filter((operation) => operation.kind === "model_import" && isActive(operation)).map(({ jobID }) => jobID);
+  return ids.toSorted().join(" ");
+}
+
+function Line({ model, onChoose }: { model: CatalogueModel; onChoose: (text: string) => void }): ReactNode {
+  const { id, name, gallery, description, licence, task, size, installed, jobID, fits } = model;
+  const running = useLive((state) => state.operations.get(jobID));
   return (
     <li>
       <div className="grow">
@@ -88,21 +102,36 @@ function Line({ model: { id, name, gallery, description, licence, task, size, in
         <p className="name muted" title={description}>
           <bdi>{description}</bdi>
         </p>
+        {running !== undefined && isActive(running) && <Work operation={running} />}
       </div>
-      {jobID !== "" ? (
-        <Link className="pill info" to={`/app/operations/${jobID}`}>
+      {jobID !== "" && running?.status !== "completed" ? (
+        <Link className="pill info" to={`/app/operations/${jobID}`} aria-label={`Import of ${name}`}>
           being added
         </Link>
-      ) : installed ? (
-        <Link to={modelAddress(name)} aria-label={`Open ${name}`}>
-          Open
-        </Link>
+      ) : installed || running !== undefined ? (
+        <Links name={running?.fullName ?? name} isForChat={task === "chat"} />
       ) : (
         <Button small aria-label={`Choose ${name}`} onClick={() => onChoose(id)}>
           Choose
         </Button>
       )}
     </li>
+  );
+}
+
+/** The ways to a model that is here. */
+function Links({ name, isForChat }: { name: string; isForChat: boolean }): ReactNode {
+  return (
+    <div className="row">
+      {isForChat && (
+        <Link to={chatAddress(name)} aria-label={`Chat with ${name}`}>
+          Chat
+        </Link>
+      )}
+      <Link to={modelAddress(name)} aria-label={`Open ${name}`}>
+        Open
+      </Link>
+    </div>
   );
 }
 

@@ -216,3 +216,12 @@ describe("the form of a definition", () => {
     expect(["+++ b", "--- a", "+x", "-x", "@@ -1 @@", " x", "---"].map(kindOf)).toEqual(["", "", "added", "removed", "place", "", ""]);
   });
 });
+
+it("leads back to the list of models when the deletion has begun (UI-8.6)", async () => {
+  open();
+  fireEvent.keyDown(await screen.findByRole("button", { name: /^More/ }), { key: "Enter" });
+  fireEvent.click(await screen.findByRole("menuitem", { name: "Delete…" }));
+  fireEvent.click(within(await screen.findByRole("alertdialog", { name: /Delete tiny/ })).getByRole("button", { name: "Delete" }));
+  expect(await screen.findByText("Another page")).toBeTruthy();
+  expect(changes()).toEqual([["DELETE", "/api/definitions/{name}", undefined]]);
+});

@@ -116,7 +116,7 @@ function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error |
       <Problem error={error instanceof ApiError && error.status === 404 ? null : error} />
       <Tabs label="Parts of this model" current={tabAddress(row, current)} tabs={tabs.map((part) => ({ to: tabAddress(row, part), title: part.title }))} />
       <Content tab={current} row={row} />
-      {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} />}
+      {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} onDeleted={() => void navigate("/app/models")} />}
     </div>
   );
 }

@@ -12,9 +12,9 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from nodes.models import BackendNode
-from nodes.sources import inspection, opening, probing, shares
+from nodes.sources import inspection, objects, opening, probing, shares
 from tests.support import api, hub
-from tests.support.sources import Refusal, Source
+from tests.support.sources import Refusal, Source, sha256_of
 
 pytestmark = pytest.mark.django_db(transaction=True)
 REPO = "Qwen/Qwen2.5-0.5B-Instruct-GGUF"
@@ -206,6 +206,66 @@ def test_an_entry_of_a_gallery(source: Source) -> None:
     assert "no gallery has" in inspect("local@nothing", 404)["error"]
 
 
+def entry_with(source: Source, *uris: str) -> None:
+    """An entry `mine` of the gallery whose files are at these addresses."""
+    files = [f"{{filename: {number}.gguf, uri: '{uri}'}}" for number, uri in enumerate(uris)]
+    text = f"- name: mine\n  overrides: {{backend: llama-cpp, parameters: {{model: 0.gguf}}}}\n  files: [{', '.join(files)}]\n"
+    source.files["/index.yaml"] = text.encode()
+
+
+def plan(text: str) -> Any:
+    return inspection.plan_import(text, now=clock.now())
+
+
+def test_files_of_an_entry_are_pinned_to_a_commit(source: Source) -> None:
+    """Issue 25: with size and hash, by one request for each repository; a commit stays as it is."""
+    content = hub.gguf()
+    hub.add_repository(source, "org/a", {"x.gguf": content, "y.gguf": content})
+    hub.add_repository(source, "org/b", {"z.gguf": content}, revision="v1")
+    entry_with(
+        source,
+        "huggingface://org/a/x.gguf",
+        "hf://org/a/y.gguf",
+        "hf://org/b@v1/z.gguf",
+        f"hf://org/b@{hub.COMMIT}/z.gguf",
+        source.url(f"{hub.HUB}/org/a/resolve/main/x.gguf"),
+    )
+    files = plan("local@mine").files
+    paths = ("org/a", "x"), ("org/a", "y"), ("org/b", "z"), ("org/b", "z"), ("org/a", "x")
+    assert [file.url for file in files] == [f"hf://{repo}@{hub.COMMIT}/{name}.gguf" for repo, name in paths]
+    assert [file.sha256 for file in files] == [sha256_of(content)] * 3 + ["", sha256_of(content)]
+    assert {file.size for file in files} == {len(content)}
+    asked = [request.path for request in source.seen("files") if "/api/models/" in request.path]
+    assert sorted(asked) == [
+        f"{hub.HUB}/api/models/org/{name}" for name in ("a/revision/main", "b/revision/v1")
+    ]
+
+
+def test_a_pasted_definition_is_pinned_too(source: Source) -> None:
+    """Issue 25."""
+    hub.add_repository(source, "org/a", {"x.gguf": hub.gguf()})
+    text = "name: mine\nbackend: llama-cpp\nparameters: {model: x.gguf}\n"
+    text += "download_files: [{filename: x.gguf, uri: 'huggingface://org/a/x.gguf'}]\n"
+    assert [file.url for file in plan(text).files] == [f"hf://org/a@{hub.COMMIT}/x.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("uris", "status", "reason"),
+    [
+        (["hf://org/a/none.gguf"], 404, "hf://org/a@main/none.gguf does not exist"),
+        (["hf://org/b/x.gguf"], 404, "there is no repository org/b"),
+        ([f"hf://org/r{number}/x.gguf" for number in range(17)], 400, "17 repositories; at most 16"),
+    ],
+)
+def test_files_that_cannot_be_pinned_are_refused_in_words(
+    source: Source, uris: list[str], status: int, reason: str
+) -> None:
+    """Issue 25."""
+    hub.add_repository(source, "org/a", {"x.gguf": hub.gguf()})
+    entry_with(source, *uris)
+    assert reason in inspect("local@mine", status)["error"]
+
+
 def test_an_entry_may_not_name_files_of_this_machine(source: Source) -> None:
     source.files["/index.yaml"] = (
         b"- name: evil\n  url: /etc/passwd.yaml\n- name: evil2\n  url: file:///etc/x.yaml\n"
@@ -237,6 +297,17 @@ def test_objects_of_a_store(source: Source) -> None:
     assert "GGUF" in odd["problem"]
     hub.add_objects(source, "empty", {})
     assert inspect("s3://empty/nothing.gguf", 404)["error"]
+
+
+def test_a_store_that_does_not_answer_is_given_up(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 25: a request to a store has a limit."""
+    monkeypatch.setattr(objects, "REQUEST_WITHIN", 0.2)
+    source.redirects, source.pause_at = False, 0
+    hub.add_objects(source, "bucket", {"models/m-Q4_0.gguf": hub.gguf()})
+    try:
+        assert "s3://bucket/models/: no answer within" in inspect("s3://bucket/models/", 502)["error"]
+    finally:
+        source.released.set()
 
 
 def test_a_share_is_used_where_it_is(models: Path) -> None:
