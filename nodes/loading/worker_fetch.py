@@ -44,7 +44,7 @@ class FetchFailed(Exception):
     """The worker could not fetch the file; the text gives the reason."""
 
 
-class _Line(msgspec.Struct):
+class _FetchLine(msgspec.Struct):
     bytes: int = 0
     local_path: str = ""
     error: str = ""
@@ -98,7 +98,7 @@ async def fetch(
     raise FetchFailed("its worker ended the answer early")
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[_Line]:
+async def _lines(response: httpx.Response) -> AsyncIterator[_FetchLine]:
     """Yield the lines of an answer from an untrusted worker. Raise FetchFailed."""
     buffer = b""
     async for piece in response.aiter_raw():
@@ -112,10 +112,10 @@ async def _lines(response: httpx.Response) -> AsyncIterator[_Line]:
         raise FetchFailed(f"its worker refused: {_words(buffer.decode('utf-8', 'replace'))}")
 
 
-def _parsed(line: bytes) -> _Line:
+def _parsed(line: bytes) -> _FetchLine:
     try:
         if not untrusted.json_problem(line):
-            return msgspec.json.decode(line, type=_Line)
+            return msgspec.json.decode(line, type=_FetchLine)
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     raise FetchFailed("its worker sent a line that is no progress")

@@ -209,7 +209,8 @@ def test_an_entry_of_a_gallery(source: Source) -> None:
 def entry_with(source: Source, *uris: str) -> None:
     """An entry `mine` of the gallery whose files are at these addresses."""
     files = [f"{{filename: {number}.gguf, uri: '{uri}'}}" for number, uri in enumerate(uris)]
-    text = f"- name: mine\n  overrides: {{backend: llama-cpp, parameters: {{model: 0.gguf}}}}\n  files: [{', '.join(files)}]\n"
+    overrides = "{backend: llama-cpp, parameters: {model: 0.gguf}}"
+    text = f"- name: mine\n  overrides: {overrides}\n  files: [{', '.join(files)}]\n"
     source.files["/index.yaml"] = text.encode()
 
 
