@@ -44,7 +44,7 @@ class FetchFailed(Exception):
     """The worker could not fetch the file; the text gives the reason."""
 
 
-class _FetchLine(msgspec.Struct):
+class _AnswerLine(msgspec.Struct):
     bytes: int = 0
     local_path: str = ""
     error: str = ""
@@ -98,7 +98,7 @@ async def fetch(
     raise FetchFailed("its worker ended the answer early")
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[_FetchLine]:
+async def _lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
     """Yield the lines of an answer from an untrusted worker. Raise FetchFailed."""
     buffer = b""
     async for piece in response.aiter_raw():
@@ -112,10 +112,10 @@ async def _lines(response: httpx.Response) -> AsyncIterator[_FetchLine]:
         raise FetchFailed(f"its worker refused: {_words(buffer.decode('utf-8', 'replace'))}")
 
 
-def _parsed(line: bytes) -> _FetchLine:
+def _parsed(line: bytes) -> _AnswerLine:
     try:
         if not untrusted.json_problem(line):
-            return msgspec.json.decode(line, type=_FetchLine)
+            return msgspec.json.decode(line, type=_AnswerLine)
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     raise FetchFailed("its worker sent a line that is no progress")
