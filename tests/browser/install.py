@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-PACKAGES = ("chromium", "fonts-noto-core", "fonts-noto-color-emoji")
+PROGRAMS = ("chromium-headless-shell", "chromium")
+"""Debian's builds, the preferred first: without a window's parts a page costs a fifth less of a processor."""
+PACKAGES = (PROGRAMS[0], "fonts-noto-core", "fonts-noto-color-emoji")
 LEFT_OUT = "browser: no Chromium, so tests/browser is skipped. Install it with: apt-get install " + " ".join(
     PACKAGES
 )
@@ -19,7 +21,7 @@ UPDATE_SECONDS, INSTALL_SECONDS = 120, 300
 def chromium() -> str:
     """The browser's program: `CHROMIUM` from the environment, else Debian's; "" if there is none."""
     named = os.environ.get("CHROMIUM", "")
-    return shutil.which(named) or "" if named else shutil.which("chromium") or ""
+    return next(filter(None, map(shutil.which, [named] if named else PROGRAMS)), "")
 
 
 def install() -> None:
