@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from localai_cluster.kit import clock
 from tests.browser import checks, week
@@ -47,6 +47,9 @@ _COLOURED = """(canvases) => canvases.map((canvas) => {
   return coloured;
 })"""
 """How many pixels of each canvas are neither text nor grid."""
+
+
+_TOP = "(element) => element.getBoundingClientRect().top + window.scrollY"
 
 
 @contextmanager
@@ -122,6 +125,28 @@ def test_gpus_and_their_charts_come_first(
     expect(hardware).to_contain_text("thread")
     tops = page.evaluate("() => [...document.querySelectorAll('main h2')].map((title) => title.textContent)")
     assert tops == ["GPUs", "Memory", "Over time", "Conditions", "Hardware"]
+
+
+@pytest.mark.rule("UI-4.16")
+def test_charts_keep_their_places_while_their_figures_load(
+    window: Opener, settled: Fleet, session: Cookies, charted: str
+) -> None:
+    """What stands below them does not move when the figures come."""
+    page = window(settled.webs[0].url, session).page
+    held: list[Route] = []
+    page.route("**/api/figures?*", lambda route: held.append(route))
+    page.goto(f"{settled.webs[0].url}/app/nodes/{charted}?range=week")
+    hardware = page.get_by_role("region", name="Hardware")
+    expect(hardware).to_contain_text(week.DRIVER)
+    expect(page.get_by_role("region", name="GPUs")).to_contain_text("80% busy, 60 °C, 500 of 700 W")
+    charts = page.get_by_role("region", name="Over time")
+    expect(charts).to_contain_text("Loading the figures over time")
+    before = hardware.evaluate(_TOP)
+    page.route("**/api/figures?*", lambda route: route.continue_())
+    for route in held:
+        route.continue_()
+    expect(charts.get_by_role("slider")).to_have_count(6)
+    assert hardware.evaluate(_TOP) == before
 
 
 @pytest.mark.rule("UI-4.1")

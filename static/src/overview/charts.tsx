@@ -11,6 +11,8 @@ interface Figure {
   format: (value: number) => string;
   /** A sum for each step, shown by the second. */
   isCount?: boolean;
+  /** The machines that report it; absent: requests bring it. */
+  of?: "nodes" | "gpus";
   /** The top of the scale, or the name of the figure that has it. */
   top?: number | string;
 }
@@ -21,21 +23,28 @@ const CHARTS: readonly Figure[] = [
   { title: "Output tokens", name: "completion_tokens", format: perSecond, isCount: true },
   { title: "Time to first token", name: "first_token", format: (value) => `${decimal(value)} s` },
   { title: "Errors", name: "errors", format: perSecond, isCount: true },
-  { title: "GPUs busy", name: "busy", format: percent, top: 100 },
-  { title: "VRAM used", name: "vram_used", format: bytes, top: "vram_total" },
-  { title: "RAM used", name: "ram_used", format: bytes, top: "ram_total" },
-  { title: "GPU power", name: "power", format: watts },
+  { title: "GPUs busy", name: "busy", format: percent, of: "gpus", top: 100 },
+  { title: "VRAM used", name: "vram_used", format: bytes, of: "gpus", top: "vram_total" },
+  { title: "RAM used", name: "ram_used", format: bytes, of: "nodes", top: "ram_total" },
+  { title: "GPU power", name: "power", format: watts, of: "gpus" },
 ];
 
-/** `model`: absent for the cluster. */
-export function Charts({ model = "" }: { model?: string }): ReactNode {
-  return <OverTime scope={model === "" ? "cluster" : "model"} name={model} draw={draw} />;
+interface ChartsProps {
+  /** Absent for the cluster. */
+  model?: string;
+  /** False in a cluster without GPUs. */
+  hasGpus?: boolean;
+}
+
+export function Charts({ model = "", hasGpus = true }: ChartsProps): ReactNode {
+  const expected = CHARTS.filter(({ of }) => of === undefined || (model === "" && (of === "nodes" || hasGpus)));
+  return <OverTime scope={model === "" ? "cluster" : "model"} name={model} draw={draw} expected={expected.map(({ title }) => ({ title, labels: [""] }))} />;
 }
 
 function draw(figures: Figures): Drawing[] {
-  return CHARTS.flatMap(({ title, name, format, isCount = false, top: highest }) => {
+  return CHARTS.flatMap(({ title, name, format, of, isCount = false, top: highest }) => {
     const values = valuesOf(figures, name);
-    if (!isKnown(values) && !isCount && name !== "first_token") return [];
+    if (of !== undefined && !isKnown(values)) return [];
     const top = typeof highest === "string" ? Math.max(0, ...valuesOf(figures, highest).filter((value) => value !== null)) : (highest ?? 0);
     const perStep = isCount ? figures.step : 1;
     return [{ title, format, lines: [{ label: title, values: values.map((value) => (value === null ? null : value / perStep)) }], ...(top > 0 ? { top } : {}) }];

@@ -5,7 +5,7 @@ import { useInAddress } from "../lib/in-address";
 import { KINDS } from "../nodes/detail/events";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
-import { Chart, type ChartEvent, type ChartProps } from "../ui/chart";
+import { Chart, ChartPlaceholder, type ChartEvent, type ChartProps } from "../ui/chart";
 import { serverSeconds, useFigures, zoomRange, type Figures, type Range } from "./data";
 
 const RANGES = { hour: 3600, day: 86400, week: 604800 } as const;
@@ -17,15 +17,23 @@ const SAME_LENGTH = 0.05;
 /** What a chart shows of the figures. */
 export type Drawing = Pick<ChartProps, "title" | "lines" | "format" | "top">;
 
+/** A chart that figures usually have: its title and the labels of its lines. */
+export interface ExpectedChart {
+  title: string;
+  labels: readonly string[];
+}
+
 interface OverTimeProps {
   scope: Figures["scope"];
   /** The node's id or the model's name; "" for the cluster. */
   name: string;
   /** The charts. Must stay the same function while its result would. */
   draw: (figures: Figures) => readonly Drawing[];
+  /** The charts whose places are kept until the figures are there, so that nothing moves then. */
+  expected: readonly ExpectedChart[];
 }
 
-export function OverTime({ scope, name: subject, draw }: OverTimeProps): ReactNode {
+export function OverTime({ scope, name: subject, draw, expected }: OverTimeProps): ReactNode {
   const [name, setName] = useInAddress(readRange, writeRange);
   const [zoom, setZoom] = useState<Range | null>(null);
   const queries = useQueryClient();
@@ -35,35 +43,49 @@ export function OverTime({ scope, name: subject, draw }: OverTimeProps): ReactNo
     const isChosen = "last" in zoomed && Math.abs(zoomed.last / RANGES[name] - 1) < SAME_LENGTH;
     setZoom(isChosen ? null : zoomed);
   };
-  const choices = (
+  const choose = (choice: RangeName) => {
+    setZoom(null);
+    setName(choice);
+  };
+  return (
+    <Panel title="Over time" className="over-time" aside={<Choices name={name} isZoomed={zoom !== null} onChoose={choose} />}>
+      <Fetched query={query} subject="the figures over time" placeholder={<Places expected={expected} />}>
+        {(figures) => <Drawn figures={figures} draw={draw} onZoom={zoomTo} />}
+      </Fetched>
+    </Panel>
+  );
+}
+
+interface ChoicesProps {
+  name: RangeName;
+  isZoomed: boolean;
+  onChoose: (name: RangeName) => void;
+}
+
+function Choices({ name, isZoomed, onChoose }: ChoicesProps): ReactNode {
+  return (
     <div className="row" role="group" aria-label="Time shown">
-      {zoom !== null && (
-        <Button small onClick={() => setZoom(null)}>
+      {isZoomed && (
+        <Button small onClick={() => onChoose(name)}>
           Reset zoom
         </Button>
       )}
       {rangeNames.map((choice) => (
-        <Button
-          key={choice}
-          small
-          className="chip"
-          aria-pressed={zoom === null && choice === name}
-          onClick={() => {
-            setZoom(null);
-            setName(choice);
-          }}
-        >
+        <Button key={choice} small className="chip" aria-pressed={!isZoomed && choice === name} onClick={() => onChoose(choice)}>
           {WORDS[choice]}
         </Button>
       ))}
     </div>
   );
+}
+
+function Places({ expected }: Pick<OverTimeProps, "expected">): ReactNode {
   return (
-    <Panel title="Over time" className="over-time" aside={choices}>
-      <Fetched query={query} subject="the figures over time">
-        {(figures) => <Drawn figures={figures} draw={draw} onZoom={zoomTo} />}
-      </Fetched>
-    </Panel>
+    <div className="charts" aria-hidden="true">
+      {expected.map((chart) => (
+        <ChartPlaceholder key={chart.title} {...chart} />
+      ))}
+    </div>
   );
 }
 

@@ -8,6 +8,7 @@ import type { Figures, Overview } from "./data";
 import { OverviewPage } from "./page";
 
 vi.mock("../ui/chart", () => ({
+  ChartPlaceholder: ({ title }: { title: string }) => <p>Place of {title}</p>,
   Chart: ({ title, lines, top, onZoom }: { title: string; lines: { values: number[] }[]; top?: number; onZoom: (from: number, to: number) => void }) => (
     <button onClick={() => onZoom(...selected)}>
       {title} {String(lines[0]?.values)} {top}
@@ -111,6 +112,19 @@ it("draws counts by the second, memory up to its total, and nothing that is not 
   await charts.findByText(/^Requests 2,/);
   expect(charts.getByText("VRAM used 1,2 9")).toBeTruthy();
   expect(charts.queryByText(/GPU power/)).toBeNull();
+});
+
+it("keeps the places of the charts while their figures load", async () => {
+  let answer: (response: unknown) => void = () => undefined;
+  const figures = new Promise((resolve) => (answer = resolve));
+  vi.spyOn(client, "GET").mockImplementation(((path: string) => (path === "/api/figures" ? figures : Promise.resolve({ data: OVERVIEW, response: new Response() }))) as never);
+  stage(new LiveStore(), createMemoryRouter([{ path: "*", element: <OverviewPage /> }]));
+  const charts = within(await screen.findByRole("region", { name: "Over time" }));
+  expect(charts.getByRole("status").textContent).toContain("Loading the figures over time");
+  expect(charts.getAllByText(/^Place of /)).toHaveLength(8);
+  answer({ data: FIGURES, response: new Response() });
+  await charts.findByText(/^Requests 2,/);
+  expect(charts.queryByText(/^Place of /)).toBeNull();
 });
 
 it("goes to another time, zooms and comes back", async () => {

@@ -30,7 +30,8 @@ export function OverviewPage(): ReactNode {
           </>
         )}
       </Fetched>
-      <Charts />
+      {/* The panels above come first, so that they do not push the charts down. */}
+      {(!query.isPending || query.failureCount > 0) && <Charts hasGpus={query.data?.nodes.some(({ gpus }) => gpus > 0) ?? true} />}
       {query.data !== undefined && query.data.running_count > 0 && <Running overview={query.data} />}
     </div>
   );

@@ -124,6 +124,12 @@ function drawEvents(plot: uPlot, events: readonly ChartEvent[]): void {
   ctx.restore();
 }
 
+/** The index that a key leads to, or undefined. */
+function indexAfter(key: string, index: number, last: number): number | undefined {
+  const next = { ArrowLeft: index - 1, ArrowRight: index + 1, ArrowDown: index - 1, ArrowUp: index + 1, PageDown: index - 10, PageUp: index + 10, Home: 0, End: last }[key];
+  return next === undefined ? undefined : Math.min(Math.max(next, 0), last);
+}
+
 export function Chart(props: ChartProps): ReactNode {
   const { title, start, step, lines, top, events = NO_EVENTS, onZoom } = props;
   const id = useId();
@@ -131,7 +137,8 @@ export function Chart(props: ChartProps): ReactNode {
   const [index, setIndex] = useState<number | null>(null);
   const size = lines[0]?.values.length ?? 0;
   const last = Math.max(size - 1, 0);
-  const labels = lines.map(({ label }) => label).join("\n");
+  const labels = lines.map(({ label }) => label);
+  const labelText = labels.join("\n");
   const data = useMemo<uPlot.AlignedData>(
     () => [Array.from({ length: size }, (_, number) => start + number * step), ...(lines.length === 0 ? [[]] : lines.map(({ values }) => [...values]))],
     [start, step, size, lines],
@@ -139,16 +146,15 @@ export function Chart(props: ChartProps): ReactNode {
   useEffect(() => {
     latest.current = props;
   });
-  const make = useCallback((width: number) => options(width, labels.split("\n"), { top, current: () => latest.current, onHover: setIndex }), [labels, top]);
+  const make = useCallback((width: number) => options(width, labelText.split("\n"), { top, current: () => latest.current, onHover: setIndex }), [labelText, top]);
   const { place, plot } = usePlot(make, data, events);
 
   const at = Math.min(index ?? last, last);
   const press = (event: KeyboardEvent) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowDown: at - 1, ArrowUp: at + 1, PageDown: at - 10, PageUp: at + 10, Home: 0, End: last }[event.key];
+    const next = indexAfter(event.key, at, last);
     const zoom = { "+": 0.25, "-": 1 }[event.key];
-    if (to !== undefined) {
-      const next = Math.min(Math.max(to, 0), last);
+    if (next !== undefined) {
       setIndex(next);
       const drawn = plot.current;
       drawn?.setCursor({ left: drawn.valToPos(start + next * step, "x"), top: 0 }, false);
@@ -158,27 +164,39 @@ export function Chart(props: ChartProps): ReactNode {
     } else return;
     event.preventDefault();
   };
+  const text = size === 0 ? "nothing known" : stepText(props, at);
+  const slider = { role: "slider", tabIndex: 0, "aria-labelledby": id, "aria-valuemin": 0, "aria-valuemax": last, "aria-valuenow": at, "aria-valuetext": text, onKeyDown: press };
+  return (
+    <Frame title={<figcaption id={id}>{title}</figcaption>} labels={labels} values={size === 0 ? "Nothing known." : text}>
+      <div ref={place} className="chart-place" {...slider} />
+    </Frame>
+  );
+}
+
+/** The place of a chart whose values are loading: as high as the chart. */
+export function ChartPlaceholder({ title, labels }: { title: string; labels: readonly string[] }): ReactNode {
+  return (
+    <Frame title={<figcaption>{title}</figcaption>} labels={labels} values="Loading…">
+      <div className="chart-place" />
+    </Frame>
+  );
+}
+
+/** Values of this many lines of the chart take one more line of text. */
+const VALUES_A_ROW = 3;
+
+/** What is around a drawing; its height depends on the labels and not on the values. */
+function Frame({ title, labels, values, children }: { title: ReactNode; labels: readonly string[]; values: string; children: ReactNode }): ReactNode {
   return (
     <figure className="chart">
-      <figcaption id={id}>{title}</figcaption>
-      <div
-        ref={place}
-        className="chart-place"
-        role="slider"
-        tabIndex={0}
-        aria-labelledby={id}
-        aria-valuemin={0}
-        aria-valuemax={last}
-        aria-valuenow={at}
-        aria-valuetext={size === 0 ? "nothing known" : stepText(props, at)}
-        onKeyDown={press}
-      />
-      <p className="chart-values muted" aria-hidden="true">
-        {size === 0 ? "Nothing known." : stepText(props, at)}
+      {title}
+      {children}
+      <p className="chart-values muted" aria-hidden="true" style={{ minHeight: `${1 + Math.ceil(Math.max(labels.length, 1) / VALUES_A_ROW)}lh` }}>
+        {values}
       </p>
-      {lines.length > 1 && (
+      {labels.length > 1 && (
         <ul className="chart-legend" aria-hidden="true">
-          {lines.map(({ label }, number) => (
+          {labels.map((label, number) => (
             <li key={label}>
               <svg width="10" height="10">
                 <rect width="10" height="10" rx="2" fill={`var(${colourOf(number)})`} />

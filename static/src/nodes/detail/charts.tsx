@@ -4,7 +4,7 @@ import { bytes } from "../../lib/format";
 import { gpusOf, vramLimit } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import type { Figures } from "../../overview/data";
-import { isKnown, OverTime, percent, valuesOf, watts, type Drawing, type Values } from "../../overview/over-time";
+import { isKnown, OverTime, percent, valuesOf, watts, type Drawing, type ExpectedChart, type Values } from "../../overview/over-time";
 import type { ChartLine } from "../../ui/chart";
 
 /** The tops of the scales; 0: as high as the largest value. */
@@ -18,6 +18,7 @@ export interface Tops {
 
 /** More lines cannot be told apart: the highest, the mean and the lowest of all GPUs are drawn instead. */
 const MOST_LINES = 8;
+const SUMMARY = ["Highest", "Mean", "Lowest"] as const;
 
 export function Charts({ node }: { node: LiveNode }): ReactNode {
   const { total_ram: ram, total_disk: disk } = node;
@@ -26,7 +27,19 @@ export function Charts({ node }: { node: LiveNode }): ReactNode {
   const gpuVram = Math.max(0, ...gpus.map((gpu) => gpu.total_vram));
   const gpuPower = Math.max(0, ...gpus.map((gpu) => gpu.power_limit ?? 0));
   const draw = useMemo(() => (figures: Figures) => drawings(figures, { gpuVram, gpuPower, vram, ram, disk }), [gpuVram, gpuPower, vram, ram, disk]);
-  return <OverTime scope="node" name={node.id} draw={draw} />;
+  const gpuLabels = gpus.length > MOST_LINES ? SUMMARY : gpus.map(({ index }) => labelOf(index));
+  return <OverTime scope="node" name={node.id} draw={draw} expected={expectedCharts(gpuLabels)} />;
+}
+
+/** The charts of a node with these lines of GPUs. */
+function expectedCharts(gpuLabels: readonly string[]): ExpectedChart[] {
+  const gpuTitles = gpuLabels.length > 0 ? ["GPU busy", "VRAM used", "GPU temperature", "GPU power"] : [];
+  const ofGpus = gpuTitles.map((title) => ({ title, labels: gpuLabels }));
+  return [...ofGpus, ...["RAM used", "Models disk used"].map((title) => ({ title, labels: [""] }))];
+}
+
+function labelOf(gpu: number | null): string {
+  return `GPU ${gpu}`;
 }
 
 /** The charts of what is known in this time. */
@@ -52,11 +65,12 @@ function ownLine(figures: Figures, name: string): ChartLine[] {
 function gpuLines(figures: Figures, name: string): ChartLine[] {
   const lines = figures.figures.filter((figure) => figure.name === name && figure.gpu !== null && isKnown(figure.values));
   if (lines.length > MOST_LINES) return summary(lines.map(({ values }) => values));
-  return lines.map(({ gpu, values }) => ({ label: `GPU ${gpu}`, values }));
+  return lines.map(({ gpu, values }) => ({ label: labelOf(gpu), values }));
 }
 
 function summary(lines: readonly Values[]): ChartLine[] {
   const bySteps = (lines[0] ?? []).map((_, step) => lines.flatMap((values) => values[step] ?? []));
   const each = (label: string, of: (known: readonly number[]) => number): ChartLine => ({ label, values: bySteps.map((known) => (known.length === 0 ? null : of(known))) });
-  return [each("Highest", (known) => Math.max(...known)), each("Mean", (known) => known.reduce((sum, value) => sum + value, 0) / known.length), each("Lowest", (known) => Math.min(...known))];
+  const [highest, mean, lowest] = SUMMARY;
+  return [each(highest, (known) => Math.max(...known)), each(mean, (known) => known.reduce((sum, value) => sum + value, 0) / known.length), each(lowest, (known) => Math.min(...known))];
 }

@@ -10,7 +10,7 @@ import { LiveStore } from "../../live/store";
 import { announce } from "../../ui/announce";
 import { NodePage } from "./page";
 
-vi.mock("../../ui/chart", () => ({ Chart: () => null }));
+vi.mock("../../ui/chart", () => ({ Chart: () => null, ChartPlaceholder: () => null }));
 
 const ok = (data: unknown = {}) => ({ data, response: new Response() }) as never;
 

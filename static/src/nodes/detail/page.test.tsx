@@ -9,7 +9,7 @@ import { LiveStore } from "../../live/store";
 import { announce } from "../../ui/announce";
 import { NodePage } from "./page";
 
-vi.mock("../../ui/chart", () => ({ Chart: ({ title }: { title: string }) => <p>{title}</p> }));
+vi.mock("../../ui/chart", () => ({ Chart: ({ title }: { title: string }) => <p>{title}</p>, ChartPlaceholder: () => null }));
 
 const ANSWERS: Readonly<Record<string, unknown>> = {
   "/api/nodes/{node_id}": { name: "n1", overrides: {}, label_sources: {}, inventory: { at: null, error: "" } },

@@ -29,13 +29,24 @@ interface FetchedProps<Data> {
   query: UseQueryResult<Data>;
   /** The name of the data, as in "Loading the timeline…". */
   subject: string;
+  /** In the place of the data until there are some. */
+  placeholder?: ReactNode;
   children: (data: Data) => ReactNode;
 }
 
 /** The data of a query; a failure with a retry above the last known state, if there is one. */
-export function Fetched<Data>({ query, subject, children }: FetchedProps<Data>): ReactNode {
+export function Fetched<Data>({ query, subject, placeholder, children }: FetchedProps<Data>): ReactNode {
   const { data, error } = query;
-  if (data === undefined && error === null) return <Loading subject={subject} />;
+  if (data === undefined && error === null) {
+    return (
+      <>
+        <div className={placeholder === undefined ? undefined : "visually-hidden"}>
+          <Loading subject={subject} />
+        </div>
+        {placeholder}
+      </>
+    );
+  }
   return (
     <>
       <Problem error={error} onRetry={() => void query.refetch()} />
