@@ -277,7 +277,7 @@ class Executor(Generic[C]):
     async def _renew_leases(self) -> None:
         renewed_at, fences = clock.monotonic(), {id: fence for id, (fence, _) in self._tasks.items()}
         try:
-            held = await self._keeper.renew(fences)
+            held = await self._keeper.renew(fences) if fences else {}
         except (DatabaseError, TimeoutError) as error:
             log.warning("cannot renew leases: %s", error or "no answer from the database")
             if clock.monotonic() >= self._good_until:

@@ -1,5 +1,6 @@
-"""The executor claims fewer items at once while a claim takes long: a lease counts from its beginning."""
+"""The sizes of the executor's claims, and when it renews leases."""
 
+import asyncio
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +46,19 @@ class Backlog:
         """An item ends at once."""
 
 
+async def directly(work: Any, *args: Any, **options: Any) -> Any:
+    """Call without a thread."""
+    return work(*args, **options)
+
+
 @pytest.mark.rule("O7")
 async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Leases of 10 s. Given up on a busy machine: "10 controllers fell silent", after ten claims of 1,000."""
+    """A lease counts from the beginning of its claim.
 
-    async def directly(work: Any, *args: Any, **options: Any) -> Any:
-        return work(*args, **options)
+    Given up on a busy machine: "10 controllers fell silent", after ten claims of 1,000.
+    """
 
     monkeypatch.setattr(executor, "in_thread", directly)
     queue: Any = Backlog(monkeypatch)
@@ -73,4 +79,27 @@ async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger
     for _ in range(8):
         await running.claim_once()
     assert queue.limits[-1] == CLAIMED_AT_ONCE
+    await running.stop()
+
+
+@pytest.mark.rule("O7")
+async def test_an_executor_without_running_items_renews_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle controller would write twice a second for nothing."""
+    monkeypatch.setattr(executor, "in_thread", directly)
+    queue: Any = Backlog(monkeypatch)
+    queue.due, queue.execute = 1, lambda claimed: asyncio.Event().wait()
+    running: Executor[Any] = Executor("owner", queue, lease=10.0)
+    renewed: list[dict[Any, int]] = []
+
+    async def renew(fences: dict[Any, int]) -> dict[Any, int]:
+        renewed.append(fences)
+        return fences
+
+    monkeypatch.setattr(running._keeper, "renew", renew)
+    await running._renew_leases()
+    assert renewed == []
+    await running.claim_once()
+    await running._renew_leases()
+    assert [list(fences.values()) for fences in renewed] == [[1]]
+    assert running.running() == 1
     await running.stop()
