@@ -395,7 +395,7 @@ TRANSITIONS: dict[Event, Transition] = {
         Status.PENDING,
         "The lease ran out: its controller is gone; another one goes on.",
     ),
-    Event.COMPLETE: Transition(_from(Status.PROCESSING), Status.COMPLETED, "The outcome is as asked."),
+    Event.COMPLETE: Transition(_from(Status.PROCESSING), Status.COMPLETED, "The outcome is as requested."),
     Event.FAIL: Transition(
         _from(Status.PROCESSING),
         Status.FAILED,

@@ -14,7 +14,7 @@ ATTEMPTS = counter(
     "kind",
     "outcome",
 )
-ATTEMPT_SECONDS = seconds("attempt_duration_seconds", "How long an attempt took.", "kind", buckets=WORK)
+ATTEMPT_SECONDS = seconds("attempt_duration_seconds", "Duration of an attempt.", "kind", buckets=WORK)
 RUNNING = gauge("attempts_running", "Attempts that this controller carries out now.", "queue")
 COMMANDS = counter("commands", "Questions and commands to workers over the bus.", "command", "outcome")
 COMMAND_SECONDS = seconds("command_duration_seconds", "How long the answer took.", "command", buckets=WORK)

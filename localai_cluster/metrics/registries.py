@@ -36,7 +36,7 @@ class Build(Collector):
     """Collector of `build_info`: kind and version of this process."""
 
     NAME = PREFIX + "build_info"
-    MEANING = "Always 1: which process this is, and of which version."
+    MEANING = "Always 1; the labels are the process and its version."
     LABELS = ("process", "version")
 
     def __init__(self, process: str) -> None:

@@ -266,7 +266,7 @@ CHANGE_OUTCOME = Shape(
 )
 CHANGE_OUTCOMES = Shape(
     "BackendChangeOutcomes",
-    "One for each backend, in the order asked for.",
+    "One for each backend, in the order of the request.",
     [field("results", CHANGE_OUTCOME.many)],
 )
 _CHANGES = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}

@@ -170,7 +170,7 @@ class InstalledView(_Flat):
     def get(self, request: Request) -> Response:
         """The backends of all approved nodes by name, where each is, and whether there is an upgrade.
 
-        Old lists are asked for again meanwhile.
+        Old lists are requested again meanwhile.
         """
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
         return Response(installed_rows(upgrade_check.picture()))

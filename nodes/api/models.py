@@ -62,7 +62,11 @@ MODEL = Shape(
     "A model that is defined, or that a node has.",
     [
         field("id", TEXT),
-        field("capabilities", TEXTS, "Its use cases, such as `FLAG_CHAT`; of no definition: its engine's."),
+        field(
+            "capabilities",
+            TEXTS,
+            "Its use cases, such as `FLAG_CHAT`; without a definition those of its engine.",
+        ),
         field("backend", TEXT),
         field("disabled", FLAG, "Always false."),
         field("pinned", FLAG, "Its scheduling rule keeps at least one replica."),
@@ -117,7 +121,7 @@ class CapabilitiesView(APIView):
     def get(self, request: Request) -> Response:
         """Every usable definition and every model of a node; files that cannot be used with their reason.
 
-        Only administrators are told nodes and files. 503 while the models folder does not answer.
+        Only administrators see nodes and files. 503 while the models folder does not answer.
         """
         is_admin = principal(request).is_admin
         defined = {definition.name: definition for definition in async_to_sync(folder.folder().all)()}

@@ -315,7 +315,7 @@ class NodeBackendsView(NodeView):
         examples=[_EXAMPLE],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """What the node's worker listed last; `X-As-Of` says when. An old list is asked for again."""
+        """What the node's worker listed last; `X-As-Of` says when. An old list is requested again."""
         parsed_id = parse_node_id(node_id)
         node = BackendNode.objects.filter(pk=parsed_id).first() if parsed_id else None
         if node is None:

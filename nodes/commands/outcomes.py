@@ -14,9 +14,9 @@ R = TypeVar("R")
 
 
 class CommandFailed(errors.ClusterError):
-    """The worker did not do it, or must not be asked to."""
+    """The worker has not run the command, or may not run it."""
 
-    message = "The worker did not do it, or must not be asked to."
+    message = "The worker has not run the command, or may not run it."
     status = 502
     code = "command_failed"
 

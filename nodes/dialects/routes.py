@@ -150,7 +150,7 @@ _OLLAMA_STREAM = (
 UNPROVED = "Tried with scripted engines only, so far with no real one."
 """Part of each description: the examples have no engine for audio or images."""
 _SPEAK = (
-    "The engine's sound as it is: nothing is converted. With `stream` it is sent while it is made; what fails"
+    "The engine's sound, not converted. With `stream` it is sent while it is made; what fails"
     " after the first byte ends the connection. " + UNPROVED
 )
 _SOUNDS = tuple(kind.decode() for kind in dict.fromkeys((*audio.KINDS.values(), audio.UNKNOWN)))

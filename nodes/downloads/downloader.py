@@ -240,7 +240,7 @@ class Download:
             log.warning("%s: %s; downloading all of it again", self._file.path, problem)
             await in_staging_thread(partial.restart, self._file.url, self._file.sha256)
             self._meter.positions[self._file.path] = 0
-        raise SourceError(f"{self._file.path}: {problem}, again and again", can_retry=True)
+        raise SourceError(f"{self._file.path}: {problem}, repeatedly", can_retry=True)
 
     async def _verify(self, partial: PartialFile) -> tuple[str, str]:
         """Return what is wrong with the complete file ("" = nothing), and its hash."""

@@ -172,7 +172,9 @@ def http_server(node_id: UUID) -> HttpServer:
     if node is None:
         raise errors.NotFound("node not found")
     if node.approved_at is None:
-        raise errors.Conflict(f"node {node.name} is not approved; its worker is not asked before it is")
+        raise errors.Conflict(
+            f"node {node.name} is not approved; its worker is contacted only after approval"
+        )
     if not node.http_address:
         raise NotReachable("node has no HTTP address")
     if not permitted(node.http_address, name=node.name, registered=(node.address,)):

@@ -197,7 +197,7 @@ OUTCOME = Shape(
 )
 OUTCOMES = Shape(
     "Outcomes",
-    "How many were approved, and each in the order asked for.",
+    "How many were approved, and each in the order of the request.",
     [field("approved", count()), field("results", OUTCOME.many)],
 )
 

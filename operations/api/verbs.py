@@ -90,7 +90,7 @@ class CancelView(APIView):
 
     @describe_verb("cancel", "Cancel an operation")
     def post(self, request: Request, job_id: str) -> Response:
-        """Ends it for good. Workers that are at it are asked to stop; each part says what came of that.
+        """Ends it for good. Workers that run it are requested to stop; each target has its outcome.
 
         Of several nodes the message counts: 40 cancelled, 60 had already finished.
         """

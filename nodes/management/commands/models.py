@@ -62,7 +62,7 @@ class Command(VerbCommand):
         listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
         listed.add_argument("--state", choices=STATES)
         _model(add("show", show, "Show the YAML of a model."))
-        _edited(_model(add("edit", edit_model, "Change a definition, in $EDITOR unless told what.")))
+        _edited(_model(add("edit", edit_model, "Change a definition, in $EDITOR unless values are given.")))
         removed = _model(add("remove", remove, "Unload a model and delete its stored definition."))
         removed.add_argument("--files", action="store_true", help="and the files that no other one names")
         removed.add_argument("--detach", action="store_true", help="do not wait for the end")

@@ -211,7 +211,7 @@ async def test_a_folder_on_another_disk_is_refused_before_the_download(
 
 async def test_a_file_that_starts_over_makes_no_progress_at_first(source: Source, fetcher: Fetcher) -> None:
     source.ranges, source.drops = False, [PIECE * 4, *[PIECE * 2] * 20]
-    with pytest.raises(SourceError, match="again and again"):
+    with pytest.raises(SourceError, match="repeatedly"):
         await fetcher.fetch(len(DATA), sha256_of(DATA))
     assert fetcher.meter.moved > fetcher.meter.reached == PIECE * 4
 
@@ -348,7 +348,7 @@ async def test_a_file_that_changes_all_the_time_is_given_up(source: Source, fetc
         plain(request, path)
 
     source._send = send  # type: ignore[method-assign]
-    with pytest.raises(SourceError, match="it has changed at its source, again and again") as error:
+    with pytest.raises(SourceError, match="it has changed at its source, repeatedly") as error:
         await fetcher.fetch(len(DATA))
     assert not error.value.permanent
     assert PATH not in fetcher.left_over
@@ -399,7 +399,7 @@ async def test_a_wrong_length_is_an_error(source: Source, fetcher: Fetcher) -> N
     with pytest.raises(SourceError, match=rf"it has {len(DATA)} bytes instead of {len(DATA) + 1}"):
         await fetcher.fetch(len(DATA) + 1)
     source.ranges, source.extra_length = False, 10
-    with pytest.raises(SourceError, match="the source sends no ranges, again and again") as error:
+    with pytest.raises(SourceError, match="the source sends no ranges, repeatedly") as error:
         await fetcher.fetch(len(DATA) + 10, connections=1)
     assert not error.value.permanent
     assert PATH not in fetcher.left_over

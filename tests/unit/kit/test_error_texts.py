@@ -41,7 +41,7 @@ TEXTS: dict[type[errors.ClusterError], str] = {
     principals.WrongKey: "Incorrect API key provided.",
     passwords.PasswordChangeRequired: "The generated password must be changed first.",
     InstallFailed: "The backend could not be installed.",
-    CommandFailed: "The worker did not do it, or must not be asked to.",
+    CommandFailed: "The worker has not run the command, or may not run it.",
     endpoint.TooLarge: "The request body is too large.",
     generate.LogprobsUnsupported: "The model's engine does not tell log probabilities.",
     gbnf._Contradiction: (
