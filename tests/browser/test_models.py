@@ -102,7 +102,9 @@ def test_a_definition_is_edited_restored_cloned_and_deleted(screen: Screen, mode
     page.get_by_role("button", name="More", exact=True).click()
     page.get_by_role("menuitem", name="Delete…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Delete").click()
-    expect(page.get_by_role("heading", name="Model not found")).to_be_visible()
+    expect(page).to_have_url(re.compile("/app/models$"))
+    expect(page.get_by_role("heading", level=1)).to_have_text("Models")
+    expect(page.get_by_role("link", name=f"{STORED}-copy", exact=True)).to_have_count(0)
 
 
 @pytest.mark.rule("UI-8.6")
