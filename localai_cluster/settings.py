@@ -168,7 +168,8 @@ Q_CLUSTER = {
     "timeout": 60,
     "retry": 90,
     "max_attempts": 2,
-    "poll": 0.2,
+    # Seconds; schedules are seconds apart.
+    "poll": 0.5,
     "bulk": 1,
     # Per function, so that the last run of a rare one stays stored.
     "save_limit": 20,
