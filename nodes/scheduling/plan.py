@@ -274,10 +274,10 @@ def _pressure(context: RuleContext) -> list[Action]:
 def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
     """Retire idle replicas beyond the minimum, those on nodes outside the selector first (R4.17, R4.18).
 
-    Nothing is retired during a load: one pass would load what the next one retires. A load that waits does
-    not count: the memory that it lacks may be that of these replicas.
+    Nothing is retired during a load or under pressure: one pass would load what the next one retires, or the
+    other way round. A load that waits does not count: the memory that it lacks may be that of these replicas.
     """
-    if context.loads > context.waiting:
+    if context.loads > context.waiting or context.pressure:
         return []
     eligible_ids = {row.id for row in context.eligible_serving}
     protected_ids = {row.id for row in _first_of_each_node(context)} if context.rule.spread else set()

@@ -371,6 +371,15 @@ def test_nothing_is_retired_while_a_load_is_under_way() -> None:
     assert retired(decided(rule(1, 3), hosts=[on], replicas=there).actions) == [there[1].id]
 
 
+@pytest.mark.rule("R4.13", "R4.18")
+def test_nothing_is_retired_under_pressure() -> None:
+    """At the limit pressure loads nothing; with one replica less it would load that one again."""
+    on = host(slots=3)
+    full: dict[str, Any] = {"hosts": [on], "replicas": [row(on), row(on, 1)]}
+    assert not decided(rule(1, 2), **full, pressed={"m": 1}).actions
+    assert retired(decided(rule(1, 2), **full, pressed={"other": 1}).actions) == [full["replicas"][1].id]
+
+
 @pytest.mark.rule("R4.18")
 def test_a_load_that_waits_keeps_no_idle_replica() -> None:
     """Otherwise two models whose loads wait for the memory of the other's idle replica block each other."""
