@@ -62,7 +62,6 @@ def install_and_delete(run: Run, backend: str) -> None:
         eventually(partial(is_there, folder, present), seconds=30, what=f"{verb} at {run.data}")
 
 
-@pytest.mark.timeout(300)
 def test_a_copy_of_a_live_folder_is_another_cluster(folders: tuple[Path, Path]) -> None:
     """The original loses no process; the copy has a bus, keys and nodes of its own, and says so."""
     original = Run(folders[0], free_port())

@@ -30,7 +30,6 @@ def data(tmp_path: Path) -> Iterator[Path]:
 
 
 @swept
-@pytest.mark.timeout(240)
 def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) -> None:
     """Issue 3: restart with backoff, `kill -9` of `make run`, takeover, ordered stop with exit 0."""
     port = free_port()
@@ -78,7 +77,6 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
 
 
 @pytest.mark.skipif(os.environ.get("CLUSTER_SERVER") == "daphne", reason="daphne serves no HTTPS here")
-@pytest.mark.timeout(240)
 def test_make_run_serves_https(data: Path, tmp_path: Path) -> None:
     """Review X6: with a certificate of a private CA; its own worker registers over HTTPS."""
     authority = Authority(tmp_path / "ca")
@@ -98,7 +96,6 @@ def test_make_run_serves_https(data: Path, tmp_path: Path) -> None:
 
 
 @swept
-@pytest.mark.timeout(240)
 def test_a_cluster_whose_own_worker_is_drained_stays_up(data: Path) -> None:
     """An admin's drain outlives a restart. That is no reason to end a cluster that serves others."""
     settings = {"LOCALAI_HEARTBEAT_INTERVAL": "1s"}

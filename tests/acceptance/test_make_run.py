@@ -144,7 +144,6 @@ def rows(data: Path, query: str, *values: Any) -> list[tuple[Any, ...]]:
         return link.execute(query, values).fetchall()
 
 
-@pytest.mark.timeout(300)
 def test_make_run_survives_kills_while_it_works(data: Path) -> None:
     """Issue 3, F4: no request hangs, no operation without an owner, no orphan in /proc, a clean end."""
     size = sum(path.stat().st_size for path in (ROOT / "build/gallery/minilm").rglob("*") if path.is_file())

@@ -47,7 +47,6 @@ def secret_file(cluster: Cluster) -> Path:
     return cluster.home / "worker-one" / "node-secret"
 
 
-@pytest.mark.timeout(180)
 def test_rotation_copy_and_revocation(cluster: Cluster) -> None:
     """D-IDENTITY, D-INSTANCE, D-REREGISTER-ROWS."""
     web = cluster.web()
