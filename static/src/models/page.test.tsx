@@ -28,7 +28,7 @@ beforeEach(() => {
     if (path === "/api/placement/fit") {
       const { models } = body as { models: string[] };
       askedFits.push(models);
-      return { models: models.map((name) => ({ model: name, defined: true, fitting: name === "idle" ? 1 : 0, possible: name === "off" ? 0 : 2, says: "fits on n1" })) };
+      return { models: models.map((name) => ({ model: name, defined: true, fitting: name.startsWith("idle") ? 1 : 0, possible: name.startsWith("off") ? 0 : 2, says: "fits on n1" })) };
     }
     return path === "/api/nodes/scheduling" ? [rule] : {};
   });
@@ -83,11 +83,15 @@ it("lists every model with state, replicas of those wanted and requests (E65, UI
 });
 
 it("asks once where the models in sight fit (UW9)", async () => {
+  // Names of its own: the request of the page before may come late.
+  const names = ["filed-once", "idle-once", "off-once"];
+  defined = names.map((name) => definition(name));
   open();
-  await waitFor(async () => expect((await row("idle")).textContent).toContain("1 node"));
-  expect((await row("filed")).textContent).toContain("tight");
-  expect((await row("off")).textContent).toContain("nowhere now");
-  expect(askedFits.map((names) => names.toSorted())).toEqual([["filed", "idle", "off"]]);
+  await waitFor(async () => expect((await row("idle-once")).textContent).toContain("1 node"));
+  expect((await row("filed-once")).textContent).toContain("tight");
+  expect((await row("off-once")).textContent).toContain("nowhere now");
+  const asked = askedFits.map((models) => models.filter((name) => names.includes(name)).toSorted());
+  expect(asked.filter((models) => models.length > 0)).toEqual([names]);
 });
 
 it("opens the page of a model from its row", async () => {
