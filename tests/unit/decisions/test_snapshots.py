@@ -187,7 +187,10 @@ def test_a_reader_of_another_version_takes_what_it_knows() -> None:
 
 @pytest.mark.rule("I14")
 def test_entries_of_an_earlier_version_replay() -> None:
-    """A log and its decisions as the version of 2026-11-23 wrote them."""
+    """A log and its decisions as the version of 2026-11-23 wrote them.
+
+    It retired a replica under pressure; the decision of that rule is the one of today.
+    """
     stored = orjson.loads((DATA / "decisions/snapshots.json").read_bytes())
     entries = [orjson.dumps(entry) for entry in stored["entries"]]
     for position, expected in enumerate(stored["loads"], 1):
