@@ -66,7 +66,7 @@ def say(page: Page, text: str) -> Locator:
     """Asks this; answers the article of what is answered."""
     field = page.get_by_role("textbox", name="Message")
     field.fill(text)
-    # A moment after the page has come the conversation has its model too.
+    # Enter does nothing until the conversation has its model, a moment after the page has come.
     expect(page.get_by_role("button", name="Send", exact=True)).not_to_have_attribute("aria-disabled", "true")
     field.press("Enter")
     return page.get_by_role("log", name="Conversation").get_by_role("article").last

@@ -85,7 +85,7 @@ class Fetches:
         if key.folder != folders.models:
             raise Refusal(400, "invalid key: only files of models are fetched")
         fetch = await self._request(key, exchange)
-        await threads.run(disk.look, key.real)
+        await threads.run(disk.look, key.real)  # refuses what is no file before the answer has begun
         await exchange.start(200, {"content-type": "application/x-ndjson"})
         running = asyncio.create_task(self._run(fetch, threads, locks), name="fetch of a model's file")
         disconnect = asyncio.create_task(exchange.wait_disconnected())
