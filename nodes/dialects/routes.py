@@ -15,7 +15,6 @@ from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
-    answers,
     anthropic,
     audio,
     images,
@@ -30,6 +29,7 @@ from nodes.dialects import (
     tokens,
 )
 from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.gateway import streams
 from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
 from nodes.gateway.request import InferenceRequest
@@ -102,7 +102,7 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
             return done
         head = Head(request.request_id, int(clock.now().timestamp()), dialect.parse(fields))
         del fields
-        return await answers.respond(request, dialect, head)
+        return await streams.respond(request, dialect, head)
 
     return answer
 

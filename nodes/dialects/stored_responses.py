@@ -24,10 +24,11 @@ from localai_cluster.kit import clock, conf, database_pool, disk, names
 from localai_cluster.kit.errors import InvalidInput, NotFound, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
-from nodes.dialects import answers, blocks, responses
+from nodes.dialects import blocks, responses
 from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.dialects.openai_messages import MOST_MESSAGES
 from nodes.dialects.responses_input import NOTHING, Earlier
+from nodes.gateway import streams
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.generation import Head, TextDelta
 from nodes.gateway.request import InferenceRequest
@@ -256,7 +257,7 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
         identity = uuid.uuid4().hex
     del fields, loaded
     head = Head(identity, int(clock.now().timestamp()), generation)
-    return await answers.respond(request, responses.DIALECT, head, keep)
+    return await streams.respond(request, responses.DIALECT, head, keep)
 
 
 async def show(request: InferenceRequest) -> Answer:

@@ -11,15 +11,16 @@ cannot be reported: the connection ends without the end of the body.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import IO
 
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Header, Send
+from localai_cluster.web.wire import Answer, Header, Send
+from nodes.gateway import generate
 from nodes.gateway.endpoint import Outgoing, until_stop
-from nodes.gateway.generation import Pipe, StreamFormat, TextDelta
+from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 QUIET = 5.0
@@ -27,6 +28,9 @@ QUIET = 5.0
 STOPPING = "this web process is stopping"
 # Proxies must not buffer the pieces.
 _HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+Keep = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
+"""Processes all deltas of a response, before the client gets the last one."""
 
 
 class EventStream:
@@ -177,6 +181,34 @@ class FileAnswer:
             while piece := await asyncio.to_thread(self._file.read, PIECE):
                 await client.body(piece)
         return 200, b""
+
+
+async def respond(
+    request: InferenceRequest, dialect: Dialect, head: Head, keep: Keep | None = None
+) -> Answer | EventStream:
+    """Return the answer to a parsed request."""
+    request.body = b""  # it may be large, and generation takes long
+    if head.generation.stream:
+        deltas = generate.stream(request, head.generation)
+        if keep is not None:
+            deltas = _kept(deltas, head, keep)
+        return EventStream(request, dialect.stream_format(head), deltas)
+    response = await generate.generate(request, head.generation)
+    if keep is not None:
+        await keep(head, response)
+    return Answer(dialect.render_response(head, response), headers=tuple(node_header(request)))
+
+
+async def _kept(
+    deltas: AsyncGenerator[TextDelta, None], head: Head, keep: Keep
+) -> AsyncGenerator[TextDelta, None]:
+    seen = []
+    async with aclosing(deltas):
+        async for delta in deltas:
+            seen.append(delta)
+            if delta.finish:
+                await keep(head, seen)
+            yield delta
 
 
 class ByteStream:
