@@ -252,17 +252,19 @@ def _read_nodes() -> list[_Node]:
     return [_Node(*values) for values in rows.values_list(*_Node.__dataclass_fields__)]
 
 
-def _group(cause: str, level: str, sentence: str, names: Sequence[str], number: int = 0) -> Row:
+def _group(cause: str, level: str, sentence: str, names: Sequence[str]) -> Row:
+    """Return a group of the subjects with these names; without names there is one subject."""
     shown = [name[:_LONGEST_TEXT] for name in names[:MOST_NAMED]]
     return ATTENTION.of(
-        cause=cause, level=level, text=sentence[:_LONGEST_TEXT], count=number or len(names), names=shown
+        cause=cause, level=level, text=sentence[:_LONGEST_TEXT], count=max(len(names), 1), names=shown
     )
 
 
 def _failures() -> Iterator[Row]:
     """Yield the undismissed failures by kind and cause: the largest groups first, then the newest.
 
-    Two queries. Each node of an operation counts. An operation whose targets failed has no cause of its own.
+    Two queries. Each node counts once, or the element of an operation without a node. An operation whose
+    targets failed has no cause of its own.
     """
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True).order_by()
     targets = OperationTarget.objects.filter(status=TargetStatus.ERROR)
@@ -277,14 +279,14 @@ def _failures() -> Iterator[Row]:
             *("kind", "element", "node_name", beginning, "finished_at")
         )[:MOST_FAILURES],
     ]
-    groups: dict[tuple[str, str], list[tuple[datetime, str]]] = {}
+    groups: dict[tuple[str, str], dict[str, datetime]] = {}
     for kind, element, node, error, finished_at in rows:
         cause = cause_of(error, (node, element.rpartition("@")[2]))
-        groups.setdefault((kind, cause), []).append((finished_at, node or element))
-    ranked = sorted((-len(group), -max(group)[0].timestamp(), key) for key, group in groups.items())
-    for number, _, key in ranked[:MOST_GROUPS]:
-        names = sorted({name for _, name in groups[key]})
-        yield _group("failures", "error", key[1], names, -number)
+        group = groups.setdefault((kind, cause), {})
+        group[node or element] = max(finished_at, group.get(node or element, finished_at))
+    ranked = sorted((-len(group), -max(group.values()).timestamp(), key) for key, group in groups.items())
+    for _, _, key in ranked[:MOST_GROUPS]:
+        yield _group("failures", "error", key[1], sorted(groups[key]))
 
 
 _NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (
@@ -316,7 +318,7 @@ def _node_problems(nodes: Sequence[_Node]) -> Iterator[Row]:
 def _definition_problems() -> Iterator[Row]:
     problems = async_to_sync(folder.folder().problems)()
     if problems.folder:
-        yield _group("definitions", "error", f"The models folder: {problems.folder}", [], 1)
+        yield _group("definitions", "error", f"The models folder: {problems.folder}", [])
     if problems.files:
         yield _group("definitions", "warning", "The definition cannot be used", sorted(problems.files))
 

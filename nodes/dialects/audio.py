@@ -223,11 +223,10 @@ async def _stored_call(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncIterator[TranscriptRequest]:
     """Yield the call while the audio file is stored on the worker of the picked replica."""
-    assert request.replica is not None
     # The client's file name is untrusted; only its extension is useful to an engine.
     ending = _ENDING.search(upload.name.rpartition(".")[2])
     name = f"audio.{ending[0].lower()}" if ending else "audio"
-    async with open_files(request.replica.node_id, request.deadline) as files:
+    async with open_files(request) as files:
         call = TranscriptRequest()
         call.CopyFrom(call_options)
         call.dst = await files.put(name, upload.file, upload.size)
@@ -387,8 +386,7 @@ def _engine_request(body: SpeechBody, model: str) -> TTSRequest:
 
 
 async def _synthesize(request: InferenceRequest, engine: BackendClient, template: TTSRequest) -> IO[bytes]:
-    assert request.replica is not None
-    async with open_files(request.replica.node_id, request.deadline) as files:
+    async with open_files(request) as files:
         call = TTSRequest()
         call.CopyFrom(template)
         call.dst = await files.temp()

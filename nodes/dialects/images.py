@@ -143,9 +143,8 @@ async def _draw_images(
     request: InferenceRequest, engine: BackendClient, calls: Sequence[GenerateImageRequest]
 ) -> list[bytes]:
     """Generate the images sequentially: each one occupies the whole engine."""
-    assert request.replica is not None
     images: list[bytes] = []
-    async with open_files(request.replica.node_id, request.deadline) as files:
+    async with open_files(request) as files:
         for template in calls:
             call = GenerateImageRequest()
             call.CopyFrom(template)

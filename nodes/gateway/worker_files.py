@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import IO, Any
 from urllib.parse import quote
-from uuid import UUID
 
 import httpx
 import msgspec
@@ -23,6 +22,8 @@ from django.db import DatabaseError
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
+from nodes.gateway.request import InferenceRequest
+from nodes.loading.wait import may_see_nodes
 from nodes.registry import dial_targets
 from nodes.registry.dial_targets import HttpServer, client_of
 
@@ -36,6 +37,9 @@ LARGEST_OUTPUT = 256 * 1024 * 1024
 EMPTY_LIMIT = 10.0
 """Time limit in seconds for emptying the files of a request."""
 _LONGEST_ANSWER = 64 * 1024
+_WORKER = "the worker of the model's node"
+"""The worker in messages for callers who may not see nodes."""
+_NO_FILES = "takes and gives no files right now"
 
 
 class FilesUnavailable(BackendError, Unavailable):
@@ -62,10 +66,14 @@ _emptying: set["asyncio.Task[None]"] = set()
 class WorkerFiles:
     """The files of one request, created by `open_files`. Every transfer must finish by `deadline`."""
 
-    def __init__(self, server: HttpServer, client: httpx.AsyncClient, deadline: float) -> None:
+    def __init__(
+        self, server: HttpServer, client: httpx.AsyncClient, deadline: float, *, shows_node: bool = False
+    ) -> None:
         self._server = server
         self._client = client
         self._deadline = deadline
+        self._shows_node = shows_node
+        self._subject = f"node {server.node}: its worker" if shows_node else _WORKER
         self._folder = f"{INPUTS}/{secrets.token_hex(4)}"
         self._keys: list[str] = []
 
@@ -119,7 +127,7 @@ class WorkerFiles:
             async for piece in response.aiter_raw():
                 body += piece
                 if len(body) > _LONGEST_ANSWER:
-                    raise FilesUnavailable(f"node {self._server.node}: its worker's answer is too long")
+                    raise FilesUnavailable(f"{self._subject} sends too long an answer")
             return body
 
     @asynccontextmanager
@@ -127,19 +135,21 @@ class WorkerFiles:
         self, method: str, key: str, failure: type[FilesUnavailable], **options: Any
     ) -> AsyncIterator[httpx.Response]:
         """Yield the response of status 200; raise `failure` for any other status or a connection error."""
-        subject = f"node {self._server.node}: its worker"
         try:
             async with (
                 asyncio.timeout(self._deadline - clock.monotonic()),
                 self._client.stream(method, ROUTE + quote(key), **options) as response,
             ):
                 if response.status_code != 200:
-                    raise failure(f"{subject} answers {response.status_code} to {method} of a file")
+                    raise failure(f"{self._subject} answers {response.status_code} to {method} of a file")
                 yield response
         except TimeoutError:
-            raise DeadlineExceeded(f"{subject} has not answered in time") from None
+            raise DeadlineExceeded(f"{self._subject} has not answered in time") from None
         except httpx.HTTPError as error:
-            raise failure(f"{subject} does not answer: {error or type(error).__name__}") from error
+            logger.info("node %s: its worker does not answer: %r", self._server.node, error)
+            # The error may contain addresses.
+            reason = f": {error or type(error).__name__}" if self._shows_node else ""
+            raise failure(f"{self._subject} does not answer{reason}") from error
 
     def _path(self, body: bytes) -> str:
         try:
@@ -147,21 +157,24 @@ class WorkerFiles:
         except msgspec.DecodeError:
             path = ""
         if _base(path) in ("", ".", "..") or not path.isprintable():
-            raise FilesUnavailable(f"node {self._server.node}: its worker does not say where a file is")
+            raise FilesUnavailable(f"{self._subject} does not say where a file is")
         return path
 
 
 @asynccontextmanager
-async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFiles]:
-    """Provide files on the worker of a node; empty them afterwards in the background."""
+async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
+    """Provide files on the worker of the picked replica; empty them afterwards in the background."""
+    assert request.replica is not None
+    node_id, shows_node = request.replica.node_id, may_see_nodes(request.principal)
     try:
         server = await database_sync_to_async(dial_targets.http_server)(node_id)
     except ClusterError as error:
-        raise _NothingDone(error.message) from error
+        logger.info("no files on the worker of node %s: %s", node_id, error.message)
+        raise _NothingDone(error.message if shows_node else f"{_WORKER} {_NO_FILES}") from error
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     client = client_of(server)
-    files = WorkerFiles(server, client, deadline)
+    files = WorkerFiles(server, client, request.deadline, shows_node=shows_node)
     try:
         yield files
     finally:

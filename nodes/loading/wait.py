@@ -90,9 +90,9 @@ def may_see_nodes(principal: Principal) -> bool:
 
 
 def loading_body(
-    model: str, operation: Operation, now: datetime, *, shows_node: bool = True
+    model: str, operation: Operation, now: datetime, *, shows_node: bool = False
 ) -> dict[str, Any]:
-    """Return the `loading` object of `contract/http-api.md` §6.1."""
+    """Return the `loading` object of `contract/http-api.md` §6.1, without its node unless `shows_node`."""
     body: dict[str, Any] = {
         "model": model,
         "state": _state(operation),
@@ -111,7 +111,7 @@ def loading_body(
 
 
 def still_loading_error(
-    model: str, operation: Operation, budget: float, now: datetime, *, shows_node: bool = True
+    model: str, operation: Operation, budget: float, now: datetime, *, shows_node: bool = False
 ) -> StillLoading:
     """Return the error for a request whose wait is over while the load goes on (R2.22).
 

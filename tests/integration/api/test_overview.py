@@ -67,7 +67,7 @@ def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: p
 
 
 def test_failures_are_grouped_by_what_their_errors_have_in_common_and_nodes_count() -> None:
-    """300 nodes of one operation and a load with the same cause; what was dismissed on a node is left out."""
+    """Several nodes of one operation, and two loads of one node; what was dismissed on a node is left out."""
     bulk = fail("4 nodes", "gpu-0: …; gpu-1: …", kind="backend_install")
     for number in range(5):
         OperationTarget.objects.create(
@@ -83,7 +83,7 @@ def test_failures_are_grouped_by_what_their_errors_have_in_common_and_nodes_coun
     found = [(one["text"], one["count"], one["names"]) for one in overview()["attention"]]
     assert found == [
         ("… free on …, request …", 4, ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]),
-        ("no room for … at …", 2, ["gpu-9"]),
+        ("no room for … at …", 1, ["gpu-9"]),
     ]
 
 

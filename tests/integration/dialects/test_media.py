@@ -15,9 +15,11 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from django.contrib.auth import get_user_model
 from pytest_django import Settings
 
 from localai_cluster import edge
+from localai_cluster.accounts.principals import create_api_key
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
@@ -331,6 +333,29 @@ def test_files_that_a_worker_does_not_take_send_the_request_elsewhere() -> None:
     lost.disk.status = 401
     refused = one(SPEAK, SAY, lost)
     assert (refused.status, told(refused)["error"]["code"]) == (503, "worker_files_unavailable")
+
+
+@pytest.mark.parametrize(
+    ("status", "ending"), [(401, "answers 401 to POST of a file"), (0, "takes and gives no files right now")]
+)
+def test_only_an_administrator_reads_which_node_takes_no_files(status: int, ending: str) -> None:
+    """A worker that refuses files, and a node whose address may not be dialled."""
+
+    async def scenario() -> None:
+        if not status:
+            await BackendNode.objects.aupdate(http_address="192.0.2.9:99")
+        refused = await hot.Client(application, user_key).post(SPEAK, SAY)
+        assert refused is not None
+        assert (refused.status, refused.body["error"]["code"]) == (503, "worker_files_unavailable")
+        assert refused.body["error"]["message"] == f"the worker of the model's node {ending}"
+        shown = await hot.Client(application).post(SPEAK, SAY)
+        assert shown is not None
+        assert "node n0" in shown.body["error"]["message"]
+
+    user_key = create_api_key(get_user_model().objects.create_user("ann"), "k")[1]
+    artist = Artist()
+    artist.disk.status = status
+    play(scenario, artist)
 
 
 def test_an_engine_that_writes_nothing_has_failed() -> None:

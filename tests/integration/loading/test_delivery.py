@@ -140,7 +140,7 @@ async def test_every_process_sees_bytes_and_files_while_they_are_sent(
             attempt.cancel()
             await asyncio.gather(attempt, return_exceptions=True)
     assert look is not None
-    body = wait.loading_body("echo", look, clock.now())
+    body = wait.loading_body("echo", look, clock.now(), shows_node=True)
     assert (body["state"], body["node"]) == ("staging", "one")
     assert (body["total_bytes"], body["total_files"], body["file_index"]) == (10 * SIZE + 9, 2, 1)
     assert 0 < body["bytes_sent"] < 10 * SIZE

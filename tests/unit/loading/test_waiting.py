@@ -39,10 +39,11 @@ def test_eta_needs_bytes_and_time() -> None:
 
 def test_the_loading_object() -> None:
     """§6.1: every counter is there; node and ETA only when known."""
-    assert loading_body("m", INSTALLING, NOW) == {
+    assert loading_body("m", INSTALLING, NOW, shows_node=True) == {
         "model": "m", "state": "installing", "node": "w2", "progress": 41.0, "bytes_sent": 41,
         "total_bytes": 100, "file_index": 0, "total_files": 0, "eta_seconds": 15,
     }  # fmt: skip
+    assert "node" not in loading_body("m", INSTALLING, NOW)
     assert loading_body("m", look(status="waiting_for_nodes", phase="loading"), NOW) == {
         "model": "m", "state": "pending", "progress": 0.0, "bytes_sent": 0, "total_bytes": 0,
         "file_index": 0, "total_files": 0,
@@ -69,14 +70,12 @@ def test_the_answer_while_loading() -> None:
     assert b'"loading":{' in answer.body
     waiting = look(status="waiting_for_nodes", message="no node is approved; 2 are pending")
     for budget, seconds in ((1, b"5"), (60, b"60"), (1000, b"300")):
-        error = still_loading_error("m", waiting, budget, NOW)
+        error = still_loading_error("m", waiting, budget, NOW, shows_node=True)
         assert dict(wire.error_answer(error).headers)[b"retry-after"] == seconds
     assert error.message == "model m is pending: no node is approved; 2 are pending"
-    message = still_loading_error("m", INSTALLING, 60, NOW).message
+    message = still_loading_error("m", INSTALLING, 60, NOW, shows_node=True).message
     assert message == "model m is installing on node w2 (41%, ETA ~15s)"
-    hidden = still_loading_error(
-        "m", look(phase="staging", node_name="w2", message="to w2"), 60, NOW, shows_node=False
-    )
+    hidden = still_loading_error("m", look(phase="staging", node_name="w2", message="to w2"), 60, NOW)
     assert hidden.message == "model m is staging"
     assert "w2" not in str(hidden.data)
 
