@@ -91,6 +91,13 @@ class SourceBusy(SourceError):
         """Seconds that the source named, 0 if it named none."""
 
 
+class SourceUnreachable(SourceError):
+    """No connection to a source: its name has no address, or nothing answers there."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, can_retry=True)
+
+
 class AddressRefused(SourceError):
     """An address must not be dialled."""
 
@@ -163,6 +170,8 @@ class Outbound:
                     yield response
                 finally:
                     await response.aclose()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise SourceUnreachable(f"{_site(target)}: {_reason(error)}") from error
         except (httpx.HTTPError, TimeoutError) as error:
             raise SourceError(f"{_site(target)}: {_reason(error)}", can_retry=True) from error
 
@@ -342,9 +351,9 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             async with asyncio.timeout(CONNECT_LIMIT):
                 found = await asyncio.wrap_future(lookup)
         except TimeoutError:
-            raise SourceError(f"{name}: the name server does not answer", can_retry=True) from None
+            raise SourceUnreachable(f"{name}: the name server does not answer") from None
         except OSError as error:
-            raise SourceError(f"{name}: {error.strerror or error}", can_retry=True) from None
+            raise SourceUnreachable(f"{name}: {error.strerror or error}") from None
         numbers = list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
         if not self._outbound.is_allowed(name, port):
             barred = next((number for number in numbers if not addresses.is_public(number)), None)

@@ -297,6 +297,13 @@ admin.site.register(
     search_fields=("model_name",),
 )
 admin.site.register(
+    models.UnreachedSource,
+    Observed,
+    list_display=("host", "node", "seen_at"),
+    list_select_related=("node",),
+    search_fields=("host",),
+)
+admin.site.register(
     models.StoredResponse,
     Observed,
     # What people write to models is not for administrators.

@@ -39,7 +39,7 @@ from nodes.loading.source_files import (
     plan_files,
 )
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter, root_of
-from nodes.loading.worker_fetch import FileSource, sources_of
+from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
 from nodes.placement.choose import describe_disk_need, format_gib
@@ -106,6 +106,8 @@ class ModelTransfer:
     stall: float = deadlines.STALL
     sources: Mapping[str, FileSource] = field(default_factory=dict)
     """By path: the files that the worker is to fetch from their sources."""
+    unreached: dict[str, datetime] = field(default_factory=dict)
+    """Hosts of sources that the node could not reach lately, and when."""
     on_fallback: Callable[[str], Awaitable[None]] | None = None
     """Called with a sentence when a file is sent because the worker could not fetch it."""
 
@@ -119,6 +121,7 @@ class ModelTransfer:
                 self.meter,
                 self.stall,
                 self.sources.get(file.relative),
+                self.unreached,
             )
             for file in self.plan.files.values()
         ]
@@ -134,19 +137,13 @@ class ModelTransfer:
         failed: dict[str, str] = {}
         sent_instead: list[str] = []
 
-        async def deliver(transfer: Transfer) -> str:
-            path = await transfer.fetch()
-            if transfer.fetch_problem:
-                name, problem = transfer.file.relative, transfer.fetch_problem
-                sent_instead.append(f"{self.meter.node} did not download {name}, so it is sent: {problem}")
-                if self.on_fallback is not None:
-                    await self.on_fallback(sent_instead[-1])
-            return path or await transfer.send()
-
         async def send(transfer: Transfer) -> None:
             file = transfer.file
             try:
-                roots.add(root_of(await deliver(transfer), file.relative))
+                path = await transfer.fetch()
+                if transfer.fetch_problem:
+                    sent_instead.append(await self._report_fallback(transfer))
+                roots.add(root_of(path or await transfer.send(), file.relative))
             except FileRefused as refusal:
                 if refusal.of_node or self.plan.is_vital(file.relative):
                     raise
@@ -162,6 +159,18 @@ class ModelTransfer:
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return StagingResult(next(iter(roots), ""), failed, sent_instead)
+
+    async def _report_fallback(self, transfer: Transfer) -> str:
+        """Return a sentence on a file that the worker did not fetch; note a source that it did not reach."""
+        if transfer.is_unreachable and transfer.source is not None:
+            now, host = clock.now(), transfer.source.host
+            self.unreached[host] = now
+            await in_thread(record_unreached, self.node_id, host, now=now)
+        name, problem = transfer.file.relative, transfer.fetch_problem
+        sentence = f"{self.meter.node} did not download {name}, so it is sent: {problem}"
+        if self.on_fallback is not None:
+            await self.on_fallback(sentence)
+        return sentence
 
     async def _each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
         """Run one step for every file, several at once; the first failure cancels the others."""
@@ -264,6 +273,7 @@ async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> 
         raise NodeRefused(f"staging: {refusal.message}") from refusal
     meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
     sources = await in_thread(sources_of, attempt.definition)
+    unreached = await in_thread(unreached_hosts, slot.node_id, now=clock.now()) if sources else {}
     meter.now = f"looking for the files of {attempt.definition.name} on {slot.node_name}"
     await attempt.work.report(_tick(attempt, meter))
     try:
@@ -276,6 +286,7 @@ async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> 
                 limits,
                 meter,
                 sources=sources,
+                unreached=unreached,
                 on_fallback=lambda sentence: _report_fallback(attempt, sentence),
             )
             return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))

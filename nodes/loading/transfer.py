@@ -14,6 +14,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import PurePosixPath
 
 import httpx
@@ -219,11 +220,15 @@ class Transfer:
         meter: UploadMeter,
         stall: float,
         source: FileSource | None = None,
+        unreached: Mapping[str, datetime] | None = None,
     ) -> None:
         self._client, self.file, self._meter, self._stall = client, file, meter, stall
-        self._key, self._url, self._source = key, path_of(key), source
+        self._key, self._url, self.source = key, path_of(key), source
+        self._unreached = {} if unreached is None else unreached
         self.fetch_problem = ""
         """The reason why the worker could not fetch the file from `source`, so that it is sent."""
+        self.is_unreachable = False
+        """True if the worker had no connection to `source`."""
         self._furthest, self._pauses, self._unanswered = -1, 0, 0
         self._watch: asyncio.Timeout
         self._moved_at = 0.0
@@ -250,12 +255,15 @@ class Transfer:
 
         Raises Stalled, FileChanged and OSError.
         """
-        source, relative = self._source, self.file.relative
+        source, relative = self.source, self.file.relative
         if source is None or not self._remote.can_fetch:
             return ""
         async with self._stall_limit():
             sha256, _ = await hash_of(self.file, self._record_read)
         if source.sha256 != sha256 or self._remote.has(sha256):
+            return ""
+        if seen_at := self._unreached.get(source.host):
+            self.fetch_problem = worker_fetch.skip_reason(source.host, seen_at)
             return ""
         self._meter.start_fetch(relative)
         try:
@@ -268,6 +276,7 @@ class Transfer:
             )
         except worker_fetch.FetchFailed as failure:
             self.fetch_problem = self._without_token(str(failure))
+            self.is_unreachable = failure.is_unreachable
             self._meter.positions[relative] = 0
             self._remote = Remote()  # it may have the file in spite of the failure
             return ""

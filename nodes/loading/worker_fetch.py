@@ -3,22 +3,27 @@
 That is the policy `worker` (`CLUSTER_DOWNLOAD_ON`, or `download_on` of a definition). It needs a file that an
 import has fetched, unchanged, from an address that workers read, and a worker that has the route
 (`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs nothing but time: the
-file is then sent.
+file is then sent. A source that the node could not reach is noted, and not tried again for a while.
 """
 
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from urllib.parse import quote
+from uuid import UUID
 
 import httpx
 import msgspec
+from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, names, untrusted
+from localai_cluster.kit.outbound import host_of
 from nodes.definitions import rows
 from nodes.definitions.files import Definition
-from nodes.models import ModelDefinition
+from nodes.models import ModelDefinition, UnreachedSource
 from nodes.placement import deadlines
 from nodes.registry.dial_targets import reason_of
 
@@ -26,6 +31,8 @@ CAN_FETCH = "X-File-Fetch"
 """Header with which a worker says that it has the route."""
 STALL = 60.0
 """Seconds without a new byte after which the file is sent instead."""
+UNREACHED_FOR = timedelta(minutes=10)
+"""Time for which a source that a node could not reach is not tried from there."""
 _ROUTE = "/v1/files-fetch/"
 _SCHEMES = ("https://", "http://", "hf://")
 _LONGEST_LINE, _LONGEST_WORDS = 16 * 1024, 300
@@ -39,15 +46,26 @@ class FileSource:
     url: str
     sha256: str
 
+    @property
+    def host(self) -> str:
+        """The host, with its port; workers know the one of `hf://` themselves."""
+        return host_of(self.url)[:255] or "Hugging Face"
+
 
 class FetchFailed(Exception):
     """The worker could not fetch the file; the text gives the reason."""
+
+    def __init__(self, reason: str, *, is_unreachable: bool = False) -> None:
+        super().__init__(reason)
+        self.is_unreachable = is_unreachable
+        """True if the worker had no connection to the source."""
 
 
 class _AnswerLine(msgspec.Struct):
     bytes: int = 0
     local_path: str = ""
     error: str = ""
+    unreachable: bool = False
 
 
 def sources_of(definition: Definition) -> dict[str, FileSource]:
@@ -62,6 +80,28 @@ def sources_of(definition: Definition) -> dict[str, FileSource]:
         for file in files
         if file["source"].startswith(_SCHEMES) and file["sha256"]
     }
+
+
+def unreached_hosts(node_id: UUID, *, now: datetime) -> dict[str, datetime]:
+    """Return the hosts of sources that the node could not reach lately, and when; one query."""
+    rows = UnreachedSource.objects.filter(node_id=node_id, seen_at__gt=now - UNREACHED_FOR)
+    return dict(rows.values_list("host", "seen_at"))
+
+
+def skip_reason(host: str, seen_at: datetime) -> str:
+    """Return why a file of this source is not fetched now."""
+    until = seen_at + UNREACHED_FOR
+    return f"it did not reach {host} at {seen_at:%H:%M} UTC and tries again from {until:%H:%M} on"
+
+
+def record_unreached(node_id: UUID, host: str, *, now: datetime) -> None:
+    """Note that the node could not reach the source; remove the notes that have expired."""
+    UnreachedSource.objects.filter(seen_at__lte=now - UNREACHED_FOR).delete()
+    row = UnreachedSource(node_id=node_id, host=host, seen_at=now)
+    with suppress(IntegrityError):  # the node has been removed
+        UnreachedSource.objects.bulk_create(
+            [row], update_conflicts=True, unique_fields=["node", "host"], update_fields=["seen_at"]
+        )
 
 
 async def fetch(
@@ -84,7 +124,7 @@ async def fetch(
         ):
             async for line in _lines(response):
                 if line.error:
-                    raise FetchFailed(_words(line.error))
+                    raise FetchFailed(_words(line.error), is_unreachable=line.unreachable)
                 if line.local_path:
                     return line.local_path
                 if position < line.bytes <= size:

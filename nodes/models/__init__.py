@@ -9,6 +9,7 @@ from nodes.models.inventory import (
     GalleryCopy,
     NodeBackend,
     PendingBackendOp,
+    UnreachedSource,
     UpgradeCheck,
 )
 from nodes.models.node import (
@@ -79,6 +80,7 @@ __all__ = [
     "RevokedSecret",
     "RoutePolicy",
     "StoredResponse",
+    "UnreachedSource",
     "UpgradeCheck",
     "WebProcess",
 ]

@@ -260,3 +260,20 @@ class BroughtModel(models.Model):
 
     def __str__(self) -> str:
         return f"{self.model_name} on {self.node_id}"
+
+
+class UnreachedSource(models.Model):
+    """The host of a source of models that a node could not reach; it is not tried again for a while."""
+
+    id = models.BigAutoField(primary_key=True)
+    node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="unreached_sources")
+    host = models.CharField(max_length=255, help_text="with its port")
+    seen_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "unreached_sources"
+        verbose_name, verbose_name_plural = "unreached source", "unreached sources"
+        constraints = [models.UniqueConstraint(fields=["node", "host"], name="unreached_once_a_node")]
+
+    def __str__(self) -> str:
+        return f"{self.host} from {self.node_id}"

@@ -4,6 +4,9 @@ The body is JSON with `url` (http://, https:// or hf://owner/repository@commit/p
 answer is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`. The
 file is visible under its key when it is complete and its hash is right. If the client disconnects, the
 download ends; a later request resumes it at the next byte, also after a kill of the worker.
+
+A source to which there is no connection is not tried again, because the client sends the file instead; the
+last line then has `"unreachable": true`.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ import msgspec
 
 from localai_cluster.kit import cancellation, failpoints, untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
-from localai_cluster.kit.outbound import Outbound, SourceError, host_of, parse_url
+from localai_cluster.kit.outbound import Outbound, SourceError, SourceUnreachable, host_of, parse_url
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.download import MOST_BYTES, Archive, DownloadFailed, Downloads, partial_path
@@ -69,6 +72,8 @@ class _Fetch:
     size: int
     sha256: str
     position: int = 0
+    is_unreachable: bool = False
+    """True if the last attempt had no connection to the source."""
     halt: Halt = field(default_factory=Halt)
 
 
@@ -138,7 +143,7 @@ class Fetches:
             raise Refusal(400, f"url: {error.message}") from None
         return address
 
-    async def _run(self, fetch: _Fetch, threads: Threads, locks: PathLocks) -> dict[str, str]:
+    async def _run(self, fetch: _Fetch, threads: Threads, locks: PathLocks) -> dict[str, object]:
         """Fetch the file unless it is there; return the last line of the answer."""
         path = fetch.key.real
         try:
@@ -150,7 +155,7 @@ class Fetches:
             return {"error": refusal.answer.text.strip()}
         except ClusterError as error:
             log.warning("fetch of %s: %s", fetch.key.local, error.message)
-            return {"error": error.message}
+            return {"error": error.message, **({"unreachable": True} if fetch.is_unreachable else {})}
         except HashStopped:
             return {"error": "the worker is shutting down"}
         except OSError as error:
@@ -166,9 +171,12 @@ class Fetches:
         async def open_part(headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
             try:
                 async with self._outbound.open(fetch.address, headers) as response:
+                    fetch.is_unreachable = False
                     yield response
             except SourceError as error:
-                raise DownloadFailed(error.message, can_retry=not error.permanent) from error
+                fetch.is_unreachable = isinstance(error, SourceUnreachable)
+                is_hopeless = error.permanent or (fetch.is_unreachable and not fetch.position)
+                raise DownloadFailed(error.message, can_retry=not is_hopeless) from error
 
         folder = fetch.key.folder
         partial = partial_path(folder, str(fetch.key.real), fetch.url, fetch.sha256)

@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
@@ -26,13 +27,13 @@ from nodes.loading.source_files import plan_files
 from nodes.loading.staging import ModelTransfer, StagingResult, TransferLimits
 from nodes.loading.transfer import UploadMeter
 from nodes.loading.worker_fetch import FetchFailed, FileSource, sources_of
-from nodes.models import BackendNode
+from nodes.models import BackendNode, UnreachedSource
 from nodes.registry.dial_targets import Contact, HttpServer, client_of
 from operations.executor.work import in_thread
 from operations.ledger.progress import Tick
 from tests.integration.loading.test_delivery import files
 from tests.integration.loading.test_load_steps import told
-from tests.support import backends, worker_http
+from tests.support import backends, hot, worker_http
 from tests.support.file_server import file_server
 from tests.support.loading import Stage, loads, stage
 from tests.support.sources import Refusal, Source, started
@@ -69,21 +70,32 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def deliver(
-    folder: Path, address: str, file: FileSource, token: str = backends.TOKEN
+    folder: Path,
+    address: str,
+    file: FileSource,
+    token: str = backends.TOKEN,
+    *,
+    node_id: UUID | None = None,
+    unreached: dict[str, datetime] | None = None,
 ) -> tuple[StagingResult, UploadMeter]:
     planned = plan_files(folder, "m", {"Model": "a.gguf"})
     meter = UploadMeter({"a.gguf": planned.files["a.gguf"].size}, "gpu")
     server = HttpServer("gpu", "healthy", Contact(address, token))
     async with client_of(server) as client:
         sending = ModelTransfer(
-            "m", planned, client, uuid4(), TransferLimits(), meter, 60.0, {"a.gguf": file}
+            "m", planned, client, node_id or uuid4(), TransferLimits(), meter, sources={"a.gguf": file}
         )
+        sending.unreached |= unreached or {}
         await sending.check()
         return await sending.send(), meter
 
 
+def there_at(worker: Any) -> Path:
+    return Path(worker.home.name, "models", "m", "a.gguf")
+
+
 def there(worker: Any) -> bytes:
-    return Path(worker.home.name, "models", "m", "a.gguf").read_bytes()
+    return there_at(worker).read_bytes()
 
 
 async def test_the_worker_fetches_the_file_and_nothing_is_sent(
@@ -241,6 +253,91 @@ def test_the_definition_decides_and_else_the_setting(
     assert len(queries) == count
     assert sources == ({"a.gguf": FileSource("hf://o/r@0a/a.gguf", DIGEST)} if count else {})
     assert sources_of(replace(definition, source="m.yaml")) == {}, "a file of the models folder"
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_an_unreached_source_is_noted_and_not_tried_again_for_a_while(
+    folder: Path, worker: Any, source: Source, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by another controller; the file still arrives."""
+    node = await in_thread(hot.node, "gpu")
+    monkeypatch.setattr(download, "PAUSES", (3600.0,))
+    file = FileSource(source.url("/a.gguf"), DIGEST)
+    source.stop()
+    for _ in range(failures):
+        result, _ = await deliver(folder, worker.address, file, node_id=node.id)
+        assert "connection lost" in result.sent_instead[0]
+        await in_thread(lambda: there_at(worker).unlink())
+    (row,) = await in_thread(lambda: list(UnreachedSource.objects.all()))
+    assert (row.node_id, row.host) == (node.id, source.host)
+
+    unreached = await in_thread(worker_fetch.unreached_hosts, node.id, now=row.seen_at)
+    monkeypatch.setattr(worker_fetch, "fetch", None)  # whoever calls it fails
+    result, meter = await deliver(folder, worker.address, file, node_id=node.id, unreached=unreached)
+    until = row.seen_at + worker_fetch.UNREACHED_FOR
+    assert f"did not reach {source.host} at" in result.sent_instead[0]
+    assert f"tries again from {until:%H:%M}" in result.sent_instead[0]
+    assert there(worker) == DATA
+    assert meter.current == meter.total
+
+
+def test_the_note_of_an_unreached_source_expires() -> None:
+    """One query reads the notes of a node; a new one removes those that have expired."""
+    one, two, now = hot.node("one"), hot.node("two"), clock.now()
+    worker_fetch.record_unreached(one.id, "h:443", now=now)
+    worker_fetch.record_unreached(two.id, "i:443", now=now)
+    with CaptureQueriesContext(connection) as queries:
+        assert worker_fetch.unreached_hosts(one.id, now=now) == {"h:443": now}
+    assert len(queries) == 1
+    later = now + worker_fetch.UNREACHED_FOR
+    assert worker_fetch.unreached_hosts(one.id, now=later) == {}
+    worker_fetch.record_unreached(one.id, "j:443", now=later)
+    assert [row.host for row in UnreachedSource.objects.all()] == ["j:443"]
+    worker_fetch.record_unreached(uuid4(), "j:443", now=later)  # its node has been removed
+    assert UnreachedSource.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("https://h.example/a?key=s3cret", "h.example:443"),
+        ("http://h.example:81/a", "h.example:81"),
+        ("hf://o/r@0a/a.gguf", "Hugging Face"),
+        ("https://" + "h" * 900, "h" * 255),
+    ],
+)
+def test_a_source_is_noted_by_its_host(url: str, host: str) -> None:
+    assert FileSource(url, DIGEST).host == host
+
+
+@pytest.mark.rule("R2.56")
+@pytest.mark.parametrize("is_noted", [False, True])
+async def test_a_load_tries_a_source_that_its_node_does_not_reach_once(
+    stage: Stage,
+    files: Path,
+    told: list[Any],
+    worker: Any,
+    source: Source,
+    is_noted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file that comes next in the same load is sent at once; all of them if the host was noted before."""
+    monkeypatch.setattr(download, "PAUSES", (3600.0,))
+    monkeypatch.setattr(staging, "OF_A_NODE", 1)
+    source.stop()
+    sources = {
+        path: FileSource(source.url("/x"), hashlib.sha256((files / path).read_bytes()).hexdigest())
+        for path in ("sub/a.gguf", "proj.bin")
+    }
+    monkeypatch.setattr(staging, "sources_of", lambda _: sources)
+    if is_noted:
+        await in_thread(worker_fetch.record_unreached, stage.one.id, source.host, now=clock.now())
+    await in_thread(lambda: BackendNode.objects.filter(pk=stage.one.pk).update(http_address=worker.address))
+    result = await stage.handler(stage.work)
+    sentences = [text for text in result["warnings"] if f"did not reach {source.host}" in text]
+    assert len(sentences) == 1 + is_noted
+    assert any("connection lost" in text for text in result["warnings"]) is not is_noted
+    assert result["node"] == "one"
 
 
 @pytest.mark.rule("R2.56")

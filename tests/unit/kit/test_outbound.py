@@ -21,6 +21,7 @@ from localai_cluster.kit.outbound import (
     SourceError,
     SourceMissing,
     SourceRefused,
+    SourceUnreachable,
     body_of,
 )
 from tests.support.certificates import Authority
@@ -285,8 +286,9 @@ async def test_a_lost_connection_is_worth_a_retry(source: Source) -> None:
     with pytest.raises(SourceError, match="connection lost") as error:
         await read(Outbound(LOCAL), source.url("/m.gguf"))
     assert not error.value.permanent
+    assert type(error.value) is SourceError
     source.stop()
-    with pytest.raises(SourceError) as error:
+    with pytest.raises(SourceUnreachable) as error:
         await read(Outbound(LOCAL), source.url("/m.gguf"))
     assert not error.value.permanent
 

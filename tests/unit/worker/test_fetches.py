@@ -3,13 +3,16 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from localai_cluster.kit.outbound import Outbound
+from localai_cluster.kit.outbound import Outbound, SourceUnreachable
 from localai_cluster.worker import download
 from localai_cluster.worker.backend_store import PARTIAL
 from localai_cluster.worker.config import build
@@ -252,6 +255,59 @@ def test_a_full_disk_is_an_error_in_words(
 def test_a_source_that_is_busy_is_asked_again(files: Files, source: Source) -> None:
     source.refusals = [Refusal(503), Refusal(429)]
     assert "local_path" in last_line(fetch(files, source.url("/w.gguf")))
+
+
+@pytest.mark.parametrize("problem", ["refused", "no name"])
+def test_a_source_without_a_connection_is_tried_once(
+    files: Files, source: Source, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends the file instead: waiting would only cost time."""
+    monkeypatch.setattr(download, "PAUSES", (3600.0,))
+    url = source.url("/w.gguf")
+    if problem == "refused":
+        source.stop()
+    else:
+        url = "http://nowhere.invalid/w.gguf"
+        monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    line = last_line(fetch(files, url))
+    assert line.pop("unreachable") is True
+    assert line.keys() == {"error"}
+
+
+look_up = socket.getaddrinfo
+
+
+def no_name(host: Any, *args: Any, **more: Any) -> Any:
+    if host == "nowhere.invalid":
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return look_up(host, *args, **more)
+
+
+class Lost(Outbound):
+    """There is no connection for the second request."""
+
+    count = 0
+
+    @asynccontextmanager
+    async def open(self, *args: Any, **more: Any) -> AsyncIterator[httpx.Response]:
+        self.count += 1
+        if self.count == 2:
+            raise SourceUnreachable("no route to host")
+        async with super().open(*args, **more) as response:
+            yield response
+
+
+def test_a_source_that_is_lost_after_the_first_byte_is_asked_again(source: Source) -> None:
+    source.drops = [2**20]
+    out = Lost([source.host, source.storage])
+    with worker(fetching=fetches(out)) as one:
+        assert "local_path" in last_line(fetch(Files(one.address), source.url("/w.gguf")))
+    assert out.count == 3
+
+
+def test_an_error_of_a_source_that_answers_is_not_marked(files: Files, source: Source) -> None:
+    source.refusals = [Refusal(404)]
+    assert last_line(fetch(files, source.url("/w.gguf"))).keys() == {"error"}
 
 
 def test_configured_hosts_are_the_mirror_galleries_and_registries(tmp_path: Path) -> None:
