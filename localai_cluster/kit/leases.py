@@ -179,10 +179,18 @@ def lock_held(leased: "QuerySet[L]", owner: str) -> list[L]:
     return list(leased.filter(lease_owner=owner).order_by("pk").select_for_update(no_key=True))
 
 
+def any_expired(leased: "QuerySet[L]", *, now: datetime) -> bool:
+    """Return True if a lease has expired, in one query without a lock: mostly none has."""
+    return _expired(leased, now).exists()
+
+
+def _expired(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
+    return leased.filter(lease_until__lt=now)
+
+
 def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list[L]]:
     """Return the unlocked rows whose lease has expired: those to retry, counted, and those to give up."""
-    expired = leased.filter(lease_until__lt=now).order_by("pk")
-    lost = lock_free(expired)
+    lost = lock_free(_expired(leased, now).order_by("pk"))
     retried = [row for row in lost if row.lost_leases < MOST_LOST_LEASES]
     given_up = [row for row in lost if row.lost_leases >= MOST_LOST_LEASES]
     for row in retried:

@@ -13,6 +13,7 @@ from django_q.brokers import get_broker
 from django_q.models import OrmQ, Schedule
 from django_q.scheduler import scheduler
 
+from localai_cluster.kit import clock
 from localai_cluster.kit.locks import Lock, try_lock
 
 SILENT_AFTER = 30.0
@@ -53,7 +54,8 @@ def tick() -> None:
 
     While no process takes tasks off the queue it adds none: a backlog of the same pass is useless.
     """
-    if OrmQ.objects.count() < BACKLOG:
+    due = Schedule.objects.exclude(repeats=0).filter(next_run__lt=clock.now())
+    if due.exists() and OrmQ.objects.count() < BACKLOG:
         scheduler(broker=get_broker())
 
 

@@ -299,6 +299,8 @@ def reap(*, now: datetime) -> tuple[int, int]:
 
     Return the numbers of (reclaimed, ended) intents.
     """
+    if not leases.any_expired(PendingBackendOp.objects.leased(), now=now):
+        return 0, 0
     with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as locked:
         if not locked:
             return 0, 0

@@ -42,6 +42,8 @@ GROUP = "operations"
 MOST_IN_MESSAGE = 100
 """Changes in one message of the channel layer, which is slower with many messages than with long ones."""
 _RECONNECT_PAUSE = 1.0
+_TIMER_SECONDS = 60.0
+"""Interval of the driver's timer while a connection waits. Its own is a tenth of a second, for Ctrl-C."""
 
 
 def notify(channel: str, *payloads: str) -> None:
@@ -66,6 +68,14 @@ def conninfo() -> str:
     return make_conninfo(**options, **{key: value for key, value in parameters.items() if value})
 
 
+class _Listener(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """A connection that sleeps until the server sends something."""
+
+    async def wait(self, *arguments: Any, **options: Any) -> Any:
+        """Run one round trip, or wait for notifications."""
+        return await super().wait(*arguments, **{"interval": _TIMER_SECONDS, **options})
+
+
 async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
     """Yield (channel, payload) forever.
 
@@ -74,7 +84,7 @@ async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
     failing = False
     while True:
         try:
-            async with await psycopg.AsyncConnection.connect(conninfo(), autocommit=True) as link:
+            async with await _Listener.connect(conninfo(), autocommit=True) as link:
                 for channel in channels:
                     await link.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
                 failing = False

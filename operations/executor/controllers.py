@@ -27,9 +27,11 @@ class Seen:
 def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
     """Write the heartbeat of controller `owner`, and delete the rows of dead controllers."""
     with committed("controllers.beat"):
-        ControllerBeat.objects.update_or_create(
-            owner=owner,
-            defaults={"seen_at": now, "bus_connected": bus_connected, "version": __version__},
+        ControllerBeat.objects.bulk_create(
+            [ControllerBeat(owner=owner, seen_at=now, bus_connected=bus_connected, version=__version__)],
+            update_conflicts=True,
+            unique_fields=["owner"],
+            update_fields=["seen_at", "bus_connected", "version"],
         )
         ControllerBeat.objects.filter(seen_at__lt=now - _FORGOTTEN_AFTER).delete()
 

@@ -3,7 +3,7 @@
 import logging
 from datetime import timedelta
 
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import clock, conf, leases
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
@@ -28,6 +28,8 @@ def reap_expired_leases() -> None:
 
 def reap() -> None:
     """Requeue operations with expired leases; return at once if another process is reaping."""
+    if not leases.any_expired(attempts.leased(), now=clock.now()):
+        return
     with try_lock(Lock.OPERATION_REAPER) as mine:
         if not mine:
             return

@@ -21,6 +21,8 @@ PICTURES = ROOT / "build" / "browser"
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars"]
 CROWD_PACE = "0.2"
 """Slower than in life: the controller and every open page react to each change of five hundred nodes."""
+LEASE = "30s"
+"""No test here waits for the end of a lease; short ones cost the idle controller a look every two seconds."""
 PATIENCE = 60_000
 """Milliseconds that an expectation waits: on a busy machine everything takes its time."""
 
@@ -56,7 +58,7 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def fleet(chromium: Browser) -> Iterator[Fleet]:
     """The cluster of this run: two web processes, three workers."""
-    with running_fleet(tasks=True) as running:
+    with running_fleet(tasks=True, CLUSTER_OPERATION_LEASE=LEASE) as running:
         yield running
 
 
@@ -64,7 +66,7 @@ def fleet(chromium: Browser) -> Iterator[Fleet]:
 def crowd(chromium: Browser) -> Iterator[Fleet]:
     """A cluster of five hundred seeded nodes, hostile names among them, with twenty moving operations."""
     with (
-        running_fleet(webs=1, workers=()) as running,
+        running_fleet(webs=1, workers=(), CLUSTER_OPERATION_LEASE=LEASE) as running,
         seeded(running.cluster, 500, 20, 7_200, "--pace", CROWD_PACE),
     ):
         yield running

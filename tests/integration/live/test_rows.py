@@ -18,6 +18,7 @@ from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, Node
 from nodes.registry import claims, lifecycle
 from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
+from operations.models import ControllerBeat
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
 from tests.support.replicas import columns, forget_nodes
@@ -416,13 +417,16 @@ def test_weak_secrets_and_weak_identities_are_named() -> None:
 
 
 @pytest.mark.django_db
-def test_controllers_leave_a_sign_of_life_and_take_it_back() -> None:
+def test_controllers_leave_a_sign_of_life_and_take_it_back(django_assert_num_queries: Any) -> None:
     """The newest counts; what went without a word is forgotten after some minutes."""
     controllers.beat("a", bus_connected=True, now=NOW)
     controllers.beat("b", bus_connected=False, now=later(3))
     assert controllers.seen() == controllers.Seen(later(3), NOW)
-    controllers.beat("b", bus_connected=True, now=later(1000))
+    begun = ControllerBeat.objects.get(owner="b").started_at
+    with django_assert_num_queries(4):  # two of them are the savepoint's
+        controllers.beat("b", bus_connected=True, now=later(1000))
     assert controllers.seen() == controllers.Seen(later(1000), later(1000))
+    assert ControllerBeat.objects.get().started_at == begun
     controllers.sign_off("b")
     assert controllers.seen() == controllers.Seen()
 

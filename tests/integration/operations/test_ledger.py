@@ -9,12 +9,13 @@ from uuid import uuid4
 import pytest
 from django.db import IntegrityError, connection, transaction
 
-from localai_cluster.kit import errors, leases
+from localai_cluster.kit import clock, errors, leases
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import feed
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import TRANSITIONS, Event, Operation, Status, Transition
+from operations.reconcilers import tasks
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 LEASE = 10.0
@@ -101,6 +102,18 @@ def test_a_live_lease_is_not_reaped() -> None:
     held = claim_one()
     attempts.renew("a", [held.id], now=NOW + timedelta(seconds=8), lease=LEASE)
     assert attempts.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
+
+
+def test_a_reap_without_an_expired_lease_is_one_query(django_assert_num_queries: Any) -> None:
+    """Every controller reaps twice per lease, and mostly no lease has expired."""
+    admit()
+    held = claim_one(now=clock.now())
+    with django_assert_num_queries(1):
+        tasks.reap()
+    Operation.objects.update(lease_until=clock.now() - timedelta(seconds=1))
+    tasks.reap()
+    held.refresh_from_db()
+    assert (held.status, held.lost_leases) == (Status.PENDING, 1)
 
 
 @pytest.mark.rule("I4", "A37", "A69", "A70", "A75", "O90", "O91", "H5", "T-JOB-9")

@@ -1,6 +1,7 @@
 """Schedules declared in code: made once, ticked without a pile-up, an operator's pause kept."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from django_q.models import OrmQ, Schedule
@@ -36,6 +37,15 @@ def test_a_due_schedule_is_enqueued_once() -> None:
     periodic.tick()
     periodic.tick()
     assert OrmQ.objects.count() == 1
+
+
+def test_a_tick_with_nothing_due_is_one_query(django_assert_num_queries: Any) -> None:
+    """The controller ticks every second, and mostly nothing is due."""
+    periodic.ensure([Recurring("rare", "nodes.reconcilers.tasks.liveness", "0 0 1 1 * 0")])
+    due()
+    periodic.tick()
+    with django_assert_num_queries(1):
+        periodic.tick()
 
 
 def test_every_due_schedule_is_enqueued() -> None:
