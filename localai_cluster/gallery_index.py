@@ -190,7 +190,7 @@ def _referenced(text: bytes, address: str) -> str:
     name = text[: _REF_LIMIT + 1].decode("utf-8", "replace").strip()
     if not name or len(text) > _REF_LIMIT or not name.isprintable() or ":" in name or name.startswith("/"):
         raise ValueError("a .ref file must hold the relative name of an index")
-    return located(name, address)
+    return resolve_source(name, address)
 
 
 def local_path(url: str) -> Path | None:
@@ -261,7 +261,7 @@ def read_served(folder: Path, name: str) -> bytes:
         return _bounded(file.read(INDEX_LIMIT + 1))
 
 
-def located(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
+def resolve_source(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
     """Resolve the address of an entry's source relative to its index.
 
     Absolute addresses and references of images stay.

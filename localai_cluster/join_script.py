@@ -85,7 +85,7 @@ def command(url: str, token: str, wheel: Wheel | None = None) -> str:
 
 
 def script(wheel: Wheel | None) -> str:
-    """The script for `wheel`; without one it says so and stops."""
+    """Return the join script for `wheel`; for None, a script that reports the missing wheel and stops."""
     wheel = wheel or Wheel(Path(), "")
     told = {
         "WHEEL": wheel.path.name,

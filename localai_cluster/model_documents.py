@@ -14,8 +14,8 @@ from localai_cluster.gallery_index import (
     ResolvePath,
     WebClient,
     files_of,
-    located,
     read_url,
+    resolve_source,
     settings_of,
     text_of,
 )
@@ -50,7 +50,7 @@ async def model_document(
     document: Mapping[str, Any] = {}
     if url := entry.config_url or entry.uri:
         async with asyncio.timeout(FETCH_TIMEOUT):
-            text = await read_url(located(url, entry.gallery.url, github_url), client, resolve)
+            text = await read_url(resolve_source(url, entry.gallery.url, github_url), client, resolve)
         document = settings_of(await asyncio.to_thread(_load, text, entry.name))
     inner = document.get("config_file")
     if isinstance(inner, str):

@@ -35,7 +35,7 @@ class HandlerContext:
 
 
 class Targets(Protocol):
-    """Cancellation and retry of an operation that runs by its targets (`Operation.by_parts`)."""
+    """Cancellation and retry of an operation whose targets run on their own (`Operation.by_parts`)."""
 
     def cancel(self, operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None) -> Operation:
         """Cancel the operation, or its target on one node."""

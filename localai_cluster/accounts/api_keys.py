@@ -126,7 +126,9 @@ class _KeysView(APIView):
     def person(self, request: Request) -> Any:
         """Return the signed-in user; raise Forbidden in a session that a key began."""
         if isinstance(request.auth, principals.KeyUser):
-            raise errors.Forbidden("a key began this session; sign in with the password to manage keys")
+            raise errors.Forbidden(
+                "an API key started this session; to manage keys, sign in with the password"
+            )
         return request.auth
 
 

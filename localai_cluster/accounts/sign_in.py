@@ -324,7 +324,9 @@ class PasswordView(SessionView):
         if user_id is None:
             raise errors.NotAuthenticated("sign-in required")
         if isinstance(signed_in, KeyUser):
-            raise errors.Forbidden("a key began this session; sign in with the password to change it")
+            raise errors.Forbidden(
+                "an API key started this session; to change the password, sign in with the password"
+            )
         sent = validate_body(PasswordSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)

@@ -148,7 +148,7 @@ def compress(folder: Path) -> None:
             file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
 
 
-def first_load(folder: Path = PAGES) -> int:
+def first_page_bytes(folder: Path = PAGES) -> int:
     """Compressed bytes of the first page load: the entry, its static imports, its styles."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     wanted, seen = [ENTRY], set()
@@ -226,7 +226,7 @@ def check() -> None:
         tool("vitest", "run", "--reporter=dot")
         lint.result()
     build_pages()
-    size = first_load()
+    size = first_page_bytes()
     say(f"first load: {size / 1024:.0f} kB compressed (limit {BUDGET // 1024} kB)")
     if size > BUDGET:
         raise BuildFailed("The first load is over its limit. Load a page's code when the page is opened.")

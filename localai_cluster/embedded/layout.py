@@ -33,7 +33,7 @@ from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.kit import addresses, conf
 
 
-def trusting(certificate: Path) -> ssl.SSLContext:
+def ssl_context_for(certificate: Path) -> ssl.SSLContext:
     """Return a context that accepts this very certificate, under any name: for probes on this machine."""
     context = ssl.create_default_context(cafile=str(certificate))
     context.check_hostname = False
@@ -179,7 +179,7 @@ class Layout:
     @cached_property
     def probe_trust(self) -> ssl.SSLContext | bool:
         """What probes of this process trust, for httpx."""
-        return trusting(self.certificate) if self.certificate else True
+        return ssl_context_for(self.certificate) if self.certificate else True
 
     @property
     def _dial_host(self) -> str:

@@ -64,7 +64,7 @@ def current() -> DiskUsage | None:
     return _last[1]
 
 
-def explained(problem: str) -> str:
+def with_disk_full_hint(problem: str) -> str:
     """Return the problem with the full disk as its likely reason, if the disk is full."""
     usage = current()
     return f"{problem}: {IS_FULL}" if usage is not None and usage.is_full else problem

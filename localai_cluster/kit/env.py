@@ -219,7 +219,7 @@ Port = Annotated[int, Meta(ge=1, le=65535, description="a port between 1 and 655
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Ratio = Annotated[float, Meta(ge=1, le=1_000_000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Whole = Annotated[int, Meta(ge=-_HIGHEST, le=_HIGHEST, description="a whole number")]
+WholeNumber = Annotated[int, Meta(ge=-_HIGHEST, le=_HIGHEST, description="a whole number")]
 Slots = Annotated[int, Meta(le=_HIGHEST), Format("a whole number", _slots)]
 Rate = Annotated[int, Meta(ge=0, le=_HIGHEST, description="bytes per second. 0 = unlimited")]
 Mebibytes = Annotated[int, _size(2**20, 0.1, 100_000)]

@@ -359,8 +359,8 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             barred = next((number for number in numbers if not addresses.is_public(number)), None)
             if barred is not None or addresses.is_special(name):
                 raise AddressRefused(
-                    f"{name} is {barred or 'a metadata service'}, which is no public address: only hosts of"
-                    " mirrors, galleries and registries in the settings may have one"
+                    f"{name} is {barred or 'a metadata service'}, which is not a public address;"
+                    " only hosts of mirrors, galleries and registries in the settings may have such a one"
                 )
         return numbers
 

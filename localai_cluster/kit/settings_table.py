@@ -342,7 +342,7 @@ class WorkerSettings(SharedSettings):
     """host:port that reaches this worker. Its port is the first port for engines."""
     serve_addr: env.HostPort = setting("LOCALAI_SERVE_ADDR", "0.0.0.0:50051")
     """Where the first port for engines comes from without --addr."""
-    grpc_max_port: env.Whole = setting("LOCALAI_GRPC_MAX_PORT", "0")
+    grpc_max_port: env.WholeNumber = setting("LOCALAI_GRPC_MAX_PORT", "0")
     """Highest port for engines. 0 = 65535."""
     find_ports: bool = setting("LOCALAI_WORKER_FIND_PORTS", "false")
     """If the ports of --addr are in use, take the next free block of 100 and keep it."""

@@ -94,8 +94,8 @@ _OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] =
     (PermissionDenied, errors.Forbidden),
     (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
     (SuspiciousOperation, errors.InvalidInput),
-    (OperationalError, lambda: errors.Unavailable(disk.explained("the database is unavailable"))),
-    (InterfaceError, lambda: errors.Unavailable(disk.explained("the database is unavailable"))),
+    (OperationalError, lambda: errors.Unavailable(disk.with_disk_full_hint("the database is unavailable"))),
+    (InterfaceError, lambda: errors.Unavailable(disk.with_disk_full_hint("the database is unavailable"))),
 )
 
 

@@ -33,7 +33,7 @@ class Halt(threading.Event):
     cancelled = False
 
     def cancel(self) -> None:
-        """End the install for good."""
+        """Set the event for good: the files of the install are not needed later."""
         self.cancelled = True
         self.set()
 

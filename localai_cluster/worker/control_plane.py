@@ -239,16 +239,16 @@ class ControlPlane:
         async def call(secret: str) -> httpx.Response:
             return await self._open(path, {**headers, **_bearer(secret)})
 
-        response: httpx.Response = await self._for_node(node_id, call)
+        response: httpx.Response = await self._call_rotating_secret(node_id, call)
         return response
 
     async def _call_node(self, method: str, node_id: str, action: str, body: Any) -> Any:
         async def call(secret: str) -> Any:
             return await self._call(method, _path(node_id, action), _bearer(secret), body)
 
-        return await self._for_node(node_id, call)
+        return await self._call_rotating_secret(node_id, call)
 
-    async def _for_node(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
+    async def _call_rotating_secret(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
         """Call with the node's secret, and replace the secret first if the control plane requests it.
 
         A stock frontend gets the registration token.

@@ -42,7 +42,7 @@ from localai_cluster.worker.source_files import (
     Stopped,
     Throttle,
     check_free_space,
-    disk_full_named,
+    raising_disk_full,
 )
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Downloads:
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
         try:
             async with self._slots:
-                with disk_full_named(archive.partial.parent):
+                with raising_disk_full(archive.partial.parent):
                     await self._fetch(archive, on_bytes, halt)
         except BaseException as error:
             # A later attempt cannot resume it, or the disk must not stay full until then.

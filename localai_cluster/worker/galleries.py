@@ -70,7 +70,7 @@ class Galleries:
                 await asyncio.to_thread(self._keep, gallery, index.text)
             except GalleryUnreadable as error:
                 problems.append(error.message)
-                log.warning("%s", error)
+                log.warning("%s; its last good index is used, if there is one", error)
                 entries += await asyncio.to_thread(self._last_good, gallery)
         try:
             return gallery_index.choose(name, entries, capability)

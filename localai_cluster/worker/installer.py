@@ -60,7 +60,7 @@ from localai_cluster.worker.source_files import (
     Stopped,
     Throttle,
     copy_tree,
-    disk_full_named,
+    raising_disk_full,
 )
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class Installer:
         reasons, uris = [], [build.uri, *build.mirrors]
         for uri in uris:
             try:
-                location = gallery_index.located(uri, build.gallery.url, self._github_url)
+                location = gallery_index.resolve_source(uri, build.gallery.url, self._github_url)
                 source = _Source(uri, location, build.sha256, bool(build.gallery.verification))
                 return await self._install_source(source, metadata, context)
             except Stopped:
@@ -357,7 +357,7 @@ class Installer:
         staged = target.with_name(folder + STAGED)
         try:
             discard(staged)
-            with disk_full_named(target.parent):
+            with raising_disk_full(target.parent):
                 fill(staged)
             start = staged / START_FILE
             if start.is_symlink() or not start.is_file():

@@ -103,4 +103,4 @@ def _address(uri: str, entry: GalleryEntry, config: Config) -> str:
     if match := _HUGGING_FACE.fullmatch(uri):
         repository, branch, path = match.groups()
         return f"{config.hugging_face_url}/{repository}/resolve/{branch or 'main'}/{path}"
-    return gallery_index.located(uri, entry.gallery.url, config.github_url)
+    return gallery_index.resolve_source(uri, entry.gallery.url, config.github_url)

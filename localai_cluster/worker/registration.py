@@ -281,5 +281,8 @@ class BusCredentials:
     @staticmethod
     def _parse_bus_url(url: str) -> Servers:
         if not url:
-            raise ValueError("the control plane did not say where it is; set LOCALAI_NATS_URL")
+            raise ValueError(
+                "the control plane reported no address of the message bus;"
+                " set LOCALAI_NATS_URL on this worker"
+            )
         return parse_url(url)

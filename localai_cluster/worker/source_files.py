@@ -49,7 +49,7 @@ def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
 
 
 @contextmanager
-def disk_full_named(folder: Path) -> Iterator[None]:
+def raising_disk_full(folder: Path) -> Iterator[None]:
     """Raise DiskFull in place of the system's errors about a full disk or a used-up quota."""
     try:
         yield

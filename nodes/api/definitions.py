@@ -63,7 +63,7 @@ _MODEL = OpenApiParameter(
 
 
 class _DefinitionRoute(APIView):
-    """A route of definitions; errors are flat."""
+    """A route of definitions; errors are `{"error": "…"}`."""
 
     envelope = "flat"
 
@@ -367,7 +367,7 @@ class DefinitionDisableView(_SwitchView):
 
     @_describe_switch("definition_disable", "Disable a definition", "disabled")
     def post(self, request: Request, name: str) -> Response:
-        """Requests for the model are 404 from then on, and its replicas are unloaded after theirs."""
+        """Requests for the model get 404 from then on; its replicas are unloaded after their last request."""
         return super().post(request, name)
 
 

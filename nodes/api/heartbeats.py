@@ -1,11 +1,11 @@
 """`POST /api/node/:id/heartbeat`: a raw ASGI application in front of Django.
 
-A caller is answered as soon as its beat is proved, from memory (`known`) or by its row. Proved beats gather,
-and one statement a second writes them all (`beats.record`); the first one after a quiet second is written at
-once. A batch that is lost costs every node in it one beat. A body that cannot be read is answered with 400,
-and its beat counts without figures: who beats, lives. Engines that a worker reports as ended are noted before
-it is answered, so an answer means that it need not repeat them. What a refusal leaves behind, a failure
-counted or a conflict noted, is done for its caller alone, off the event loop.
+The node gets its response when its heartbeat is authenticated, from the cache or by its row. Authenticated
+heartbeats wait for the next batch: one statement each second writes all of them, and the first one after a
+second without any is written at once. A batch that is lost costs each of its nodes one heartbeat. A body that
+cannot be parsed gets a 400, but the heartbeat counts, without figures: the node is alive. Engines that the
+worker reports as ended are stored before the response, so the worker need not repeat them. What follows a
+refusal (a counted failure, a recorded conflict) is done for this request alone, off the event loop.
 """
 
 import asyncio

@@ -303,7 +303,7 @@ class PinView(_DefinitionView):
     def put(self, request: Request, model: str, action: str) -> Response:
         """`pin` sets the minimum of its scheduling rule to 1 at least, `unpin` to 0."""
         if action not in ("pin", "unpin"):
-            raise errors.NotFound("the action is pin or unpin")
+            raise errors.NotFound("unknown action; use pin or unpin")
         self.check_defined(model)
         store.set_pinned(model, action == "pin", clock.now())
         kept = "keeps at least one replica" if action == "pin" else "keeps no replica without requests"

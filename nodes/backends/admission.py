@@ -161,7 +161,9 @@ def _refuse_unless_ended(active: Operation) -> None:
 def _refuse_other_waves(active: Operation, scope: RequestScope) -> None:
     if Options.of(active) != scope.waves:
         raise errors.Conflict(
-            f"the same is in progress with other waves (operation {active.id})", operation=active.id
+            f"the same request runs with other wave options (operation {active.id}):"
+            " wait for it, or cancel it",
+            operation=active.id,
         )
 
 

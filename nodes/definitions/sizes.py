@@ -216,14 +216,20 @@ class Sizes:
                 self._running[definition.name] = measurement
         if await untrusted.wait_until_done(measurement, timeout=self._limit):
             return measurement.result()
-        logger.warning("The files of %s could not be measured within %g s", definition.name, self._limit)
+        logger.warning(
+            "The files of %s could not be measured within %g s; its need counts as unknown",
+            definition.name,
+            self._limit,
+        )
         return ModelFiles()
 
     def _measure_files(self, definition: Definition) -> ModelFiles:
         try:
             return measure(self._folder, definition)
         except Exception:
-            logger.exception("The files of %s cannot be measured", definition.name)
+            logger.exception(
+                "The files of %s cannot be measured; its need counts as unknown", definition.name
+            )
             return ModelFiles()
         finally:
             with self._lock:

@@ -188,7 +188,7 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except database_pool.UNREACHABLE as error:
-        raise Unavailable(disk.explained("the database is not reachable"), retry_after=2) from error
+        raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2) from error
 
 
 @dataclass

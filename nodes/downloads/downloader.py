@@ -24,7 +24,7 @@ from nodes.downloads.partial_files import (
     ByteSpan,
     FolderFailed,
     PartialFile,
-    disk_full_named,
+    raising_disk_full,
 )
 from nodes.loading.source_files import (
     FileChanged,
@@ -147,7 +147,7 @@ class Download:
         `may_replace`: another file may have its name. Raise SourceError, DiskFull or FolderFailed.
         """
         try:
-            with disk_full_named(self._models):
+            with raising_disk_full(self._models):
                 return await self._existing() or await self._fetch(may_replace)
         except (OSError, FileChanged) as error:
             reason = getattr(error, "strerror", None) or error

@@ -163,7 +163,7 @@ class PartialFile:
         with self._lock:
             if self._closed.is_set() or not any(span is known for known in self.journal.spans):
                 return
-            with disk_full_named(self._models):
+            with raising_disk_full(self._models):
                 if shutil.disk_usage(self._models).free < len(piece) + HEADROOM // 4:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 view = memoryview(piece)
@@ -344,7 +344,7 @@ def check_free_space(models: Path, missing: int) -> None:
 
 
 @contextmanager
-def disk_full_named(models: Path) -> Iterator[None]:
+def raising_disk_full(models: Path) -> Iterator[None]:
     """Raise DiskFull in place of the system's errors about a full disk or a used-up quota."""
     try:
         yield

@@ -222,7 +222,7 @@ class Picker:
         self._wake()
         await self.idle()
         if self._unsettled:
-            raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
+            raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
 
     async def exclude(self, replica: Replica, *, strange: bool = False) -> bool:
         """Exclude a replica that failed to serve from further picks.
@@ -294,7 +294,9 @@ class Picker:
                 count = await self._exchange()
         except (*_REPEATABLE, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
-            self._refuse(Unavailable(disk.explained("the database is not reachable"), retry_after=2))
+            self._refuse(
+                Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
+            )
         except Exception:
             logger.exception("Picking failed")
             self._unsettled = True
@@ -335,7 +337,10 @@ class Picker:
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:
-                _fail(request, Unavailable(disk.explained("the database is not reachable"), retry_after=2))
+                _fail(
+                    request,
+                    Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2),
+                )
         if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
         return [request for request in requests if not request.picked.done()]
@@ -416,7 +421,9 @@ class ProcessHeartbeat:
         try:
             await self._picker.sign_off()
         except UNREACHABLE as error:
-            logger.warning("Could not sign off, the liveness pass will: %s", error)
+            logger.warning(
+                "Cannot remove the row of this web process; the liveness pass removes it: %s", error
+            )
 
     async def _run(self) -> None:
         heartbeats = 0

@@ -101,7 +101,7 @@ def _conflicts() -> dict[str, int]:
 
 
 def render(raw: Raw) -> LiveNode:
-    """Return the node in its shape."""
+    """Return the node as the live feed sends it (`LIVE_NODE`)."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
     extra = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
     behind = {name: extra[name] for name in _STATUS_FACTS}

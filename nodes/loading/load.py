@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 _INSTALL_POLL = 2.0
 _SLOT_POLL = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
-_INSTALLED, _INSTALLED_BEFORE_FILES = 0.9, 0.45
+_PROGRESS_INSTALLED, _PROGRESS_INSTALLED_BEFORE_FILES = 0.9, 0.45
 """Progress (0 to 1) of a load with its backend installed; the second if the model's files may follow."""
 
 
@@ -185,7 +185,7 @@ class LoadModel:
         tries another node.
         """
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
-        fraction = _INSTALLED_BEFORE_FILES if attempt.payload else _INSTALLED
+        fraction = _PROGRESS_INSTALLED_BEFORE_FILES if attempt.payload else _PROGRESS_INSTALLED
         before = (await in_thread(Operation.objects.get, pk=child)).attempts
         with self._wake_ups.watch(child) as watch:
             while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:

@@ -152,7 +152,9 @@ def remove_old_partials(now: datetime) -> None:
     try:
         removed = async_to_sync(in_folder_thread)(partial_files.remove_old_partials, models, now, keep)
     except (FolderUnresponsive, OSError) as error:
-        log.warning("old downloads in the models folder stay: %s", error)
+        log.warning(
+            "cannot remove old partial downloads from the models folder; the next run tries again: %s", error
+        )
         return
     if removed:
         log.info("%d downloads that nobody has resumed are removed", removed)

@@ -345,7 +345,9 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
         node = BackendNode.objects.select_for_update(no_key=True).filter(name=name).first()
         if node is None:
             raise errors.Conflict(
-                f"another node has a name similar to {name!r}, or the same secret", field="name"
+                f"another node has a name similar to {name!r}, or the same secret: choose another name, or"
+                " remove that node (`nodes list` shows it)",
+                field="name",
             )
         change = Change(node, now)
         _bind(change, fingerprint)

@@ -189,7 +189,9 @@ class FilePorts(WorkPool[DueCheck]):
             if error:
                 log.warning("node %s: %s", item.node_name, error)
         except DatabaseError as error:
-            log.warning("the check of the file port of %s was not recorded: %s", item.node_name, error)
+            log.warning(
+                "the check of the file port of %s was not recorded, it is repeated: %s", item.node_name, error
+            )
         except Exception:
             # One node's server must not end the checks of all others; the claim expires.
-            log.exception("the check of the file port of %s failed", item.node_name)
+            log.exception("the check of the file port of %s failed, it is repeated", item.node_name)

@@ -14,13 +14,14 @@ entry at once. A missing entry or a mismatch refuses no heartbeat: the caller re
 lost NOTIFY a revoked secret passes for 5 s at most, and still writes nothing.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 from uuid import UUID
+
+import orjson
 
 from localai_cluster.accounts.actors import WORKER
 from localai_cluster.kit import clock, errors
@@ -75,7 +76,7 @@ class Beat:
 
     def after(self, earlier: "Beat") -> "Beat":
         """Return this heartbeat, with figures that only the earlier one reported filled in."""
-        missing = {name: value for name, value in asdict(earlier).items() if getattr(self, name) is None}
+        missing = {name: value for name, value in vars(earlier).items() if getattr(self, name) is None}
         return replace(self, **missing)
 
 
@@ -231,7 +232,7 @@ async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.Clus
     """
     budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
     encoded = [_encode(beat, budgets.get(beat.id, "")) for beat in beats]
-    rows = await database.rows(WRITE, {"beats": json.dumps(encoded)})
+    rows = await database.rows(WRITE, {"beats": orjson.dumps(encoded).decode()})
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     refusals = await _refusals(database, [beat for beat in beats if beat.key not in written])
     return dict.fromkeys(written) | {key: refusal or Overtaken() for key, refusal in refusals.items()}
@@ -253,10 +254,7 @@ def _encode(beat: Beat, text: str) -> dict[str, Any]:
     The ceiling counts only while the node still has that budget.
     """
     text = text if beat.total_vram is not None else ""
-    return asdict(beat) | {
-        "id": str(beat.id),
-        "at": beat.at.isoformat(),
-        "measured_at": beat.measured_at and beat.measured_at.isoformat(),
+    return vars(beat) | {
         "budget": text,
         "ceiling": resources.budget_ceiling_or_none(text, beat.total_vram or 0) if text else 0,
     }

@@ -52,10 +52,10 @@ def hold(
 
 
 def release_silent_node(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
-    """Take a held node offline that has no listener on the bus either; return True if it was held until now.
+    """Take a held node offline after nothing listened for it on the bus; return True if it was held.
 
-    The request left through a live connection, so this process is not disconnected from the node. A node with
-    a heartbeat within `limit` seconds stays.
+    The caller's request found no listener over a live connection, so the node is away, and not this process.
+    A node with a heartbeat within `limit` seconds stays.
     """
     row = MassSilence.objects.first()
     if row is None or str(node_id) not in row.nodes:

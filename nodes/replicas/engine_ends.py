@@ -108,11 +108,10 @@ def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]
 
 
 def end_at_address(address: str, *, node_id: UUID, but: UUID) -> list[str]:
-    """End every former engine at an address of the node that a new engine has, the one of row `but`; return
-    their keys.
+    """End the engines at `address` that were started before the one of row `but`; return their keys.
 
-    A stock worker that restarted gives its ports again before its list of engines was read. Nothing ends if
-    the new engine's load is over: then its address may have a later engine.
+    A stock worker that has restarted assigns the same ports again before its list of engines is read. Nothing
+    ends if the new engine's load is over: then its address may have a later engine.
     """
     with transaction.atomic():
         rows = _locked(NodeModel.engines.filter(node_id=node_id, address=address))

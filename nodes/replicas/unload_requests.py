@@ -240,7 +240,8 @@ def _not_loaded(request: UnloadRequest) -> Exception:
 def _refuse_while_loading(request: UnloadRequest, node: BackendNode) -> None:
     if (operation := loading_there(request.model, node.id)) is not None:
         raise errors.Conflict(
-            f"model {request.model} is being loaded on node {node.name} (operation {operation})"
+            f"model {request.model} is being loaded on node {node.name} (operation {operation}):"
+            " wait for it, or cancel it"
         )
 
 

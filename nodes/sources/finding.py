@@ -209,7 +209,11 @@ class Finder:
         content, total = await probing.read_start(self.opener, source, 4)
         is_whisper = file_name.startswith(_WHISPER) and file_name.endswith(".bin")
         if content != b"GGUF" and not is_whisper:
-            raise InvalidInput(f"text: {shown} is no GGUF file", field="text")
+            raise InvalidInput(
+                f"text: {shown} is not a GGUF file;"
+                " only GGUF files and whisper's .bin files can be imported by address",
+                field="text",
+            )
         variant = _single(file_name, total)
         return await self._of_file("https", shown, source, variant, folder)
 

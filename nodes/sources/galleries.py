@@ -141,7 +141,7 @@ def files_of_definition(settings: Mapping[str, Any]) -> tuple[SourceFile, ...]:
 def _source_file(file: ModelFile, index: str) -> SourceFile:
     """Return a file with an address that can be opened; a relative one is beside the index."""
     settings = conf.cluster()
-    uri = gallery_index.located(file.uri, index, settings.github_url)
+    uri = gallery_index.resolve_source(file.uri, index, settings.github_url)
     try:
         found = references.recognise(uri, mirror=settings.hugging_face_url)
     except InvalidInput as error:

@@ -96,7 +96,9 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
             break
         found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
         if len(found) > MOST_OBJECTS:
-            raise SourceError(f"{names.plain(key[:100])} has more than {MOST_OBJECTS} objects")
+            raise SourceError(
+                f"{names.plain(key[:100])} has more than {MOST_OBJECTS} objects: name a folder below it"
+            )
     if not found:
         raise FileNotFoundError
     return found

@@ -152,7 +152,9 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Requester) -> ad
     now = clock.now()
     parts = list(OperationTarget.objects.filter(operation=operation))
     if strange := sorted(str(id) for id in set(only) - {part.node_id for part in parts}):
-        raise errors.InvalidInput(f"nodes: the operation was not for {', '.join(strange)}", field="nodes")
+        raise errors.InvalidInput(
+            f"nodes: the operation has no target on {', '.join(strange)}", field="nodes"
+        )
     chosen = [part for part in parts if part.status != TargetStatus.SUCCESS]
     # Without a choice of nodes, failures that were dismissed or tried again are left alone.
     chosen = [p for p in chosen if (p.node_id in only if only else p.dismissed_at is None)]

@@ -200,7 +200,10 @@ class Watch:
         self._notified.set()
 
     async def changed(self, *, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a wake-up since the last call; return True if there was one."""
+        """Wait up to `timeout` seconds for a wake-up; return True if there was one.
+
+        One that came after the previous call counts at once.
+        """
         try:
             # Not `wait_for`: Python 3.11's swallows a cancellation that arrives together with the wake-up.
             async with asyncio.timeout(timeout):

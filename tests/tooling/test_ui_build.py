@@ -138,7 +138,7 @@ def test_the_first_load_is_the_entry_with_what_it_imports_at_once(tmp_path: Path
     sizes = {"main.js.gz": 10, "main.css.gz": 20, "shared.js.gz": 30, "more.js.gz": 40, "page.js.gz": 5000}
     folder = written(tmp_path, {name: "x" * size for name, size in sizes.items()})
     written(folder, {"manifest.json": json.dumps(manifest)})
-    assert build.first_load(folder) == 100
+    assert build.first_page_bytes(folder) == 100
 
 
 def test_the_system_s_node_is_never_used() -> None:

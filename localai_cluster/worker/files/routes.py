@@ -242,7 +242,11 @@ class FileServer:
                 if removed:
                     log.info("removed %d files of former requests from %s", removed, staging)
             except Exception:
-                log.exception("cannot clean %s, again in %.0f s", staging, keys.EVERY)
+                log.exception(
+                    "cannot remove files of former requests from %s, trying again in %.0f s",
+                    staging,
+                    keys.EVERY,
+                )
             await asyncio.sleep(keys.EVERY)
 
     @staticmethod

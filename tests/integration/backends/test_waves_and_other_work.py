@@ -74,7 +74,7 @@ def test_the_same_request_joins_and_one_with_other_waves_is_refused() -> None:
     joined = admission.admit(ECHO, wanted, now=clock.now())
     assert (joined.operation.id, joined.created) == (operation.id, False)
     for other in (Options(max_unavailable=2), Options(canary=False), None):
-        with pytest.raises(errors.Conflict, match="with other waves"):
+        with pytest.raises(errors.Conflict, match="with other wave options"):
             admission.admit(ECHO, replace(wanted, waves=other), now=clock.now())
 
 

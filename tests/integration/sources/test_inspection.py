@@ -169,7 +169,7 @@ def test_an_address_of_a_file(source: Source) -> None:
     found = inspect(source.url("/files/tiny-Q4_0.gguf"))
     assert (found["kind"], found["name"]) == ("https", "tiny-Q4_0")
     source.files["/files/page.gguf"] = b"<html>"
-    assert "no GGUF file" in inspect(source.url("/files/page.gguf"), 400)["error"]
+    assert "is not a GGUF file" in inspect(source.url("/files/page.gguf"), 400)["error"]
     assert "query" in inspect(source.url("/files/tiny-Q4_0.gguf?token=x"), 400)["error"]
 
 
@@ -187,7 +187,7 @@ def test_the_paths_of_files_tell_their_source(source: Source) -> None:
     "address", ["http://127.0.0.1:9/x.gguf", "http://169.254.169.254/latest/x.gguf", "http://[::1]:9/x.gguf"]
 )
 def test_private_addresses_are_refused(address: str) -> None:
-    assert "no public address" in inspect(address, 400)["error"]
+    assert "not a public address" in inspect(address, 400)["error"]
 
 
 def test_an_entry_of_a_gallery(source: Source) -> None:

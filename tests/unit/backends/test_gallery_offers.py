@@ -117,7 +117,7 @@ def test_which_addresses_are_the_servers_own_machine(address: str, same: bool) -
 )
 def test_where_the_source_of_an_entry_is(uri: str, index: str, where: str) -> None:
     """Relative to the index, unless it stands for itself."""
-    assert gallery_index.located(uri, index) == where
+    assert gallery_index.resolve_source(uri, index) == where
 
 
 @pytest.mark.rule("worker-18.6")

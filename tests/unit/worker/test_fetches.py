@@ -178,7 +178,7 @@ def test_private_addresses_are_refused_also_behind_a_redirect(source: Source, pl
     allowed = [] if place == "files" else [source.host]
     with worker(fetching=fetches(Outbound(allowed))) as one:
         line = last_line(fetch(Files(one.address), source.url("/w.gguf")))
-    assert "no public address" in line["error"]
+    assert "not a public address" in line["error"]
     assert not source.seen(place)
 
 

@@ -247,7 +247,7 @@ def test_a_worker_that_requires_credentials_never_dials_without() -> None:
 @pytest.mark.parametrize(
     ("registered", "reason"),
     [
-        (Registered("n", "healthy", STOCK), "did not say where it is; set LOCALAI_NATS_URL"),
+        (Registered("n", "healthy", STOCK), "reported no address of the message bus; set LOCALAI_NATS_URL"),
         (Registered("n", "healthy", STOCK, nats_jwt="x"), "a JWT without its seed"),
     ],
 )
