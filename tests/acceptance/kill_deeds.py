@@ -8,7 +8,7 @@ import psycopg
 from localai_cluster.kit import clock
 from nodes.sources.plans import ImportPlan, SourceFile
 from tests.acceptance.kill_sweep import Sweep
-from tests.acceptance.test_cold_load import write_model
+from tests.acceptance.test_cold_load import served, write_model
 from tests.conftest import eventually
 from tests.support.simulator import Act
 from tests.support.sources import sha256_of
@@ -240,12 +240,12 @@ def delete_model_with_files(sweep: Sweep, name: str, victim: Any) -> None:
     delete_model(sweep, name, victim)
 
 
-def import_model(sweep: Sweep, name: str, victim: Any) -> None:
-    """A file of three mebibytes, and its definition."""
+def import_model(sweep: Sweep, name: str, victim: Any, more: str = "") -> None:
+    """A file of three mebibytes, and its definition, which has `more` lines."""
     data = os.urandom(3 * 2**20 + 5)
     sweep.source.files[f"/{name}.gguf"] = data
     file = SourceFile(f"{name}/m.gguf", sweep.source.url(f"/{name}.gguf"), len(data), sha256_of(data))
-    text = f"name: {name}\nbackend: echo\nparameters:\n  model: {name}/m.gguf\n"
+    text = f"name: {name}\nbackend: echo\nparameters:\n  model: {name}/m.gguf\n{more}"
     plan = ImportPlan(name, text, (file,), "import", "a source").as_payload()
     sweep.shell(
         "from localai_cluster.kit import clock\n"
@@ -267,6 +267,32 @@ def imported(sweep: Sweep, name: str, victim: Any) -> None:
     assert len(ranges) == 1 or int(ranges[1][0]) > 0, ranges
     query = "SELECT revision FROM model_definitions WHERE name = %s"
     assert sweep.cluster.rows(query, name) == [(1,)]
+
+
+def import_for_workers(sweep: Sweep, name: str, victim: Any) -> None:
+    """An import whose file workers are to download themselves; afterwards the source has seen nothing."""
+    former = sweep.controller()
+    import_model(sweep, name, victim, "embeddings: true\ndownload_on: worker\n")
+    sweep.until(name, "completed")
+    former.kill()
+    eventually(lambda: name in served(sweep.cluster, sweep.web), what=f"{name} is served")
+    sweep.source.requests.clear()
+
+
+def downloaded(sweep: Sweep, name: str, victim: Any) -> None:
+    """The load ends; its file is whole on the worker, came from the source once, and nothing else is left."""
+    sweep.ask(name)
+    query = "SELECT 1 FROM operations WHERE element = %s AND kind = 'model_load' AND status = 'completed'"
+    eventually(lambda: sweep.cluster.rows(query, name), seconds=30, what=f"{name} is loaded")
+    data, folder = sweep.source.files[f"/{name}.gguf"], sweep.cluster.home / "worker-one" / "models"
+    assert isinstance(data, bytes)
+    assert {path.name for path in (folder / name / name).iterdir()} == {"m.gguf", "m.gguf.sha256"}
+    assert (folder / name / name / "m.gguf").read_bytes() == data
+    assert (folder / name / name / "m.gguf.sha256").read_text() == sha256_of(data)
+    assert list(folder.glob(".*")) == []
+    ranges = sweep.source.sent_to(f"/{name}.gguf")
+    # A worker with a complete partial file asks for the bytes after its end.
+    assert [text for text in ranges if text != f"bytes={len(data)}-"] == [""], ranges
 
 
 def remove_file(sweep: Sweep, name: str, victim: Any) -> None:

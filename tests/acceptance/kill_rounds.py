@@ -11,6 +11,7 @@ COMMIT, QUESTION, MESSAGE = (":before", ":committed"), (":before", ":sent", ":an
 PULL = (":layer", ":layer@2", ":complete")
 DOWNLOAD = (":piece", ":piece@2", ":verified", ":published")
 SWAP = (":staged", ":set_aside", ":swapped")
+FETCH = (":verified", ":moved")
 
 
 def _each(
@@ -67,11 +68,13 @@ def loads() -> list[Round]:
 def on_disk() -> list[Round]:
     """What a worker writes to its disk, and its answers."""
     delete: dict[str, Any] = {"first": do.with_files, "again": do.retry_real}
+    whole: dict[str, Any] = {"first": do.import_for_workers, "again": do.downloaded}
     return [
         *_each("worker.install", SWAP, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("worker.pull", PULL, WORKER, "install an image", do.real_pull, again=do.retry_pull),
         Round("worker.command:done", WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("bus.reply", MESSAGE, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
+        *_each("worker.fetch", FETCH, WORKER, "load, file from its source", do.again, **whole),
         *_each("worker.delete", (":stopped", ":removed"), WORKER, "delete", do.real_delete, **delete),
     ]
 

@@ -57,9 +57,12 @@ async def test_nothing_of_commands_on_backends_is_lost_by_a_kill_at_any_point() 
 @swept
 def test_nothing_of_loads_is_lost_by_a_kill_at_any_point() -> None:
     """The same with a real worker, whose disk is whole as well."""
-    with running_cluster(CLUSTER_OPERATION_LEASE="2s") as cluster:
+    with (
+        started(redirects=False) as source,
+        running_cluster(CLUSTER_OPERATION_LEASE="2s", HF_MIRROR=source.url("")) as cluster,
+    ):
         web = cluster.web()
-        sweep = Sweep(cluster, web, Fleet([]))
+        sweep = Sweep(cluster, web, Fleet([]), source=source)
         sweep.start_worker()
         sweep.ready_files()
         results = played(sweep, chosen(on_a_real_worker()))
