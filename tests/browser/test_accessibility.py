@@ -52,6 +52,20 @@ def test_axe_finds_nothing_serious_and_a_phone_scrolls_one_way(
     assert checks.violations(page) == []
 
 
+@swept
+@pytest.mark.rule("UI-9.7", "UI-9.10", "UI-0.23")
+def test_every_page_loads_on_a_phone_without_scrolling_sideways(
+    window: Opener, crowd: Fleet, crowd_session: Cookies
+) -> None:
+    """A page that loads narrow lays itself out differently from one that has become narrow."""
+    found = {}
+    for which in PAGES:
+        page = opened(window, crowd, crowd_session, which, narrow=True)
+        found[which] = [*checks.sideways(page), *checks.violations(page)]
+        page.close()
+    assert not any(found.values()), found
+
+
 @pytest.mark.rule("UI-9.8")
 @pytest.mark.parametrize(
     "which", ["nodes", "activity", *(pytest.param(name, marks=swept) for name in ("node", "backends"))]

@@ -402,3 +402,29 @@ def test_on_a_phone_history_shows_what_the_outcome_and_when(
     expect(line.locator(".ended-actor")).to_be_hidden()
     expect(page.get_by_text("Filters", exact=True)).to_be_visible()
     assert checks.sideways(page) == []
+
+
+@pytest.mark.rule("UI-9.7", "UI-9.8", "UI-9.10", "E10")
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "phone"])
+def test_a_day_is_chosen_from_the_calendar_by_keys(
+    window: Opener, place: tuple[Fleet, Workers], admin: Cookies, narrow: bool
+) -> None:
+    """The time that the field has is kept, and the focus returns to the button."""
+    cluster, _ = place
+    at = "/app/activity/changes?from=2026-08-02T12:30:00.000Z"
+    page = live(window(cluster.webs[0].url, admin, narrow=narrow), at)
+    field = page.get_by_label("After", exact=True)
+    expect(field).to_have_value(re.compile(r"^2026-08-0\d \d\d:\d\d$"))
+    day, time = field.input_value().split(" ")
+    button = page.get_by_role("button", name="After: choose a day")
+    button.press("Enter")
+    calendar = page.get_by_role("dialog", name="After: calendar")
+    expect(calendar.get_by_role("button", name=re.compile("selected$"))).to_be_focused()
+    assert checks.violations(page) == []
+    assert checks.sideways(page) == []
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(calendar).to_have_count(0)
+    expect(field).to_have_value(f"2026-08-{int(day[8:]) + 7:02} {time}")
+    expect(page).to_have_url(re.compile(r"from=2026-08-(08|09|10)"))
+    expect(button).to_be_focused()

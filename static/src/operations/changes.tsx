@@ -6,12 +6,13 @@ import { Link } from "react-router";
 import { call, client } from "../api/client";
 import { useInAddress } from "../lib/in-address";
 import { Button } from "../ui/button";
+import { DateField } from "../ui/date-field";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import "./activity.css";
 import { addressOf, NO_FILTERS, requestParams, filtersIn, isNarrowed, pageOf, SORTS, words, type Change, type Filters } from "./changes-query";
-import { Choice, Time, useSettled, Words } from "./fields";
+import { Choice, useSettled, Words } from "./fields";
 import { From } from "./lines";
 import { ActivityHead } from "./tabs";
 
@@ -71,8 +72,8 @@ function FilterBar({ filters, onChange }: { filters: Filters; onChange: (filters
       <Choice label="Action" value={filters.kind} options={SORTS} onChange={(kind) => change({ kind })} />
       <Words label="By" value={filters.actor} onChange={(actor) => change({ actor })} />
       <Words label="Object ID" placeholder="exact ID" value={filters.subject} onChange={(subject) => change({ subject })} />
-      <Time label="After" value={filters.from} onChange={(from) => change({ from })} />
-      <Time label="Before" value={filters.to} onChange={(to) => change({ to })} />
+      <DateField label="After" value={filters.from} onChange={(from) => change({ from })} />
+      <DateField label="Before" value={filters.to} onChange={(to) => change({ to })} />
       {isNarrowed(filters) && (
         <Button small onClick={() => onChange(NO_FILTERS)}>
           Clear filters

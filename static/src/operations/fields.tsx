@@ -1,7 +1,6 @@
 // The fields of a filter bar, as History and Changes have them.
 import { useEffect, useId, useState, type ReactNode } from "react";
 import { Select, type Option } from "../ui/select";
-import { fieldOf, isoOf } from "./history-query";
 
 /** The search starts when typing pauses. */
 const SETTLED_MS = 300;
@@ -32,16 +31,6 @@ export function Words({ label, value, onChange, placeholder = "exact name" }: Fi
     <label className="field" htmlFor={id}>
       <span>{label}</span>
       <input id={id} className="input" type="search" placeholder={placeholder} autoComplete="off" value={value} onChange={(event) => onChange(event.target.value)} />
-    </label>
-  );
-}
-
-export function Time({ label, value, onChange }: FieldProps): ReactNode {
-  const id = useId();
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <input id={id} className="input" type="datetime-local" value={fieldOf(value)} onChange={(event) => onChange(isoOf(event.target.value))} />
     </label>
   );
 }

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { took } from "./history-details";
-import { addressOf, NO_FILTERS, requestParams, exportOf, fieldOf, filtersIn, isNarrowed, isoOf, spans } from "./history-query";
+import { addressOf, NO_FILTERS, requestParams, exportOf, filtersIn, isNarrowed, spans } from "./history-query";
 
 const NODE = "0190c2f4-9d2e-7c11-8a52-3f1b1c9f0a11";
 
@@ -24,13 +24,6 @@ describe("the filters of History (UW29)", () => {
   it("are those of the export", () => {
     expect(exportOf(NO_FILTERS, "csv")).toBe("/api/operations/history/export?format=csv");
     expect(exportOf({ ...NO_FILTERS, actor: "anna & co" }, "ndjson")).toBe("/api/operations/history/export?format=ndjson&actor=anna+%26+co");
-  });
-
-  it("have times in this browser's zone, to the minute and back", () => {
-    const iso = new Date(2026, 7, 2, 9, 5).toISOString();
-    expect(fieldOf(iso)).toBe("2026-08-02T09:05");
-    expect(isoOf(fieldOf(iso))).toBe(iso);
-    expect([fieldOf(""), isoOf(""), isoOf("2026-13")]).toEqual(["", "", ""]);
   });
 });
 

@@ -62,20 +62,6 @@ export function isNarrowed(filters: Filters): boolean {
   return Object.values(filters).some((value) => value !== "");
 }
 
-/** An ISO time as a `datetime-local` field has it, in this browser's zone; "" for none. */
-export function fieldOf(iso: string): string {
-  const at = new Date(iso);
-  if (iso === "" || Number.isNaN(at.getTime())) return "";
-  const two = (number: number) => String(number).padStart(2, "0");
-  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}T${two(at.getHours())}:${two(at.getMinutes())}`;
-}
-
-/** And back. */
-export function isoOf(field: string): string {
-  const at = new Date(field);
-  return field === "" || Number.isNaN(at.getTime()) ? "" : at.toISOString();
-}
-
 interface Span {
   from: number;
   to: number;

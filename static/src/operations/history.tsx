@@ -13,13 +13,14 @@ import { useChange, useLive } from "../live/hooks";
 import { isActive, needsAttention, type LiveState } from "../live/store";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
+import { DateField } from "../ui/date-field";
 import { Confirm } from "../ui/dialog";
 import { Empty, Loading } from "../ui/empty";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import "./activity.css";
-import { Choice, Time, useSettled, Words } from "./fields";
+import { Choice, useSettled, Words } from "./fields";
 import { tookOf } from "./filter";
 import { HistoryDetails } from "./history-details";
 import { addressOf, NO_FILTERS, requestParams, exportOf, filtersIn, isNarrowed, OUTCOMES, type Filters } from "./history-query";
@@ -142,8 +143,8 @@ function FilterBar({ filters, onChange }: BarProps): ReactNode {
       <Choice label="Kind" value={filters.kind} options={KINDS} onChange={(kind) => change({ kind })} />
       <Choice label="Outcome" value={filters.outcome} options={OUTCOMES.map((value) => [value, value] as const)} onChange={(value) => change({ outcome: OUTCOMES.find((option) => option === value) ?? "" })} />
       <Words label="Requested by" value={filters.actor} onChange={(actor) => change({ actor })} />
-      <Time label="Ended after" value={filters.from} onChange={(from) => change({ from })} />
-      <Time label="Ended before" value={filters.to} onChange={(to) => change({ to })} />
+      <DateField label="Ended after" value={filters.from} onChange={(from) => change({ from })} />
+      <DateField label="Ended before" value={filters.to} onChange={(to) => change({ to })} />
       {isNarrowed(filters) && (
         <Button small onClick={() => onChange(NO_FILTERS)}>
           Clear filters

@@ -31,6 +31,8 @@ const PATHS = {
   more: "M3.5 8h.01M8 8h.01M12.5 8h.01",
   down: "M4 6.2 8 10.2 12 6.2",
   right: "M6.2 4 10.2 8 6.2 12",
+  left: "M9.8 4 5.8 8 9.8 12",
+  calendar: "M2.5 3.5h11v10h-11zM2.5 6.5h11M5.3 1.8v3M10.7 1.8v3",
   filter: "M2 3h12L9.5 8.5v4.5L6.5 11.5v-3z",
   copy: "M5.5 5.5h8v8h-8zM10.5 5.5v-3h-8v8h3",
 } as const;
