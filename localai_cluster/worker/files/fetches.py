@@ -3,7 +3,8 @@
 The body is JSON with `url` (http://, https:// or hf://owner/repository@commit/path), `size` and `sha256`. The
 answer is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`. The
 file is visible under its key when it is complete and its hash is right. If the client disconnects, the
-download ends; a later request resumes it at the next byte, also after a kill of the worker.
+download ends; a later request resumes it at the next byte, also after a kill of the worker. After an error
+nothing of the file is left.
 
 A source to which there is no connection is not tried again, because the client sends the file instead; the
 last line then has `"unreachable": true`.
@@ -32,6 +33,7 @@ from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import HashStopped, Threads
 from localai_cluster.worker.files.keys import Folders, ResolvedKey
 from localai_cluster.worker.files.locks import PathLocks
+from localai_cluster.worker.source_files import BadSource
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +184,12 @@ class Fetches:
         partial = partial_path(folder, str(fetch.key.real), fetch.url, fetch.sha256)
         archive = Archive(fetch.address, fetch.sha256, partial, open_part, fetch.size, "request")
         log.info("fetching %s bytes=%d", fetch.key.local, fetch.size)
-        await self._downloads.fetch(archive, show, fetch.halt)
+        try:
+            await self._downloads.fetch(archive, show, fetch.halt)
+        except (DownloadFailed, BadSource, OSError):
+            # The client sends the file instead, for which the disk may not have space beside this part.
+            await threads.run(partial.unlink, True)
+            raise
         failpoints.passed("worker.fetch:verified")
         await threads.run(disk.adopt, partial, fetch.key.real, fetch.sha256)
         log.info("fetched %s bytes=%d", fetch.key.local, fetch.size)

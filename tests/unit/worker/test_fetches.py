@@ -305,6 +305,17 @@ def test_a_source_that_is_lost_after_the_first_byte_is_asked_again(source: Sourc
     assert out.count == 3
 
 
+def test_a_fetch_that_fails_leaves_the_disk_to_the_file_that_is_sent_instead(
+    served: Served, files: Files, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "PAUSES", ())
+    source.drops = [2**20]
+    assert "error" in last_line(fetch(files, source.url("/w.gguf")))
+    assert source.sent == 2**20, "a part of it had come"
+    assert not partials(served)
+    assert files.stage(KEY, DATA) == 1
+
+
 def test_an_error_of_a_source_that_answers_is_not_marked(files: Files, source: Source) -> None:
     source.refusals = [Refusal(404)]
     assert last_line(fetch(files, source.url("/w.gguf"))).keys() == {"error"}
