@@ -81,17 +81,22 @@ def save(
         row.text, row.origin, row.revision = text, origin, revision + 1
         row.files = fetched or row.files
         _changed(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
-        DefinitionRevision.objects.create(
-            definition=row,
-            number=row.revision,
-            text=text,
-            origin=origin,
-            actor=actor[:150],
-            reason=reason[:LONGEST_REASON],
-            at=now,
-        )
-        row.revisions.filter(number__lte=row.revision - MOST_REVISIONS).delete()
+        _add_revision(row, actor, reason, now)
     return row
+
+
+def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) -> None:
+    """Store the row's text as its newest revision; remove the oldest above the limit."""
+    DefinitionRevision.objects.create(
+        definition=row,
+        number=row.revision,
+        text=row.text,
+        origin=row.origin,
+        actor=actor[:150],
+        reason=reason[:LONGEST_REASON],
+        at=now,
+    )
+    row.revisions.filter(number__lte=row.revision - MOST_REVISIONS).delete()
 
 
 def restore(
