@@ -57,7 +57,7 @@ def wheel(folder: Path, version: str = "0.1.0") -> Path:
     record = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in {**files, f"{info}/RECORD": record}.items():
-            archive.writestr(zipfile.ZipInfo(name), content)  # without the time: equal packages are equal files
+            archive.writestr(zipfile.ZipInfo(name), content)  # no time: equal packages are equal
     return path
 
 
