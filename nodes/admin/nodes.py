@@ -37,6 +37,7 @@ from nodes.registry.overrides import (
     LONGEST_BUDGET,
     reset_replica_cap,
     reset_vram_budget,
+    set_disk_quota,
     set_replica_cap,
     set_vram_budget,
 )
@@ -70,7 +71,7 @@ _MACHINE = (
     *("total_disk", "available_disk", "inventory_at", "inventory_error"),
 )
 _RECORD = ("id", "created_at", "revision")
-_OVERRIDES = ("override_cap", "cap", "override_budget", "budget", "seen_revision")
+_OVERRIDES = ("override_cap", "cap", "override_budget", "budget", "quota", "seen_revision")
 _OVERRIDDEN = (
     ("max_replicas_per_model", "max_replicas_per_model_manually_set"),
     ("vram_budget", "vram_budget_bytes", "vram_budget_manually_set"),
@@ -106,6 +107,12 @@ class NodeForm(NodeModelForm):
         label="VRAM budget",
         help_text="For example 80%, 20GiB or a number of bytes. Leave empty for unlimited.",
     )
+    quota = forms.CharField(
+        required=False,
+        max_length=LONGEST_BUDGET,
+        label="Disk quota for models",
+        help_text="For example 200GB, 80% of the disk or a number of bytes. Leave empty for none.",
+    )
     seen_revision = forms.IntegerField(required=False, widget=forms.HiddenInput)
 
     class Meta:
@@ -120,6 +127,7 @@ class NodeForm(NodeModelForm):
             cap=node.max_replicas_per_model,
             override_budget=node.vram_budget_manually_set,
             budget=node.vram_budget,
+            quota=node.disk_quota,
             seen_revision=node.revision,
         )
 
@@ -141,6 +149,7 @@ class NodeForm(NodeModelForm):
             ) from None
         self._check_cap(values)
         self._check_budget(values)
+        self._check_quota(values)
         return values
 
     def _check_cap(self, values: dict[str, Any]) -> None:
@@ -164,6 +173,12 @@ class NodeForm(NodeModelForm):
         except ValueError as error:
             self.add_error("budget", f"{error}.".capitalize())
 
+    def _check_quota(self, values: dict[str, Any]) -> None:
+        try:
+            resources.parse_disk_quota(values.get("quota", ""))
+        except ValueError as error:
+            self.add_error("quota", f"{error}.".capitalize())
+
     def write_overrides(self, actor: Actor, now: datetime) -> None:
         """Set or reset the overrides that the form changes."""
         values, node_id = self.cleaned_data, self.instance.pk
@@ -179,6 +194,8 @@ class NodeForm(NodeModelForm):
                 set_vram_budget(node_id, values["budget"], actor=actor, now=now)
             else:
                 reset_vram_budget(node_id, actor=actor, now=now)
+        if "quota" in self.changed_data:
+            set_disk_quota(node_id, values["quota"], actor=actor, now=now)
 
 
 class DecisionForm(forms.Form):

@@ -1,4 +1,4 @@
-"""Settings of a node: labels, replica cap and VRAM budget (`contract/http-api.md` §2.7 to §2.9)."""
+"""Settings of a node: labels, replica cap, VRAM budget, disk quota (`contract/http-api.md` §2.7 to §2.9)."""
 
 from typing import Any
 
@@ -115,6 +115,7 @@ class LabelView(NodeView):
 
 CAP = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
 BUDGET = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
+QUOTA = Shape("DiskQuota", "The quota as sent.", [field("disk_quota", TEXT)])
 RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
 _RESET = response_example({"reset": True})
 
@@ -194,4 +195,37 @@ class VramBudgetView(NodeView):
     def delete(self, request: Request, node_id: str) -> Response:
         """Unlimited until the worker registers with a budget (R1.48)."""
         overrides.reset_vram_budget(require_node_id(node_id), **edit_arguments(request))
+        return Response(RESET.of(reset=True))
+
+
+class DiskQuotaView(NodeView):
+    """`/api/nodes/:id/disk-quota`, which the reference lacks."""
+
+    @extend_schema(
+        operation_id="nodes_disk_quota",
+        summary="Set the disk quota for models",
+        tags=["nodes"],
+        parameters=[REVISION],
+        request=BudgetRequestSerializer,
+        responses={200: QUOTA.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[request_example({"value": "200GB"}), response_example({"disk_quota": "200GB"})],
+    )
+    def put(self, request: Request, node_id: str) -> Response:
+        """Limits the disk space of models' files; files that are there stay. An empty text: no limit."""
+        parsed_id = require_node_id(node_id)
+        value = validate_body(BudgetRequestSerializer, request)["value"]
+        overrides.set_disk_quota(parsed_id, value, **edit_arguments(request))
+        return Response(QUOTA.of(disk_quota=value))
+
+    @extend_schema(
+        operation_id="nodes_disk_quota_reset",
+        summary="Remove the disk quota for models",
+        tags=["nodes"],
+        parameters=[REVISION],
+        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
+        examples=[_RESET],
+    )
+    def delete(self, request: Request, node_id: str) -> Response:
+        """No limit but the free disk space."""
+        overrides.set_disk_quota(require_node_id(node_id), "", **edit_arguments(request))
         return Response(RESET.of(reset=True))

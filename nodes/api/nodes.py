@@ -135,6 +135,7 @@ _BEHIND = {
         "instance": "5f0c1f8d6f3b4f0bb7b0d7f3c8a1e2d4",
         "open_conflicts": 0,
     },
+    "model_bytes": 43165671424,
     "revision": 7,
     "overrides": {
         "max_replicas_per_model": {"by": "ann", "at": MOMENT},

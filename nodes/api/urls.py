@@ -61,6 +61,7 @@ urlpatterns = [
     path("nodes/<str:node_id>/labels/<path:key>", node_settings.LabelView.as_view()),
     path("nodes/<str:node_id>/max-replicas-per-model", node_settings.ReplicaCapView.as_view()),
     path("nodes/<str:node_id>/vram-budget", node_settings.VramBudgetView.as_view()),
+    path("nodes/<str:node_id>/disk-quota", node_settings.DiskQuotaView.as_view()),
     path("nodes/<str:node_id>/conflicts", nodes.NodeConflictsView.as_view()),
     path("nodes/<str:node_id>/conflicts/<str:conflict_id>/accept", nodes.AcceptView.as_view()),
     path("nodes/<str:node_id>/conflicts/<str:conflict_id>/refuse", nodes.RefuseView.as_view()),

@@ -21,7 +21,8 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Count, Model
 
-from nodes.models import BackendNode, BroughtModel, NodeLabel, NodeModel, Phase, PhaseReason
+from nodes.decisions.node_files import FileBytes, read_file_bytes
+from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import ANY_NODE, Candidate, Decision, Selector
 from nodes.placement.explain import FleetView
 from nodes.placement.memory import (
@@ -41,7 +42,7 @@ _NODE = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
     *("returned_vram", "returned_beside", "total_vram"),
-    *("total_disk", "available_disk", "file_port_error"),
+    *("total_disk", "available_disk", "file_port_error", "disk_quota_bytes"),
 )
 
 
@@ -209,13 +210,18 @@ class _Rows:
             card_vram=row["total_vram"] // max(len(row["gpus"]), 1),
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
+            disk_quota=row["disk_quota_bytes"],
             file_port_failed=bool(row["file_port_error"]),
             gpus=free_by_gpu(row, reservations),
             gpu_totals=gpu_totals(row),
         )
 
     def model_facts(
-        self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]
+        self,
+        model_name: str,
+        conflicts: Collection[str],
+        staged_bytes: Mapping[UUID, int],
+        other_models_bytes: Mapping[UUID, int],
     ) -> ModelFacts:
         """Return the facts about nodes that only this model sees; `conflicts` share a group with it."""
         occupied = {
@@ -226,7 +232,7 @@ class _Rows:
             id: frozenset(replica.model_name for replica in replicas if replica.is_serving)
             for id, replicas in self._of_models(conflicts)
         }
-        return ModelFacts(occupied, conflicting, file_bytes)
+        return ModelFacts(occupied, conflicting, staged_bytes, other_models_bytes)
 
     def _of_models(self, names: Collection[str]) -> list[tuple[UUID, list[_Replica]]]:
         found: dict[UUID, list[_Replica]] = {}
@@ -239,12 +245,6 @@ class _Rows:
                 else:
                     self._nodes_by_model[name].discard(id)
         return list(found.items())
-
-
-def model_file_bytes(model_name: str) -> dict[UUID, int]:
-    """Return the bytes of the model's files on each node that has any."""
-    rows = BroughtModel.objects.filter(model_name=model_name)
-    return dict(rows.values_list("node_id", "size"))
 
 
 def read_fleet(
@@ -262,7 +262,10 @@ def read_fleet(
     """
     rows = _Rows()
     nodes = [node for node in rows.read(allowed_nodes) if node.id not in excluded_nodes]
-    facts = rows.model_facts(model_name, conflicts, model_file_bytes(model_name))
+    files = read_file_bytes([model_name])
+    facts = rows.model_facts(
+        model_name, conflicts, files.staged(model_name), files.others(model_name, files.totals)
+    )
     return [replace(facts.of(node), labels=selector.tested(node.labels)) for node in nodes]
 
 
@@ -276,15 +279,16 @@ class FleetQuestion(NamedTuple):
 def read_fleets(questions: Sequence[FleetQuestion]) -> list[list[Candidate]]:
     """Read the nodes as each of these models sees them, with all labels. Four queries for any number."""
     rows = _Rows()
-    nodes = rows.read()
-    file_bytes: defaultdict[str, dict[UUID, int]] = defaultdict(dict)
-    files = BroughtModel.objects.filter(model_name__in=[question.model_name for question in questions])
-    for name, node_id, size in files.values_list("model_name", "node_id", "size"):
-        file_bytes[name][node_id] = size
+    files = read_file_bytes([question.model_name for question in questions])
+    nodes = [
+        replace(node, other_models_bytes=files.totals[node.id]) if node.id in files.totals else node
+        for node in rows.read()
+    ]
     fleets = []
     for name, conflicts in questions:
-        facts = rows.model_facts(name, conflicts, file_bytes[name])
-        special = facts.used_indices.keys() | facts.conflicts.keys() | facts.staged_bytes.keys()
+        others = files.others(name, files.models[name])
+        facts = rows.model_facts(name, conflicts, files.staged(name), others)
+        special = facts.used_indices.keys() | facts.conflicts.keys() | files.models[name].keys()
         fleets.append([facts.of(node) if node.id in special else node for node in nodes])
     return fleets
 
@@ -355,14 +359,15 @@ class FleetCache:
                 conflicts=conflicts,
             )
             return _decide_on(nodes, view)
-        file_bytes = model_file_bytes(model_name) if view.need.disk else {}
+        files = read_file_bytes([model_name]) if view.need.disk else FileBytes({model_name: {}}, {})
+        staged, others = files.staged(model_name), files.others(model_name, files.totals)
         refreshes = self._refreshes
         with self._lock:
             # A refresh that another thread began meanwhile is as good.
             if self._mark is None or self._refreshes == refreshes:
                 self._refreshes += 1
                 self._refresh()
-            facts = self._rows.model_facts(model_name, conflicts, file_bytes)
+            facts = self._rows.model_facts(model_name, conflicts, staged, others)
             full_view, decision = self._fleet.decide(view, facts)
         if allowed_nodes is None and not excluded_nodes:
             return full_view, decision

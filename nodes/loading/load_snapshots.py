@@ -28,6 +28,7 @@ _PER_MODEL: Mapping[str, tuple[str, Any]] = {
     "labels": ("labels", ()),
     "conflicts": ("conflicts", ()),
     "staged_bytes": ("brought", 0),
+    "other_models_bytes": ("other_models", 0),
     "has_backend": ("has_backend", None),
 }
 """Node fields that differ by model: the name of their section, and what a missing row means."""

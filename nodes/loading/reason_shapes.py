@@ -125,6 +125,8 @@ MISS = Shape(
         field("free_gpus", _ALL_BYTES, "The same on each GPU, by index.", optional=True),
         field("available_disk", _BYTES),
         field("total_disk", _BYTES, "0 if not reported."),
+        field("disk_quota", _BYTES, "For the files of models; 0: no limit.", optional=True),
+        field("quota_used", _BYTES, "What they take of it, with what loads bring.", optional=True),
         field("replicas", count(), "Of this model."),
         field("slots", count(), "How many of them it may have."),
         field("in_flight", count()),

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 from uuid import UUID
 from weakref import WeakValueDictionary
@@ -24,6 +24,7 @@ from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
 from nodes.commands.commands import first
+from nodes.decisions.node_files import OverQuota
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
@@ -42,7 +43,7 @@ from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, 
 from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
-from nodes.placement.choose import describe_disk_need, format_gib
+from nodes.placement.choose import QUOTA_HINT, describe_disk_need, format_gib
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots
@@ -202,7 +203,7 @@ async def stage_files(
     planned = await _planned(definition, options)
     sent = StagingResult("", {})
     if planned.files:
-        await _wait_for_turn(attempt)
+        await _wait_for_turn(attempt, sum(file.size for file in planned.files.values()))
         sent = await _send_in_time(attempt, planned, limits)
         if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.work.attempt):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
@@ -228,10 +229,17 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
         raise LoadFailed(f"staging: {error}") from error
 
 
-async def _wait_for_turn(attempt: Attempt) -> None:
-    """Return when no other load sends files of the model to the node."""
+async def _wait_for_turn(attempt: Attempt, files: int) -> None:
+    """Return when no other load sends files of the model to the node, and `files` bytes fit its quota."""
     name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
-    while not (has_begun := await in_thread(slots.begin_staging, attempt.slot, attempt=attempt.work.attempt)):
+    begin = partial(slots.begin_staging, attempt.slot, attempt=attempt.work.attempt, files=files)
+    while True:
+        try:
+            has_begun = await in_thread(begin)
+        except OverQuota as lack:
+            raise NodeRefused(f"staging: {lack}; {QUOTA_HINT}") from lack
+        if has_begun:
+            return
         if has_begun is None:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         message = f"another load brings the files of {name} to {attempt.slot.node_name}"

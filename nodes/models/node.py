@@ -10,11 +10,13 @@ transaction of a change writes its event.
 import uuid
 from collections.abc import Collection, Mapping
 from datetime import datetime
+from decimal import Decimal
 from typing import Any, Self
 
 from django.conf import settings
 from django.db import models
-from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
+from django.db.models import BigIntegerField, Case, Exists, F, OuterRef, Q, QuerySet, Value, When
+from django.db.models.functions import Cast, Floor
 
 from localai_cluster.kit import clock, names
 from nodes.models import scheduling
@@ -47,6 +49,15 @@ _STATUS = Case(
     When(unhealthy_at__isnull=False, then=Value(NodeStatus.UNHEALTHY.value)),
     default=Value(NodeStatus.HEALTHY.value),
     output_field=models.CharField(max_length=16),
+)
+
+
+_DISK_QUOTA = Case(
+    When(
+        disk_quota_share__gt=0, then=Cast(Floor(F("total_disk") * F("disk_quota_share")), BigIntegerField())
+    ),
+    default=F("disk_quota_size"),
+    output_field=BigIntegerField(),
 )
 
 
@@ -180,6 +191,18 @@ class BackendNode(models.Model):
     vram_budget = models.CharField(max_length=32, blank=True, default="")
     vram_budget_bytes = _bytes()
     vram_budget_manually_set = models.BooleanField(default=False)
+    disk_quota = models.CharField(max_length=32, blank=True, default="", db_default="")
+    """The disk space that the files of models may take, as it was typed; empty = no limit."""
+    disk_quota_size = models.BigIntegerField(default=0, db_default=0, editable=False)
+    """The bytes that `disk_quota` states; 0 if it states a share."""
+    disk_quota_share = models.DecimalField(
+        max_digits=13, decimal_places=12, default=Decimal(0), db_default=Decimal(0), editable=False
+    )
+    """The share of `total_disk` that `disk_quota` states; 0 if it states bytes."""
+    disk_quota_bytes = models.GeneratedField(
+        expression=_DISK_QUOTA, output_field=models.BigIntegerField(), db_persist=True
+    )
+    """The bytes that the quota means now; 0 = no limit, or a share of a disk that is not reported."""
 
     auth_user = models.ForeignKey(
         settings.AUTH_USER_MODEL, null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
@@ -247,6 +270,10 @@ class BackendNode(models.Model):
                     available_disk__gte=0,
                     vram_budget_bytes__gte=0,
                 ),
+            ),
+            models.CheckConstraint(
+                name="node_disk_quota",
+                condition=Q(disk_quota_size__gte=0, disk_quota_share__gte=0, disk_quota_share__lte=1),
             ),
             models.CheckConstraint(
                 name="node_identity_strong_or_weak", condition=Q(fingerprint="") | Q(weak_identity=False)

@@ -243,6 +243,9 @@ class NodeModel(models.Model):
     """The GPUs that it may use, each with `index`, `uuid`, `bytes` (its share) and `seen` (as `vram_seen`).
 
     Empty if its node reports none, or its need is unknown."""
+    files_needed = models.BigIntegerField(default=0, db_default=0)
+    """Bytes of the model's files that its load brings to the node, 0 = none or unknown. They count toward the
+    node's disk quota until the files are recorded (`decisions/node_files.py`)."""
     vram_seen_at = models.DateTimeField(null=True, blank=True)
     """Time of that reading; null = there was none."""
     loaded_at = models.DateTimeField(null=True, blank=True)
@@ -284,6 +287,7 @@ class NodeModel(models.Model):
             models.CheckConstraint(
                 name="replica_vram_not_negative", condition=Q(vram_needed__gte=0, vram_seen__gte=0)
             ),
+            models.CheckConstraint(name="replica_files_not_negative", condition=Q(files_needed__gte=0)),
             *_consistent(),
         ]
         indexes = [

@@ -64,6 +64,7 @@ class Reason(StrEnum):
     UNHEALTHY = "unhealthy"
     FILE_PORT = "with a file port that does not answer"
     DISK = "without the disk space it needs"
+    QUOTA = "without space in the disk quota for models"
     FULL = "no free slot for this model"
     MEMORY = "without the VRAM it needs"
     GPUS = "without a GPU, or GPUs together, that have the room it needs"
@@ -177,6 +178,10 @@ class Candidate:
     available_disk: int = 0
     staged_bytes: int = 0
     """Bytes of this model's files that the node already has."""
+    disk_quota: int = 0
+    """Most bytes that the files of all models may take; 0 = no limit."""
+    other_models_bytes: int = 0
+    """Bytes of the files of other models, with those that loads bring; 0 on a node without a quota."""
     gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
     gpu_totals: FreeByGpu = frozenset()
@@ -272,6 +277,8 @@ def find_refusal(
         return Reason.FILE_PORT
     if need.disk_required and lacks_disk(node, need):
         return Reason.DISK
+    if lacks_quota(node, need):
+        return Reason.QUOTA
     if free_index(node) is None:
         return Reason.FULL
     if need.lacks_card(node.card_vram):
@@ -284,6 +291,12 @@ def find_refusal(
 def lacks_disk(node: Candidate, need: Need) -> bool:
     """Return True if the node reports too little disk space, counting the files it already has (R2.38)."""
     return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
+
+
+def lacks_quota(node: Candidate, need: Need) -> bool:
+    """Return True if the missing files of the model exceed the node's disk quota."""
+    is_missing = need.files > node.staged_bytes
+    return is_missing and 0 < node.disk_quota < node.other_models_bytes + need.files
 
 
 def has_memory(node: Candidate, need: Need) -> bool:
@@ -423,6 +436,10 @@ def _lacks_by_reason(
     by_disk = sorted(
         (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
     )
+    by_quota = sorted(
+        (n for n in nodes if refused.get(n.id) is Reason.QUOTA),
+        key=lambda n: (n.other_models_bytes - n.disk_quota, n.name),
+    )
     if by_memory:
         free_by_node = [f"{n.name} has {format_gib(n.free_vram)} free" for n in by_memory]
         descriptions[Reason.MEMORY] = _with_nodes(_most_needed(by_memory, need), free_by_node)
@@ -436,6 +453,12 @@ def _lacks_by_reason(
             f"{n.name} has {format_gib(n.available_disk)} of {format_gib(n.total_disk)} free" for n in by_disk
         ]
         descriptions[Reason.DISK] = _with_nodes(describe_disk_need(need.files, need.disk), free_by_node)
+    if by_quota:
+        descriptions[Reason.QUOTA] = _with_nodes(
+            f"{format_bytes(need.files)} of files",
+            [f"{n.name}: {_describe_quota_of(n, need)}" for n in by_quota],
+        )
+        descriptions[Reason.QUOTA] += f"; {QUOTA_HINT}"
     return descriptions
 
 
@@ -462,17 +485,36 @@ def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
     return f" ({needed}: {', '.join([*nodes[:_NAMED], *suffix])})"
 
 
+QUOTA_HINT = "remove models there that are not used, or raise the quota"
+
+
+def _describe_quota_of(node: Candidate, need: Need) -> str:
+    used = node.other_models_bytes + node.staged_bytes
+    return describe_quota(used, node.disk_quota, need.files - node.staged_bytes)
+
+
+def describe_quota(used: int, quota: int, missing: int) -> str:
+    """Return the figures of a disk quota that the missing bytes exceed."""
+    return (
+        f"{format_gib(used)} of {format_gib(quota)} of the quota for models are used,"
+        f" {format_bytes(missing)} more are needed"
+    )
+
+
+def format_bytes(size: int) -> str:
+    """Format a size rounded up: in GiB, or in the largest smaller unit of which there is one."""
+    if size >= 2**30:
+        return gib_rounded_up(size)
+    return next((f"{-(-size // 2**n)} {u}" for n, u in _UNITS if size >= 2**n), "0 B")
+
+
 def describe_disk_need(files: int, needed: int) -> str:
     """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
     if files <= 0:
         return gib_rounded_up(needed) + (
             " assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else ""
         )
-    size = (
-        gib_rounded_up(files)
-        if files >= 2**30
-        else next(f"{-(-files // 2**n)} {u}" for n, u in _UNITS if files >= 2**n)
-    )
+    size = format_bytes(files)
     return f"{size} of files and {gib_rounded_up(needed - files)} to spare" if needed > files else size
 
 

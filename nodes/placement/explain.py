@@ -304,6 +304,8 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
             "free_gpus": [free_bytes for _, free_bytes in sorted(node.gpus)],
             "available_disk": node.available_disk,
             "total_disk": node.total_disk,
+            "disk_quota": node.disk_quota,
+            "quota_used": node.other_models_bytes + node.staged_bytes if node.disk_quota else 0,
             "replicas": len(node.used_indices),
             "slots": node.slots,
             "in_flight": node.in_flight,

@@ -37,11 +37,13 @@ _REBUILT = 8
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about nodes that only one model sees: indices in use, models of its groups, staged files."""
+    """The facts about nodes that only one model sees: indices in use, models of its groups, files."""
 
     used_indices: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
     staged_bytes: Mapping[UUID, int] = field(default_factory=dict)
+    other_models_bytes: Mapping[UUID, int] = field(default_factory=dict)
+    """Missing nodes have those of the node that `of` gets."""
 
     def of(self, node: Candidate) -> Candidate:
         """Return the node as the model sees it."""
@@ -50,6 +52,7 @@ class ModelFacts:
             used_indices=self.used_indices.get(node.id, frozenset()),
             conflicts=self.conflicts.get(node.id, frozenset()),
             staged_bytes=self.staged_bytes.get(node.id, 0),
+            other_models_bytes=self.other_models_bytes.get(node.id, node.other_models_bytes),
         )
 
 
@@ -155,6 +158,7 @@ class RankedFleet:
             *own.used_indices,
             *own.conflicts,
             *own.staged_bytes,
+            *own.other_models_bytes,
             *question.backoffs,
             *question.backed_off,
         }

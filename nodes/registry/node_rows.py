@@ -145,7 +145,9 @@ def _gpus(node_id: UUID) -> list[Row]:
 
 def _overrides(node_id: UUID, node: Row) -> Row:
     """Return who overrode the worker's values and when, as far as the timeline still has it."""
-    overridden = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
+    overridden = [
+        name for name in shape.OVERRIDES.fields if node.get(f"{name}_manually_set", bool(node.get(name)))
+    ]
     override_events = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
     override_events = override_events.annotate(
         what=Case(*(When(detail__has_key=name, then=Value(name)) for name in overridden), default=Value(""))

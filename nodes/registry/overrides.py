@@ -1,6 +1,6 @@
-"""Settings with which an administrator overrides the worker: replica cap and VRAM budget (R1.45 to R1.50).
+"""An administrator's settings of a node: replica cap and VRAM budget (R1.45 to R1.50), disk quota for models.
 
-Both survive the worker's restarts until they are reset. With the `revision` that the administrator read, each
+All survive the worker's restarts until they are reset. With the `revision` that the administrator read, each
 function raises Conflict (field `revision`) if the node has changed since.
 """
 
@@ -91,6 +91,29 @@ def reset_vram_budget(
             vram_budget_bytes=0,
             vram_budget_manually_set=False,
         )
+    return change.node
+
+
+def set_disk_quota(
+    node_id: UUID, text: str, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
+    """Limit the disk space that the files of models take on the node, "" = no limit.
+
+    Files that are there stay. Raises InvalidInput if `text` is not a budget, as for VRAM.
+    """
+    text = text.strip()
+    if len(text) > LONGEST_BUDGET:
+        raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
+    try:
+        size, share = resources.parse_disk_quota(text)
+    except ValueError as error:
+        raise errors.InvalidInput(f"value: {error}", field="value") from None
+    with node_change(node_id, now, revision) as change:
+        if text != change.node.disk_quota:
+            change.set(disk_quota_size=size, disk_quota_share=share)
+        _override(change, actor, "set" if text else "removed", disk_quota=text)
+        change.save()
+        clear_cooldowns(now)
     return change.node
 
 

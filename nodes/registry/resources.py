@@ -1,4 +1,4 @@
-"""Resources of nodes: their GPUs one by one, and VRAM budgets (R1.49).
+"""Resources of nodes: their GPUs one by one, VRAM budgets (R1.49) and disk quotas.
 
 GPUs belong to the same reading as `available_vram`: both are written together, and a worker that reports only
 totals empties the list. So a GPU never counts as free by a figure that is older than the node's.
@@ -185,6 +185,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
+_LEAST_SHARE = Decimal("1e-12")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
 
 
@@ -193,27 +194,42 @@ def budget_ceiling(text: str, total: int) -> int:
 
     Accepts `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
     """
+    size, share = _size_or_share(text, "VRAM budget")
+    return min(size or int(total * share), total)
+
+
+def parse_disk_quota(text: str) -> tuple[int, Decimal]:
+    """Return the bytes of a disk quota, or its share of the disk; the other is 0. Both are 0 without a quota.
+
+    Raise ValueError unless `text` is empty or a budget (`budget_ceiling`) of at least one byte.
+    """
+    size, share = _size_or_share(text, "disk quota")
+    share = share.quantize(_LEAST_SHARE)
+    if text.strip() and not size and not share:
+        raise ValueError("a disk quota of 0 bytes: leave it empty for none")
+    return min(size, _LARGEST), share
+
+
+def _size_or_share(text: str, what: str) -> tuple[int, Decimal]:
+    """Return the bytes or the share that a budget text means; both are 0 if it is empty."""
     text = text.strip().lower()
     if not text:
-        return 0
+        return 0, Decimal(0)
     parsed = _SIZE.match(text)
     if parsed is None:
-        raise ValueError(f"not a VRAM budget: {text!r}")
-    return min(_amount(Decimal(parsed[1]), parsed[2] or "", total), total)
-
-
-def _amount(number: Decimal, unit: str, total: int) -> int:
+        raise ValueError(f"not a {what}: {text!r}")
+    number, unit = Decimal(parsed[1]), parsed[2] or ""
     if unit == "%":
         if number > 100:
-            raise ValueError("a VRAM budget over 100 %")
-        return int(total * number / 100)
+            raise ValueError(f"a {what} over 100 %")
+        return 0, number / 100
     if unit:
-        return int(number * _UNITS[unit])
+        return int(number * _UNITS[unit]), Decimal(0)
     if number <= 1:
-        return int(total * number)
+        return 0, number
     if number != number.to_integral_value():
-        raise ValueError("a VRAM budget with a fraction of a byte")
-    return int(number)
+        raise ValueError(f"a {what} with a fraction of a byte")
+    return int(number), Decimal(0)
 
 
 def budget_ceiling_or_none(text: str, total: int) -> int:

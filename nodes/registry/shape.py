@@ -42,6 +42,7 @@ from localai_cluster.web.shapes import (
     text,
 )
 from nodes.models import (
+    BroughtModel,
     NodeConflict,
     NodeEvent,
     NodeLabel,
@@ -76,7 +77,9 @@ def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
     return column(name, FACT.ref, meaning, source=fact_column(at, by, reason), nullable=True, inner=FACT)
 
 
-def _of_node(rows: QuerySet[NodeModel] | QuerySet[NodeConflict], figure: Count | Sum) -> Coalesce:
+def _of_node(
+    rows: QuerySet[NodeModel] | QuerySet[NodeConflict] | QuerySet[BroughtModel], figure: Count | Sum
+) -> Coalesce:
     grouped = rows.filter(node=OuterRef("pk")).order_by().values("node").annotate(figure=figure)
     return Coalesce(Subquery(grouped.values("figure")), 0)
 
@@ -157,6 +160,7 @@ OVERRIDES = Shape(
     [
         field("max_replicas_per_model", OVERRIDE.ref, optional=True),
         field("vram_budget", OVERRIDE.ref, optional=True),
+        field("disk_quota", OVERRIDE.ref, optional=True),
     ],
 )
 INVENTORY = Shape(
@@ -243,6 +247,17 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     (EVERYWHERE, column("vram_budget", TEXT, "As it was typed.", optional=True)),
     (EVERYWHERE, column("vram_budget_bytes", BYTES, "The ceiling that the budget means.", optional=True)),
     (EVERYWHERE, column("vram_budget_manually_set", FLAG)),
+    (EVERYWHERE, column("disk_quota", TEXT, "For the files of models, as it was typed.", optional=True)),
+    (EVERYWHERE, column("disk_quota_bytes", BYTES, "The bytes that it means.", optional=True)),
+    (
+        (DETAIL,),
+        column(
+            "model_bytes",
+            BYTES,
+            "Of the files that loads have sent to it.",
+            source=_of_node(BroughtModel.objects.all(), Sum("size")),
+        ),
+    ),
     (EVERYWHERE, column("weak_identity", FLAG, "Known by the shared token only.", optional=True)),
     (
         REST,

@@ -16,7 +16,7 @@ from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
-from nodes.decisions import decision_log
+from nodes.decisions import decision_log, node_files
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.models import (
     BEING_LOADED,
@@ -96,6 +96,10 @@ def reserve(
             now = max(now, node.vram_read_at + timedelta(microseconds=1))
         if (index := _free_index(node, model_name)) is None:
             return NoSlot(RefusalReason.FULL)
+        try:
+            node_files.check_quota(node, model_name, need.files)
+        except node_files.OverQuota as lack:
+            return NoSlot(str(lack))
         memory = _memory(node, need, model_name, room, now)
         if isinstance(memory, NoSlot):
             return memory
@@ -110,6 +114,7 @@ def reserve(
             last_used=now,
             created_at=now,
             updated_at=now,
+            files_needed=need.files,
             **memory.columns,
         )
         BackendNode.objects.filter(pk=view.id).update(newest_load=row.pk)
@@ -161,29 +166,31 @@ def is_owned(slot: Slot, *, attempt: Attempt) -> bool:
     return _of(slot, attempt).exists()
 
 
-def begin_staging(slot: Slot, *, attempt: Attempt) -> bool | None:
-    """Begin to send the model's files to the node, alone of all loads of the model there (R2.26).
+def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
+    """Begin to send `files` bytes of the model's files to the node, alone of all its loads there (R2.26).
 
     Return False while another running attempt does that, None when the attempt does not own the slot any
-    more.
+    more. Raise OverQuota if the files do not fit into the node's disk quota.
     """
     with committed("load.staging"):
         # As for a slot: of two that begin at once one sees the other.
-        BackendNode.objects.filter(pk=slot.node_id).select_for_update(no_key=True).first()
+        node = BackendNode.objects.filter(pk=slot.node_id).select_for_update(no_key=True).first()
         mine = _of(slot, attempt)
         row = mine.select_for_update(no_key=True, of=("self",)).first()
-        if row is None:
+        if row is None or node is None:
             return None
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
         if others.exclude(pk=slot.id).filter(lifecycle.has_running_attempt()).exists():
             return False
-        return bool(lifecycle.apply_event(mine, ReplicaEvent.STAGING_BEGUN)) or None
+        node_files.check_quota(node, row.model_name, files)
+        return bool(lifecycle.apply_event(mine, ReplicaEvent.STAGING_BEGUN, files_needed=files)) or None
 
 
 def end_staging(slot: Slot, *, attempt: Attempt) -> bool:
     """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
-        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.STAGED))
+        # The record of its files counts from now on.
+        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
 
 
 def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:

@@ -11,6 +11,7 @@ export function node(name: string, overrides: Partial<LiveNode> = {}): LiveNode 
     id: name, name, node_type: "backend", status: "healthy", reason: "", since: null, address: "10.0.0.1:50051", http_address: "",
     gpus: [], gpu_vendor: "", gpu_compute_capability: "", capability: "", total_vram: 0, available_vram: 0, reserved_vram: 0, vram_budget: "",
     vram_budget_bytes: 0, vram_budget_manually_set: false, total_ram: 0, available_ram: 0, total_disk: 0, available_disk: 0,
+    disk_quota: "", disk_quota_bytes: 0,
     max_replicas_per_model: 2, max_replicas_per_model_manually_set: false, last_heartbeat: REGISTERED, created_at: REGISTERED,
     labels: {}, models: [], model_count: 0, in_flight_count: 0, backends: [], inventory_at: null, weak_identity: false,
     fingerprint: "abcd1234", source_address: "10.0.0.1", rejected: null, revoked: null, drain: null, open_conflicts: 0,

@@ -415,6 +415,17 @@ def test_a_vram_budget_is_set_and_reset(root: Client, text: str, limit: int) -> 
     assert (row.vram_budget, row.vram_budget_bytes, row.vram_budget_manually_set) == ("", 0, False)
 
 
+@pytest.mark.rule("D-DISK-QUOTA")
+def test_a_disk_quota_is_set_and_removed(root: Client) -> None:
+    node = api.make_node(total_disk=8 * GIB)
+    save(root, node, pages.load(root, node.id) | {"quota": "50%"})
+    row = api.node(node.id)
+    assert (row.disk_quota, row.disk_quota_bytes) == ("50%", 4 * GIB)
+    save(root, node, pages.load(root, node.id) | {"quota": ""})
+    row = api.node(node.id)
+    assert (row.disk_quota, row.disk_quota_bytes) == ("", 0)
+
+
 @pytest.mark.parametrize(
     ("typed", "field"),
     [
@@ -430,6 +441,9 @@ def test_a_vram_budget_is_set_and_reset(root: Client, text: str, limit: int) -> 
         ({"override_budget": "on", "budget": "9" * 33}, "budget"),
         ({"override_budget": "on", "budget": "1\0"}, "budget"),
         ({"budget": "1GiB"}, "budget"),
+        ({"quota": "0"}, "quota"),
+        ({"quota": "101%"}, "quota"),
+        ({"quota": "9" * 33}, "quota"),
     ],
 )
 def test_a_wrong_override_is_refused_at_its_field(root: Client, typed: dict[str, str], field: str) -> None:

@@ -135,7 +135,7 @@ def edit(read: Reader) -> None:
     for revision in ("0", "x"):
         read("DELETE", f"{at}/labels/models/x?revision={revision}")
     read("DELETE", f"{at}/labels/models/x")
-    for what, value in (("max-replicas-per-model", 3), ("vram-budget", "80%")):
+    for what, value in (("max-replicas-per-model", 3), ("vram-budget", "80%"), ("disk-quota", "80%")):
         read("PUT", f"{at}/{what}", {"value": value})
         read("PUT", f"{at}/{what}", {})
         read("PUT", f"{at}/{what}?revision=0", {"value": value})
@@ -351,6 +351,8 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         "full", total_vram=8, available_vram=8, capability="x", vram_budget="50%", version="0", approved=False
     )
     BackendNode.objects.update(
+        disk_quota="9",
+        disk_quota_size=9,
         fingerprint="",
         weak_identity=True,
         rejected_at=clock.now(),
@@ -373,6 +375,8 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         worker_version="",
         vram_budget="",
         vram_budget_bytes=0,
+        disk_quota="",
+        disk_quota_size=0,
     )
     (element,) = node_rows.list_rows(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["required"])

@@ -55,6 +55,8 @@ ADMIN_EDITS = [
     ("DELETE", "/api/nodes/{id}/max-replicas-per-model"),
     ("PUT", "/api/nodes/{id}/vram-budget"),
     ("DELETE", "/api/nodes/{id}/vram-budget"),
+    ("PUT", "/api/nodes/{id}/disk-quota"),
+    ("DELETE", "/api/nodes/{id}/disk-quota"),
     ("DELETE", "/api/nodes/{id}"),
 ]
 ADMIN_ROUTES = [("GET", path) for path in ADMIN_GETS] + [("POST", path) for path in ADMIN_POSTS] + ADMIN_EDITS
@@ -99,6 +101,7 @@ def test_list_and_detail_have_the_recorded_fields() -> None:
         "inventory",
         "gpus",
         "system",
+        "model_bytes",
     }
 
 
@@ -198,6 +201,8 @@ EDITS = [
     ("DELETE", "max-replicas-per-model", None),
     ("PUT", "vram-budget", {"value": "50%"}),
     ("DELETE", "vram-budget", None),
+    ("PUT", "disk-quota", {"value": "50%"}),
+    ("DELETE", "disk-quota", None),
 ]
 
 
@@ -207,6 +212,7 @@ def test_an_edit_can_name_the_revision_that_it_was_decided_on(method: str, what:
     node = api.make_node(labels={"a": "0"})
     overrides.set_replica_cap(node.id, 7, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
     overrides.set_vram_budget(node.id, "7%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    overrides.set_disk_quota(node.id, "7%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
     before, at = api.node(node.id).revision, f"/api/nodes/{node.id}/{what}?revision="
     for revision, status in (("x", 400), ("-1", 400), (str(before - 1), 409)):
         refused = api.admin().send(method, at + revision, body)
@@ -225,6 +231,7 @@ def test_an_edit_can_name_the_revision_that_it_was_decided_on(method: str, what:
         ("PUT", "max-replicas-per-model", {"value": 0}, "value"),
         ("PUT", "max-replicas-per-model", {}, "value"),
         ("PUT", "vram-budget", {"value": "120%"}, "value"),
+        ("PUT", "disk-quota", {"value": "120%"}, "value"),
         ("POST", "reject", {}, "reason"),
         ("POST", "approve", {"fingerprint": "f" * 64}, "fingerprint"),
     ],

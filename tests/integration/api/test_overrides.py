@@ -1,16 +1,16 @@
-"""Replica cap and VRAM budget by REST (`contract/http-api.md` §2.8, §2.9)."""
+"""Replica cap, VRAM budget (`contract/http-api.md` §2.8, §2.9) and disk quota by REST."""
 
 from typing import Any
 
 import pytest
 
 from localai_cluster.kit import clock
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeEvent
+from nodes.models import BackendNode, BroughtModel, ModelSchedulingConfig, NodeEvent
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
 
-CAP, BUDGET = "max-replicas-per-model", "vram-budget"
+CAP, BUDGET, QUOTA = "max-replicas-per-model", "vram-budget", "disk-quota"
 GIB = 1024**3
 
 
@@ -208,7 +208,7 @@ def test_budgets_that_are_none_are_400(body: Any) -> None:
 
 
 @pytest.mark.rule("http-2.8", "http-2.9")
-@pytest.mark.parametrize("what", [CAP, BUDGET])
+@pytest.mark.parametrize("what", [CAP, BUDGET, QUOTA])
 @pytest.mark.parametrize("node_id", ["nope", "00000000-0000-4000-8000-00000000dead", "%00"])
 def test_first_the_node_then_the_body(what: str, node_id: str) -> None:
     """404 comes before 400."""
@@ -218,7 +218,7 @@ def test_first_the_node_then_the_body(what: str, node_id: str) -> None:
 
 
 @pytest.mark.rule("http-2.8", "http-2.9")
-@pytest.mark.parametrize("what", [CAP, BUDGET])
+@pytest.mark.parametrize("what", [CAP, BUDGET, QUOTA])
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"null", b'"x"'])
 def test_then_the_body(what: str, body: bytes) -> None:
     """What is no object is no override."""
@@ -240,3 +240,54 @@ def test_every_override_is_an_event(what: str) -> None:
     ]
     name = {CAP: "max_replicas_per_model", BUDGET: "vram_budget"}[what]
     assert events[0].detail[name]["from"] in (1, "")
+
+
+@pytest.mark.rule("D-DISK-QUOTA")
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("200GB", 200 * 10**9), ("80%", 800 * 10**9), ("0.5", 500 * 10**9), ("2TB", 2 * 10**12), ("", None)],
+)
+def test_a_disk_quota_is_set_survives_the_worker_and_is_removed(text: str, size: int | None) -> None:
+    """It ends cooldowns; as any setting it is an event with its author, and an empty one is none."""
+    node, rule = api.make_node(total_disk=10**12), cooling()
+    put(node, QUOTA, {"value": "1GB"})
+    NodeEvent.objects.all().delete()
+    answer = put(node, QUOTA, {"value": text})
+    assert (answer.status_code, answer.json()) == (200, {"disk_quota": text})
+    rule.refresh_from_db()
+    assert (rule.unsatisfiable_until, rule.unsatisfiable_ticks) == (None, 0)
+    for _ in range(2):
+        now = shown(node)
+        assert (now.get("disk_quota", ""), now.get("disk_quota_bytes")) == (text, size)
+        assert now["overrides"].get("disk_quota", {}).get("by") == ("static-key" if text else None)
+        api.make_node(total_disk=10**12)
+    revision = api.node(node.id).revision
+    put(node, QUOTA, {"value": text})
+    assert api.node(node.id).revision == revision, "nothing has changed"
+    assert reset(node, QUOTA).json() == {"reset": True}
+    assert not {"disk_quota", "disk_quota_bytes"} & set(shown(node))
+    events = NodeEvent.objects.filter(kind="override").order_by("id")
+    assert [event.detail["disk_quota"]["to"] for event in events] == ([text, ""] if text else [""])
+
+
+@pytest.mark.rule("D-DISK-QUOTA")
+@pytest.mark.parametrize(
+    "value",
+    [None, 5, "zzz", "101%", "-1", "1.5", "1\x00", "٣GB", "1" * 33, "0", "0%", "0GB", "0.0000000000001"],
+    ids=repr,
+)
+def test_disk_quotas_that_are_none_are_400(value: Any) -> None:
+    """A quota of 0 is refused too: it would read as none."""
+    node = api.make_node(total_disk=10**12)
+    refused = put(node, QUOTA, {"value": value})
+    assert (refused.status_code, "value" in api.message(refused)) == (400, True)
+    assert api.node(node.id).disk_quota == ""
+
+
+@pytest.mark.rule("D-DISK-QUOTA")
+def test_the_bytes_of_models_on_a_node_are_shown() -> None:
+    node = api.make_node()
+    assert shown(node)["model_bytes"] == 0
+    for name in ("a", "b"):
+        BroughtModel.objects.create(node=node, model_name=name, size=2**40, seen_at=clock.now())
+    assert shown(node)["model_bytes"] == 2**41

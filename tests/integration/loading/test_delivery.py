@@ -17,6 +17,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache
+from nodes.decisions.node_files import read_file_bytes
 from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.load_attempts import LoadFailed, NodeRefused, refusals
 from nodes.loading.source_files import OpenedFile, plan_files
@@ -319,14 +320,18 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: staging.store_staged_bytes(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
         assert await in_thread(refused) is None
         await stage.handler(stage.work)
-        there = await in_thread(fleet_cache.model_file_bytes, "echo")
+        there = await in_thread(staged_files)
         assert there == {stage.one.pk: SIZE + len(b"projector")}
         await in_thread(disk_of, stage.one, 2**30)
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
     await in_thread(unload_requests.forget_staged_files, stage.one.pk, "echo")
-    assert await in_thread(fleet_cache.model_file_bytes, "echo") == {}
+    assert await in_thread(staged_files) == {}
+
+
+def staged_files() -> dict[Any, int]:
+    return read_file_bytes(["echo"]).staged("echo")
 
 
 def disk_of(node: BackendNode, free: int) -> None:
@@ -361,7 +366,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, attempt=work.attempt)
+        return slots.begin_staging(slot, attempt=work.attempt, files=SIZE)
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
@@ -382,7 +387,7 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], attempt=works[number].attempt)
+        return slots.begin_staging(places[number], attempt=works[number].attempt, files=SIZE)
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]

@@ -228,6 +228,7 @@ def test_the_document_says_which_keys_may_be_absent(root: Client) -> None:
     }
     theirs = {"capability", "vram_budget", "vram_budget_bytes", "labels"}
     ours = {"weak_identity", "rejected", "revoked", "open_conflicts", "worker_version", "version_skew"}
+    ours |= {"disk_quota", "disk_quota_bytes"}
     assert optional["Node"] == theirs | ours
     facts = {"joined", "approval", "revoked", "drain", "offline", "unhealthy", "file_port"}
     assert optional["NodeDetail"] == optional["Node"] - {"labels"} | facts

@@ -143,6 +143,8 @@ def test_every_field_of_a_node_comes_back() -> None:
         total_disk=6,
         available_disk=7,
         staged_bytes=8,
+        disk_quota=9,
+        other_models_bytes=10,
         gpu_totals=frozenset({(0, 24)}),
         file_port_failed=True,
         has_backend=True,

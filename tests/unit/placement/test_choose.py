@@ -43,6 +43,9 @@ nodes = st.builds(
     available_vram=st.integers(0, 2**40),
     total_disk=st.sampled_from([0, 2**40]),
     available_disk=st.integers(0, 2**40),
+    staged_bytes=st.sampled_from([0, 2**20, 2**39]),
+    disk_quota=st.sampled_from([0, 1, 2**40]),
+    other_models_bytes=st.integers(0, 2**40),
 )
 fleets = st.lists(nodes, max_size=8, unique_by=lambda node: node.id)
 
@@ -124,6 +127,7 @@ needs = st.builds(
     vram_required=st.booleans(),
     disk=st.integers(0, 2**40),
     disk_required=st.booleans(),
+    files=st.integers(0, 2**40),
 )
 GIB = 2**30
 
@@ -134,13 +138,18 @@ def test_no_node_is_over_its_budget_where_that_is_required(fleet: list[Candidate
     decision = choose_node(fleet, need=need)
     for node in decision.ranked:
         assert node.free_vram >= need.vram or not need.vram_required or not need.vram
-        assert not node.total_disk or node.available_disk >= need.disk or not need.disk_required
+        free_disk = node.available_disk + node.staged_bytes
+        assert not node.total_disk or free_disk >= need.disk or not need.disk_required
+        fits_quota = not node.disk_quota or node.other_models_bytes + need.files <= node.disk_quota
+        assert fits_quota or need.files <= node.staged_bytes, "D-DISK-QUOTA"
     for node in fleet:
         if decision.refused.get(node.id) is Reason.MEMORY:
             assert node.free_vram < need.vram
         if decision.refused.get(node.id) is Reason.DISK:
             assert node.total_disk > 0
-            assert node.available_disk < need.disk
+            assert node.available_disk + node.staged_bytes < need.disk
+        if decision.refused.get(node.id) is Reason.QUOTA:
+            assert node.other_models_bytes + need.files > node.disk_quota > 0
 
 
 @given(fleets, st.integers(1, 2**40))
@@ -204,6 +213,23 @@ def test_a_node_without_the_disk_space_is_refused() -> None:
     assert choose_node([full], need=Need(disk=70 * GIB)).node == full, "the switch is off"
     away = choose_node([view(status="offline")], need=large).describe_refusals()
     assert away == "no node can take it: 1 offline", "that is no matter of disks"
+
+
+@pytest.mark.rule("D-DISK-QUOTA")
+def test_a_refusal_for_the_quota_says_what_is_used_and_missing() -> None:
+    """The nearest node comes first; what a node has of the model counts as used and not as missing."""
+    near = view(id=UUID(int=1), name="near", disk_quota=50 * GIB, other_models_bytes=40 * GIB)
+    part = view(id=UUID(int=2), name="part", disk_quota=9 * GIB, other_models_bytes=GIB, staged_bytes=2 * GIB)
+    need = Need(files=12 * GIB)
+    decision = choose_node([part, near], need=need)
+    assert set(decision.refused.values()) == {Reason.QUOTA}
+    assert decision.describe_refusals() == (
+        "no node can take it: 2 without space in the disk quota for models (12.0 GiB of files:"
+        " near: 40.0 GiB of 50.0 GiB of the quota for models are used, 12.0 GiB more are needed,"
+        " part: 3.0 GiB of 9.0 GiB of the quota for models are used, 10.0 GiB more are needed);"
+        " remove models there that are not used, or raise the quota"
+    )
+    assert choose_node([part, near], need=Need(files=10 * GIB)).node == near
 
 
 @pytest.mark.rule("R2.32")

@@ -1,5 +1,5 @@
-// The limits of a node: replicas of one model, and VRAM. Edited in place; an administrator's value is marked
-// with who set it, and can be handed back to the worker.
+// The limits of a node: replicas of one model, VRAM, and disk space for models. Edited in place; an
+// administrator's value is marked with who set it, and can be handed back to the worker.
 import { useRef, type ReactNode } from "react";
 import type { UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../../api/client";
@@ -13,7 +13,7 @@ import { Problem } from "../../ui/problem";
 import { Ago } from "../../ui/time";
 import type { Action } from "../../api/action";
 import { useNodeAction, type NodeDetail } from "./data";
-import { budgetProblem, capProblem, ceiling, mostReplicas } from "./editing";
+import { budgetProblem, capProblem, ceiling, mostReplicas, quotaProblem } from "./editing";
 import { InlineEdit } from "./inline-edit";
 import { Panel } from "./panel";
 import { provenance } from "./words";
@@ -34,6 +34,9 @@ export function Capacity({ node, detail }: CapacityProps): ReactNode {
           <h3>VRAM budget</h3>
           <p className="muted">The node reports no VRAM: there is nothing to limit.</p>
         </div>
+      )}
+      {node.node_type === "backend" && (
+        <DiskQuota node={node} used={detail.data?.model_bytes} override={detail.data?.overrides.disk_quota} />
       )}
     </Panel>
   );
@@ -133,6 +136,46 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
   );
 }
 
+interface DiskQuotaProps {
+  node: LiveNode;
+  /** Bytes of the models on the node; undefined while they are read. */
+  used: number | undefined;
+  override: Override;
+}
+
+function DiskQuota({ node, used, override }: DiskQuotaProps): ReactNode {
+  const params = { path: { node_id: node.id } };
+  const path = "/api/nodes/{node_id}/disk-quota";
+  const set = useNodeAction(
+    node.id,
+    (value: string) => call(client.PUT(path, { params, body: { value } })),
+    (_, value) => announce(value === "" ? "Disk quota for models removed." : `Disk quota for models set to ${value}.`),
+  );
+  const back = useNodeAction<undefined, unknown>(
+    node.id,
+    () => call(client.DELETE(path, { params })),
+    () => announce("Disk quota for models removed."),
+  );
+  const meaning = (text: string) => {
+    if (text.trim() === "") return "Leave empty for no limit.";
+    const limit = ceiling(text, node.total_disk);
+    return limit === null || node.total_disk === 0 ? "" : `${bytes(limit)} of ${bytes(node.total_disk)}.`;
+  };
+  return (
+    <Value title="Disk quota for models" manual={node.disk_quota !== ""} override={override} back={back} handed="Removed. Only free disk space counts." plain="No limit by default" reset="Remove">
+      <InlineEdit name="disk quota for models" value={node.disk_quota} check={quotaProblem} action={set} meaning={meaning} placeholder="80% or 200GB">
+        {node.disk_quota === "" ? <span className="muted">No limit</span> : <bdi>{node.disk_quota}</bdi>}
+        {used !== undefined && (
+          <span className="muted">
+            {" "}
+            {node.disk_quota_bytes > 0 ? `${bytes(used)} of ${bytes(node.disk_quota_bytes)} used` : `${bytes(used)} used`}
+          </span>
+        )}
+      </InlineEdit>
+    </Value>
+  );
+}
+
 interface ValueProps {
   title: string;
   /** True if an administrator's value holds. */
@@ -141,10 +184,14 @@ interface ValueProps {
   back: Action<undefined>;
   /** The result of the reset. */
   handed: string;
+  /** The source of a value that nobody has set. */
+  plain?: string;
+  /** The action that ends an administrator's value. */
+  reset?: string;
   children: ReactNode;
 }
 
-function Value({ title, manual, override, back, handed, children }: ValueProps): ReactNode {
+function Value({ title, manual, override, back, handed, plain, reset = "Reset to worker default", children }: ValueProps): ReactNode {
   const note = useRef<HTMLParagraphElement>(null);
   // The button that was pressed is gone: the focus goes to what came of it.
   useChange(manual, () => goOnAt(note.current));
@@ -156,7 +203,7 @@ function Value({ title, manual, override, back, handed, children }: ValueProps):
         <p className="row wrap nd-source">
           {manual && <span className="tag">override</span>}
           <span className="muted">
-            {provenance(override, manual)}
+            {!manual && plain !== undefined ? plain : provenance(override, manual)}
             {manual && override?.at != null && (
               <>
                 {" "}
@@ -165,8 +212,8 @@ function Value({ title, manual, override, back, handed, children }: ValueProps):
             )}
           </span>
           {manual && (
-            <Button small busy={back.busy} aria-label={`Reset ${title} to worker default`} onClick={() => back.run(undefined)}>
-              Reset to worker default
+            <Button small busy={back.busy} aria-label={reset === "Remove" ? `Remove ${title}` : `Reset ${title} to worker default`} onClick={() => back.run(undefined)}>
+              {reset}
             </Button>
           )}
         </p>

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { budgetProblem, capProblem, ceiling, decide, mostReplicas, overtaken } from "./editing";
+import { budgetProblem, capProblem, ceiling, decide, mostReplicas, overtaken, quotaProblem } from "./editing";
 
 const GIB = 1024 ** 3;
 
@@ -57,5 +57,15 @@ describe("VRAM budgets, as the server reads them (R1.49)", () => {
 
   it.each(["101%", "1.5", "lots", "12 XB", "-1", "x".repeat(33)])("refuses %j", (text) => {
     expect(budgetProblem(text)).not.toBe("");
+  });
+});
+
+describe("disk quotas, as the server reads them (D-DISK-QUOTA)", () => {
+  it.each(["200GB", "80%", "0.5", "1", ""])("takes %j", (text) => {
+    expect(quotaProblem(text)).toBe("");
+  });
+
+  it.each(["0", "0%", "0GB", "101%", "1.5", "much", "9".repeat(33)])("refuses %j", (text) => {
+    expect(quotaProblem(text)).not.toBe("");
   });
 });

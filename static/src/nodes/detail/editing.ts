@@ -63,6 +63,12 @@ export function budgetProblem(text: string): string {
   return ceiling(text, Number.MAX_SAFE_INTEGER) === null ? "A share such as 80% or a size such as 12GB or 12GiB." : "";
 }
 
+/** The problem with a disk quota; an empty one means no limit. */
+export function quotaProblem(text: string): string {
+  if (text.trim() !== "" && ceiling(text, Number.MAX_SAFE_INTEGER) === 0) return "At least one byte. Leave empty for no limit.";
+  return budgetProblem(text);
+}
+
 /** The model with most replicas, and how many; null without any. */
 export function mostReplicas(models: readonly { model_name: string }[]): { model: string; count: number } | null {
   const counts = new Map<string, number>();

@@ -42,6 +42,7 @@ describe("what an event says", () => {
       max_replicas_per_model_manually_set: { from: false, to: true },
     };
     expect(changes({ detail })).toEqual(["maximum replicas per model: 1 → 3"]);
+    expect(changes({ detail: { disk_quota: { from: "80%", to: "" } } })).toEqual(["disk quota for models: 80% → none"]);
     expect(changes({ detail: { vram_budget: { from: "", to: "80%" } } })).toEqual(["VRAM budget: none → 80%"]);
   });
 

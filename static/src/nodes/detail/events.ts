@@ -71,6 +71,7 @@ export function actorWords(event: Pick<NodeEvent, "actor" | "actor_kind">): stri
 const OVERRIDES: Readonly<Record<string, string>> = {
   max_replicas_per_model: "maximum replicas per model",
   vram_budget: "VRAM budget",
+  disk_quota: "disk quota for models",
 };
 /** Said by the text beside them already. */
 const IMPLIED = new Set(["vram_budget_bytes", "available_vram", "max_replicas_per_model_manually_set", "vram_budget_manually_set", "conflict"]);
