@@ -208,23 +208,16 @@ class BulkOperationsSerializer(NullIsAbsent):
     )
 
 
-def _cancel(operation: Operation, by: Requester, comment: str) -> None:
+def _cancel(operation: Operation, by: Requester) -> None:
     cancel_operation(operation, actor=by.actor)
 
 
-def _dismiss(operation: Operation, by: Requester, comment: str) -> None:
-    admission.dismiss(operation.id, actor=by.actor, now=clock.now(), comment=comment)
-
-
-def _retry(operation: Operation, by: Requester, comment: str) -> None:
+def _retry(operation: Operation, by: Requester) -> None:
     retry_operation(operation, (), by)
 
 
-_VERBS: Mapping[str, Callable[[Operation, Requester, str], None]] = {
-    "cancel": _cancel,
-    "dismiss": _dismiss,
-    "retry": _retry,
-}
+_VERBS: Mapping[str, Callable[[Operation, Requester], None]] = {"cancel": _cancel, "retry": _retry}
+"""Verbs that are run for one operation after the other: each needs the locks of its own key and nodes."""
 
 
 class BulkOperationsView(APIView):
@@ -240,12 +233,27 @@ class BulkOperationsView(APIView):
         responses={200: OperationCountsSerializer, **flat_refusals(400, 413)},
     )
     def post(self, request: Request) -> Response:
-        """Does it to each of them, each on its own, and answers how many. Repeating it does no harm."""
-        fields = validate_body(BulkOperationsSerializer, request)
-        return Response(_run(fields["verb"], fields["ids"], requester_of(request), fields.get("comment", "")))
+        """Does it to each of them and answers how many; dismisses all at once. Repeating it does no harm."""
+        fields, by = validate_body(BulkOperationsSerializer, request), requester_of(request)
+        if fields["verb"] == "dismiss":
+            return Response(_dismiss(fields["ids"], by, fields.get("comment", "")))
+        return Response(_run(fields["verb"], fields["ids"], by))
 
 
-def _run(verb: str, ids: list[Any], by: Requester, comment: str) -> dict[str, Any]:
+def _dismiss(ids: list[Any], by: Requester, comment: str) -> dict[str, Any]:
+    operations = admission.dismiss_many(ids, actor=by.actor, now=clock.now(), comment=comment)
+    others = [operation for operation in operations if operation.status != Status.FAILED]
+    refusals = [admission.only_failures(other) for other in others if other.status != Status.COMPLETED]
+    done = len(operations) - len(others)
+    return _counts(done, len(set(ids)) - done - len(refusals), refusals)
+
+
+def _counts(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
+    reasons = list(dict.fromkeys(refusals))[:MOST_REASONS]
+    return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
+
+
+def _run(verb: str, ids: list[Any], by: Requester) -> dict[str, Any]:
     done, ended, refusals = 0, 0, list[str]()
     for id in dict.fromkeys(ids):
         operation = Operation.objects.filter(pk=id).first()
@@ -253,15 +261,14 @@ def _run(verb: str, ids: list[Any], by: Requester, comment: str) -> dict[str, An
             if operation is None:
                 ended += 1
                 continue
-            _VERBS[verb](operation, by, comment)
+            _VERBS[verb](operation, by)
             done += 1
         except errors.ClusterError as refusal:
             if _has_ended(verb, id):
                 ended += 1
             else:
                 refusals.append(refusal.message)
-    reasons = list(dict.fromkeys(refusals))[:MOST_REASONS]
-    return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
+    return _counts(done, ended, refusals)
 
 
 def _has_ended(verb: str, id: Any) -> bool:

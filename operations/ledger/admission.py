@@ -37,6 +37,7 @@ _LONGEST_ACTOR = 150
 LONGEST_COMMENT = 500
 
 
+_DISMISSAL = ("dismissed_at", "dismissed_by", "dismissed_comment")
 _ONE_ACTIVE = "operation_one_active_a_key"
 
 
@@ -176,7 +177,7 @@ def made(
     for failure in superseded:
         failure.dismissed_at, failure.dismissed_by = now, request.actor
         failure.dismissed_comment = f"tried again as operation {operation.id}"
-    Operation.objects.bulk_update(superseded, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+    Operation.objects.bulk_update(superseded, _DISMISSAL)
     audit.record(changed("asked", operation), at=now)
     return operation, superseded
 
@@ -202,20 +203,44 @@ def dismiss(
     with committed("ledger.dismiss"):
         operation = locked(operation_id)
         if operation.status != Status.FAILED:
-            raise errors.Conflict(
-                f"the operation is {operation.status}: only a failure can be dismissed", field="status"
-            )
+            raise errors.Conflict(only_failures(operation), field="status")
         if operation.dismissed_at is not None:
             return operation
         if nodes and _dismiss_targets(operation, nodes, now):
             audit.record(changed("dismissed_part", operation, f"on {_nodes(nodes)}: {comment}"), at=now)
         else:
-            operation.dismissed_at, operation.dismissed_by = now, actor[:_LONGEST_ACTOR]
-            operation.dismissed_comment = comment[:LONGEST_COMMENT]
-            operation.save(update_fields=["dismissed_at", "dismissed_by", "dismissed_comment"])
-            audit.record(changed("dismissed", operation, comment), at=now)
+            _dismiss([operation], actor, now, comment)
         emit([operation])
     return operation
+
+
+def only_failures(operation: Operation) -> str:
+    """Return the reason why an operation that has not failed cannot be dismissed."""
+    return f"the operation is {operation.status}: only a failure can be dismissed"
+
+
+def dismiss_many(
+    operation_ids: Collection[UUID], *, actor: str, now: datetime, comment: str = ""
+) -> Sequence[Operation]:
+    """Dismiss those of these operations that have failed; return all that exist.
+
+    One transaction with a constant number of statements.
+    """
+    with committed("ledger.dismiss_many"):
+        rows = Operation.objects.select_for_update(no_key=True).filter(pk__in=operation_ids)
+        operations = list(rows.order_by("pk"))
+        failures = [row for row in operations if row.status == Status.FAILED and row.dismissed_at is None]
+        _dismiss(failures, actor, now, comment)
+        emit(failures)
+    return operations
+
+
+def _dismiss(failures: Collection[Operation], actor: str, now: datetime, comment: str) -> None:
+    for failure in failures:
+        failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
+        failure.dismissed_comment = comment[:LONGEST_COMMENT]
+    Operation.objects.bulk_update(failures, _DISMISSAL)
+    audit.record(*(changed("dismissed", failure, comment) for failure in failures), at=now)
 
 
 def _dismiss_targets(operation: Operation, nodes: Collection[UUID], now: datetime) -> bool:

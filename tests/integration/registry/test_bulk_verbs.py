@@ -11,6 +11,7 @@ from django.db.models import CASCADE
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts import actors
+from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from nodes.backends import intents
@@ -368,8 +369,38 @@ def test_failures_are_dismissed_and_retried_together() -> None:
         intents.record_outcomes({(intent.id, intent.fence): (Ended(error="disk full"), ())}, now=clock.now())
     assert bulk_operations("dismiss", operations[0], comment="known")["done"] == 1
     assert Operation.objects.get(pk=operations[0].pk).dismissed_comment == "known"
+    assert bulk_operations("dismiss", operations[0], comment="again")["done"] == 1
+    assert Operation.objects.get(pk=operations[0].pk).dismissed_comment == "known"
     assert bulk_operations("retry", operations[1]) == {"done": 1, "ended": 0, "refused": 0, "reasons": []}
     assert Operation.objects.active().count() == 1
+
+
+def test_what_has_not_failed_is_not_dismissed_and_many_cost_as_much_as_one() -> None:
+    """What was completed, or has no record, is no refusal. Each dismissal is in the audit log."""
+    costs = []
+    for size in (2, 30):
+        failures = [failed_operation(f"{size} {number}") for number in range(size)]
+        with CaptureQueriesContext(connection) as made:
+            assert bulk_operations("dismiss", *failures, comment="known")["done"] == size
+        costs.append(len(made))
+        assert AuditEntry.objects.filter(kind="operation.dismissed", detail="known").count() == size
+        AuditEntry.objects.all().delete()
+    assert costs[0] == costs[1]
+    completed = failed_operation("completed", status="completed")
+    cancelled = failed_operation("cancelled", status="cancelled")
+    waiting = Operation.objects.create(kind="backend_install", key="waiting", element="x")
+    everything = (completed, cancelled, waiting, failed_operation("failed"), Operation(id=uuid4()))
+    answer = bulk_operations("dismiss", *everything, completed)
+    assert (answer["done"], answer["ended"], answer["refused"]) == (1, 2, 2)
+    assert sorted(answer["reasons"]) == [
+        f"the operation is {status}: only a failure can be dismissed" for status in ("cancelled", "pending")
+    ]
+    assert Operation.objects.filter(dismissed_at__isnull=False).count() == 33
+
+
+def failed_operation(key: str, status: str = "failed") -> Operation:
+    values = {"status": status, "finished_at": clock.now()}
+    return Operation.objects.create(kind="backend_install", key=key, element="x", **values)
 
 
 @pytest.mark.rule("R1.21")
