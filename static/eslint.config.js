@@ -17,4 +17,15 @@ export default tseslint.config(
       "no-console": "error",
     },
   },
+  {
+    files: ["src/**/*.ts"],
+    ignores: ["src/**/*.test.ts"],
+    rules: { "max-lines-per-function": ["error", { max: 50, skipBlankLines: true, skipComments: true }] },
+  },
+  // Components.
+  {
+    files: ["src/**/*.tsx"],
+    ignores: ["src/**/*.test.tsx"],
+    rules: { "max-lines-per-function": ["error", { max: 60, skipBlankLines: true, skipComments: true }] },
+  },
 );

@@ -16,7 +16,7 @@ import { listedRows, useRows, type Row } from "./picker-rows";
 import { NodeTable, NotListed } from "./picker-table";
 import { isLoaded, useThrottledNodes, type NodesById } from "./throttled-nodes";
 import { addressOf, byAddress, byName, runs } from "./runs";
-import { ONE_BY_ONE, WaveFields, waveProblem, wavesOf } from "./wave-fields";
+import { ONE_BY_ONE, WaveFields, waveProblem, wavesOf, type WaveChoice } from "./wave-fields";
 
 export interface InstallPickerProps {
   open?: boolean;
@@ -107,15 +107,7 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
   return (
     <>
       <div className="row wrap">
-        <input
-          className="input picker-filter"
-          type="search"
-          aria-label="Filter nodes by name or key=value"
-          placeholder="Name or key=value"
-          autoFocus={start}
-          value={filter}
-          onChange={(event) => setFilter(event.target.value)}
-        />
+        <NameFilter value={filter} onChange={setFilter} autoFocus={start} />
         <Button small refusal={healthy.length === 0 ? "Already installed on every healthy node" : ""} onClick={() => selection.toggle(healthy.filter((id) => !selected.has(id)))}>
           Select all healthy
         </Button>
@@ -126,12 +118,7 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
       </div>
       {listed.length === 0 ? <p className="muted">No matching nodes.</p> : <NodeTable rows={listed} selection={selection} onRetry={retry} />}
       <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
-      {chosen.length > 1 && (
-        <details className="picker-waves">
-          <summary>{waveChoice.inWaves ? `In waves, ${waveChoice.atOnce} at a time` : "All at once"}</summary>
-          <WaveFields choice={waveChoice} onChange={setWaveChoice} inWaves="In waves: the next nodes begin when those before have ended." atOnce="All at once." />
-        </details>
-      )}
+      {chosen.length > 1 && <Waves choice={waveChoice} onChange={setWaveChoice} />}
       {others.length > 0 && (
         <p className="problem" role="alert">
           Nothing has started: some nodes cannot take it, as their lines say. The other {count(others.length, "node")} {others.length === 1 ? "is" : "are"} still selected.
@@ -147,6 +134,29 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
         onClose={onClose}
       />
     </>
+  );
+}
+
+function NameFilter({ value, onChange, autoFocus }: { value: string; onChange: (text: string) => void; autoFocus: boolean }): ReactNode {
+  return (
+    <input
+      className="input picker-filter"
+      type="search"
+      aria-label="Filter nodes by name or key=value"
+      placeholder="Name or key=value"
+      autoFocus={autoFocus}
+      value={value}
+      onChange={(event) => onChange(event.target.value)}
+    />
+  );
+}
+
+function Waves({ choice, onChange }: { choice: WaveChoice; onChange: (choice: WaveChoice) => void }): ReactNode {
+  return (
+    <details className="picker-waves">
+      <summary>{choice.inWaves ? `In waves, ${choice.atOnce} at a time` : "All at once"}</summary>
+      <WaveFields choice={choice} onChange={onChange} inWaves="In waves: the next nodes begin when those before have ended." atOnce="All at once." />
+    </details>
   );
 }
 

@@ -60,7 +60,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
     setSent(true);
     if (Object.keys(problems).length === 0) onSubmit();
   };
-  const field = (name: keyof PlanForm, label: string, description: string) => (
+  const field: Field = (name, label, description) => (
     <TextField label={label} description={description} value={form[name]} problem={sent ? problems[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { suggestions: data.map(({ id }) => id) } : {})} onChange={(text) => onChange({ ...form, [name]: text })} />
   );
   return (
@@ -84,16 +84,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
           {field("replicas", "Replicas", "Empty: one.")}
           {field("selector", "Only nodes with", "Labels as key=value. Empty: the model's rule.")}
         </fieldset>
-        <fieldset>
-          <legend>Current fleet plus</legend>
-          {field("add", "New nodes", "Empty: none.")}
-          <div className="rule-pair">
-            {field("addVram", "VRAM of each, GiB", "")}
-            {field("addDisk", "Disk of each, GiB", "Empty: not reported.")}
-          </div>
-          {field("addSlots", "Replicas of one model on each", "Empty: one.")}
-          {field("addLabels", "Labels of each", "key=value, with commas between them.")}
-        </fieldset>
+        <NewNodes field={field} />
       </div>
       <div className="row wrap">
         <Button type="submit" kind="primary" busy={busy}>
@@ -111,6 +102,23 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
         </Button>
       </div>
     </form>
+  );
+}
+
+type Field = (name: keyof PlanForm, label: string, description: string) => ReactNode;
+
+function NewNodes({ field }: { field: Field }): ReactNode {
+  return (
+    <fieldset>
+      <legend>Current fleet plus</legend>
+      {field("add", "New nodes", "Empty: none.")}
+      <div className="rule-pair">
+        {field("addVram", "VRAM of each, GiB", "")}
+        {field("addDisk", "Disk of each, GiB", "Empty: not reported.")}
+      </div>
+      {field("addSlots", "Replicas of one model on each", "Empty: one.")}
+      {field("addLabels", "Labels of each", "key=value, with commas between them.")}
+    </fieldset>
   );
 }
 

@@ -40,13 +40,11 @@ export function Facts({ operation }: { operation: Operation }): ReactNode {
   const { dismissedAt, dismissedBy = "", dismissedComment = "", allNodes = false, startedAt, finishedAt, clientAddress = "" } = operation;
   return (
     <dl className="facts">
-      <dt>What</dt>
-      <dd>
+      <Fact name="What">
         {request(operation)} <bdi>{operation.fullName}</bdi>
         {allNodes && " on all nodes"}
-      </dd>
-      <dt>Who</dt>
-      <dd>
+      </Fact>
+      <Fact name="Who">
         <bdi>{operation.actor}</bdi>
         {clientAddress !== "" && (
           <>
@@ -54,49 +52,36 @@ export function Facts({ operation }: { operation: Operation }): ReactNode {
             from <bdi>{clientAddress}</bdi>
           </>
         )}
-      </dd>
+      </Fact>
       {operation.requestID !== "" && (
-        <>
-          <dt>Request ID</dt>
-          <dd>
-            <code>{operation.requestID}</code>
-          </dd>
-        </>
+        <Fact name="Request ID">
+          <code>{operation.requestID}</code>
+        </Fact>
       )}
-      <dt>Requested</dt>
-      <dd>{exact(operation.createdAt)}</dd>
-      {startedAt !== undefined && (
-        <>
-          <dt>Started</dt>
-          <dd>{exact(startedAt)}</dd>
-        </>
-      )}
-      {finishedAt !== undefined && (
-        <>
-          <dt>Ended</dt>
-          <dd>{exact(finishedAt)}</dd>
-        </>
-      )}
-      {operation.status === "cancelled" && (
-        <>
-          <dt>Cancelled</dt>
-          <dd>{operation.message}</dd>
-        </>
-      )}
+      <Fact name="Requested">{exact(operation.createdAt)}</Fact>
+      {startedAt !== undefined && <Fact name="Started">{exact(startedAt)}</Fact>}
+      {finishedAt !== undefined && <Fact name="Ended">{exact(finishedAt)}</Fact>}
+      {operation.status === "cancelled" && <Fact name="Cancelled">{operation.message}</Fact>}
       {dismissedAt !== undefined && (
-        <>
-          <dt>Dismissed</dt>
-          <dd>
-            {exact(dismissedAt)} by <bdi>{dismissedBy}</bdi>
-            {dismissedComment !== "" && (
-              <>
-                : <bdi>{dismissedComment}</bdi>
-              </>
-            )}
-          </dd>
-        </>
+        <Fact name="Dismissed">
+          {exact(dismissedAt)} by <bdi>{dismissedBy}</bdi>
+          {dismissedComment !== "" && (
+            <>
+              : <bdi>{dismissedComment}</bdi>
+            </>
+          )}
+        </Fact>
       )}
     </dl>
+  );
+}
+
+function Fact({ name, children }: { name: string; children: ReactNode }): ReactNode {
+  return (
+    <>
+      <dt>{name}</dt>
+      <dd>{children}</dd>
+    </>
   );
 }
 

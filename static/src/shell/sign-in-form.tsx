@@ -1,6 +1,6 @@
 // Name and password, with what is wrong said where it is typed: the page of its own and the dialog over a page share
 // it. A wrong password keeps the name; too many wrong ones count down.
-import { useEffect, useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { useEffect, useId, useRef, useState, type ComponentProps, type ReactNode, type SubmitEvent } from "react";
 import { ApiError } from "../api/client";
 import { Button } from "../ui/button";
 import { useSignIn, type Person } from "./session";
@@ -31,21 +31,7 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
   const marks = { "aria-invalid": isInvalid || undefined, "aria-describedby": signIn.error === null ? undefined : errorId };
   return (
     <form className="stack" onSubmit={submit}>
-      <label className="field">
-        <span>Username</span>
-        <input
-          className="input"
-          name="username"
-          autoComplete="username"
-          autoCapitalize="none"
-          spellCheck={false}
-          required
-          autoFocus={name === ""}
-          value={username}
-          onChange={(event) => setUsername(event.target.value)}
-          {...marks}
-        />
-      </label>
+      <UsernameField autoFocus={name === ""} value={username} onChange={(event) => setUsername(event.target.value)} {...marks} />
       <label className="field">
         <span>Password</span>
         <input
@@ -71,6 +57,15 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
         {wait > 0 ? `Sign in (in ${wait} s)` : "Sign in"}
       </Button>
     </form>
+  );
+}
+
+function UsernameField(input: ComponentProps<"input">): ReactNode {
+  return (
+    <label className="field">
+      <span>Username</span>
+      <input className="input" name="username" autoComplete="username" autoCapitalize="none" spellCheck={false} required {...input} />
+    </label>
   );
 }
 

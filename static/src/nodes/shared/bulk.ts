@@ -1,6 +1,6 @@
 // One verb over many nodes: one request, one operation on the server, and what became of each node as the feed says.
 // Leaving the page or closing the dialog stops nothing. A verb on one node is a request that ends at once.
-import { useCallback, useContext, useEffect, useRef, useState } from "react";
+import { useCallback, useContext, useEffect, useRef, useState, type RefObject } from "react";
 import { ApiError, call, client } from "../../api/client";
 import { LiveContext } from "../../live/hooks";
 import type { Operation, OperationTarget } from "../../live/messages";
@@ -108,18 +108,29 @@ function failureOf(error: unknown): Outcome {
   return { state: "failed", error: error instanceof Error ? error : new Error(String(error)) };
 }
 
+/** Ends a run; it may be asked for before the server has named the operation. */
+function useStop(control: RefObject<AbortController | null>, jobID: string) {
+  const [stopping, setStopping] = useState(false);
+  /** The run that was stopped. */
+  const stopped = useRef<AbortController | null>(null);
+  // What a single request does cannot be taken back; an operation is cancelled, and the feed says how it ended.
+  const end = useCallback((job: string) => void cancel({ jobID: job }).catch(() => setStopping(false)), []);
+  const stop = useCallback(() => {
+    setStopping(true);
+    stopped.current = control.current;
+    if (jobID !== "") end(jobID);
+  }, [control, jobID, end]);
+  return { stopping, setStopping, stopped, end, stop };
+}
+
 /** The state of a bulk run inside a component. */
 export function useBulk<Item extends { id: string }>(): Bulk<Item> {
   const store = useContext(LiveContext);
   const [outcomes, setOutcomes] = useState<Outcomes>(new Map());
   const [running, setRunning] = useState(false);
-  const [stopping, setStopping] = useState(false);
   const [jobID, setJobID] = useState("");
   const control = useRef<AbortController | null>(null);
-  /** The run that was stopped, maybe before the server has named its operation. */
-  const stopped = useRef<AbortController | null>(null);
-  // What a single request does cannot be taken back; an operation is cancelled, and the feed says how it ended.
-  const end = useCallback((job: string) => void cancel({ jobID: job }).catch(() => setStopping(false)), []);
+  const { stopping, setStopping, stopped, end, stop } = useStop(control, jobID);
   useEffect(() => () => control.current?.abort(), []);
   const start = useCallback(
     async (items: readonly Item[], work: Work<Item>, workOnAll: WorkOnAll<Item>) => {
@@ -157,12 +168,7 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
       setRunning(false);
       return latestOutcomes;
     },
-    [store, end],
+    [store, end, setStopping, stopped],
   );
-  const stop = useCallback(() => {
-    setStopping(true);
-    stopped.current = control.current;
-    if (jobID !== "") end(jobID);
-  }, [jobID, end]);
   return { outcomes, running, stopping: running && stopping, jobID, start, stop };
 }
