@@ -415,7 +415,6 @@ def test_a_vram_budget_is_set_and_reset(root: Client, text: str, limit: int) -> 
     assert (row.vram_budget, row.vram_budget_bytes, row.vram_budget_manually_set) == ("", 0, False)
 
 
-@pytest.mark.rule("D-DISK-QUOTA")
 def test_a_disk_quota_is_set_and_removed(root: Client) -> None:
     node = api.make_node(total_disk=8 * GIB)
     save(root, node, pages.load(root, node.id) | {"quota": "50%"})

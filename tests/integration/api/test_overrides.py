@@ -242,13 +242,12 @@ def test_every_override_is_an_event(what: str) -> None:
     assert events[0].detail[name]["from"] in (1, "")
 
 
-@pytest.mark.rule("D-DISK-QUOTA")
 @pytest.mark.parametrize(
     ("text", "size"),
     [("200GB", 200 * 10**9), ("80%", 800 * 10**9), ("0.5", 500 * 10**9), ("2TB", 2 * 10**12), ("", None)],
 )
 def test_a_disk_quota_is_set_survives_the_worker_and_is_removed(text: str, size: int | None) -> None:
-    """It ends cooldowns; as any setting it is an event with its author, and an empty one is none."""
+    """D-DISK-QUOTA: it ends cooldowns, and is an event with its author; an empty one is none."""
     node, rule = api.make_node(total_disk=10**12), cooling()
     put(node, QUOTA, {"value": "1GB"})
     NodeEvent.objects.all().delete()
@@ -270,21 +269,19 @@ def test_a_disk_quota_is_set_survives_the_worker_and_is_removed(text: str, size:
     assert [event.detail["disk_quota"]["to"] for event in events] == ([text, ""] if text else [""])
 
 
-@pytest.mark.rule("D-DISK-QUOTA")
 @pytest.mark.parametrize(
     "value",
     [None, 5, "zzz", "101%", "-1", "1.5", "1\x00", "٣GB", "1" * 33, "0", "0%", "0GB", "0.0000000000001"],
     ids=repr,
 )
 def test_disk_quotas_that_are_none_are_400(value: Any) -> None:
-    """A quota of 0 is refused too: it would read as none."""
+    """D-DISK-QUOTA: a quota of 0 is refused too: it would read as none."""
     node = api.make_node(total_disk=10**12)
     refused = put(node, QUOTA, {"value": value})
     assert (refused.status_code, "value" in api.message(refused)) == (400, True)
     assert api.node(node.id).disk_quota == ""
 
 
-@pytest.mark.rule("D-DISK-QUOTA")
 def test_the_bytes_of_models_on_a_node_are_shown() -> None:
     node = api.make_node()
     assert shown(node)["model_bytes"] == 0

@@ -31,7 +31,7 @@ from tests.integration.loading.test_load_steps import told
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
 __all__ = ["loads", "stage", "told"]
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.rule("D-DISK-QUOTA")]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.rule("R2.38")]  # D-DISK-QUOTA
 
 GIB = 2**30
 NEED = Need(disk=7 * GIB, files=6 * GIB)

@@ -215,7 +215,7 @@ def test_a_node_without_the_disk_space_is_refused() -> None:
     assert away == "no node can take it: 1 offline", "that is no matter of disks"
 
 
-@pytest.mark.rule("D-DISK-QUOTA")
+@pytest.mark.rule("R2.38", "R2.39")  # D-DISK-QUOTA
 def test_a_refusal_for_the_quota_says_what_is_used_and_missing() -> None:
     """The nearest node comes first; what a node has of the model counts as used and not as missing."""
     near = view(id=UUID(int=1), name="near", disk_quota=50 * GIB, other_models_bytes=40 * GIB)
