@@ -18,8 +18,7 @@ from django.urls import URLPattern, URLResolver, get_resolver
 
 from localai_cluster import edge
 from localai_cluster.web import page
-from tests.acceptance.conftest import Shared
-from tests.support.cluster import ADMIN_KEY, SCRAPER, TOKEN
+from tests.support.cluster import ADMIN_KEY, SCRAPER, TOKEN, Cluster, running_cluster
 
 METHODS = ("GET", "POST")
 INFERENCE = (
@@ -116,10 +115,17 @@ def _register(url: str, name: str, secret: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def world(shared: Shared) -> World:
-    """Made once for all tests here."""
-    url = shared.webs[0].url
-    accounts = json.loads(shared.cluster.manage("shell", "-v", "0", "-c", _ACCOUNTS).splitlines()[-1])
+def world() -> Iterator[World]:
+    """Made once for all tests here, with one process of each kind that a route may speak to."""
+    with running_cluster(LOCALAI_METRICS_TOKEN=SCRAPER) as cluster:
+        web = cluster.web()
+        cluster.controller()
+        cluster.worker("one", web)
+        yield _populated(cluster, web.url)
+
+
+def _populated(cluster: Cluster, url: str) -> World:
+    accounts = json.loads(cluster.manage("shell", "-v", "0", "-c", _ACCOUNTS).splitlines()[-1])
     csrf = "c" * 32
     cookie = {
         name: {"Cookie": f"sessionid={session}; csrftoken={csrf}", "X-CSRFToken": csrf}
