@@ -85,7 +85,7 @@ def _node_refusals() -> NodeRefusalSerializer:
 
 
 class RefusalSerializer(serializers.Serializer[Any]):
-    """A refusal of a caller, nested envelope (§0.4)."""
+    """A refused request, nested envelope (§0.4)."""
 
     class Inner(serializers.Serializer[Any]):
         """What went wrong."""

@@ -77,7 +77,7 @@ LISTED = Shape(
         field("isDeletion", FLAG),
         field("trustRemoteCode", FLAG),
         field("additionalFiles", mapping(TEXT) | {"description": "Address by file name."}),
-        field("backend", TEXT, "Empty if only its document says it."),
+        field("backend", TEXT, "Empty if only the entry's own document names it, not the list."),
         field("voice_cloning", FLAG),
         field("has_variants", FLAG),
     ],

@@ -111,7 +111,7 @@ def check_backend_name(value: str | None) -> str | None:
 
 
 class BackendSerializer(Described, serializers.Serializer[Any]):
-    """Which installed backend (§2.10)."""
+    """An installed backend (§2.10)."""
 
     backend = Text(max_length=255)
 

@@ -114,7 +114,7 @@ BACKENDS_CHANGED = Message(
 RULES_CHANGED = Message(
     "FeedRules",
     "rules",
-    "Whether scheduling rules, or what the last pass made of them, have changed.",
+    "Whether scheduling rules or the results of their last pass have changed.",
     field("revision", TEXT, "Another one with every change: read the rules again."),
 )
 DEFINITIONS_CHANGED = Message(

@@ -86,7 +86,7 @@ TERMS = Shape(
     [
         field("failures", count(), "Of this load on this node; fewest first."),
         field("shared", FLAG, "Whether a model of the same concurrency group is loaded there; if not first."),
-        field("has_memory", FLAG, "Whether what is needed is known and free there."),
+        field("has_memory", FLAG, "Whether the node is known to have enough free memory."),
         field("gpus", count(1), "On how many GPUs it would be; fewest first.", optional=True),
         field("busy", FLAG, "Whether a replica is loaded there; idle nodes first."),
         field("in_flight", count(), "Requests on a busy node; fewest first."),

@@ -40,7 +40,7 @@ CURRENT = _counted(NodeModel.objects.serving(), "model_name")
 LOADING = _counted(Operation.objects.active().filter(kind=LOAD_KIND), "element")
 STATE = Shape(
     "SchedulingState",
-    "What the last pass aims at and did, and what is there now. A rule that only routes has none.",
+    "The target and result of the last pass, and the present replicas. A rule that only routes has no state.",
     [
         column("wanted", count(), "Replicas that the pass aims at.", source=F("wanted_replicas")),
         column("current", count(), "Loaded on healthy nodes now.", source=CURRENT),

@@ -233,7 +233,7 @@ class BulkOperationsView(APIView):
         responses={200: OperationCountsSerializer, **flat_refusals(400, 413)},
     )
     def post(self, request: Request) -> Response:
-        """Does it to each of them and answers how many; dismisses all at once. Repeating it does no harm."""
+        """Runs the verb on each operation and returns the counts. Repeating it does no harm."""
         fields, by = validate_body(BulkOperationsSerializer, request), requester_of(request)
         if fields["verb"] == "dismiss":
             return Response(_dismiss(fields["ids"], by, fields.get("comment", "")))

@@ -166,7 +166,7 @@ FIELDS = (
     field("totalBytes", WHOLE, optional=True),
     field("error", TEXT, optional=True),
     CAUSE,
-    field("dismissedAt", TIME, "Since when it is off the live list.", optional=True),
+    field("dismissedAt", TIME, "When the failure was dismissed.", optional=True),
     field("dismissedBy", TEXT, optional=True),
     field("dismissedComment", TEXT, optional=True),
     field("allNodes", FLAG, "Requested for all nodes that could take it.", optional=True),

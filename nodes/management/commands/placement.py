@@ -54,7 +54,7 @@ class Command(VerbCommand):
         ).add_argument("model", metavar="MODEL")
         _plan_arguments(add("plan", plan, "Plan where replicas would go, or what a rule would do."))
         add("again", recompute, "Make a stored decision again, from the rows alone.").add_argument(
-            "record", type=int, metavar="RECORD", help="its number, as explain shows it"
+            "record", type=int, metavar="RECORD", help="number of the decision; explain shows it"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -47,7 +47,7 @@ export function RevisionsTab({ name }: { name: string }): ReactNode {
       )}
       {chosen !== null && (
         <Confirm open onClose={close} title={`Restore revision ${chosen.number}`} action="Restore" busy={restore.busy} error={restore.error} onConfirm={() => restore.run(chosen, close)}>
-          <p>A new revision gets its text. Replicas of another definition are replaced one after the other.</p>
+          <p>Saves the text of this revision as a new one. Replicas that run another definition are replaced one after the other.</p>
         </Confirm>
       )}
     </Panel>
