@@ -31,7 +31,7 @@ from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
 from nodes.gateway.prefix_routing import PrefixRouter, PrefixService
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_info
-from nodes.loading.wait import Loads
+from nodes.loading.wait import Loads, may_see_nodes
 from nodes.registry import heartbeats
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
@@ -220,7 +220,12 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
-            return isinstance(error, BackendError) and await self._is_repeated(error)
+            if isinstance(error, BackendError) and await self._is_repeated(error):
+                return True
+            if isinstance(error, Refused | Lost) and not may_see_nodes(self._request.principal):
+                logger.info("%s at %s: %s", self._replica.model, self._replica.address, error.message)
+                error.message = type(error).message  # the transport's text names the engine's address
+            return False
         finally:
             self._gateway.picker.release(self._replica)
 

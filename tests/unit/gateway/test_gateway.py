@@ -3,12 +3,13 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 import pytest
 from pytest_django import Settings
 
+from localai_cluster.accounts.principals import Principal
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.rpc.client import ClientPool
@@ -104,6 +105,20 @@ def test_a_second_loss_ends_the_request() -> None:
     with pytest.raises(Lost):
         played.run()
     assert played.replicas.acquired == 3
+
+
+@pytest.mark.parametrize("kind", [Refused, Lost])
+@pytest.mark.parametrize("caller", ["admin", "user", "anonymous"])
+def test_only_an_administrator_gets_the_address_of_an_engine(
+    kind: type[BackendError], caller: Literal["admin", "user", "anonymous"]
+) -> None:
+    """Clients learn neither the names of nodes nor their addresses."""
+    text = "failed to connect to all addresses; last error: ipv4:10.0.0.5:50051"
+    played = Played([kind(text) for _ in range(MAX_REPLICAS)])
+    played.request.principal = Principal(caller)
+    with pytest.raises(kind) as answer:
+        played.run()
+    assert answer.value.message == (text if caller == "admin" else kind.message)
 
 
 @pytest.mark.rule("R2.9", "R2.76", "T-INF-24")
