@@ -133,7 +133,7 @@ it("shows how far the import of a row is, and the ways to the model after it (UI
   await catalogue.findByRole("button", { name: "Choose bert" });
   row = { task: "chat", jobID: "j2" };
   store.push({ type: "operations.delta", seq: 2, operations: [operation({ jobID: "j2", fullName: "bert", name: "bert", seq: 2 })], partial: [] });
-  expect((await catalogue.findByRole("link", { name: "Import of bert" })).getAttribute("href")).toBe("/app/operations/j2");
+  expect((await catalogue.findByRole("link", { name: "bert: being added" })).getAttribute("href")).toBe("/app/operations/j2");
   expect((await catalogue.findByRole("progressbar")).getAttribute("aria-valuenow")).toBe("40");
   expect(catalogue.getByText(/1 GiB \/ 4 GiB/)).toBeTruthy();
   row = { task: "chat", installed: true };
@@ -147,7 +147,7 @@ it("offers a row again when its import is cancelled", async () => {
   row = { jobID: "j2" };
   store.push({ type: "operations.delta", seq: 2, operations: [operation({ jobID: "j2", seq: 2 })], partial: [] });
   const catalogue = within(await screen.findByRole("region", { name: "Catalogue" }));
-  await catalogue.findByRole("link", { name: "Import of bert" });
+  await catalogue.findByRole("link", { name: "bert: being added" });
   row = {};
   store.push({ type: "operations.delta", seq: 3, operations: [operation({ jobID: "j2", seq: 3, status: "cancelled" })], partial: [] });
   expect(await catalogue.findByRole("button", { name: "Choose bert" })).toBeTruthy();

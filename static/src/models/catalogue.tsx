@@ -105,7 +105,7 @@ function Line({ model, onChoose }: { model: CatalogueModel; onChoose: (text: str
         {running !== undefined && isActive(running) && <Work operation={running} />}
       </div>
       {jobID !== "" && running?.status !== "completed" ? (
-        <Link className="pill info" to={`/app/operations/${jobID}`} aria-label={`Import of ${name}`}>
+        <Link className="pill info" to={`/app/operations/${jobID}`} aria-label={`${name}: being added`}>
           being added
         </Link>
       ) : installed || running !== undefined ? (
