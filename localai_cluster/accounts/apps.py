@@ -5,7 +5,7 @@ from django.db.models.signals import post_save
 
 
 class AccountsConfig(AppConfig):
-    """People and programs that call. The tables keep the names that they had in the app `nodes`."""
+    """Users, their keys and their sessions. The tables keep the names that they had in the app `nodes`."""
 
     name = "localai_cluster.accounts"
 

@@ -460,7 +460,7 @@ class DefinitionRestoreView(_DefinitionRoute):
         examples=[request_example({"revision": 3}), response_example(DETAIL_EXAMPLE)],
     )
     def post(self, request: Request, name: str, number: int) -> Response:
-        """Its text becomes the newest revision; 409 with `revision` if the definition has moved since."""
+        """Its text becomes the newest revision; 409 with `revision` if the definition has changed since."""
         fields = validate_body(DefinitionRestoreSerializer, request) if request.data else {}
         store.restore(
             name,

@@ -383,11 +383,13 @@ class ModelsView(_GalleryView):
             query_parameter("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST}, "Which page."),
             query_parameter("items", {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "On a page."),
             query_parameter("sort", {"type": "string", "enum": list(SORTS)}, "The order."),
-            query_parameter("order", {"type": "string", "enum": list(DIRECTIONS)}, "Or turned round."),
+            query_parameter(
+                "order", {"type": "string", "enum": list(DIRECTIONS)}, "The direction of the order."
+            ),
         ],
     )
     def get(self, request: Request) -> Response:
-        """`/api/catalogue` says more, such as which of them fit."""
+        """The models of the galleries; `/api/catalogue` also says which of them fit."""
         parameters = Parameters(
             request.query_params, "term", "tag", "backend", "page", "items", "sort", "order"
         )

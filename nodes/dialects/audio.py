@@ -47,7 +47,7 @@ _JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
 
 
 class TranscriptResponse(ResponseBody, kw_only=True):
-    """All but `text` is of `verbose_json`."""
+    """A transcript; the fields after `text` are sent in the format `verbose_json` only."""
 
     task: str | UnsetType = UNSET
     language: str | UnsetType = UNSET

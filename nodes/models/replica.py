@@ -121,8 +121,10 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
         return self.loaded().filter(node__status="healthy")
 
     def reached(self) -> Self:
-        """Filter serving rows on nodes that match the selector of their model's rule, which requests can
-        reach (R2.10), as in `nodes/replicas/statements.py`. Not for subqueries."""
+        """Filter serving rows that requests can reach (R2.10), as in `nodes/replicas/statements.py`.
+
+        Their nodes match the selector of their model's rule. Not for subqueries.
+        """
         return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_NOT_CHOSEN})"]))
 
     def of_backend(self, backend: str) -> Self:

@@ -88,7 +88,7 @@ async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
 async def _ollama_model(
     opener: Opener, reference: ImageReference, layers: Sequence[Descriptor]
 ) -> RegistryModel:
-    """Return a model of Ollama's registry, also of another registry in its form."""
+    """Return the model that an image of Ollama's registry, or in its format, contains."""
     by_type: dict[str, Descriptor] = {}
     for layer in layers:
         by_type.setdefault(layer.media_type, layer)
