@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 from uuid import UUID
 from weakref import WeakValueDictionary
@@ -232,10 +232,11 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
 async def _wait_for_turn(attempt: Attempt, files: int) -> None:
     """Return when no other load sends files of the model to the node, and `files` bytes fit its quota."""
     name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
-    begin = partial(slots.begin_staging, attempt.slot, attempt=attempt.work.attempt, files=files)
     while True:
         try:
-            has_begun = await in_thread(begin)
+            has_begun = await in_thread(
+                slots.begin_staging, attempt.slot, attempt=attempt.work.attempt, files=files
+            )
         except OverQuota as lack:
             raise NodeRefused(f"staging: {lack}; {QUOTA_HINT}") from lack
         if has_begun:

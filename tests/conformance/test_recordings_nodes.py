@@ -61,7 +61,7 @@ NOT_COMPARED = frozenset({"message", "available_ram", "available_disk"})
 """Wording is ours; of the heartbeats that carried these figures the recordings keep only two."""
 ADDED = frozenset(
     {"weak_identity", "approval", "drain", "identity", "revision", "overrides", "label_sources", "inventory"}
-    | {"worker_version", "version_skew", "joined", "gpus", "system"}
+    | {"worker_version", "version_skew", "joined", "gpus", "system", "model_bytes"}
     | {"field", "fingerprint", "nats_jwt", "nats_user_seed", "nats_url"}
 )
 """Keys that only ours has (D-MORE-FIELDS)."""

@@ -502,7 +502,7 @@ async def _not_joined(bus: Any, key: Any, send: Callable[[None], Any], on_progre
 
 
 async def _files_of(definition: Definition, options: Any) -> SimpleNamespace:
-    files = {definition.model: 0} if definition.model else {}
+    files = {definition.model: SimpleNamespace(size=0)} if definition.model else {}
     return SimpleNamespace(files=files, engine_options=lambda root, failed: ({}, []))
 
 

@@ -31,6 +31,7 @@ from operations.executor.work import Postpone, Recorder, Work, in_thread, write_
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation
+from tests.conftest import eventually
 from tests.integration.loading.test_load_steps import told
 from tests.support import backends
 from tests.support.file_server import Cut, FileServer, Hangs, Says, file_server
@@ -409,7 +410,9 @@ async def test_an_attempt_that_ends_leaves_what_has_arrived_and_the_next_one_goe
 
         def claimed_again() -> Work:
             attempts.release("controller", now=clock.now())
-            (operation,) = attempts.claim("another", now=clock.now(), lease=60, limit=1)
+            (operation,) = eventually(  # a late report may have it locked
+                lambda: attempts.claim("another", now=clock.now(), lease=60, limit=1), seconds=60
+            )
             return Work(operation, Recorder(write_batch))
 
         assert (await stage.handler(await in_thread(claimed_again)))["node"] == "one"

@@ -107,7 +107,9 @@ async def test_a_scale_up_that_is_repeated_after_its_replica_serves_loads_no_sec
     def again() -> Work:
         at = clock.now() + timedelta(minutes=5)
         eventually(lambda: attempts.reap(now=at) == (1, 0), seconds=60, what="no report has it locked")
-        (operation,) = attempts.claim("other", now=at, lease=60, limit=1)
+        (operation,) = eventually(
+            lambda: attempts.claim("other", now=at, lease=60, limit=1), seconds=60, what="nor now"
+        )
         return Work(operation, Recorder(write_batch))
 
     for node in (stage.one, stage.two):
@@ -128,7 +130,7 @@ async def test_an_attempt_whose_operation_another_controller_has_publishes_nothi
     def overtaken() -> None:
         at = clock.now() + timedelta(minutes=5)
         eventually(lambda: attempts.reap(now=at) == (1, 0), seconds=60, what="no report has it locked")
-        assert attempts.claim("other", now=at, lease=60, limit=1)
+        eventually(lambda: attempts.claim("other", now=at, lease=60, limit=1), seconds=60, what="nor now")
 
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)

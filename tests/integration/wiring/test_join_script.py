@@ -328,7 +328,7 @@ def test_one_line_installs_starts_and_upgrades_the_worker(
 
     wheel(dist, "0.2.0")
     second = machine.paste(line)
-    eventually(lambda: machine.started()[0] == "0.2.0" or second.poll() is not None, seconds=300)
+    eventually(lambda: (machine.started() or [""])[0] == "0.2.0" or second.poll() is not None, seconds=300)
     assert second.poll() is None, second.communicate()
     assert first.wait(timeout=60) == 0
     assert machine.started()[1] != pid
