@@ -90,6 +90,19 @@ def dismissed_by(sweep: Sweep, name: str, victim: Any) -> None:
     dismiss(sweep, name, victim)
 
 
+def dismiss_many(sweep: Sweep, name: str, victim: Any) -> None:
+    """The failure of this round, as one of a selection."""
+    body = {"verb": "dismiss", "ids": [str(sweep.id_of(name))]}
+    sweep.post("/api/operations/bulk", body, web=victim)
+
+
+def selected_by(sweep: Sweep, name: str, victim: Any) -> None:
+    """Once it has failed."""
+    refused_install(sweep, name, None)
+    sweep.until(name, "failed")
+    dismiss_many(sweep, name, victim)
+
+
 def cleared_by(sweep: Sweep, name: str, victim: Any) -> None:
     """The record, once the install has ended."""
     install(sweep, name, None)

@@ -93,6 +93,15 @@ def asked() -> list[Round]:
         ),
         *_each("backends.retry", COMMIT, WEB, "retry", do.retried_by, again=do.retry),
         *_each("ledger.dismiss", COMMIT, WEB, "dismiss", do.dismissed_by, again=do.dismiss, outcome="failed"),
+        *_each(
+            "ledger.dismiss_many",
+            COMMIT,
+            WEB,
+            "dismiss",
+            do.selected_by,
+            again=do.dismiss_many,
+            outcome="failed",
+        ),
         *_each("ledger.clear", COMMIT, WEB, "clear the record", do.cleared_by, forgets=True),
         *_each("waves.decide", COMMIT, WEB, "continue", do.chosen_by, again=do.choose, outcome="failed"),
     ]
