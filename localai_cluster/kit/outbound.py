@@ -360,7 +360,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             if barred is not None or addresses.is_special(name):
                 raise AddressRefused(
                     f"{name} is {barred or 'a metadata service'}, which is not a public address;"
-                    " only hosts of mirrors, galleries and registries in the settings may have such a one"
+                    " only the mirrors, galleries and registries in the settings may have a private one"
                 )
         return numbers
 

@@ -295,10 +295,7 @@ def release(owner: str, *, now: datetime) -> int:
 
 
 def reap(*, now: datetime) -> tuple[int, int]:
-    """Reclaim intents whose lease expired, or end them after too many lost leases.
-
-    Return the numbers of (reclaimed, ended) intents.
-    """
+    """Reclaim intents whose lease expired, end those that lost too many; return the numbers of both."""
     if not leases.any_expired(PendingBackendOp.objects.leased(), now=now):
         return 0, 0
     with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as locked:

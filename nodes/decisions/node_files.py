@@ -12,7 +12,7 @@ from uuid import UUID
 from django.db import connection
 
 from nodes.models import BackendNode, Phase
-from nodes.placement.choose import describe_quota
+from nodes.placement.sizes import QUOTA_HINT, describe_quota
 
 _READ = f"""
 WITH files AS (
@@ -33,7 +33,7 @@ SELECT node_id, NULL, sum(size)::bigint, 0 FROM files
 
 
 class OverQuota(Exception):
-    """The files do not fit into the node's disk quota; the text gives the figures."""
+    """The files do not fit into the node's disk quota; the text has the figures and what helps."""
 
 
 @dataclass(frozen=True)
@@ -87,4 +87,4 @@ def check_quota(node: BackendNode, model_name: str, files: int) -> None:
     staged = read.staged(model_name).get(node.pk, 0)
     others = read.others(model_name, [node.pk]).get(node.pk, 0)
     if files > staged and others + files > quota:
-        raise OverQuota(describe_quota(others + staged, quota, files - staged))
+        raise OverQuota(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")

@@ -45,8 +45,8 @@ from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
-from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
+from nodes.placement.sizes import format_gib
 from nodes.registry import dial_targets
 from nodes.replicas import engine_ends, fleet_queries, slots
 from nodes.replicas.slots import Slot

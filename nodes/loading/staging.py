@@ -43,7 +43,7 @@ from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, 
 from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
-from nodes.placement.choose import QUOTA_HINT, describe_disk_need, format_gib
+from nodes.placement.sizes import describe_disk_need, format_gib
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots
@@ -238,7 +238,7 @@ async def _wait_for_turn(attempt: Attempt, files: int) -> None:
                 slots.begin_staging, attempt.slot, attempt=attempt.work.attempt, files=files
             )
         except OverQuota as lack:
-            raise NodeRefused(f"staging: {lack}; {QUOTA_HINT}") from lack
+            raise NodeRefused(f"staging: {lack}") from lack
         if has_begun:
             return
         if has_begun is None:

@@ -18,8 +18,17 @@ from typing import NamedTuple
 from uuid import UUID
 
 from nodes.placement.fit import LARGEST, Pairs
-from nodes.placement.memory import UNKNOWN_PAYLOAD, BytesByGpu, FreeByGpu, fit_gpus, fit_stated_gpus
+from nodes.placement.memory import BytesByGpu, FreeByGpu, fit_gpus, fit_stated_gpus
 from nodes.placement.node_backoff import NodeBackoffs
+from nodes.placement.sizes import (
+    QUOTA_HINT,
+    describe_disk_need,
+    describe_quota,
+    format_bytes,
+    format_gib,
+    format_terms,
+    gib_rounded_up,
+)
 
 Labels = frozenset[tuple[str, str]]
 """Pairs of key and value."""
@@ -474,18 +483,9 @@ def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:
     return f"; with {format_context(context)} context it fits on {nodes[-place].name}" if context else ""
 
 
-def format_terms(terms: Iterable[tuple[str, int]]) -> str:
-    """List the terms of a need in GiB, without those that are too small for it."""
-    sizes = ((name, f"{size / 2**30:.1f}") for name, size in terms)
-    return ", ".join(f"{name} {size}" for name, size in sizes if size != "0.0")
-
-
 def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
     suffix = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
     return f" ({needed}: {', '.join([*nodes[:_NAMED], *suffix])})"
-
-
-QUOTA_HINT = "remove models there that are not used, or raise the quota"
 
 
 def _describe_quota_of(node: Candidate, need: Need) -> str:
@@ -493,46 +493,8 @@ def _describe_quota_of(node: Candidate, need: Need) -> str:
     return describe_quota(used, node.disk_quota, need.files - node.staged_bytes)
 
 
-def describe_quota(used: int, quota: int, missing: int) -> str:
-    """Return the figures of a disk quota that the missing bytes exceed."""
-    return (
-        f"{format_gib(used)} of {format_gib(quota)} of the quota for models are used,"
-        f" {format_bytes(missing)} more are needed"
-    )
-
-
-def format_bytes(size: int) -> str:
-    """Format a size rounded up: in GiB, or in the largest smaller unit of which there is one."""
-    if size >= 2**30:
-        return gib_rounded_up(size)
-    return next((f"{-(-size // 2**n)} {u}" for n, u in _UNITS if size >= 2**n), "0 B")
-
-
-def describe_disk_need(files: int, needed: int) -> str:
-    """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
-    if files <= 0:
-        return gib_rounded_up(needed) + (
-            " assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else ""
-        )
-    size = format_bytes(files)
-    return f"{size} of files and {gib_rounded_up(needed - files)} to spare" if needed > files else size
-
-
-_UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
-
-
-def gib_rounded_up(amount: int) -> str:
-    """Format bytes as GiB, rounded up: a need never looks as small as what is free."""
-    return f"{-(-amount * 10 // 2**30) / 10:.1f} GiB"
-
-
 def format_free_gpus(node: Candidate) -> str:
     """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
     free = sorted((free_bytes for _, free_bytes in node.gpus), reverse=True)
     suffix = [f"{len(free) - _NAMED} GPUs less"] if len(free) > _NAMED else []
     return " + ".join([*map(format_gib, free[:_NAMED]), *suffix])
-
-
-def format_gib(amount: int) -> str:
-    """Format bytes as GiB, rounded down: free memory never looks as large as a need."""
-    return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"

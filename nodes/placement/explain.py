@@ -33,10 +33,7 @@ from nodes.placement.choose import (
     find_refusal,
     format_context,
     format_free_gpus,
-    format_gib,
-    format_terms,
     free_index,
-    gib_rounded_up,
     gpu_shares,
     has_memory,
     rank_node,
@@ -46,6 +43,7 @@ from nodes.placement.choose import (
 )
 from nodes.placement.evict import ProtectionRules, Resident, choose_victims, join_names
 from nodes.placement.node_backoff import NodeBackoffs
+from nodes.placement.sizes import format_gib, format_terms, gib_rounded_up
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""

@@ -87,13 +87,10 @@ def reserve(
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
         # every other load that takes a slot of this node.
-        nodes = BackendNode.objects.select_for_update(no_key=True)
-        node = nodes.filter(pk=view.id, status="healthy").first()
+        node = BackendNode.objects.select_for_update(no_key=True).filter(pk=view.id, status="healthy").first()
         if node is None:
             return NoSlot("gone or not healthy any more")
-        if node.vram_read_at is not None:
-            # A reading may have come since the caller's look at the clock; the reservation is newer than it.
-            now = max(now, node.vram_read_at + timedelta(microseconds=1))
+        now = _after_reading(node, now)
         if (index := _free_index(node, model_name)) is None:
             return NoSlot(RefusalReason.FULL)
         try:
@@ -121,6 +118,12 @@ def reserve(
         if why is not None:
             decision_log.record(why.at_index(index), now=now, victims=room.victims if room else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
+
+
+def _after_reading(node: BackendNode, now: datetime) -> datetime:
+    """Return `now`, or a time after the node's last reading, which may be newer than the caller's clock."""
+    # A reservation counts until the next reading, so it must be newer than this one.
+    return now if node.vram_read_at is None else max(now, node.vram_read_at + timedelta(microseconds=1))
 
 
 def _free_index(node: BackendNode, model_name: str) -> int | None:

@@ -30,7 +30,7 @@ from nodes.definitions import sizes
 from nodes.loading import load_explanation
 from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import PlacementRecord
-from nodes.placement.choose import format_terms
+from nodes.placement.sizes import format_terms
 
 GIB = 2**30
 _NODES = re.compile(

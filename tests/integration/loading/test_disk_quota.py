@@ -119,7 +119,10 @@ async def test_of_two_loads_at_once_one_gets_the_last_bytes(stage: Stage) -> Non
     results = await asyncio.gather(*tasks)
     assert sorted(type(result).__name__ for result in results) == ["NoSlot", "Slot"]
     (refused,) = [result for result in results if isinstance(result, NoSlot)]
-    assert refused.reason == "6.0 GiB of 10.0 GiB of the quota for models are used, 6.0 GiB more are needed"
+    assert refused.reason == (
+        "6.0 GiB of 10.0 GiB of the quota for models are used, 6.0 GiB more are needed;"
+        " remove models there that are not used, or raise the quota"
+    )
     (placed,) = [result for result in results if isinstance(result, Slot)]
     row = await in_thread(NodeModel.objects.get, pk=placed.id)
     other = next(model for model in works if model != row.model_name)

@@ -15,11 +15,11 @@ from nodes.placement.choose import (
     Reason,
     Selector,
     choose_node,
-    describe_disk_need,
     find_refusal,
     free_index,
 )
 from nodes.placement.node_backoff import NodeBackoff
+from nodes.placement.sizes import describe_disk_need
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
