@@ -1,4 +1,4 @@
-"""Reliable cancellation of a task: a library may swallow a cancellation, so it is repeated."""
+"""Reliable cancellation of tasks: a library may swallow a cancellation, so it is repeated."""
 
 import asyncio
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 _ASK_AGAIN = 2.0
 
 
-async def end(task: "asyncio.Task[Any]") -> None:
-    """Cancel the task repeatedly until it has ended; ignore its outcome."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=_ASK_AGAIN)
-    if not task.cancelled():
-        task.exception()  # retrieved, so that asyncio does not report it as never retrieved
+async def end(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel the tasks repeatedly until they have ended; ignore their outcomes."""
+    while running := {task for task in tasks if not task.done()}:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=_ASK_AGAIN)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not report it as never retrieved

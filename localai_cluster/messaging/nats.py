@@ -24,7 +24,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from localai_cluster.kit import backoff, clock, failpoints
+from localai_cluster.kit import backoff, cancellation, clock, failpoints
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.bus import (
     UNQUEUED,
@@ -159,8 +159,7 @@ class NatsBus:
         if link is not None and link.alive:
             await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
         if self._connection_task is not None:
-            self._connection_task.cancel()
-            await asyncio.gather(self._connection_task, return_exceptions=True)
+            await cancellation.end(self._connection_task)
 
     async def answer(self, inbox: str, payload: bytes) -> None:
         """Send a reply, waiting up to `REPLY_WAIT` for a lost connection to return. Failures are logged."""
@@ -335,10 +334,7 @@ class _Subscription:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._received.join()
-        tasks = [*self._dispatchers, *self._running]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancellation.end(*self._dispatchers, *self._running)
 
     async def _receive(self, message: Msg) -> None:
         try:

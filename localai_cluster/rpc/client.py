@@ -208,13 +208,19 @@ class BackendClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise self._translate_error(error, channel) from error
+            raise self._translate_error(error, channel, call) from error
         except asyncio.CancelledError:
             _raise_unless_cancelled(Lost(_CLOSED))
             raise
 
-    def _translate_error(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
-        translated = translate(error.code(), error.details() or "")
+    def _translate_error(
+        self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel, call: Any
+    ) -> BackendError:
+        code = error.code()
+        if code is grpc.StatusCode.CANCELLED and _is_overdue(call):
+            # The engine knows the deadline, and may cancel the call a moment before the library's timer.
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+        translated = translate(code, error.details() or "")
         # A refused channel is in backoff and fails without dialling, and a broken one may break the next call
         # too; a process that starts at this address right afterwards must be reached at once.
         # Only the first of many callers replaces the channel.
@@ -265,7 +271,7 @@ class Replies(Generic[Piece]):
                 yield reply
                 timer.begin()
         except grpc.aio.AioRpcError as error:
-            raise self._translate_error(error, self._channel) from error
+            raise self._translate_error(error, self._channel, self._call) from error
         except asyncio.CancelledError:
             _raise_unless_cancelled(self._expired or Lost(_CLOSED))
             raise
@@ -284,7 +290,12 @@ class Replies(Generic[Piece]):
         return value if isinstance(value, str) else ""
 
 
-_TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
+_TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel, Any], BackendError]
+
+
+def _is_overdue(call: Any) -> bool:
+    """Return True if the deadline of this call of grpc.aio has passed; ours check it themselves."""
+    return isinstance(call, grpc.aio.Call) and call.time_remaining() == 0
 
 
 _CLOSED = "the connection to the engine was closed"

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from localai_cluster.kit import processes
+from localai_cluster.kit import cancellation, processes
 from localai_cluster.kit.connections import serving
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import grouped
@@ -241,9 +241,7 @@ class Worker:
             if task.done():
                 await task
         finally:
-            for pending in (task, stop):
-                pending.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
+            await cancellation.end(task, stop)
 
     async def _prefetch_and_register(self) -> None:
         await prefetch(self._config, self._downloads)

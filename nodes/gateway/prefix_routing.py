@@ -17,7 +17,7 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from localai_cluster import bus_access
-from localai_cluster.kit import clock
+from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
 from localai_cluster.kit.settings_table import MOST_PRESSURE
 from localai_cluster.messaging.bus import Bus
@@ -190,7 +190,5 @@ class PrefixService:
     async def stop(self) -> None:
         """Stop the tasks and close the bus."""
         hooks.on_removed.remove(self._telling.removed)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancellation.end(*self._tasks)
         await self._bus.close()

@@ -31,7 +31,7 @@ from django.db import Error as DatabaseError
 
 from localai_cluster import bus_access, scraping
 from localai_cluster.broker import count_tasks
-from localai_cluster.kit import clock, conf, periodic
+from localai_cluster.kit import cancellation, clock, conf, periodic
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.kit.task_runner import TaskRunner
 from localai_cluster.management import schema_version
@@ -204,9 +204,7 @@ async def run(stop: asyncio.Event) -> None:
     log.info("controller %s is ready", owner)
     await _until_stop_or_failure(loops, stop)
     await asyncio.gather(*(executor.stop() for executor in parts.executors.values()))
-    for loop in loops:
-        loop.cancel()
-    await asyncio.gather(*loops, return_exceptions=True)
+    await cancellation.end(*loops)
     hooks.on_removed.remove(parts.news.removed)
     with contextlib.suppress(DatabaseError):
         await in_thread(controllers.sign_off, owner)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localai_cluster.kit import clock
 from localai_cluster.rpc import errors, http2
 from localai_cluster.rpc.client import GRPC, HTTP2, BackendClient
 from localai_cluster.rpc.messages import PredictOptions
@@ -93,6 +94,23 @@ async def test_a_stream_that_ends_wrongly(
         with pytest.raises(errors.BackendError) as caught:
             await texts(client)
         assert type(caught.value) is expected
+
+
+async def test_a_cancellation_found_after_the_deadline_is_the_deadline(stream_client: str) -> None:
+    """An engine in Go cancels the call at its deadline, and may be earlier than the client's own timer."""
+
+    async def script(peer: Peer) -> None:
+        await peer.begin()
+        await peer.request()
+        peer.send(peer.headers(1, RESPONSE), frame(wire.RST, 0, 1, number(http2.CANCEL)))
+        over = clock.monotonic() + 0.3
+        while clock.monotonic() < over:
+            """Keep the event loop busy past the deadline."""
+        await rest(peer)
+
+    async with calling(stream_client, script) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            _ = [reply async for reply in client.predict_stream(PROMPT, 0.2)]
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,10 @@ async def test_how_it_ended_is_no_error() -> None:
 
     task = asyncio.create_task(failing())
     await asyncio.sleep(0)
+    other = asyncio.create_task(asyncio.sleep(600))
     for _ in range(2):
-        await cancellation.end(task)
+        await cancellation.end(task, other)
+    assert other.cancelled()
     assert isinstance(task.exception(), ValueError)
 
 
