@@ -34,7 +34,7 @@ beforeEach(() => {
   }) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
     requests.push([path, sent.body]);
-    const placed = { ...DECISION, replica: 1, hypothetical: true, outcome: "placed", node: "(new 1)", node_id: "0", replica_index: 0, reason: "the only node", misses: [] };
+    const placed = { ...DECISION, replica: 1, hypothetical: true, outcome: "placed", node: "(new 1)", node_id: "0", replica_index: 0, reason: "the only node", misses: [], need: { ...DECISION.need, source: "learned", readings: 2 } };
     return Promise.resolve({ data: { model: "org/m", wanted: 2, placed: 1, decisions: [placed, { ...DECISION, replica: 2, hypothetical: false }], memory: MEMORY }, response: new Response() });
   }) as never);
 });
@@ -98,11 +98,12 @@ it("plans with nodes that do not exist, and says why there and why not there (UI
   expect(requests).toEqual([["/api/placement/plan", { model: "org/m", replicas: 2, nodes }]]);
   const memory = within(plan.getByRole("table", { name: "Memory for org/m" }));
   expect(memory.getAllByRole("row").map((row) => row.textContent)).toEqual([
-    "NodeFitsNeedsFree for itWhat would help",
+    "NodeFitsNeedsFree for itDetails",
     "(new 1)fits9.8 GiB24 GiB",
     "bnot there9.8 GiB8.4 GiB1.4 GiB missing: unload x#0 or lower the context to 4k",
   ]);
   expect(plan.getByText("Needs: weights 7.2 GiB, context 2.6 GiB, with 8k of context.")).toBeTruthy();
+  expect(plan.getByText("Measured in the last 2 loads.")).toBeTruthy();
   expect(plan.getByText("20 more nodes are not shown.")).toBeTruthy();
 });
 

@@ -147,7 +147,7 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
         ))}
       </ol>
       <h2>Memory for the first replica</h2>
-      <Memory memory={plan.memory} name={name} />
+      <Memory memory={plan.memory} name={name} need={plan.model === null ? undefined : plan.decisions[0]?.need} />
       {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">Later replicas were not planned.</p>}
     </section>
   );

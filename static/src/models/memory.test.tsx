@@ -26,7 +26,7 @@ beforeEach(() => {
     if (path === "/api/figures/models") return Promise.resolve({ data: { models: [] }, response: new Response() });
     if (path !== "/api/placement/fit/{model}") return Promise.resolve({ data: [], response: new Response() });
     requests.push(path);
-    const memory = { says: "", terms: { weights: 7.2 * GIB }, context: 8192, considered: 2, nodes: [ENTRY, { ...ENTRY, node_id: "n2", node: "n2", verdict: "unknown", usable: 0 }] };
+    const memory = { says: "", terms: { weights: 7.2 * GIB }, context: 8192, considered: 2, nodes: [ENTRY, { ...ENTRY, node_id: "n2", node: "n2", verdict: "unknown", usable: 0 }, { ...ENTRY, node_id: "n3", node: "n3", verdict: "refused", reason: "offline", usable: 0 }] };
     return Promise.resolve({ data: { model: "tiny", nodes: [], memory, placement: { need } }, response: new Response() });
   }) as never);
   const store = show(new LiveStore(), node("n1"), node("n2"));
@@ -41,7 +41,7 @@ it("shows where a model fits before any load, and reads it only when the panel i
   expect(requests).toEqual([]);
   fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
   const table = within(await panel.findByRole("table", { name: "Memory for tiny" }));
-  expect(table.getAllByRole("row").slice(1).map((row) => row.textContent)).toEqual(["n1fits9.8 GiB22 GiB", "n2not known9.8 GiBnot reported"]);
+  expect(table.getAllByRole("row").slice(1).map((row) => row.textContent)).toEqual(["n1fits9.8 GiB22 GiB", "n2not known9.8 GiBnot reported", "n3not there9.8 GiB–offline"]);
   expect(panel.getByText("Needs: weights 7.2 GiB, with 8k of context.")).toBeTruthy();
   expect(requests).toHaveLength(1);
   expect(panel.queryByText(/^(Measured|Stated)/)).toBeNull();
@@ -52,13 +52,13 @@ it("sorts the nodes, each named by its row header", async () => {
   fireEvent.click(panel.getByRole("button", { name: "Where it fits: tiny" }));
   const table = within(await panel.findByRole("table", { name: "Memory for tiny" }));
   const names = () => table.getAllByRole("rowheader").map((cell) => cell.textContent);
-  expect(names()).toEqual(["n1", "n2"]);
+  expect(names()).toEqual(["n1", "n2", "n3"]);
   expect(table.getByRole("link", { name: "n1" }).getAttribute("href")).toBe("/app/nodes/n1");
   fireEvent.click(table.getByRole("button", { name: "Node" }));
   fireEvent.click(table.getByRole("button", { name: /^Node/ }));
-  expect(names()).toEqual(["n2", "n1"]);
+  expect(names()).toEqual(["n3", "n2", "n1"]);
   fireEvent.click(table.getByRole("button", { name: "Free for it" }));
-  expect(names()).toEqual(["n1", "n2"]);
+  expect(names()).toEqual(["n1", "n2", "n3"]);
 });
 
 it.each([
@@ -79,4 +79,6 @@ it("says what is missing and what would help (UW9)", () => {
   expect(helpWords({ ...ENTRY, verdict: "refused", reason: "offline" })).toBe("offline");
   expect([contextWords(1000), contextWords(4096)]).toEqual(["1000", "4k"]);
   expect(termsWords({ terms: {}, context: 8192 })).toBe("");
+  expect(termsWords({ terms: { weights: GIB, measured: 2 * GIB }, context: 0 })).toBe("weights 1 GiB, other 2 GiB");
+  expect(termsWords({ terms: { measured: 2 * GIB }, context: 0 })).toBe("measured 2 GiB");
 });

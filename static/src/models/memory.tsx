@@ -55,7 +55,9 @@ export function contextWords(tokens: number): string {
 
 /** "weights 7.2 GiB, context 2 GiB, with 16k of context"; "" if nothing is known. */
 export function termsWords({ terms, context }: Pick<MemoryExplained, "terms" | "context">): string {
-  const parts = Object.entries(terms).map(([name, size]) => `${name} ${bytes(size)}`);
+  const sizes = Object.entries(terms);
+  // What loads took beyond weights and context; the source of the need says that it was measured.
+  const parts = sizes.map(([name, size]) => `${name === "measured" && sizes.length > 1 ? "other" : name} ${bytes(size)}`);
   return [...parts, ...(context > 0 && parts.length > 0 ? [`with ${contextWords(context)} of context`] : [])].join(", ");
 }
 
@@ -85,20 +87,25 @@ const FITS: readonly Column<NodeMemory>[] = [
   { key: "needs", title: "Needs", largestFirst: true, value: ({ needed }) => needed || null, cell: ({ needed }) => (needed > 0 ? bytes(needed) : "not known") },
   {
     key: "free", title: "Free for it", largestFirst: true,
-    value: (entry) => (isFreeKnown(entry) ? entry.usable : null), cell: (entry) => (isFreeKnown(entry) ? bytes(entry.usable) : "not reported"),
+    value: (entry) => (isFreeKnown(entry) ? entry.usable : null), cell: freeWords,
   },
-  { key: "help", title: "What would help", value: (entry) => helpWords(entry) || null, cell: (entry) => <bdi>{helpWords(entry)}</bdi> },
+  { key: "help", title: "Details", value: (entry) => helpWords(entry) || null, cell: (entry) => <bdi>{helpWords(entry)}</bdi> },
 ];
 
 function isFreeKnown({ usable, verdict }: NodeMemory): boolean {
-  return usable > 0 || verdict !== "unknown";
+  return usable > 0 || !["unknown", "refused"].includes(verdict);
+}
+
+function freeWords(entry: NodeMemory): string {
+  if (isFreeKnown(entry)) return bytes(entry.usable);
+  return entry.verdict === "unknown" ? "not reported" : "–";
 }
 
 interface MemoryProps {
   memory: MemoryExplained;
   name: string;
-  /** The need by the model's definition, whose source is shown. */
-  need?: Decision["need"];
+  /** Its source is shown. */
+  need: Decision["need"] | undefined;
 }
 
 export function Memory({ memory, name, need }: MemoryProps): ReactNode {
