@@ -33,14 +33,15 @@ class Schema:
     @classmethod
     def of(cls, connection: "psycopg.Connection[tuple[str, ...]]") -> "Schema":
         """Read it; the connection is in autocommit mode. A new database has nothing."""
-        try:
-            rows = connection.execute(
-                "SELECT app, name FROM django_migrations WHERE app = ANY(%s)", [list(_APPS)]
-            ).fetchall()
-        except psycopg.errors.UndefinedTable:
+        table = connection.execute(
+            "SELECT obj_description(oid, 'pg_class') FROM pg_class WHERE oid = to_regclass('django_migrations')"
+        ).fetchone()
+        if table is None:
             return cls(frozenset(), "")
-        comment = connection.execute("SELECT obj_description('django_migrations'::regclass)").fetchone()
-        return cls(frozenset((app, name) for app, name in rows), (comment and comment[0]) or "")
+        rows = connection.execute(
+            "SELECT app, name FROM django_migrations WHERE app = ANY(%s)", [list(_APPS)]
+        ).fetchall()
+        return cls(frozenset((app, name) for app, name in rows), table[0] or "")
 
 
 def own_migrations() -> frozenset[Migration]:

@@ -151,6 +151,7 @@ def test_make_run_survives_kills_while_it_works(data: Path) -> None:
     main_job = DEMO["request"]["body"]
     try:
         run.wait_ready()
+        assert "ERROR" not in run.output, "a first start shows no error"
         for victim in (*reversed(CHILDREN), "reaper"):
             kill_during_a_load(run, victim)
         asked, mark = Asked(run, main_job), run.mark

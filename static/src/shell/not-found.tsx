@@ -13,8 +13,8 @@ export function NotFound(): ReactNode {
         <p className="anywhere">
           Nothing was found at <code>{pathname}</code>. It may have been removed, or the address may contain a typo.
         </p>
-        <Link className="button" to="/app/nodes">
-          Go to Nodes
+        <Link className="button" to="/app/overview">
+          Go to the overview
         </Link>
       </Empty>
     </>
