@@ -1,11 +1,10 @@
 // The columns of the models.
-import { useQuery } from "@tanstack/react-query";
 import { useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { bytes, count } from "../lib/format";
 import type { Column } from "../ui/rows";
 import { Ago } from "../ui/time";
-import { fitOf } from "./fits";
+import { useFit } from "./fits";
 import { contextWords } from "./memory";
 import { backendOf, modelAddress, replicaCount, STATES, stateOf, type ModelRow, type ModelState } from "./rows";
 
@@ -51,8 +50,6 @@ export function rateText(rate: number): string {
 
 const FITS_AFTER_MS = 500;
 const FITS_FRESH_MS = 300_000;
-/** A person who returns to the list finds the fit of now. */
-const FITS_KEPT_MS = 10_000;
 
 /** Read for a row that stays in sight: not for each of thousands that are scrolled past. */
 function Fits({ model }: { model: string }): ReactNode {
@@ -61,14 +58,7 @@ function Fits({ model }: { model: string }): ReactNode {
     const timer = setTimeout(() => setStays(true), FITS_AFTER_MS);
     return () => clearTimeout(timer);
   }, []);
-  const { data, isError } = useQuery({
-    queryKey: ["models", "fits", model],
-    queryFn: () => fitOf(model),
-    enabled: stays,
-    staleTime: FITS_FRESH_MS,
-    gcTime: FITS_KEPT_MS,
-    retry: false,
-  });
+  const { data, isError } = useFit(model, { enabled: stays, staleTime: FITS_FRESH_MS });
   if (isError || data?.defined === false) return <Dash why="not known" />;
   if (data === undefined) return <span className="muted">…</span>;
   return (

@@ -1,4 +1,5 @@
-// Where models fit, for the rows of a list: the rows that come into sight together are asked for in one request.
+// Where models fit, in one line; the models that come into sight together are asked for in one request.
+import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 
@@ -13,7 +14,15 @@ interface Waiting {
   reject: (error: unknown) => void;
 }
 
+/** A person who returns finds the fit of now. */
+const KEPT_MS = 10_000;
+
 let waiting = new Map<string, Waiting[]>();
+
+/** Where the model fits; `staleTime` is how many ms an answer counts. */
+export function useFit(model: string, options: { enabled: boolean; staleTime: number }): UseQueryResult<FitSummary> {
+  return useQuery({ queryKey: ["models", "fits", model], queryFn: () => fitOf(model), gcTime: KEPT_MS, retry: false, ...options });
+}
 
 /** Resolves to where the model fits; requests of the next moment go together. */
 export function fitOf(model: string): Promise<FitSummary> {

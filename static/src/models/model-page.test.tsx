@@ -32,6 +32,7 @@ beforeEach(() => {
   sent = answerBy((path, _, method) => {
     if (path === "/api/definitions") return { definitions: [definition("tiny")], total: 1, unusable: [] };
     if (path === "/api/figures/models") return { models: [] };
+    if (path === "/api/placement/fit") return { models: [{ model: "tiny", defined: true, fitting: 0, possible: 0, says: "not on n1: 77.0 GiB missing" }] };
     if (path === "/api/definitions/preview") return preview;
     if (path === "/api/definitions/{name}/revisions") return { revisions };
     if (path === "/api/definitions/{name}") return method === "PUT" ? saved() : stored;
@@ -60,6 +61,12 @@ it("shows replicas and figures, and the ways to the parts (E65, UI-8.2)", async 
   expect(parts.map((link) => [link.textContent, link.getAttribute("href")])).toEqual([
     ["Overview", "/app/models/tiny"], ["Definition", "/app/models/tiny/definition"], ["Revisions", "/app/models/tiny/revisions"], ["Files", "/app/models/tiny/files"], ["Try it", "/app/models/tiny/try"],
   ]);
+});
+
+it("says of a model that does not run where it would fit (UW9)", async () => {
+  open().push({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1")] });
+  const replicas = within(await screen.findByRole("region", { name: "Replicas" }));
+  expect(await replicas.findByText("not on n1: 77.0 GiB missing")).toBeTruthy();
 });
 
 it("shows the progress of a load, and the reason of a failed one until it is dismissed (UI-8.3)", async () => {

@@ -9,6 +9,7 @@ import type { Column } from "../ui/rows";
 import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
 import { Why } from "./explanation";
+import { useFit } from "./fits";
 import { WhereItFits } from "./memory";
 import { rateText } from "./columns";
 import type { ModelRow, Place } from "./rows";
@@ -37,7 +38,7 @@ export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
       )}
       <Panel title="Replicas" aside={row.rate !== null && <span className="muted">{rateText(row.rate)} requests in the last minute</span>}>
         {row.places.length === 0 ? (
-          <p className="muted">Not running. The first request loads it.</p>
+          <NotRunning row={row} />
         ) : (
           <Table name={`Replicas of ${row.name}`} columns={COLUMNS} rows={row.places} rowId={placeId} rowName={({ node }) => node.name} first={REPLICAS_FIRST} />
         )}
@@ -47,6 +48,21 @@ export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
       <AfterPaint>
         <Charts model={row.name} />
       </AfterPaint>
+    </>
+  );
+}
+
+function NotRunning({ row }: { row: ModelRow }): ReactNode {
+  const isUsable = row.definition !== undefined && row.definition.state !== "unusable";
+  const { data } = useFit(row.name, { enabled: isUsable, staleTime: 0 });
+  return (
+    <>
+      <p className="muted">Not running. The first request loads it.</p>
+      {data !== undefined && data.says !== "" && (
+        <p className="muted anywhere">
+          Memory now: <bdi>{data.says}</bdi>.
+        </p>
+      )}
     </>
   );
 }
