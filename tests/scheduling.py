@@ -12,7 +12,7 @@ from xdist.workermanage import WorkerController
 
 BROWSER = "tests/browser/"
 BROWSER_GROUPS = {
-    "own-cluster": ("activity", "add_model"),
+    "own-cluster": ("activity", "add_model", "pictures"),
     "crowd": ("accessibility", "crowd"),
     "first-fleet": ("around", "installed", "logs", "node", "resilience", "shell"),
 }
