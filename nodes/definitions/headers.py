@@ -264,17 +264,21 @@ _SLIDING, _LINEAR = "sliding_attention", "linear_attention"
 def read_config(path: Path) -> Header | None:
     """Read the `config.json` of a model in safetensors; None without one. Raises UnreadableHeader."""
     try:
-        content = untrusted.read_file(path, MOST_CONFIG_BYTES)
+        return parse_config(read_json(path))
     except FileNotFoundError:
         return None
+
+
+def read_json(path: Path) -> object:
+    """Read the JSON of a `config.json`, of bounded size and depth; raise OSError and UnreadableHeader."""
+    content = untrusted.read_file(path, MOST_CONFIG_BYTES)
     problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
     if problem:
         raise UnreadableHeader(f"it is {problem}")
     try:
-        config = json.loads(content)
+        return json.loads(content)
     except ValueError as error:
         raise UnreadableHeader("it is not JSON") from error
-    return parse_config(config)
 
 
 def parse_config(config: object) -> Header:

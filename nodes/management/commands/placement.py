@@ -23,10 +23,11 @@ from localai_cluster.accounts.command_line import (
     printable,
     table,
 )
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, errors, untrusted
 from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import MOST_HEADER_BYTES, PlacementPlanRequestSerializer, make_plan
 from nodes.definitions import sizes
+from nodes.definitions.headers import read_json
 from nodes.loading import load_explanation
 from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import PlacementRecord
@@ -102,10 +103,10 @@ def _plan_arguments(parser: CommandParser) -> None:
 
 
 def _bytes(gib: str) -> int:
-    amount = float(gib)
+    amount = float(gib) * GIB
     if not math.isfinite(amount):
         raise ArgumentTypeError("use a number of GiB")
-    return int(amount * GIB)
+    return int(amount)
 
 
 def _file(path: Path | None, size: int | None, context: int | None) -> dict[str, Any]:
@@ -115,9 +116,12 @@ def _file(path: Path | None, size: int | None, context: int | None) -> dict[str,
         return body | {"size": size}
     try:
         if path.suffix == ".json":
-            weights = (file.stat().st_size for file in path.parent.glob("*.safetensors"))
-            return body | {"size": sum(weights), "config": json.loads(path.read_text("utf-8"))}
-        with path.open("rb") as content:
+            weights = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
+            config = read_json(path)
+            if not weights:
+                raise CommandError("--file: there is no file *.safetensors beside it")
+            return body | {"size": weights, "config": config}
+        with untrusted.open_file(path) as content:
             header = b64encode(content.read(MOST_HEADER_BYTES)).decode()
         return body | {"size": sum(shard.stat().st_size for shard in sizes.shards(path)), "header": header}
     except (OSError, ValueError) as error:
@@ -142,6 +146,8 @@ def _nodes(text: str) -> dict[str, Any]:
 
 def _rule(text: str) -> Any:
     try:
+        if problem := untrusted.json_problem(text.encode("utf-8", "replace")):
+            raise CommandError(f"--rule: it is {problem}")
         return json.loads(text)
     except ValueError:
         raise CommandError(

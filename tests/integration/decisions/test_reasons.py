@@ -565,9 +565,39 @@ class TestCommandLine:
             run("plan", "--file", str(gguf.parent / "absent.gguf"))
 
     @pytest.mark.parametrize(
+        ("name", "content", "reason"),
+        [
+            ("pipe.gguf", None, "not a regular file"),
+            ("config.json", None, "not a regular file"),
+            ("config.json", b"[" * 100_000, "it is nested more than 64 levels deep"),
+            ("config.json", b" " * 2**20 + b"{}", "it is too large"),
+            ("config.json", b"{", "it is not JSON"),
+            ("config.json", b"{}", "there is no file .*safetensors beside it"),
+        ],
+        ids=["pipe", "pipe-config", "deep", "large", "half", "alone"],
+    )
+    def test_a_file_that_cannot_be_read_is_refused_without_waiting_for_it(
+        self, tmp_path: Path, name: str, content: bytes | None, reason: str
+    ) -> None:
+        """A pipe without a writer would block the command; a nested text would end it with a traceback."""
+        path = tmp_path / name
+        if content is None:
+            os.mkfifo(path)
+        else:
+            path.write_bytes(content)
+        with pytest.raises(CommandError, match=f"--file: .*{reason}"):
+            run("plan", "--file", str(path))
+
+    @pytest.mark.parametrize(
         "arguments",
-        [("explain", "nothing"), ("plan", "--model", "nothing"), ("plan", "--vram", "1", "--replicas", "65")],
-        ids=" ".join,
+        [
+            ("explain", "nothing"),
+            ("plan", "--model", "nothing"),
+            ("plan", "--vram", "1", "--replicas", "65"),
+            ("plan", "--vram", "1e300"),
+            ("plan", "--rule", "[" * 100_000),
+        ],
+        ids=lambda arguments: " ".join(arguments)[:40],
     )
     def test_a_question_without_an_answer_ends_with_one_line(self, arguments: tuple[str, ...]) -> None:
         with pytest.raises(CommandError) as refusal:
