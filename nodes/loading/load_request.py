@@ -22,6 +22,7 @@ from nodes.models import LOADING_PHASES, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement import deadlines, fit, memory
 from nodes.placement.choose import Need
+from nodes.placement.sizes import STATED
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission
 from operations.models import Operation, Status
@@ -242,7 +243,7 @@ def estimate_need(
     options, backend = definition.options, definition.backend
     share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
     kind = fit.device_kind(backend)
-    terms: fit.Terms = (("stated", definition.vram),) if definition.vram else ()
+    terms: fit.Terms = ((STATED, definition.vram),) if definition.vram else ()
     counted: Sequence[fit.EngineReading] = ()
     by_gpu: fit.Pairs = ()
     contexts: fit.Pairs = ()
@@ -257,7 +258,7 @@ def estimate_need(
         fit.total_bytes(terms), memory.required_disk(files.payload), files.payload, own_gpus=own_gpus
     )
     can_be_partial = definition.auto_layers and need.unknown_fits and terms and not definition.vram
-    partial = fit.fewer_layers(files, fit.load_options(options), kind) if can_be_partial else ()
+    partial = fit.fewer_layers(files, fit.load_options(options), kind, need.vram) if can_be_partial else ()
     return replace(
         need,
         vram_share=share,
@@ -266,7 +267,7 @@ def estimate_need(
         by_gpu=by_gpu,
         contexts=contexts,
         partial=partial,
-        source="stated" if definition.vram else "learned" if counted else "estimated",
+        source=STATED if definition.vram else "learned" if counted else "estimated",
         readings=len(counted),
         learned_at=max((reading.at for reading in counted), default=""),
     )

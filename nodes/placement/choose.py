@@ -23,10 +23,10 @@ from nodes.placement.node_backoff import NodeBackoffs
 from nodes.placement.sizes import (
     QUOTA_HINT,
     describe_disk_need,
+    describe_need,
     describe_quota,
     format_bytes,
     format_gib,
-    format_terms,
     gib_rounded_up,
 )
 
@@ -473,7 +473,7 @@ def _lacks_by_reason(
 
 def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
     amount = gib_rounded_up(max(vram_needed(node, need) for node in nodes))
-    return f"{amount} for {terms}" if (terms := format_terms(need.terms)) else amount
+    return describe_need(amount, need.terms, " for ")
 
 
 def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:

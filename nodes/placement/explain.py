@@ -42,8 +42,9 @@ from nodes.placement.choose import (
     vram_needed,
 )
 from nodes.placement.evict import ProtectionRules, Resident, choose_victims, join_names
+from nodes.placement.fit import Terms
 from nodes.placement.node_backoff import NodeBackoffs
-from nodes.placement.sizes import format_gib, format_terms, gib_rounded_up
+from nodes.placement.sizes import describe_need, format_gib, gib_rounded_up
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""
@@ -347,7 +348,7 @@ class NodeMemory:
         is_lacking = self.verdict in (MemoryVerdict.SMALLER_CONTEXT, MemoryVerdict.LACKS_MEMORY)
         return self.needed - self.usable if is_lacking else 0
 
-    def describe(self, terms: str = "") -> str:
+    def describe(self, terms: Terms = ()) -> str:
         """Return the verdict as a sentence, with the terms of the need if they are given."""
         name = truncate(self.node.name, _LONGEST_NAME)
         match self.verdict:
@@ -358,7 +359,7 @@ class NodeMemory:
                 return f"may fit on {name}: {unknown}"
             case MemoryVerdict.FITS:
                 figures = f"{gib_rounded_up(self.needed)[:-4]} of {format_gib(self.usable)}"
-                return f"fits on {name} (needs {figures}{': ' if terms else ''}{terms})"
+                return f"fits on {name} (needs {describe_need(figures, terms, ': ')})"
         missing, context = gib_rounded_up(self.missing), format_context(self.context)
         if self.verdict == MemoryVerdict.SMALLER_CONTEXT:
             return f"on {name} with {context} context: {missing} missing for all of it"
@@ -378,10 +379,10 @@ class MemoryExplanation:
 
     def describe(self) -> str:
         """Return one sentence on the first `SHOWN` nodes, with the terms of the need once."""
-        terms, parts = format_terms(self.need.terms), []
+        terms, parts = self.need.terms, list[str]()
         for entry in self.nodes[:SHOWN]:
             parts.append(entry.describe(terms))
-            terms = "" if entry.verdict == MemoryVerdict.FITS else terms
+            terms = () if entry.verdict == MemoryVerdict.FITS else terms
         rest = self.considered - len(parts)
         return truncate("; ".join([*parts, *([f"and {rest} more"] if rest else [])]), LONGEST_SENTENCE)
 

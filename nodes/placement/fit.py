@@ -291,12 +291,16 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
     }
 
 
-def fewer_layers(files: Files, load: LoadOptions, kind: str) -> tuple[tuple[int, int], ...]:
-    """Return numbers of layers on the GPU with the bytes needed then, most first; none without a header."""
+def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) -> Pairs:
+    """Return numbers of layers on the GPU with the bytes needed then, most first; none without a header.
+
+    If all layers were learned to need more bytes (`needed`) than estimated, each number needs as many more.
+    """
     model = describe(files.header, files.weights) if files.header is not None else None
     count = len(model.layers) if model is not None else 0
+    more = max(needed - total_bytes(estimate(files, load, kind)), 0)
     return tuple(
-        (layers, total_bytes(estimate(files, replace(load, gpu_layers=layers), kind)))
+        (layers, min(total_bytes(estimate(files, replace(load, gpu_layers=layers), kind)) + more, LARGEST))
         for layers in range(count, 0, -max(count // _PARTS, 1))
     )
 

@@ -1,10 +1,12 @@
 """Sizes in the reasons of placement: needs are rounded up, what is free is rounded down. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nodes.placement.memory import UNKNOWN_PAYLOAD
 
 QUOTA_HINT = "remove models there that are not used, or raise the quota"
+STATED = "stated"
+"""The source, and the only term, of a need that its definition states."""
 _UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
 
 
@@ -47,3 +49,11 @@ def format_terms(terms: Iterable[tuple[str, int]]) -> str:
     """List the terms of a need in GiB, without those that are too small for it."""
     sizes = ((name, f"{size / 2**30:.1f}") for name, size in terms)
     return ", ".join(f"{name} {size}" for name, size in sizes if size != "0.0")
+
+
+def describe_need(amount: str, terms: Sequence[tuple[str, int]], joint: str) -> str:
+    """Return the amount of a need with its terms after `joint`, or that its definition states it."""
+    if [name for name, _ in terms] == [STATED]:
+        return f"{amount} as its definition states"
+    listed = format_terms(terms)
+    return f"{amount}{joint}{listed}" if listed else amount

@@ -82,7 +82,7 @@ def test_where_a_model_fits_is_shown_before_any_load(screen: Screen, settled: Fl
     model.get_by_role("button", name="Where it fits: large").click()
     table = model.get_by_role("table", name="Memory for large")
     expect(table.get_by_role("row").filter(has_text="fine")).to_contain_text("9 GiB")
-    expect(model.get_by_text("Needs: stated 9 GiB.")).to_be_visible()
+    expect(model.get_by_text("Needs: 9 GiB.")).to_be_visible()
     assert checks.violations(page) == []
 
     page.goto(f"{screen.url}/app/capacity/what-if")

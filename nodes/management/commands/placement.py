@@ -31,7 +31,7 @@ from nodes.definitions.headers import read_json
 from nodes.loading import load_explanation
 from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import PlacementRecord
-from nodes.placement.sizes import format_terms
+from nodes.placement.sizes import describe_need, gib_rounded_up
 
 GIB = 2**30
 _NODES = re.compile(
@@ -217,8 +217,9 @@ def _plan_text(row: Mapping[str, Any]) -> str:
 
 def _memory_text(memory: Mapping[str, Any]) -> str:
     """Return each node's verdict, and the terms of the need before them."""
-    terms = format_terms(memory["terms"].items())
-    head = f"memory ({terms}, GiB):" if terms else "memory:"
+    terms = tuple(memory["terms"].items())
+    need = describe_need(gib_rounded_up(sum(size for _, size in terms)), terms, ": ")
+    head = f"memory ({need}):" if terms else "memory:"
     rest = memory["considered"] - len(memory["nodes"])
     lines = [printable(f"  {node['says']}") for node in memory["nodes"]]
     return "\n".join([head, *lines, *([f"  and {rest} more"] if rest else [])])

@@ -81,4 +81,5 @@ it("says what is missing and what would help (UW9)", () => {
   expect(termsWords({ terms: {}, context: 8192 })).toBe("");
   expect(termsWords({ terms: { weights: GIB, measured: 2 * GIB }, context: 0 })).toBe("weights 1 GiB, other 2 GiB");
   expect(termsWords({ terms: { measured: 2 * GIB }, context: 0 })).toBe("measured 2 GiB");
+  expect(termsWords({ terms: { stated: 9 * GIB }, context: 0 })).toBe("9 GiB");
 });

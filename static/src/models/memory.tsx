@@ -56,8 +56,8 @@ export function contextWords(tokens: number): string {
 /** "weights 7.2 GiB, context 2 GiB, with 16k of context"; "" if nothing is known. */
 export function termsWords({ terms, context }: Pick<MemoryExplained, "terms" | "context">): string {
   const sizes = Object.entries(terms);
-  // What loads took beyond weights and context; the source of the need says that it was measured.
-  const parts = sizes.map(([name, size]) => `${name === "measured" && sizes.length > 1 ? "other" : name} ${bytes(size)}`);
+  // The source of the need says that it is stated, or that what loads took beyond weights and context was measured.
+  const parts = sizes.map(([name, size]) => (name === "stated" ? bytes(size) : `${name === "measured" && sizes.length > 1 ? "other" : name} ${bytes(size)}`));
   return [...parts, ...(context > 0 && parts.length > 0 ? [`with ${contextWords(context)} of context`] : [])].join(", ");
 }
 

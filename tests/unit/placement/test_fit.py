@@ -436,6 +436,21 @@ def test_one_disturbed_or_false_reading_does_not_make_a_model_unplaceable(
     assert fit.learned((), [reading]) == ((("measured", size),), [reading])
 
 
+@pytest.mark.rule("R2.32", "R2.41")
+def test_fewer_layers_need_what_was_learned_beyond_the_estimate(folder: Path) -> None:
+    """Otherwise a model that takes more than estimated is loaded in part where it does not fit."""
+    (model,) = (model for model in MODELS if model.name == "Qwen3-8B")
+    path = gguf_files.write(folder / "auto.gguf", model)
+    files = ModelFiles(path.stat().st_size, header=read_header(path))
+    definition = parse_definition({**DOCUMENT, "gpu_layers": "auto"}, "m.yaml")
+    estimated = load_request.estimate_need(definition, files)
+    for difference, added in ((GIB, GIB), (-GIB // 100, 0)):
+        reading = fit.EngineReading(estimated.vram + difference, "2026-01-01", True)
+        learned = load_request.estimate_need(definition, files, [reading])
+        assert learned.source == "learned"
+        assert learned.partial == tuple((layers, size + added) for layers, size in estimated.partial)
+
+
 def test_backends_of_the_cpu_and_of_a_share_learn_nothing() -> None:
     """The one needs no VRAM, the other takes the same share whatever it was seen to take."""
     readings = [fit.EngineReading(9 * GIB, "2026-01-01", True)]

@@ -27,6 +27,7 @@ from nodes.placement.choose import (
 )
 from nodes.placement.evict import ProtectionRules, Resident
 from nodes.placement.explain import FleetView, MemoryVerdict, NodeMemory, explain_memory
+from nodes.placement.sizes import STATED
 from tests.support import gguf_files
 from tests.support.gguf_models import MODELS
 from tests.unit.placement.test_choose import view
@@ -146,6 +147,20 @@ def test_the_refusal_of_a_request_says_what_would_fit() -> None:
         " buffers 1.0: gpu-1 has 9.1 GiB free, gpu-2 has 8.0 GiB free); with 16k context it fits on gpu-1"
     )
     assert read_back(snapshot).decide().describe_refusals() == sentence
+
+
+@pytest.mark.rule("R2.31", "R2.32", "UW9")
+def test_a_need_that_the_definition_states_has_no_terms() -> None:
+    """In the refusal and in the verdict it reads as a sentence."""
+    need = Need(10 * GIB, vram_required=True, terms=((STATED, 10 * GIB),), source=STATED)
+    small, large = on("gpu-1", 9.2), on("gpu-2", 12)
+    assert choose_node([small], need=need).describe_refusals() == (
+        "no node can take it: 1 without the VRAM it needs"
+        " (10.0 GiB as its definition states: gpu-1 has 9.1 GiB free)"
+    )
+    assert explain_memory(FleetView([small, large], need), [], GUARD).describe() == (
+        "fits on gpu-2 (needs 10.0 of 12.0 GiB as its definition states); not on gpu-1: 0.9 GiB missing"
+    )
 
 
 @pytest.fixture(scope="module")
