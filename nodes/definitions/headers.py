@@ -299,4 +299,5 @@ def parse_config(config: object) -> Header:
             figures["attention.head_count_kv"] = tuple(heads * (kind != _LINEAR) for kind in layers)
     elif text.get("use_sliding_window", True) is False or "gemma" not in str(text.get("model_type")):
         figures.pop("attention.sliding_window", None)
-    return Header(str(text.get("model_type"))[:LONGEST_KEY], figures)
+    # The part of a model with images for text has the windows of the model (`gemma3_text`).
+    return Header(str(text.get("model_type"))[:LONGEST_KEY].removesuffix("_text"), figures)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, parse_definition
-from nodes.definitions.headers import LARGEST_FIGURE, Header, Tensor, read_header
+from nodes.definitions.headers import LARGEST_FIGURE, Header, Tensor, parse_config, read_header
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_request
 from nodes.placement import architectures, fit
@@ -268,6 +268,24 @@ def test_a_config_describes_a_model_in_safetensors() -> None:
     assert (found["weights"], found["context"]) == (16 * GIB, 128 * 1024 * 8192)
     latent = {**figures, "attention.kv_lora_rank": 512, "rope.dimension_count": 64}
     assert terms_of(ModelFiles(GIB, header=Header("", latent)))["context"] == 32 * 576 * 2 * 8192
+
+
+@pytest.mark.rule("R2.41")
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("gemma3_text", {}), ("gemma3_text", {"sliding_window_pattern": 6}), ("gemma2", {"head_dim": 256})],
+)
+def test_a_config_without_kinds_of_layers_has_the_windows_of_its_architecture(
+    model: str, more: dict[str, int]
+) -> None:
+    """Gemma 3 as published: five of six layers keep 1,024 tokens and a batch. Of Gemma 2 every other one."""
+    config = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
+    config |= {"num_key_value_heads": 16, "sliding_window": 1024, **more}
+    header = parse_config({"text_config": {**config, "model_type": model}})
+    found = terms_of(ModelFiles(GIB, header=header), ContextSize=131072)
+    full = 10 if model == "gemma3_text" else 31
+    token = 2 * 2 * 16 * config["head_dim"]
+    assert found["context"] == token * (full * 131072 + (62 - full) * (1024 + 512))
 
 
 @pytest.mark.parametrize(
