@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Need, Reason, has_memory
+from nodes.placement.choose import NO_NEED, Candidate, Need, Reason, has_memory
 from nodes.placement.memory import FreeByGpu, add_freed_memory
 
 JUST_LOADED = timedelta(seconds=5)
@@ -133,16 +133,21 @@ class Eviction:
 
 
 def nodes_short_of_memory(
-    fleet: Iterable[Candidate], refused: Mapping[UUID, Reason], backed_off: Set[UUID] = frozenset()
+    fleet: Iterable[Candidate],
+    refused: Mapping[UUID, Reason],
+    backed_off: Set[UUID] = frozenset(),
+    need: Need = NO_NEED,
 ) -> list[Candidate]:
     """Return the nodes that lack only memory; none if some node has the memory and merely backs off.
 
     `choose.refusal` checks all other reasons first, so these nodes match the selector and have a free slot.
+    A node that does not report the card that `need` is a share of is none of them.
     """
     if Reason.SILENT in refused.values():
         return []
     short = (Reason.MEMORY, Reason.GPUS)
-    return [n for n in fleet if refused.get(n.id) in short and n.id not in backed_off]
+    lacking = [n for n in fleet if refused.get(n.id) in short and n.id not in backed_off]
+    return [n for n in lacking if not need.lacks_card(n.card_vram)]
 
 
 def choose_victims(

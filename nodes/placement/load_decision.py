@@ -84,7 +84,8 @@ class LoadQuestion:
     def _short(self, decision: Decision) -> list[Candidate]:
         if decision.node is not None or self.refused_by_all(decision):
             return []
-        return nodes_short_of_memory(self.view.nodes, decision.refused, self.view.backed_off)
+        view = self.view
+        return nodes_short_of_memory(view.nodes, decision.refused, view.backed_off, view.need)
 
     def refused_by_all(self, decision: Decision) -> bool:
         """Return True if all nodes that could take the load have refused it, so that it ends."""

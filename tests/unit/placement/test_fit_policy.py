@@ -127,6 +127,15 @@ def test_memory_that_is_not_known_counts_as_fitting() -> None:
     assert find_refusal(node(), need=replace(NEED, vram=0)) is None
 
 
+@pytest.mark.rule("R2.32", "R2.35")
+def test_no_load_is_placed_on_a_node_without_the_card_that_it_takes_a_share_of() -> None:
+    """Under `require` the node is refused for that, and no eviction gives it a card."""
+    share = Need(vram_required=True, vram_share=0.9, cards=1)
+    for residents in ((), (resident(served=1000),)):
+        explanation, eviction = decided([node()], share, *residents)
+        assert (explanation.node, eviction) == (None, None)
+
+
 @pytest.mark.rule("R2.41")
 def test_the_layers_that_are_left_out_need_no_memory(folder: object) -> None:
     """The most layers come first, each with what the terms say for it."""
