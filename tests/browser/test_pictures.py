@@ -8,11 +8,13 @@ import io
 import shutil
 import subprocess
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from PIL import Image, ImageChops
 from playwright.sync_api import Browser, Page, expect
 
+from localai_cluster.kit import clock
 from tests.browser.conftest import PICTURES, Opener
 from tests.browser.fleet import Cookies, Fleet, running_fleet, seeded, sign_in
 from tests.support.cluster import ROOT
@@ -41,8 +43,9 @@ SHARE = 0.001
 def still(chromium: Browser) -> Iterator[Fleet]:
     """Twenty-four nodes that do not change."""
     with running_fleet(webs=1, workers=()) as fleet, seeded(fleet.cluster, 24, 0, 0, "--tame"):
-        heard = "UPDATE backend_nodes SET last_heartbeat = now() + interval '1 hour' WHERE offline_at IS NULL"
-        fleet.cluster.rows(f"{heard} RETURNING id")  # so that no page says for how long a node is silent
+        # So that no page says for how long a node is silent.
+        heard = "UPDATE backend_nodes SET last_heartbeat = %s WHERE offline_at IS NULL RETURNING id"
+        fleet.cluster.rows(heard, clock.now() + timedelta(hours=1))
         fleet.cluster.rows("DELETE FROM node_events RETURNING id")  # charts name the latest
         yield fleet
 
