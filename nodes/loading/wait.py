@@ -111,19 +111,16 @@ def loading_body(
 
 
 def still_loading_error(
-    model: str, operation: Operation, budget: float, now: datetime, *, shows_node: bool = False
+    model: str, operation: Operation, reason: str, budget: float, now: datetime, *, shows_node: bool = False
 ) -> StillLoading:
-    """Return the error for a request whose wait is over while the load goes on (R2.22).
-
-    Without `shows_node` it leaves out the operation's message, which may name nodes too.
-    """
+    """Return the error for a request whose wait is over while the load goes on for that reason (R2.22)."""
     eta = eta_seconds(operation, now)
     details = [f"{operation.progress:.0f}%"] if operation.progress else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
     message = f"model {model} is {_state(operation)}"
     message += f" on node {operation.node_name}" if operation.node_name and shows_node else ""
     message += f" ({', '.join(details)})" if details else ""
-    message += f": {operation.message}" if operation.message and shows_node else ""
+    message += f": {reason}" if reason else ""
     if operation.kind != KIND:
         kind, row_id = operation.kind, operation.id
         message = f"model {model} is not loaded while its {kind} is in progress (operation {row_id})"
@@ -153,13 +150,19 @@ def _failure_text(model: str, cause: str) -> str:
 
 def without_nodes(failure: LoadFailed, model: str) -> LoadFailed:
     """Return the failure for callers who may not see nodes: its cause without names and addresses."""
-    cause = failure.message.removeprefix(_failure_text(model, ""))
     try:
-        names = BackendNode.objects.values_list("name", flat=True)
-        cause = cause_of(cause, [name for name in names.iterator() if name in cause])
+        cause = _without_names(failure.message.removeprefix(_failure_text(model, "")))
     except DatabaseError:
         return LoadFailed(retry_after=2)
     return LoadFailed(_failure_text(model, cause), **failure.data)
+
+
+def _without_names(text: str) -> str:
+    """Return the text without the names of nodes, addresses and figures; "" stays "". At most one query."""
+    if not text:
+        return ""
+    names = BackendNode.objects.values_list("name", flat=True)
+    return cause_of(text, [name for name in names.iterator() if name in text])
 
 
 @dataclass
@@ -175,6 +178,8 @@ class ModelWait:
     """
     public_failure: LoadFailed | None = None
     """The failure of the turn for callers who may not see nodes."""
+    public_reason: "tuple[str, asyncio.Task[str]] | None" = None
+    """Why the load waits, and what callers read of it who may not see nodes."""
     row_deadline: float = 0.0
     """Time until which the operation's row is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
@@ -191,13 +196,24 @@ class ModelWait:
                 return await asyncio.shield(self.turn)
         except TimeoutError:
             budget, now = conf.cluster().model_load_wait, clock.now()
+            reason = self.operation.message if shows_node else await self._public_reason()
             raise still_loading_error(
-                request.model, self.operation, budget, now, shows_node=shows_node
+                request.model, self.operation, reason, budget, now, shows_node=shows_node
             ) from None
         except LoadFailed:
             if shows_node or self.public_failure is None:
                 raise
             raise self.public_failure from None
+
+    async def _public_reason(self) -> str:
+        """Return why the load waits, without names; one query serves all requests."""
+        message = self.operation.message if _state(self.operation) == "pending" else ""
+        if self.public_reason is None or self.public_reason[0] != message:
+            self.public_reason = message, asyncio.create_task(in_thread(_without_names, message))
+        try:
+            return await asyncio.shield(self.public_reason[1])
+        except DatabaseError:
+            return ""
 
 
 class Loads:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.contrib.auth.models import User
@@ -22,6 +23,7 @@ from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from nodes.registry import timeline
+from operations.causes import cause_of
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, Status
@@ -272,6 +274,36 @@ def test_only_administrators_read_the_names_of_nodes_in_refusals(cluster: Callab
     assert [("gpu-7" in str(reply.body)) for reply in replies[2:]] == [False, True, False, True, True, True]
     assert "gpu-7" not in str(replies[0].body)
     assert 1 <= int(replies[4].headers["retry-after"]) <= 15
+
+
+@pytest.mark.rule("R2.22", "UW9")
+def test_who_may_not_see_nodes_reads_why_a_load_waits_without_their_names(
+    cluster: Callable[..., None],
+) -> None:
+    """Issue 23: the refusal that a client gets says what is missing; one query for all that ask."""
+    cluster(model_load_wait=1.0)
+    ann = User.objects.create_user(username="ann")
+    hers = {"authorization": f"Bearer {principals.create_api_key(ann, 'hers')[1]}"}
+    reason = "no node can take it: 1 without the VRAM it needs (100.0 GiB: gpu-7 has 23.0 GiB free)"
+
+    async def scenario(client: hot.Client) -> list[hot.Reply | None]:
+        asked = asyncio.gather(*(client.post(PATH, BODY, headers=hers) for _ in range(3)))
+        operation = await claimed()
+        await hot.in_thread(hot.node, "gpu-7")
+        until = clock.now() + timedelta(minutes=1)
+        await hot.in_thread(
+            lambda: attempts.put_back(
+                operation.pk, operation.fence, Event.WAIT, now=clock.now(), until=until, reason=reason
+            )
+        )
+        return await asked
+
+    with patch("nodes.loading.wait.cause_of", wraps=cause_of) as shortened:
+        replies = run(scenario)
+    assert {reply.body["error"]["message"] for reply in replies if reply} == {
+        "model echo is pending: no node can take it: … without the VRAM it needs (…: … has … free)"
+    }
+    assert shortened.call_count == 1
 
 
 @pytest.mark.parametrize("returned", ["another", "refused", "agent", "away"])

@@ -62,7 +62,7 @@ def test_progress_is_of_the_whole_load() -> None:
 def test_the_answer_while_loading() -> None:
     """R2.22: 503, code and type model_loading, Retry-After = ETA or budget between 5 and 300 s, rounded
     up."""
-    answer = wire.error_answer(still_loading_error("m", INSTALLING, 60, NOW))
+    answer = wire.error_answer(still_loading_error("m", INSTALLING, "", 60, NOW))
     assert answer.status == 503
     assert dict(answer.headers)[b"retry-after"] == b"15"
     assert b'"type":"model_loading"' in answer.body
@@ -70,12 +70,12 @@ def test_the_answer_while_loading() -> None:
     assert b'"loading":{' in answer.body
     waiting = look(status="waiting_for_nodes", message="no node is approved; 2 are pending")
     for budget, seconds in ((1, b"5"), (60, b"60"), (1000, b"300")):
-        error = still_loading_error("m", waiting, budget, NOW, shows_node=True)
+        error = still_loading_error("m", waiting, waiting.message, budget, NOW, shows_node=True)
         assert dict(wire.error_answer(error).headers)[b"retry-after"] == seconds
     assert error.message == "model m is pending: no node is approved; 2 are pending"
-    message = still_loading_error("m", INSTALLING, 60, NOW, shows_node=True).message
+    message = still_loading_error("m", INSTALLING, "", 60, NOW, shows_node=True).message
     assert message == "model m is installing on node w2 (41%, ETA ~15s)"
-    hidden = still_loading_error("m", look(phase="staging", node_name="w2", message="to w2"), 60, NOW)
+    hidden = still_loading_error("m", look(phase="staging", node_name="w2", message="to w2"), "", 60, NOW)
     assert hidden.message == "model m is staging"
     assert "w2" not in str(hidden.data)
 
