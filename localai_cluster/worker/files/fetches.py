@@ -17,6 +17,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -180,8 +181,7 @@ class Fetches:
                 is_hopeless = error.permanent or (fetch.is_unreachable and not fetch.position)
                 raise DownloadFailed(error.message, can_retry=not is_hopeless) from error
 
-        folder = fetch.key.folder
-        partial = partial_path(folder, str(fetch.key.real), fetch.url, fetch.sha256)
+        partial = partial_of(fetch.key, fetch.sha256)
         archive = Archive(fetch.address, fetch.sha256, partial, open_part, fetch.size, "request")
         log.info("fetching %s bytes=%d", fetch.key.local, fetch.size)
         try:
@@ -193,6 +193,11 @@ class Fetches:
         failpoints.passed("worker.fetch:verified")
         await threads.run(disk.adopt, partial, fetch.key.real, fetch.sha256)
         log.info("fetched %s bytes=%d", fetch.key.local, fetch.size)
+
+
+def partial_of(key: ResolvedKey, sha256: str) -> Path:
+    """Return the path of the partial file of a fetch, from whichever address the file comes."""
+    return partial_path(key.folder, str(key.real), "", sha256)
 
 
 async def _is_there(fetch: _Fetch, threads: Threads) -> bool:

@@ -22,7 +22,7 @@ from localai_cluster.kit import cancellation, clock, untrusted
 from localai_cluster.worker.exchange import Answer, Exchange, Part, Refusal, content_range, digest, wanted
 from localai_cluster.worker.files import disk, keys
 from localai_cluster.worker.files.disk import HashStopped, State, Threads, Writing
-from localai_cluster.worker.files.fetches import Fetches
+from localai_cluster.worker.files.fetches import Fetches, partial_of
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
 from localai_cluster.worker.files.locks import PathLocks
 
@@ -71,6 +71,9 @@ class Uploads:
     async def receive(self, request: Upload, exchange: Exchange) -> Answer:
         """Execute one upload. Raise Refusal or OSError."""
         async with self._locks.upload(request.key.real) as was_queued:
+            if request.target:
+                # The sender has given its fetch up, and the disk may not have space beside that part.
+                await self._threads.run(partial_of(request.key, request.target).unlink, True)
             if request.part is None:
                 return await self._receive_whole(request, exchange)
             return await self._receive_part(request, request.part, exchange, was_queued)

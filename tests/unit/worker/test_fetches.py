@@ -161,6 +161,22 @@ def test_the_download_ends_with_its_client_and_goes_on_at_its_byte(
     assert files.get(KEY).body == DATA
 
 
+def test_a_file_that_is_sent_instead_leaves_no_part_of_its_fetch(
+    served: Served, files: Files, source: Source
+) -> None:
+    """The control plane gives up a source that sends nothing more; the disk is for the file that it sends."""
+    source.pause_at = 2**20
+    body = json.dumps({"url": source.url("/w.gguf"), "size": len(DATA), "sha256": DIGEST}).encode()
+    with files.connect() as link:
+        files.send_head(link, "POST", f"/v1/files-fetch/{KEY}", BEARER | {"Content-Length": str(len(body))})
+        link.sendall(body)
+        assert source.paused.wait(PATIENCE)
+    assert files.put_part(KEY, DATA, 0, len(DATA), DIGEST).status == 200
+    source.released.set()
+    assert files.get(KEY).body == DATA
+    assert not partials(served)
+
+
 def test_a_file_of_another_hash_or_length_is_never_visible(
     served: Served, files: Files, source: Source
 ) -> None:
