@@ -1,5 +1,6 @@
 """Models that a file or a stored definition defines, as the REST API and the command line show them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -12,10 +13,13 @@ from nodes.api.definition_shapes import DETAIL, FORM, MODEL_FILE, SUMMARY, UNUSA
 from nodes.definitions import edit, schema, store
 from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import MergedRow, folder
+from nodes.definitions.recorded_files import files_at_source
 from nodes.definitions.rows import SOURCE, stored_definition
 from nodes.definitions.sizes import named_paths, shards
 from nodes.models import DefinitionRevision, ModelDefinition
 
+_QUERY = re.compile(r"[?#].*", re.DOTALL)
+"""The part of an address that may hold a key."""
 MOST_FILES = 1000
 """Files of one definition that are listed."""
 
@@ -159,15 +163,20 @@ def detail_of(name: str) -> Row:
 
 
 def _file_rows(definition: Definition, files: Sequence[tuple[str, int]]) -> list[Row]:
-    """Return the files that are there, and those that the definition names and are not."""
+    """Return the files that are there or at their sources, and those that are missing."""
     base = folder().path
+    at_source = files_at_source(base, definition.files)
     present = dict(files)
     named = {str(part) for path in named_paths(base, definition) for part in shards(path)}
     absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}
-    rows = [(path, size, True) for path, size in present.items()] + [(path, 0, False) for path in absent]
     return [
-        MODEL_FILE.of(path=names.plain(path.removeprefix(f"{base}/")), size=size, present=is_there)
-        for path, size, is_there in sorted(rows)[:MOST_FILES]
+        MODEL_FILE.of(
+            path=names.plain(path.removeprefix(f"{base}/")),
+            size=present.get(path, 0),
+            present=path in present and path not in at_source,
+            source=names.plain(_QUERY.sub("", at_source[path].source)) if path in at_source else "",
+        )
+        for path in sorted({*present, *absent})[:MOST_FILES]
     ]
 
 

@@ -74,7 +74,12 @@ FORM = Shape(
 MODEL_FILE = Shape(
     "DefinitionFile",
     "A file that the definition names, by its path in the models folder.",
-    [field("path", TEXT), field("size", BYTES), field("present", FLAG)],
+    [
+        field("path", TEXT),
+        field("size", BYTES),
+        field("present", FLAG, "It is on the control plane."),
+        field("source", TEXT, "The address from which nodes get it if it is not; empty: it is missing."),
+    ],
 )
 DETAIL = Shape(
     "Definition",
@@ -168,7 +173,7 @@ DETAIL_EXAMPLE = {
     "revision": 2,
     "form": FORM_EXAMPLE,
     "size": 4831838208,
-    "files": [{"path": "m.gguf", "size": 4831838208, "present": True}],
+    "files": [{"path": "m.gguf", "size": 4831838208, "present": True, "source": ""}],
     "updated_at": MOMENT_EXAMPLE,
     "actor": "ann",
     "warnings": [],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from localai_cluster.kit import names, untrusted
+from nodes.definitions.recorded_files import RecordedFiles
 
 USE_CASES = (
     *("chat", "completion", "edit", "embeddings", "rerank", "image", "transcript", "tts"),
@@ -274,6 +275,8 @@ class Definition:
     """`download_on`: who downloads its files for a node, "" = by the setting; not part of the revision."""
     auto_layers: bool = False
     """`gpu_layers: auto`: fewer layers go to the GPU where not all fit; not part of the revision."""
+    files: RecordedFiles = field(default_factory=dict, compare=False)
+    """The files that an import has recorded for a row; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Time of the last change of the file or row in seconds since 1970; not part of the revision."""
 

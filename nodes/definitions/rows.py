@@ -14,13 +14,14 @@ from django.db import connections
 from django.db.models import Count, Max, Sum
 
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file
+from nodes.definitions.recorded_files import parse_entries
 from nodes.models import ModelDefinition
 
 CHANNEL = "cluster_definitions"
 """NOTIFY channel: the name of the model whose definition has changed."""
 SOURCE = "definitions/"
 """Prefix of `Definition.source` of a row. No file of the models folder has such a name."""
-_COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_at", "text")
+_COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_at", "files", "text")
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ _NOT_PARSED = UnusableDefinition("was not parsed")
 
 
 def _parsed(values: Sequence[Any], text: str) -> StoredDefinition:
-    row = StoredDefinition(*[*values, _NOT_PARSED])
+    *columns, entries = values
+    row = StoredDefinition(*[*columns, _NOT_PARSED])
     try:
         definition = parse_file(text.encode(), row.source)
     except UnusableDefinition as error:
         return replace(row, content=error)
-    return replace(row, content=replace(definition, changed=int(row.updated_at.timestamp())))
+    files, changed = parse_entries(entries), int(row.updated_at.timestamp())
+    return replace(row, content=replace(definition, files=files, changed=changed))
 
 
 def definitions_revision() -> str:

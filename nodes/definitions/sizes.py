@@ -1,8 +1,8 @@
 """The files of a model in the models folder: their sizes and headers.
 
-R2.42: only local files are read. A model that is absent has an unknown size; nothing is requested over the
-network. An unresponsive folder costs a caller ten seconds (C37), and one thread per model, however often
-callers retry.
+R2.42: only local files are read; nothing is requested over the network. A file that is absent counts as its
+import has recorded it (`recorded_files.py`); without a record its size is unknown. An unresponsive folder
+costs a caller ten seconds (C37), and one thread per model, however often callers retry.
 """
 
 import logging
@@ -12,7 +12,7 @@ import stat
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +28,13 @@ from nodes.definitions.headers import (
     UnreadableHeader,
     read_config,
     read_header,
+)
+from nodes.definitions.recorded_files import (
+    RecordedFile,
+    RecordedFiles,
+    below,
+    files_at_source,
+    without_tensors,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,14 +70,14 @@ class ModelFiles:
 
 def measure(folder: Path, definition: Definition) -> ModelFiles:
     """Measure the files that the definition names; raise OSError."""
-    options = definition.options
+    options, at_source = definition.options, files_at_source(folder, definition.files)
     named = {name: path_inside(folder, options.get(name)) for name in ("Model", *NAMED)}
     adapters = [path_inside(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
     payload = sum(size for _, size in files_of(folder, definition))
-    weights, header = _weights(named["Model"])
-    draft, draft_header = _weights(named["DraftModel"])
-    of_adapters = sum(size for path in adapters if path is not None for _, size in _files(path))
-    projector = sum(size for _, size in _files(named["MMProj"])) if named["MMProj"] is not None else 0
+    weights, header = _weights(named["Model"], at_source)
+    draft, draft_header = _weights(named["DraftModel"], at_source)
+    of_adapters = sum(size for path in adapters if path is not None for _, size in _files(path, at_source))
+    projector = sum(size for _, size in _files(named["MMProj"], at_source)) if named["MMProj"] else 0
     return ModelFiles(weights, payload, header, projector, of_adapters, draft, draft_header)
 
 
@@ -81,9 +88,21 @@ def named_paths(folder: Path, definition: Definition) -> set[Path]:
     return {path for text in texts if (path := path_inside(folder, text)) is not None}
 
 
+def named_records(folder: Path, definition: Definition, records: RecordedFiles) -> dict[str, RecordedFile]:
+    """Return those of the records whose files the definition names, also in `options`, by their paths."""
+    by_path = {f"{folder}/{path}": file for path, file in records.items()}
+    entries = [entry for name in ("Options", "Overrides") for entry in definition.options.get(name, ())]
+    values = {value for entry in entries if (value := entry.partition(":")[2].strip())}
+    named = [file for path, file in records.items() if values & {path, PurePosixPath(path).name}]
+    for path in named_paths(folder, definition):
+        named += below(path, by_path, shards(path)).values()
+    return {file.path: file for file in named}
+
+
 def files_of(folder: Path, definition: Definition) -> list[tuple[str, int]]:
-    """Return path and size of the files that are there; raise OSError."""
-    return [file for path in named_paths(folder, definition) for file in _files(path)]
+    """Return path and size of the files that are there or at their sources; raise OSError."""
+    at_source = files_at_source(folder, definition.files)
+    return [file for path in named_paths(folder, definition) for file in _files(path, at_source)]
 
 
 def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +124,14 @@ def path_inside(folder: Path, text: object) -> Path | None:
     return folder / path
 
 
-def _files(path: Path) -> Iterator[tuple[str, int]]:
+def _files(path: Path, at_source: RecordedFiles) -> Iterator[tuple[str, int]]:
     """Yield (name, size) of the file and its shards, or of every file in the folder."""
+    yield from _present_files(path)
+    for name, file in below(path, at_source, shards(path)).items():
+        yield name, file.size
+
+
+def _present_files(path: Path) -> Iterator[tuple[str, int]]:
     if not os.path.isdir(path):
         for shard in shards(path):
             yield from _size(shard)
@@ -149,14 +174,14 @@ def _size(path: Path) -> Iterator[tuple[str, int]]:
         yield str(path), status.st_size
 
 
-def _weights(model: Path | None) -> tuple[int, Header | None]:
+def _weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header | None]:
     """Return the bytes of a model's weights, and its header (R2.41).
 
     In a folder they are all weight files, or, among GGUF variants, the largest one with its shards.
     """
-    files = list(_files(model)) if model is not None else []
-    if model is None or not os.path.isdir(model):
-        return sum(size for _, size in files), _header(name for name, _ in files)
+    files = list(_files(model, at_source)) if model is not None else []
+    if model is None or not _is_folder(model, at_source):
+        return sum(size for _, size in files), _header(sorted(name for name, _ in files), at_source)
     files = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
     variants: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for name, size in files:
@@ -165,12 +190,23 @@ def _weights(model: Path | None) -> tuple[int, Header | None]:
             variants[shard["stem"] if shard else name][name] = size
     if variants:
         largest = max(variants.values(), key=lambda sizes: sum(sizes.values()))
-        return sum(largest.values()), _header(sorted(largest))
-    return sum(size for _, size in files), _header([str(model / "config.json")])
+        return sum(largest.values()), _header(sorted(largest), at_source)
+    return sum(size for _, size in files), _header([str(model / "config.json")], at_source)
 
 
-def _header(files: Iterable[str]) -> Header | None:
-    """Return the header of the first file, with the tensors of all; None if one cannot be read."""
+def _is_folder(path: Path, at_source: RecordedFiles) -> bool:
+    return os.path.isdir(path) or any(name.startswith(f"{path}/") for name in at_source)
+
+
+def _header(files: Sequence[str], at_source: RecordedFiles) -> Header | None:
+    """Return the header of the first file, with the tensors of all; None if one cannot be read.
+
+    Without tensors if one of the files is at its source.
+    """
+    if not at_source.keys().isdisjoint(files):
+        first = files[0]
+        header = at_source[first].header if first in at_source else _header([first], {})
+        return without_tensors(header)
     headers = []
     for name in files:
         try:

@@ -8,12 +8,14 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import reduce
+from operator import or_
 from typing import Any
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import transaction
-from django.db.models import F
+from django.db.models import BooleanField, F, Func, JSONField, Q, Value
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
@@ -21,9 +23,11 @@ from localai_cluster.kit import names
 from localai_cluster.kit.errors import Conflict, InvalidInput, NotFound
 from localai_cluster.kit.locks import lock_name
 from nodes.definitions import schema
-from nodes.definitions.files import UnusableDefinition
+from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import folder
+from nodes.definitions.recorded_files import RecordedFile, parse_entries
 from nodes.definitions.rows import CHANNEL, SOURCE
+from nodes.definitions.sizes import named_paths, named_records, shards
 from nodes.models import DefinitionRevision, ModelDefinition
 from operations.changes.events import notify
 
@@ -63,6 +67,7 @@ def save(
         raise InvalidInput(
             f"text: `name` is {definition.name!r}, not {name!r}; clone it instead", field="text"
         )
+    inherited = {} if files else records_for(definition)
     with transaction.atomic():
         row = _locked(definition.name)
         revision = row.revision if row is not None else 0
@@ -71,18 +76,55 @@ def save(
         fetched = list(map(dict, files))
         if row is not None and row.text == text:
             if fetched and row.files != fetched:
-                row.files = fetched
-                row.save(update_fields=["files"])
+                row.files, row.change = fetched, row.change + 1
+                row.save(update_fields=["files", "change"])
+                _announce(row)
             return row
         if row is None:
             _check_name(definition.name)
             ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
-        row.files = fetched or row.files
+        row.files = fetched or _with_shared_records(row.files, inherited)
         _changed(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
         _add_revision(row, actor, reason, now)
     return row
+
+
+def records_for(definition: Definition) -> dict[str, RecordedFile]:
+    """Return what is recorded of the files that a definition without records names, by path; one query.
+
+    The records are those of all stored definitions, its own first. So a copy of a definition, or another one
+    with the same file, can be loaded while that is at its source.
+    """
+    models = folder().path
+    paths = {path.relative_to(models) for path in named_paths(models, definition)}
+    names_file = [
+        Func(
+            "files",
+            Value("$[*].path ? (@ starts with $text)"),
+            Value({"text": path.as_posix()}, JSONField()),
+            function="jsonb_path_exists",
+            output_field=BooleanField(),
+        )
+        for path in {shards(path)[0] for path in paths}
+    ]
+    if not names_file:
+        return {}
+    rows = ModelDefinition.objects.filter(reduce(or_, map(Q, names_file)), deleted_at__isnull=True)
+    found: dict[str, RecordedFile] = {}
+    for name, entries in rows.order_by("created_at").values_list("name", "files"):
+        records = named_records(models, definition, parse_entries(entries))
+        found = {**found, **records} if name == definition.name else {**records, **found}
+    return found
+
+
+def _with_shared_records(
+    entries: Sequence[Mapping[str, Any]], inherited: Mapping[str, RecordedFile]
+) -> list[Mapping[str, Any]]:
+    """Return the entries of a row with those records that it lacks."""
+    own = {entry.get("path") for entry in entries}
+    return [*entries, *(file.as_entry() for path, file in inherited.items() if path not in own)]
 
 
 def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) -> None:
@@ -260,6 +302,11 @@ def _changed(row: ModelDefinition, verb: str, detail: str, now: datetime) -> Non
     row.updated_at = now
     row.save()
     audit.record(Change(f"definition.{verb}", f"definition {row.name}", str(row.id), detail), at=now)
+    _announce(row)
+    log.info("definition of %s: %s %s", row.name, verb, detail)
+
+
+def _announce(row: ModelDefinition) -> None:
+    """Have all processes read the row again after the commit."""
     notify(CHANNEL, row.name)
     transaction.on_commit(folder().rows_changed)
-    log.info("definition of %s: %s %s", row.name, verb, detail)

@@ -22,7 +22,7 @@ from localai_cluster.kit.errors import Forbidden, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import edit, store
-from nodes.definitions.files import MAX_NAME
+from nodes.definitions.files import MAX_NAME, Definition
 from nodes.definitions.folder import folder
 from nodes.definitions.sizes import path_inside
 from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, settings_of
@@ -165,7 +165,7 @@ async def _base_text(base: str, name: str) -> str:
     try:
         definition = await find_definition(base)
     except ModelNotFound:
-        relative = await asyncio.to_thread(_find_file, base)
+        relative = await asyncio.to_thread(_find_file, base) or await _recorded_path(base)
         if relative is None:
             raise
         model = {"name": name, "backend": FILE_BACKEND, "parameters": {"model": relative}}
@@ -174,6 +174,13 @@ async def _base_text(base: str, name: str) -> str:
     if text is None:
         raise ModelNotFound(f"The model {base[:100]!r} does not exist", field="from")
     return await asyncio.to_thread(edit.rename, text, name)
+
+
+async def _recorded_path(text: str) -> str | None:
+    """Return the path of a file that an import has left at its source; None without one."""
+    contents = [entry.row.content for entry in await folder().stored()]
+    is_recorded = any(isinstance(content, Definition) and text in content.files for content in contents)
+    return text if is_recorded else None
 
 
 def _find_file(text: str) -> str | None:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Collection
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +34,7 @@ from nodes.loading.source_files import (
     store_hash,
 )
 from nodes.loading.transfer import UploadMeter
+from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SourceFile
 from operations.executor.work import in_thread
 
@@ -48,15 +48,6 @@ MOST_FAILURES = 6
 LONGEST_WAIT = 60.0
 """A source that wants a longer pause than this number of seconds gets it from the queue."""
 MOST_RESTARTS = 3
-
-
-class SourceOpener(Protocol):
-    """Opens files of sources; each call asks the source anew."""
-
-    def open(
-        self, file: SourceFile, offset: int = 0, length: int | None = None
-    ) -> AbstractAsyncContextManager[SourceBody]:
-        """Open the file at byte `offset`, for `length` bytes or all. Raise SourceError."""
 
 
 class FetchedFiles(Protocol):

@@ -1,5 +1,9 @@
 """The operation `model_import`: fetch the files of a plan into the models folder, then save its definition.
 
+Under the policy `worker` the files that workers download themselves stay at their sources: only size, hash
+and header are recorded (`left_files.py`). An import for a load that needs such files here after all fetches
+them and saves nothing (`nodes/loading/source_downloads.py`).
+
 The definition is saved when every file is there and verified, in one transaction under the attempt's fence.
 An attempt that is repeated goes on with the bytes that are there: files that are complete are only verified,
 and a definition that is saved already stays as it is. What may pass puts the operation back into the queue;
@@ -9,7 +13,7 @@ removes them meanwhile (`files_in_use.py`).
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,15 +28,18 @@ from nodes.commands.commands import first
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive, folder
-from nodes.downloads import partial_files
-from nodes.downloads.downloader import Download, DownloadMeter, Fetched, SourceOpener
+from nodes.definitions.recorded_files import RecordedFile
+from nodes.downloads import left_files, partial_files
+from nodes.downloads.downloader import Download, DownloadMeter, Fetched
 from nodes.loading import load_request
 from nodes.loading.file_removal import return_files
 from nodes.loading.files_in_use import IMPORT, FilesInUse, in_folder_thread, paths_of_active_imports
+from nodes.loading.source_downloads import FILES_ONLY
 from nodes.loading.source_files import in_staging_thread
 from nodes.models import ModelDefinition
 from nodes.models.replica import load_key
 from nodes.replicas import fleet_queries
+from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SHARE, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress, locked
@@ -85,7 +92,7 @@ def request_import(
     )
     admission = admit(request, now=now)
     if not admission.created:
-        if _plan_of(admission.operation) != plan:
+        if _plan_of(admission.operation) != plan or FILES_ONLY in admission.operation.payload:
             raise in_progress(admission.operation)
         if load:
             _load_too(admission.operation)
@@ -116,12 +123,28 @@ class _Import:
     files: Sequence[SourceFile]
     """Those that are fetched."""
     meter: DownloadMeter
+    left: Sequence[SourceFile] = ()
+    """Those that stay at their sources."""
 
     @classmethod
     def of(cls, work: Work) -> "_Import":
         plan = _plan_of(work.operation)
         files = [file for file in plan.files if not file.url.startswith(SHARE)]
         return cls(work, plan, files, DownloadMeter({file.path: file.size for file in files}, plan.source))
+
+    @property
+    def is_files_only(self) -> bool:
+        """True if no definition is saved."""
+        return bool(self.work.operation.payload.get(FILES_ONLY))
+
+    async def without_left_files(self) -> "_Import":
+        """Return the attempt without the files that stay at their sources. Raise FolderUnresponsive."""
+        if self.is_files_only:
+            return self
+        left = await in_folder_thread(left_files.choose, self.plan, conf.cluster())
+        files = [file for file in self.files if file not in left]
+        self.meter.sizes = {file.path: file.size for file in files}
+        return replace(self, files=files, left=left)
 
     def tick(self, progress_at: datetime | None = None) -> Tick:
         """Return the progress as of now."""
@@ -164,29 +187,42 @@ class ImportModel:
         if self._turns.locked():
             await work.report(Tick("waiting", f"waits for one of {AT_ONCE} other imports of this controller"))
         async with self._turns:
-            fetched = await first(_report(attempt), self._fetch_all(attempt))
-        await work.report(Tick("saving", f"saving {attempt.plan.name}", percentage=_SAVING_PERCENT))
-        is_to_load = await in_thread(_save, work, attempt.plan, fetched)
+            attempt = await attempt.without_left_files()
+            fetched, left = await first(_report(attempt), self._fetch_all(attempt))
+        size, name = sum(file.size for file in fetched), attempt.plan.name
+        result = {"model": name, "files": len(fetched), "bytes": size}
+        if attempt.is_files_only:
+            message = f"{len(fetched)} files of {name} are here to be sent, {human_bytes(size)}"
+            return {"message": message, **result}
+        await work.report(Tick("saving", f"saving {name}", percentage=_SAVING_PERCENT))
+        is_to_load = await in_thread(_save, work, attempt.plan, fetched, left)
         note = await _load(work, is_to_load=is_to_load)
-        size = sum(file.size for file in fetched)
-        message = f"model {attempt.plan.name} is here, {human_bytes(size)} in {len(fetched)} files{note}"
-        return {"message": message, "model": attempt.plan.name, "files": len(fetched), "bytes": size}
+        message = f"model {name} is here, {human_bytes(size)} in {len(fetched)} files{note}"
+        if left:
+            of_left = human_bytes(sum(file.size for file in left))
+            message = f"model {name} is defined; workers download {of_left} in {len(left)} files{note}"
+        return {"message": message, **result}
 
-    async def _fetch_all(self, attempt: _Import) -> list[Fetched]:
-        """Fetch the files in turn; one that is there already is only verified. Raise ClusterError."""
+    async def _fetch_all(self, attempt: _Import) -> tuple[list[Fetched], list[RecordedFile]]:
+        """Fetch the files in turn; one that is there already is only verified. Raise ClusterError.
+
+        Return them with the records of those that stay at their sources.
+        """
         cluster, name = conf.cluster(), attempt.plan.name
         models = cluster.models_path
         definitions = [one for one in await folder().known() if isinstance(one, Definition)]
         own_definitions = [definition for definition in definitions if definition.name == name]
         other_definitions = [definition for definition in definitions if definition.name != name]
+        left_files.check_conflicts(attempt.plan, models, other_definitions)
         own = await in_folder_thread(FilesInUse.of, models, own_definitions)
         others = await in_folder_thread(FilesInUse.of, models, other_definitions)
         active_paths = await in_thread(paths_of_active_imports)
         await return_files(models)
         await in_staging_thread(partial_files.remove_old_partials, models, clock.now(), active_paths)
         await in_staging_thread(_check_disk_space, models, attempt.files)
+        left = await left_files.record(attempt.left, attempt.plan, self._opener, attempt.meter)
         fetched = []
-        for file in attempt.files:
+        for file in [*attempt.files, *left.to_download]:
             download = Download(
                 file,
                 models,
@@ -198,7 +234,7 @@ class ImportModel:
             # A new version of the model may replace the files of the former one, but of no other model.
             may_replace = own.has(file.path) and not others.has(file.path)
             fetched.append(await download.run(may_replace=may_replace))
-        return fetched
+        return fetched, left.recorded
 
 
 def _check_disk_space(models: Path, files: Iterable[SourceFile]) -> None:
@@ -278,7 +314,7 @@ async def _postponed(attempt: _Import, error: SourceError) -> Postpone | SourceE
     return Postpone(reason, seconds=seconds)
 
 
-def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched]) -> bool:
+def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]) -> bool:
     """Save the definition, once; return True if the model is to be loaded.
 
     An attempt after the one that has saved it changes nothing: the definition may have been deleted since.
@@ -287,16 +323,17 @@ def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched]) -> bool:
     with committed("imports.save"):
         operation = owned(*work.attempt)
         if SAVED not in operation.payload:
-            row = _saved(operation, plan, fetched)
+            row = _saved(operation, plan, fetched, left)
             remember(*work.attempt, {SAVED: {"definition": str(row.id), "revision": row.revision}})
         return bool(operation.payload[LOAD])
 
 
-def _saved(operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched]) -> ModelDefinition:
-    files = [
-        {"path": entry.file.path, "size": entry.size, "sha256": entry.sha256, "source": entry.file.url}
-        for entry in fetched
-    ]
+def _saved(
+    operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]
+) -> ModelDefinition:
+    files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]
+    if left:
+        left_files.check_saved_conflicts(plan, conf.cluster().models_path)
     try:
         return store.save(
             plan.name,
@@ -306,7 +343,7 @@ def _saved(operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched]) -
             reason=f"imported from {plan.source}",
             now=clock.now(),
             expected_revision=operation.payload[REVISION],
-            files=files,
+            files=[file.as_entry() for file in (*files, *left)],
         )
     except errors.Conflict as conflict:
         row = store.find(plan.name)

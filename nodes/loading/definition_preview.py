@@ -4,6 +4,7 @@ The replicas that renewal replaces are those of another revision (`nodes/reconci
 fit is that of `GET /api/placement/fit`, for the new definition. The number of queries is constant.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from localai_cluster.kit.errors import InvalidInput
@@ -25,7 +26,7 @@ def preview(
     definition, problems = checked.definition, list(checked.errors)
     if definition is not None and name and definition.name != name:
         problems.append(schema.TextProblem(f"`name` is {definition.name!r}, not {name!r}", "name"))
-    usable = definition if not problems else None
+    usable = replace(definition, files=store.records_for(definition)) if definition and not problems else None
     warnings = list(checked.warnings)
     is_shadowed = in_force is not None and not in_force.source.startswith(SOURCE)
     if is_shadowed and in_force is not None:

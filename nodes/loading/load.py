@@ -153,7 +153,7 @@ class LoadModel:
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         options |= attempt.slot.options
-        located, without = await staging.stage_files(attempt, options, self._transfer_limits)
+        located, without = await staging.stage_files(attempt, options, self._transfer_limits, self._wake_ups)
         if eviction is not None:
             await wait_until_evicted(eviction, attempt.work, attempt.slot)
         engine = await self._start_engine(attempt)

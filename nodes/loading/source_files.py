@@ -3,9 +3,10 @@
 The options of a definition name the files: the model's file, others beside it, and values in `Options` and
 `Overrides` (R2.57, worker.md §14). `plan_files` reads the folder; `FilePlan.engine_options` rewrites the
 options by the result of the transfer, without I/O. Nothing outside the models folder is sent: a path or link
-that leads out of it is not followed. The key of a file on a worker is `models/<model>/<path in the models
-folder>` (R2.58). The worker answers with the path on its own disk; without its relative part, that is the
-folder against which relative options resolve there.
+that leads out of it is not followed. A file that an import has left at its source is planned by its record.
+The key of a file on a worker is `models/<model>/<path in the models folder>` (R2.58). The worker answers with
+the path on its own disk; without its relative part, that is the folder against which relative options resolve
+there.
 
 Files are read in dedicated threads, because the folder may hang: a read from a mount whose server is down
 returns late or never. It must block neither the event loop, nor a thread that the database needs, nor the end
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import quote
 
 from localai_cluster.kit import clock, names, untrusted
+from nodes.definitions.recorded_files import RecordedFile, RecordedFiles, below, files_at_source
 from nodes.definitions.sizes import (
     ADAPTERS,
     MOST_FILES,
@@ -88,6 +90,8 @@ class LocalFile:
     path: Path
     """Its resolved path, in the models folder too."""
     size: int
+    record: RecordedFile | None = None
+    """The record of a file that is not here but at its source."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ class FilePlan:
     def files(self) -> dict[str, LocalFile]:
         """Each file once, by its path in the folder; files of the model itself first."""
         return {file.relative: file for target in self.named for file in target.files}
+
+    @property
+    def at_source(self) -> list[str]:
+        """The paths of the files that are not here."""
+        return [path for path, file in self.files.items() if file.record is not None]
 
     def is_vital(self, relative: str) -> bool:
         """Return True if the model cannot be loaded without this file."""
@@ -170,12 +179,14 @@ def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str
     return result
 
 
-def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
-    """Find the files that the options of the model `name` mean.
+def plan_files(
+    folder: Path, name: str, options: Mapping[str, Any], recorded: RecordedFiles | None = None
+) -> FilePlan:
+    """Find the files that the options of the model `name` mean; those `recorded` may be at their sources.
 
     Raises Unsendable for the model's own file if it exists and must not leave the folder or cannot be read.
     """
-    reader = _FolderReader(folder, name)
+    reader = _FolderReader(folder, name, files_at_source(folder, recorded or {}))
     named: list[NamedFiles] = []
     missing: dict[tuple[str, str], str] = {}
     for option, text in named_texts(options):
@@ -217,23 +228,31 @@ def _raise(error: OSError) -> None:
 class _FolderReader:
     """Reads the models folder for the options of one model."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, at_source: RecordedFiles) -> None:
         self._folder, self._real_folder, self._model = folder, folder.resolve(), model
+        self._at_source = at_source
         self._beside: list[Path] = []
         """The model's own folder: values may be relative to it."""
 
     def named(self, option: str, text: str) -> NamedFiles | None:
         """Return the file or folder that the text names, None if there is none; raise Unsendable."""
         for path in self._possible_paths(option, text):
-            if not os.path.lexists(path):
+            absent = below(path, self._at_source, self._parts(path))
+            is_here = os.path.lexists(path)
+            if not is_here and not absent:
                 continue
             relative = path.relative_to(self._folder).as_posix()
             real = self._resolve_inside(path)
+            is_folder = real.is_dir() if is_here else str(path) not in absent
             if option == MODEL_FILE:
-                self._beside = [path, path.parent] if real.is_dir() else [path.parent]
-            if not real.exists():
+                self._beside = [path, path.parent] if is_folder else [path.parent]
+            if not real.exists() and not absent:
                 continue  # a link to nothing
-            return NamedFiles(option, text, relative, tuple(self._files(path, real)))
+            files = [*(self._files(path, real) if real.exists() else self._present_parts(path))]
+            files += [self._file_at_source(Path(name), file) for name, file in absent.items()]
+            if not files:
+                raise Unsendable("is an empty folder")
+            return NamedFiles(option, text, relative, tuple(files))
         return None
 
     def _possible_paths(self, option: str, text: str) -> Iterator[Path]:
@@ -262,10 +281,7 @@ class _FolderReader:
     def _files(self, path: Path, real: Path) -> Iterator[LocalFile]:
         """Yield the file with its companion files, or all files below the folder."""
         if not real.is_dir():
-            sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
-            parts = [part for part in (*shards(path), *sidecars) if part != path and part.exists()]
-            yield self._file(path)
-            yield from map(self._file, parts)
+            yield from self._present_parts(path)
             return
         count = 0
         for base, folders, filenames in os.walk(path, onerror=_raise):
@@ -275,17 +291,31 @@ class _FolderReader:
                 if count > MOST_FILES:
                     raise Unsendable(f"has more than {MOST_FILES} files")
                 yield self._file(Path(base, name))
-        if count == 0:
-            raise Unsendable("is an empty folder")
 
-    def _file(self, path: Path) -> LocalFile:
+    def _present_parts(self, path: Path) -> Iterator[LocalFile]:
+        return (self._file(part) for part in self._parts(path) if part.exists())
+
+    def _parts(self, path: Path) -> list[Path]:
+        """Return the file with its shards and the file that is sent with it."""
+        sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
+        return [*shards(path), *sidecars]
+
+    def _file_at_source(self, path: Path, record: RecordedFile) -> LocalFile:
+        return LocalFile(self._relative(path), path, record.size, record)
+
+    def _relative(self, path: Path) -> str:
+        """Return the path in the models folder; raise Unsendable if it can have no key on a worker."""
         relative = path.relative_to(self._folder).as_posix()
-        real = self._resolve_inside(path)
         try:
             key_of(self._model, relative)
-            status = real.stat()
         except InvalidPath as refusal:
             raise Unsendable(f"{relative}: {refusal}") from refusal
+        return relative
+
+    def _file(self, path: Path) -> LocalFile:
+        real, relative = self._resolve_inside(path), self._relative(path)
+        try:
+            status = real.stat()
         except FileNotFoundError as error:
             raise Unsendable(f"{relative}: is a link that leads nowhere") from error
         if not stat.S_ISREG(status.st_mode):

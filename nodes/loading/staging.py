@@ -5,12 +5,13 @@ then find the files on the node. First the worker's state of all files is read, 
 before the first byte. If the worker refuses a file of the model itself, the attempt ends; other refused files
 are omitted from the engine's options, and the operator is warned (R2.57). A full disk and an unreachable
 worker always end the attempt: they do not concern one file. The files that have arrived stay, and the next
-attempt continues from them (`transfer.py`).
+attempt continues from them (`transfer.py`). Files at their sources that the worker does not fetch are
+downloaded to the control plane first (`source_downloads.py`).
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,6 +29,8 @@ from nodes.decisions.node_files import OverQuota
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
+from nodes.definitions.recorded_files import files_at_source
+from nodes.loading import source_downloads
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_request import ProgressDeadline
 from nodes.loading.source_files import (
@@ -39,7 +42,15 @@ from nodes.loading.source_files import (
     key_of,
     plan_files,
 )
-from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter, root_of
+from nodes.loading.transfer import (
+    FileAtSource,
+    FileRefused,
+    Stalled,
+    Transfer,
+    Unreachable,
+    UploadMeter,
+    root_of,
+)
 from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
@@ -48,12 +59,12 @@ from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
-from operations.executor.work import Postpone, in_thread
+from operations.executor.work import Postpone, WakeUps, in_thread
 from operations.ledger.progress import Tick
 
 log = logging.getLogger(__name__)
 
-PHASE = "staging"
+PHASE = source_downloads.PHASE
 REPORT_EVERY = 1.0
 """C48: seconds between two reports of bytes."""
 _TURN_POLL = 2.0
@@ -80,6 +91,15 @@ class TransferLimits:
         if semaphore is None:
             semaphore = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
         return semaphore
+
+
+class FilesAtSource(Exception):
+    """Files are needed here, because the worker has not fetched them from their sources."""
+
+    def __init__(self, paths: list[str], sentences: list[str]) -> None:
+        super().__init__(", ".join(paths))
+        self.paths, self.sentences = paths, sentences
+        """The paths, and a sentence for each file that the worker has tried to fetch."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +153,14 @@ class ModelTransfer:
         return self.meter.total - self.meter.current
 
     async def send(self) -> StagingResult:
-        """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError."""
+        """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError.
+
+        Raise FilesAtSource once all others are there, if the worker does not fetch some that are not here.
+        """
         roots: set[str] = set()
         failed: dict[str, str] = {}
         sent_instead: list[str] = []
+        at_source: list[str] = []
 
         async def send(transfer: Transfer) -> None:
             file = transfer.file
@@ -145,6 +169,8 @@ class ModelTransfer:
                 if transfer.fetch_problem:
                     sent_instead.append(await self._report_fallback(transfer))
                 roots.add(root_of(path or await transfer.send(), file.relative))
+            except FileAtSource:
+                at_source.append(file.relative)
             except FileRefused as refusal:
                 if refusal.of_node or self.plan.is_vital(file.relative):
                     raise
@@ -157,6 +183,8 @@ class ModelTransfer:
                 self.meter.finish_file(file.relative)
 
         await self._each(send)
+        if at_source:
+            raise FilesAtSource(sorted(at_source), sent_instead)
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return StagingResult(next(iter(roots), ""), failed, sent_instead)
@@ -191,20 +219,30 @@ class ModelTransfer:
 
 
 async def stage_files(
-    attempt: Attempt, options: Mapping[str, Any], limits: TransferLimits
+    attempt: Attempt, options: Mapping[str, Any], limits: TransferLimits, wake_ups: WakeUps
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Return the options for an engine on the node, and the part of the load's result about missing files.
 
-    Raises NodeRefused, WorkerGone, LoadFailed and Postpone.
+    Raises NodeRefused, WorkerGone, LoadFailed, Postpone and Abandoned.
     """
     cluster, definition = conf.cluster(), attempt.definition
     if cluster.shared_models:
+        if await in_staging_thread(files_at_source, cluster.models_path, definition.files):
+            needed = (await _planned(definition, options)).at_source
+            if needed:
+                await source_downloads.download(attempt, needed, wake_ups)
         return sizes.with_file_paths(cluster.models_path, definition.model, options), {}
     planned = await _planned(definition, options)
     sent = StagingResult("", {})
     if planned.files:
         await _wait_for_turn(attempt, sum(file.size for file in planned.files.values()))
-        sent = await _send_in_time(attempt, planned, limits)
+        try:
+            sent = await _send_in_time(attempt, planned, limits)
+        except FilesAtSource as lack:
+            await source_downloads.download(attempt, lack.paths, wake_ups)
+            planned = await _planned(definition, options)
+            sent = await _send_in_time(attempt, planned, limits, downloaded=lack.paths)
+            sent.sent_instead[:0] = lack.sentences
         if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.work.attempt):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
     engine_options, warnings = planned.engine_options(sent.root, sent.failed)
@@ -221,7 +259,7 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
     folder = conf.cluster().models_path
     try:
         async with asyncio.timeout(_PLAN_LIMIT):
-            return await in_staging_thread(plan_files, folder, definition.name, options)
+            return await in_staging_thread(plan_files, folder, definition.name, options, definition.files)
     except TimeoutError:
         hangs = FolderUnresponsive(f"the models folder {folder.name!r} of the control plane does not answer")
         raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
@@ -249,13 +287,22 @@ async def _wait_for_turn(attempt: Attempt, files: int) -> None:
         await asyncio.sleep(_TURN_POLL)
 
 
-async def _send_in_time(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> StagingResult:
-    """Send all files within the longest time that a load may take (C31)."""
+async def _send_in_time(
+    attempt: Attempt, planned: FilePlan, limits: TransferLimits, downloaded: Collection[str] = ()
+) -> StagingResult:
+    """Send all files within the longest time that a load may take (C31).
+
+    Raise FilesAtSource, but not for those that were `downloaded`: these are sent, not fetched again.
+    """
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
     limit = asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0))
     try:
         async with limit:
-            return await _send(attempt, planned, limits)
+            return await _send(attempt, planned, limits, downloaded)
+    except FilesAtSource as lack:
+        if lost := next((path for path in lack.paths if path in downloaded), ""):
+            raise Postpone(f"staging: {lost} was removed; looking again", seconds=_AFTER_CHANGE) from lack
+        raise
     except OSError as error:
         if not limit.expired():
             raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
@@ -272,7 +319,9 @@ async def _send_in_time(attempt: Attempt, planned: FilePlan, limits: TransferLim
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
 
 
-async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> StagingResult:
+async def _send(
+    attempt: Attempt, planned: FilePlan, limits: TransferLimits, downloaded: Collection[str]
+) -> StagingResult:
     slot = attempt.slot
     try:
         server = await in_thread(dial_targets.http_server, slot.node_id)
@@ -281,7 +330,7 @@ async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> 
     except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
         raise NodeRefused(f"staging: {refusal.message}") from refusal
     meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
-    sources = await in_thread(sources_of, attempt.definition)
+    sources = {path: file for path, file in sources_of(attempt.definition).items() if path not in downloaded}
     unreached = await in_thread(unreached_hosts, slot.node_id, now=clock.now()) if sources else {}
     meter.now = f"looking for the files of {attempt.definition.name} on {slot.node_name}"
     await attempt.work.report(_tick(attempt, meter))

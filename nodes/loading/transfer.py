@@ -153,6 +153,10 @@ class FileRefused(Exception):
         """True if the node would refuse any other file too."""
 
 
+class FileAtSource(Exception):
+    """The file is needed here, because its worker has not fetched it from its source."""
+
+
 class Stalled(Exception):
     """Nothing has moved within the limit."""
 
@@ -229,6 +233,7 @@ class Transfer:
         """The reason why the worker could not fetch the file from `source`, so that it is sent."""
         self.is_unreachable = False
         """True if the worker had no connection to `source`."""
+        self._lost_worker = False
         self._furthest, self._pauses, self._unanswered = -1, 0, 0
         self._watch: asyncio.Timeout
         self._moved_at = 0.0
@@ -253,47 +258,70 @@ class Transfer:
     async def fetch(self) -> str:
         """Have the worker fetch the file from its source; return its path there, "" if it is to be sent.
 
-        Raises Stalled, FileChanged and OSError.
+        Raises FileRefused, Stalled, Unreachable, FileChanged and OSError.
         """
-        source, relative = self.source, self.file.relative
+        source = self.source
         if source is None or not self._remote.can_fetch:
             return ""
         async with self._stall_limit():
-            sha256, _ = await hash_of(self.file, self._record_read)
+            sha256, _ = await self._hash()
         if source.sha256 != sha256 or self._remote.has(sha256):
             return ""
         if seen_at := self._unreached.get(source.host):
             self.fetch_problem = worker_fetch.skip_reason(source.host, seen_at)
             return ""
-        self._meter.start_fetch(relative)
+        path = await self._fetched(source)
+        for _ in range(MOST_UNANSWERED):
+            if path or not self._lost_worker or self.file.record is None:
+                break
+            # There is no file to send: if the worker has gone, another node is better than a download here.
+            await self.check()
+            if self._remote.has(sha256):
+                self.fetch_problem = ""
+                break
+            path = await self._fetched(source)
+        return path
+
+    async def _fetched(self, source: FileSource) -> str:
+        """Have the worker fetch the file; return its path, "" after a failure, which is recorded."""
+        self._meter.start_fetch(self.file.relative)
+        self.fetch_problem, self._lost_worker = "", False
         try:
             path = await worker_fetch.fetch(
                 self._client,
                 self._key,
                 source,
                 self.file.size,
-                lambda position: self._meter.set_fetched(relative, position),
+                lambda position: self._meter.set_fetched(self.file.relative, position),
             )
         except worker_fetch.FetchFailed as failure:
             self.fetch_problem = self._without_token(str(failure))
-            self.is_unreachable = failure.is_unreachable
-            self._meter.positions[relative] = 0
+            self.is_unreachable, self._lost_worker = failure.is_unreachable, failure.lost_worker
+            self._meter.positions[self.file.relative] = 0
             self._remote = Remote()  # it may have the file in spite of the failure
             return ""
-        self._meter.finish_file(relative)
+        self._meter.finish_file(self.file.relative)
         return path
 
     async def send(self) -> str:
         """Send the file unless the worker has it; return its path on the worker.
 
-        Raises FileRefused, Stalled, Unreachable, Changed and OSError.
+        Raises FileRefused, FileAtSource, Stalled, Unreachable, Changed and OSError.
         """
         async with self._stall_limit():
-            sha256, stamp = await hash_of(self.file, self._record_read)
+            sha256, stamp = await self._hash()
             if not self._remote.has(sha256):
+                if self.file.record is not None:
+                    raise FileAtSource
                 return await self._send(sha256, stamp)
             self._meter.finish_file(self.file.relative)
             return self._remote.path
+
+    async def _hash(self) -> tuple[str, str]:
+        """Return the file's hash and its stamp; the recorded hash of a file that is at its source."""
+        if self.file.record is not None:
+            return self.file.record.sha256, ""
+        return await hash_of(self.file, self._record_read)
 
     @contextlib.asynccontextmanager
     async def _stall_limit(self) -> AsyncIterator[None]:

@@ -21,9 +21,8 @@ from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, names, untrusted
 from localai_cluster.kit.outbound import host_of
-from nodes.definitions import rows
 from nodes.definitions.files import Definition
-from nodes.models import ModelDefinition, UnreachedSource
+from nodes.models import UnreachedSource
 from nodes.placement import deadlines
 from nodes.registry.dial_targets import reason_of
 
@@ -37,6 +36,7 @@ _ROUTE = "/v1/files-fetch/"
 _SCHEMES = ("https://", "http://", "hf://")
 _LONGEST_LINE, _LONGEST_WORDS = 16 * 1024, 300
 _QUERY = re.compile(r"\?\S*")
+_PINNED = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,12 @@ class FileSource:
 class FetchFailed(Exception):
     """The worker could not fetch the file; the text gives the reason."""
 
-    def __init__(self, reason: str, *, is_unreachable: bool = False) -> None:
+    def __init__(self, reason: str, *, is_unreachable: bool = False, lost_worker: bool = False) -> None:
         super().__init__(reason)
         self.is_unreachable = is_unreachable
         """True if the worker had no connection to the source."""
+        self.lost_worker = lost_worker
+        """True if the connection to the worker was lost, which says nothing about the source."""
 
 
 class _AnswerLine(msgspec.Struct):
@@ -68,17 +70,29 @@ class _AnswerLine(msgspec.Struct):
     unreachable: bool = False
 
 
+def downloads_on_worker(definition: Definition) -> bool:
+    """Return True if the policy is that workers download the files of this definition."""
+    return (definition.download_on or conf.cluster().download_on) == "worker"
+
+
+def can_fetch(url: str) -> bool:
+    """Return True if workers read this kind of address."""
+    return url.startswith(_SCHEMES)
+
+
+def is_lasting(url: str) -> bool:
+    """Return True if workers read the address, and it names the same file for good: no branch of the hub."""
+    return can_fetch(url) and (not url.startswith("hf://") or _PINNED.match(url) is not None)
+
+
 def sources_of(definition: Definition) -> dict[str, FileSource]:
-    """Return the files of the definition that workers are to fetch, by path; at most one query."""
-    policy = definition.download_on or conf.cluster().download_on
-    if policy != "worker" or not definition.source.startswith(rows.SOURCE):
+    """Return the files of the definition that workers are to fetch, by path."""
+    if not downloads_on_worker(definition):
         return {}
-    row = ModelDefinition.objects.filter(name=definition.name, deleted_at__isnull=True)
-    files = row.values_list("files", flat=True).first() or ()
     return {
-        file["path"]: FileSource(file["source"], file["sha256"])
-        for file in files
-        if file["source"].startswith(_SCHEMES) and file["sha256"]
+        path: FileSource(file.source, file.sha256)
+        for path, file in definition.files.items()
+        if can_fetch(file.source)
     }
 
 
@@ -134,8 +148,9 @@ async def fetch(
     except TimeoutError:
         raise FetchFailed(f"no further byte for {limit:.0f} s") from None
     except httpx.HTTPError as error:
-        raise FetchFailed(f"the connection to its worker was lost ({reason_of(error)})") from error
-    raise FetchFailed("its worker ended the answer early")
+        reason = f"the connection to its worker was lost ({reason_of(error)})"
+        raise FetchFailed(reason, lost_worker=True) from error
+    raise FetchFailed("its worker ended the answer early", lost_worker=True)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:

@@ -5,7 +5,8 @@ from the settings of this process; no address and no row has one.
 """
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
 from urllib.parse import quote
 
 import httpx
@@ -50,6 +51,15 @@ def outbound_of(settings: ClusterSettings) -> Outbound:
     if settings.hugging_face_token and host_of(settings.hugging_face_url):
         credentials[settings.hugging_face_url] = f"Bearer {settings.hugging_face_token}"
     return Outbound(hosts_of(settings), credentials, verify=settings.registry_ca)
+
+
+class SourceOpener(Protocol):
+    """Opens files of sources; each call asks the source anew."""
+
+    def open(
+        self, file: SourceFile, offset: int = 0, length: int | None = None
+    ) -> AbstractAsyncContextManager[SourceBody]:
+        """Open the file at byte `offset`, for `length` bytes or all. Raise SourceError."""
 
 
 class Opener:

@@ -19,7 +19,7 @@ MOST_FILES = 2000
 """Files of one import."""
 LONGEST_PATH, LONGEST_PART, MOST_PARTS = 512, 180, 12
 """Bytes of a path and of one of its parts, and parts; a partial file's name needs the rest of 255 bytes."""
-LONGEST_URL = 4096
+LONGEST_URL, MOST_BYTES = 4096, 2**60
 SHARE = "share://"
 """Prefix of the address of a file that is used where it is."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -107,7 +107,7 @@ def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
     seen: dict[str, str] = {}
     for file in listed:
         check_path(file.path)
-        if len(file.url) > LONGEST_URL or file.size < 0 or file.size >= 2**60:
+        if len(file.url) > LONGEST_URL or file.size < 0 or file.size >= MOST_BYTES:
             raise _refused(file.path, "has an address or a size that is out of range")
         if file.sha256 and not _SHA256.fullmatch(file.sha256):
             raise _refused(file.path, "has a hash that is not a SHA-256")

@@ -7,6 +7,7 @@ have the same figures, so one header serves all of them.
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
 
 from localai_cluster.kit import untrusted
@@ -19,20 +20,24 @@ from nodes.definitions.headers import (
     parse_figures,
     parse_header,
 )
-from nodes.sources.opening import Opener
+from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SourceFile
+
+log = logging.getLogger(__name__)
 
 FIGURES_BYTES, TABLE_BYTES = 1024 * 1024, 16 * 1024 * 1024
 """Bytes of a file that are read for its figures, and for the table of its tensors."""
 WITHIN = 20.0
 """Seconds for one header."""
+_LEAST_BYTES = 256
+"""Bytes of a file that are read to see that its source sends it."""
 _POINTER = b"version https://git-lfs"
 _TRAINED = "context_length"
 _UNKNOWN = 2**60
 """Bytes of a file whose size is not known."""
 
 
-async def read_start(opener: Opener, file: SourceFile, length: int) -> tuple[bytes, int]:
+async def read_start(opener: SourceOpener, file: SourceFile, length: int) -> tuple[bytes, int]:
     """Return the first bytes of a file, and its size; raise SourceError."""
     content = bytearray()
     try:
@@ -47,27 +52,50 @@ async def read_start(opener: Opener, file: SourceFile, length: int) -> tuple[byt
     return bytes(content[:length]), total
 
 
-async def gguf_header(opener: Opener, file: SourceFile) -> Header:
+async def gguf_header(opener: SourceOpener, file: SourceFile) -> Header:
     """Return the header of a GGUF file; raise SourceError for what is none."""
-    content, total = await read_start(opener, file, FIGURES_BYTES)
-    _check_length(content, total, file)
     try:
-        header = parse_figures(content, total or file.size or _UNKNOWN)
-        if "block_count" in header.figures or len(content) < FIGURES_BYTES:
-            return header
-        content, total = await read_start(opener, file, TABLE_BYTES)
-        return parse_header(content, total or file.size or _UNKNOWN)
+        return (await _read_gguf(opener, file))[0]
     except UnreadableHeader as error:
         raise SourceError(f"{file.path}: {error}") from None
 
 
-def _check_length(content: bytes, total: int, file: SourceFile) -> None:
+async def probe_file(
+    opener: SourceOpener, file: SourceFile, *, with_header: bool
+) -> tuple[int, Header | None]:
+    """Return the size of a file at its source, 0 if that does not say, and the header of a GGUF file.
+
+    Raise SourceError if the source does not send the file. A header that cannot be read is None.
+    """
+    if with_header:
+        try:
+            header, total = await _read_gguf(opener, file)
+            return total, header
+        except UnreadableHeader as error:
+            log.warning("The header of %s is refused: %s", file.path, error)
+    content, total = await read_start(opener, file, _LEAST_BYTES)
+    _check_length(content, total, file, _LEAST_BYTES)
+    return total, None
+
+
+async def _read_gguf(opener: SourceOpener, file: SourceFile) -> tuple[Header, int]:
+    """Return the header of a GGUF file, and its size; raise UnreadableHeader and SourceError."""
+    content, total = await read_start(opener, file, FIGURES_BYTES)
+    _check_length(content, total, file, FIGURES_BYTES)
+    header = parse_figures(content, total or file.size or _UNKNOWN)
+    if "block_count" not in header.figures and len(content) >= FIGURES_BYTES:
+        content, total = await read_start(opener, file, TABLE_BYTES)
+        header = parse_header(content, total or file.size or _UNKNOWN)
+    return header, total
+
+
+def _check_length(content: bytes, total: int, file: SourceFile, read: int) -> None:
     """Refuse the pointer of a large file in its place, and a file of another length than its source says."""
     if content.startswith(_POINTER):
         raise SourceError(f"{file.path}: the source sends the pointer of a large file, not its content")
     if total and file.size and total != file.size:
         raise SourceError(f"{file.path}: the file has {total} bytes, but its source says {file.size}")
-    if total and len(content) < min(total, FIGURES_BYTES):
+    if total and len(content) < min(total, read):
         raise SourceError(f"{file.path}: the file ends early", can_retry=True)
 
 

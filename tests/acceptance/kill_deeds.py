@@ -282,11 +282,45 @@ def imported(sweep: Sweep, name: str, victim: Any) -> None:
     assert sweep.cluster.rows(query, name) == [(1,)]
 
 
+def import_left(sweep: Sweep, name: str, victim: Any) -> None:
+    """An import whose file workers are to download themselves."""
+    import_model(sweep, name, victim, "embeddings: true\ndownload_on: worker\n")
+
+
+def left(sweep: Sweep, name: str, victim: Any) -> None:
+    """The definition is saved once with the record of the file, which is not here."""
+    sweep.until(name, "completed")
+    query = "SELECT revision, files->0->>'sha256' FROM model_definitions WHERE name = %s"
+    data = sweep.source.files[f"/{name}.gguf"]
+    assert isinstance(data, bytes)
+    assert sweep.cluster.rows(query, name) == [(1, sha256_of(data))]
+    assert not (sweep.cluster.models / name).exists()
+
+
+def import_unreached(sweep: Sweep, name: str, victim: Any) -> None:
+    """The same as for workers, but the worker is known not to reach the source."""
+    import_for_workers(sweep, name, victim)
+    host = sweep.source.host
+    query = "INSERT INTO unreached_sources (node_id, host, seen_at) VALUES (%s, %s, %s)"
+    sweep.execute(query, sweep.real_node, host, clock.now())
+
+
+def downloaded_here(sweep: Sweep, name: str, victim: Any) -> None:
+    """The load ends; its file is whole here and on the worker, and each byte of it came once."""
+    sweep.ask(name)
+    query = "SELECT 1 FROM operations WHERE element = %s AND kind = 'model_load' AND status = 'completed'"
+    eventually(lambda: sweep.cluster.rows(query, name), seconds=60, what=f"{name} is loaded")
+    imported(sweep, name, victim)
+    there = sweep.cluster.home / "worker-one" / "models" / name / name / "m.gguf"
+    assert there.read_bytes() == sweep.source.files[f"/{name}.gguf"]
+
+
 def import_for_workers(sweep: Sweep, name: str, victim: Any) -> None:
     """An import whose file workers are to download themselves; afterwards the source has seen nothing."""
+    sweep.execute("DELETE FROM unreached_sources")
     former = sweep.controller()
-    import_model(sweep, name, victim, "embeddings: true\ndownload_on: worker\n")
-    sweep.until(name, "completed")
+    import_left(sweep, name, victim)
+    left(sweep, name, victim)
     former.kill()
     eventually(lambda: name in served(sweep.cluster, sweep.web), what=f"{name} is served")
     sweep.source.requests.clear()
@@ -299,6 +333,7 @@ def downloaded(sweep: Sweep, name: str, victim: Any) -> None:
     eventually(lambda: sweep.cluster.rows(query, name), seconds=30, what=f"{name} is loaded")
     data, folder = sweep.source.files[f"/{name}.gguf"], sweep.cluster.home / "worker-one" / "models"
     assert isinstance(data, bytes)
+    assert not (sweep.cluster.models / name).exists()
     assert {path.name for path in (folder / name / name).iterdir()} == {"m.gguf", "m.gguf.sha256"}
     assert (folder / name / name / "m.gguf").read_bytes() == data
     assert (folder / name / name / "m.gguf.sha256").read_text() == sha256_of(data)

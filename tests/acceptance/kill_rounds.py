@@ -69,12 +69,14 @@ def on_disk() -> list[Round]:
     """What a worker writes to its disk, and its answers."""
     delete: dict[str, Any] = {"first": do.with_files, "again": do.retry_real}
     whole: dict[str, Any] = {"first": do.import_for_workers, "again": do.downloaded}
+    here: dict[str, Any] = {"first": do.import_unreached, "again": do.downloaded_here}
     return [
         *_each("worker.install", SWAP, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("worker.pull", PULL, WORKER, "install an image", do.real_pull, again=do.retry_pull),
         Round("worker.command:done", WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("bus.reply", MESSAGE, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("worker.fetch", FETCH, WORKER, "load, file from its source", do.again, **whole),
+        *_each("download", DOWNLOAD, CONTROLLER, "load, file not for its worker", do.again, **here),
         *_each("worker.delete", (":stopped", ":removed"), WORKER, "delete", do.real_delete, **delete),
     ]
 
@@ -178,6 +180,7 @@ def of_files() -> list[Round]:
         *_each("download", DOWNLOAD, CONTROLLER, "import a model", do.import_model, **whole),
         *_each("imports.save", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
         *_each("ledger.remember", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
+        *_each("imports.save", COMMIT, CONTROLLER, "import, weights stay", do.import_left, again=do.left),
         Round("files.removal:set_aside", CONTROLLER, "remove a file", do.remove_file, again=do.removed),
     ]
 

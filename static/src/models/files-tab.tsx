@@ -36,6 +36,6 @@ export function FilesTab({ row }: { row: ModelRow }): ReactNode {
 
 const COLUMNS: readonly Column<File>[] = [
   { key: "path", title: "Path", value: ({ path }) => path, cell: ({ path }) => <bdi className="mono">{path}</bdi> },
-  { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size, cell: ({ size, present }) => (present ? bytes(size) : "unknown") },
-  { key: "present", title: "On the control plane", value: ({ present }) => (present ? 0 : 1), cell: ({ present }) => (present ? "yes" : <span className="pill bad">missing</span>) },
+  { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size, cell: ({ size, present, source }) => (present || source !== "" ? bytes(size) : "unknown") },
+  { key: "present", title: "On the control plane", value: ({ present, source }) => (present ? 0 : source !== "" ? 1 : 2), cell: ({ present, source }) => (present ? "yes" : source !== "" ? <bdi className="anywhere">no: nodes download it from {source}</bdi> : <span className="pill bad">missing</span>) },
 ];

@@ -16,7 +16,7 @@ export function detail(name: string, overrides: Partial<DefinitionDetail> = {}):
   return {
     name, text: `name: ${name}\nbackend: llama-cpp\ncontext_size: 8192\n`, origin: "editor", state: "active", shadowed: false, file: "", revision: 3,
     form: FORM,
-    size: 1024 ** 3, files: [{ path: `${name}.gguf`, size: 1024 ** 3, present: true }], updated_at: "2026-08-22T10:00:00Z", actor: "ada", warnings: [], error: "", ...overrides,
+    size: 1024 ** 3, files: [{ path: `${name}.gguf`, size: 1024 ** 3, present: true, source: "" }], updated_at: "2026-08-22T10:00:00Z", actor: "ada", warnings: [], error: "", ...overrides,
   };
 }
 

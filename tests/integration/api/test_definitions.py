@@ -60,7 +60,7 @@ def test_a_definition_is_created_edited_restored_cloned_and_listed() -> None:
     made = create(reason="for the team")
     assert (made["name"], made["revision"], made["origin"], made["state"]) == ("m", 1, "api", "active")
     assert made["actor"] == "static-key"
-    assert made["files"] == [{"path": "m.gguf", "size": 5, "present": True}]
+    assert made["files"] == [{"path": "m.gguf", "size": 5, "present": True, "source": ""}]
     edited = answer("PUT", "/m", {"changes": {"context_size": 8192}, "revision": 1})
     assert (edited["revision"], edited["form"]["context_size"]) == (2, 8192)
     assert "# the model" in edited["text"]

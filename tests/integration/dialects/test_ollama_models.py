@@ -289,6 +289,22 @@ def test_a_model_is_created_from_a_file_that_is_here(definitions: Path) -> None:
         assert sent("POST", CREATE, {"model": "v", "from": path}).status == 404, path
 
 
+def test_models_whose_file_is_at_its_source_are_listed_copied_and_named() -> None:
+    """Each has the file's size, and its record, by which a load finds it."""
+    text = "name: left\nbackend: llama-cpp\nparameters: {model: a/w.gguf}\n"
+    record = {"path": "a/w.gguf", "size": 3000, "sha256": "a" * 64, "source": "https://h/w.gguf"}
+    store.save(None, text, origin="import", actor="ann", now=clock.now(), files=[record])
+    assert sent("POST", CREATE, {"model": "made", "from": "a/w.gguf"}).status == 200
+    assert sent("POST", "/api/copy", {"source": "left", "destination": "copied"}).status == 200
+    tags = sent("GET", "/api/tags", None).body["models"]
+    sizes = {model["name"]: model["size"] for model in tags}
+    assert sizes == {"m": 0, "left": 3000, "made": 3000, "copied": 3000}
+    for name in ("made", "copied"):
+        row = store.find(name)
+        assert row is not None
+        assert row.files == [record]
+
+
 def test_a_model_is_copied_and_deleted() -> None:
     assert sent("POST", "/api/copy", {"source": "m:latest", "destination": "org/copy"}).status == 200
     assert store.find("org/copy") is not None

@@ -21,7 +21,8 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.outbound import Outbound
 from localai_cluster.worker import download
 from nodes.definitions import rows, store
-from nodes.definitions.files import parse_file
+from nodes.definitions.files import Definition, parse_file
+from nodes.definitions.recorded_files import RecordedFile
 from nodes.loading import staging, transfer, worker_fetch
 from nodes.loading.source_files import plan_files
 from nodes.loading.staging import ModelTransfer, StagingResult, TransferLimits
@@ -239,20 +240,21 @@ async def test_a_worker_without_a_further_byte_is_given_up(monkeypatch: pytest.M
 def test_the_definition_decides_and_else_the_setting(
     settings: Settings, setting: str, stated: str, count: int
 ) -> None:
-    """One query if workers fetch, none otherwise. Files of other kinds of addresses are sent."""
+    """No query. Files of other kinds of addresses are sent."""
     settings.CLUSTER = replace(settings.CLUSTER, download_on=setting)
     text = TEXT + (f"download_on: {stated}\n" if stated else "")
     entries = [
         {"path": "a.gguf", "size": 9, "sha256": DIGEST, "source": "hf://o/r@0a/a.gguf"},
         {"path": "b.gguf", "size": 9, "sha256": DIGEST, "source": "s3://b/b.gguf"},
     ]
-    store.save(None, text, origin="import", actor="ann", now=clock.now(), files=entries)
-    definition = parse_file(text.encode(), rows.SOURCE + "m")
+    row = store.save(None, text, origin="import", actor="ann", now=clock.now(), files=entries)
+    definition = rows.stored_definition(row).content
+    assert isinstance(definition, Definition)
     with CaptureQueriesContext(connection) as queries:
         sources = sources_of(definition)
-    assert len(queries) == count
+    assert len(queries) == 0
     assert sources == ({"a.gguf": FileSource("hf://o/r@0a/a.gguf", DIGEST)} if count else {})
-    assert sources_of(replace(definition, source="m.yaml")) == {}, "a file of the models folder"
+    assert sources_of(parse_file(text.encode(), "m.yaml")) == {}, "a file of the models folder"
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -374,3 +376,41 @@ async def test_a_load_reports_what_was_sent_instead(
     assert len(sentences) == is_refused
     assert [text for text in messages if "so it is sent" in text] == sentences
     assert result["node"] == "one"
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_a_worker_that_is_lost_while_it_fetches_is_no_reason_to_download_here(
+    tmp_path: Path, worker: Any, source: Source, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file that is at its source: the load takes another node, or the worker goes on."""
+    calls: list[str] = []
+    fetch = worker_fetch.fetch
+
+    async def lost(client: Any, key: str, *arguments: Any) -> str:
+        calls.append(key)
+        if comes_back and len(calls) > 1:
+            return await fetch(client, key, *arguments)
+        if not comes_back:
+            monkeypatch.setattr(transfer.Transfer, "_head", unanswered)
+        raise FetchFailed("the connection to its worker was lost", lost_worker=True)
+
+    async def unanswered(self: Any) -> Any:
+        raise transfer.Unreachable("refused")
+
+    monkeypatch.setattr(worker_fetch, "fetch", lost)
+    record = RecordedFile("a.gguf", source.url("/a.gguf"), len(DATA), DIGEST)
+    planned = plan_files(tmp_path, "m", {"Model": "a.gguf"}, {"a.gguf": record})
+    meter = UploadMeter({"a.gguf": len(DATA)}, "gpu")
+    async with client_of(HttpServer("gpu", "healthy", Contact(worker.address, backends.TOKEN))) as client:
+        file = FileSource(record.source, DIGEST)
+        sending = ModelTransfer(
+            "m", planned, client, uuid4(), TransferLimits(), meter, sources={"a.gguf": file}
+        )
+        await sending.check()
+        if comes_back:
+            assert (await sending.send()).sent_instead == []
+            assert there(worker) == DATA
+        else:
+            with pytest.raises(transfer.Unreachable):
+                await sending.send()
+    assert len(calls) == 1 + comes_back

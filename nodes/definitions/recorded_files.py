@@ -1,0 +1,77 @@
+"""The files that an import has recorded for a stored definition, with the address, size and hash of each.
+
+A recorded file that is not in the models folder lies at its source: under the policy `worker` an import
+leaves it there. Its size, its hash and the figures of its header are those of the record, so placement and
+staging need no copy. A worker downloads it from the source, or the control plane does when a load needs it.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nodes.definitions.headers import Header
+
+MOST_HEADER_BYTES = 64 * 1024
+"""Limit on the JSON of a header in a row; figures of real models have a few KiB."""
+
+
+@dataclass(frozen=True)
+class RecordedFile:
+    """A file of an import; `header` is that of a GGUF file, without its tensors."""
+
+    path: str
+    """Its path in the models folder, present or not."""
+    source: str
+    """Its lasting address."""
+    size: int
+    sha256: str
+    header: Header | None = None
+
+    def as_entry(self) -> dict[str, Any]:
+        """Return the file as JSON. A header that is too large is left out: then the size alone counts."""
+        entry = {"path": self.path, "size": self.size, "sha256": self.sha256, "source": self.source}
+        if self.header is None:
+            return entry
+        figures = {"architecture": self.header.architecture, "figures": self.header.figures}
+        header = msgspec.json.encode(figures)
+        return entry if len(header) > MOST_HEADER_BYTES else {**entry, "header": msgspec.json.decode(header)}
+
+
+RecordedFiles = Mapping[str, RecordedFile]
+"""Recorded files by their path."""
+
+
+def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
+    """Return the files of a row; an entry of another version that cannot be read is left out."""
+    files: dict[str, RecordedFile] = {}
+    for entry in entries:
+        try:
+            file = msgspec.convert(entry, RecordedFile)
+        except msgspec.ValidationError:
+            continue
+        if file.path and file.source and file.sha256 and file.size > 0:
+            files[file.path] = file
+    return files
+
+
+def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFile]:
+    """Return those that are not in the folder, by the path that each would have there. Blocks."""
+    paths = {f"{folder}/{file.path}": file for file in files.values()}
+    return {path: file for path, file in paths.items() if not os.path.lexists(path)}
+
+
+def below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[str, RecordedFile]:
+    """Return those of `at_source` that are one of `parts` of a file, or lie in a folder of this path."""
+    if not at_source:
+        return {}
+    names = {str(part) for part in parts}
+    return {name: file for name, file in at_source.items() if name in names or name.startswith(f"{path}/")}
+
+
+def without_tensors(header: Header | None) -> Header | None:
+    """Return the header of one of several files, the tensors of the others being unknown."""
+    return replace(header, tensors=()) if header is not None and header.tensors else header

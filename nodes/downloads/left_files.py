@@ -1,0 +1,112 @@
+"""Files of an import that stay at their sources until a node needs them: the policy `worker`.
+
+A file stays there if workers can download it from a lasting address and its source states its hash, which
+both sides verify. What placement needs of it is recorded: its size, and the figures of its header, read by
+range. All other files are fetched: configurations, tokenizers, and what has no published hash.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from os.path import lexists
+from pathlib import Path
+
+from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.settings_table import ClusterSettings
+from nodes.definitions.files import Definition, UnusableDefinition, parse_file
+from nodes.definitions.recorded_files import RecordedFile
+from nodes.definitions.rows import SOURCE, stored_definition
+from nodes.definitions.sizes import named_records, path_inside, shards
+from nodes.downloads.downloader import DownloadMeter, FileConflict
+from nodes.loading import worker_fetch
+from nodes.models import ModelDefinition
+from nodes.sources.opening import SourceOpener
+from nodes.sources.plans import MOST_BYTES, ImportPlan, SourceFile
+from nodes.sources.probing import probe_file
+
+_CONFIGURATIONS = (".json", ".jinja", ".txt", ".yaml", ".yml")
+"""Suffixes of files that are always fetched: the memory of a model in safetensors is read from one."""
+_HEADERS_OF = ("Model", "DraftModel")
+"""Options whose files' headers count for placement."""
+
+
+@dataclass(frozen=True)
+class LeftFiles:
+    """Records of the files that stay, and those that are fetched: their source does not say a size."""
+
+    recorded: list[RecordedFile] = field(default_factory=list)
+    to_download: list[SourceFile] = field(default_factory=list)
+
+
+def choose(plan: ImportPlan, cluster: ClusterSettings) -> list[SourceFile]:
+    """Return the files of the plan that stay at their sources. Blocks: a file that is here is used."""
+    try:
+        definition = parse_file(plan.text.encode(), SOURCE + plan.name)
+    except UnusableDefinition:
+        return []
+    if cluster.shared_models or not worker_fetch.downloads_on_worker(definition):
+        return []
+    return [file for file in plan.files if _can_stay(file) and not lexists(cluster.models_path / file.path)]
+
+
+def _can_stay(file: SourceFile) -> bool:
+    is_configuration = file.path.lower().endswith(_CONFIGURATIONS)
+    return bool(file.sha256) and worker_fetch.is_lasting(file.url) and not is_configuration
+
+
+async def record(
+    files: Sequence[SourceFile], plan: ImportPlan, opener: SourceOpener, meter: DownloadMeter
+) -> LeftFiles:
+    """Read size and header of each file at its source. Raise SourceError."""
+    left = LeftFiles()
+    if not files:
+        return left
+    options = parse_file(plan.text.encode(), SOURCE + plan.name).options
+    named = [path for name in _HEADERS_OF if (path := path_inside(Path(), options.get(name))) is not None]
+    for file in files:
+        meter.now = f"reading the header of {file.path}"
+        size, header = await probe_file(opener, file, with_header=_has_header(file, named))
+        size = size or file.size
+        if 0 < size < MOST_BYTES:
+            left.recorded.append(RecordedFile(file.path, file.url, size, file.sha256, header))
+        else:
+            left.to_download.append(file)
+    return left
+
+
+def _has_header(file: SourceFile, named: Iterable[Path]) -> bool:
+    """Return True for a GGUF file whose header counts: of several parts the first one."""
+    path = Path(file.path)
+    is_named = any(path == main or path.is_relative_to(main) or path in shards(main) for main in named)
+    return path.suffix == ".gguf" and is_named and shards(path)[0] == path
+
+
+def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]) -> None:
+    """Raise FileConflict if another definition names another file under a path of the plan."""
+    files = {file.path: file for file in plan.files}
+    for definition in others:
+        if files.keys().isdisjoint(definition.files):
+            continue
+        named = named_records(models, definition, definition.files)
+        for path in files.keys() & named.keys():
+            recorded, wanted = named[path], files[path]
+            is_same = wanted.sha256 == recorded.sha256 if wanted.sha256 else wanted.url == recorded.source
+            if not is_same:
+                raise FileConflict(
+                    f"model {definition.name} has another file {path}: remove it, or import under another"
+                    " name"
+                )
+
+
+def check_saved_conflicts(plan: ImportPlan, models: Path) -> None:
+    """Raise FileConflict as `check_conflicts`, also against imports that have saved meanwhile; one query.
+
+    Within the transaction that saves: imports that leave files at their sources save one after the other.
+    """
+    lock_name("files at their sources")
+    rows = ModelDefinition.objects.filter(deleted_at__isnull=True).exclude(name=plan.name).exclude(files=[])
+    stored = [stored_definition(row).content for row in rows if _names_file_of(plan, row)]
+    check_conflicts(plan, models, [content for content in stored if isinstance(content, Definition)])
+
+
+def _names_file_of(plan: ImportPlan, row: ModelDefinition) -> bool:
+    return not {file.path for file in plan.files}.isdisjoint(entry.get("path") for entry in row.files)

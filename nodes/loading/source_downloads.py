@@ -1,0 +1,116 @@
+"""Downloads to the control plane of files that lie at their sources, because a load needs to send them.
+
+A load needs them if its worker cannot download them itself. Such a download is an import without a definition
+(`nodes/downloads/imports.py`), so it resumes after a kill, its files count as used, and loads of the model
+share it. The load shows its progress. While the download waits, the load gives its place on the node back.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from localai_cluster.kit import clock, errors
+from nodes.definitions.files import Definition
+from nodes.loading import load_attempts
+from nodes.loading.files_in_use import IMPORT
+from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused
+from operations.executor.work import Postpone, WakeUps, in_thread
+from operations.ledger.admission import OperationRequest, admit, in_progress
+from operations.models import TERMINAL, Operation, Status
+
+PHASE = "staging"
+FILES_ONLY = "files_only"
+"""Payload key of an import that saves no definition."""
+_POLL = 2.0
+_FIRST_LOOK, _LAST_LOOK = 2.0, 60.0
+"""Seconds after which a load looks again at a download that waits, or at another import of the model."""
+_DOWNLOADED_FRACTION = 0.45
+"""Progress (0 to 1) of a load whose files are on the control plane and not yet on the node."""
+
+
+def request_download(
+    definition: Definition, paths: Sequence[str], *, parent: Operation, now: Any
+) -> Operation:
+    """Download these recorded files of the definition; join the active import that does so.
+
+    Raises Conflict while another import of the model is active.
+    """
+    files = [definition.files[path] for path in sorted(paths)]
+    wanted = [
+        {"path": file.path, "url": file.source, "size": file.size, "sha256": file.sha256} for file in files
+    ]
+    plan = {"name": definition.name, "text": "", "files": wanted, "origin": "import", "source": "its source"}
+    request = OperationRequest(
+        IMPORT,
+        key=f"import:{definition.name}",
+        element=definition.name,
+        actor=parent.actor,
+        payload={"plan": plan, "load": False, "revision": 0, FILES_ONLY: True},
+        request_id=parent.request_id,
+        parent=parent,
+    )
+    admission = admit(request, now=now)
+    fetched = admission.operation.payload["plan"]["files"]
+    if not all(file in fetched for file in wanted):
+        raise in_progress(admission.operation)
+    return admission.operation
+
+
+async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) -> None:
+    """Return when these files are on the control plane.
+
+    Raise NodeRefused, LoadFailed, Postpone and Abandoned.
+    """
+    name, parent = attempt.slot.node_name, attempt.work.operation
+    listed = paths[0] if len(paths) == 1 else f"{len(paths)} files"
+    message = f"the control plane downloads {listed}, which {name} does not"
+    try:
+        child = await in_thread(request_download, attempt.definition, paths, parent=parent, now=clock.now())
+    except errors.Conflict as busy:
+        raise await _postponed(attempt, busy.message, _FIRST_LOOK) from busy
+    await attempt.report(PHASE, message)
+    with wake_ups.watch(child.id) as watch:
+        while (state := await in_thread(_read, child.id)).status not in TERMINAL:
+            await _show(attempt, state, message)
+            await watch.changed(timeout=_POLL)
+    if state.status == Status.CANCELLED:
+        raise LoadFailed(f"staging: the download of {listed} to the control plane was cancelled")
+    if state.status == Status.FAILED:
+        # The worker of another node may reach the source.
+        raise NodeRefused(f"staging: {message}, and it failed: {state.error}")
+
+
+def _read(child: UUID) -> Operation:
+    """Return the download; raise Postpone if its record was cleared."""
+    if (state := Operation.objects.filter(pk=child).first()) is None:
+        raise Postpone("the record of the download was removed", seconds=_FIRST_LOOK)
+    return state
+
+
+async def _show(attempt: Attempt, state: Operation, message: str) -> None:
+    """Show the progress of the download.
+
+    If it waits, raise Postpone, or Abandoned if the load is not needed any more.
+    """
+    due, now = state.next_attempt_at, clock.now()
+    if state.status != Status.PROCESSING and due is not None and due > now:
+        seconds = min(max((due - now) / timedelta(seconds=1), _FIRST_LOOK), _LAST_LOOK)
+        raise await _postponed(attempt, f"{message}: {state.message}", seconds)
+    figures: dict[str, Any] = {}
+    if state.total_bytes:
+        figures = {"current_bytes": state.current_bytes, "total_bytes": state.total_bytes}
+    tick = attempt.tick(
+        PHASE,
+        f"{message}: {state.message}" if state.message else message,
+        percentage=state.progress * _DOWNLOADED_FRACTION,
+        progress_at=state.last_progress_at,
+        **figures,
+    )
+    attempt.work.progress(tick)
+    await attempt.deadline.extend_on_progress(state.current_bytes)
+
+
+async def _postponed(attempt: Attempt, reason: str, seconds: float) -> Exception:
+    operation = await in_thread(Operation.objects.get, pk=attempt.work.id)
+    return load_attempts.retry_or_end(operation, reason, seconds=seconds, waiting=False)

@@ -1,0 +1,397 @@
+"""The policy `worker`: files that an import leaves at their sources, and loads that need them here."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_django import Settings
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import Conflict
+from localai_cluster.kit.outbound import SourceError
+from nodes.api import definition_entries
+from nodes.definitions import rows, sizes, store
+from nodes.definitions.files import Definition
+from nodes.definitions.folder import Folder
+from nodes.downloads import imports, left_files
+from nodes.downloads.downloader import FileConflict
+from nodes.downloads.imports import ImportModel, request_import
+from nodes.loading import load, source_downloads, transfer
+from nodes.loading.files_in_use import paths_of_active_imports
+from nodes.loading.load_attempts import LoadFailed
+from nodes.loading.load_request import estimate_need
+from nodes.loading.source_files import plan_files
+from nodes.models import ModelDefinition, NodeModel
+from nodes.sources.plans import ImportPlan, SourceFile
+from operations.executor.work import Postpone, Recorder, WakeUps, Work, in_thread, write_batch
+from operations.ledger import attempts
+from operations.models import Event, Operation
+from tests.integration.loading.test_delivery import worker
+from tests.integration.loading.test_load_steps import told
+from tests.support import hub
+from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
+from tests.support.sources import LFS_POINTER, Source, WebOpener, sha256_of, started
+
+__all__ = ["loads", "stage", "told"]
+pytestmark = pytest.mark.django_db(transaction=True)
+
+DATA = hub.gguf(200_000)
+PATH = "hf/o/r/m.gguf"
+TEXT = f"name: echo\nbackend: echo\nparameters:\n  model: {PATH}\n"
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    with started(files={"/m.gguf": DATA, "/config.json": b"{}"}) as source:
+        yield source
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, settings: Settings) -> Path:
+    """The models folder; it is that of `stage` too."""
+    settings.CLUSTER = replace(settings.CLUSTER, models_path=tmp_path, download_on="worker")
+    return tmp_path
+
+
+@pytest.fixture
+def plan(source: Source) -> ImportPlan:
+    files = (
+        SourceFile(PATH, source.url("/m.gguf"), 0, sha256_of(DATA)),
+        SourceFile("hf/o/r/config.json", source.url("/config.json"), 2, sha256_of(b"{}")),
+    )
+    return ImportPlan("echo", TEXT, files, "import", "the hub")
+
+
+async def claimed() -> Work:
+    (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
+    return Work(operation, Recorder(write_batch))
+
+
+async def run_import() -> Any:
+    """Run the import that is due to its end, as a controller does."""
+    work = await claimed()
+    assert work.operation.kind == imports.KIND
+    result = await ImportModel(WebOpener())(work)
+    await finish(work, Event.COMPLETE, result=result)
+    return result
+
+
+async def finish(work: Work, event: Event, **outcome: Any) -> None:
+    await in_thread(lambda: attempts.finish(*work.attempt, event, now=clock.now(), **outcome))
+
+
+async def imported(plan: ImportPlan) -> Any:
+    await in_thread(lambda: request_import(plan, actor="ann", now=clock.now()))
+    return await run_import()
+
+
+def definition_of(name: str = "echo") -> Definition:
+    row = store.find(name)
+    assert row is not None
+    content = rows.stored_definition(row).content
+    assert isinstance(content, Definition)
+    return content
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+async def test_the_weights_stay_and_are_measured_by_their_record(
+    plan: ImportPlan, source: Source, models: Path
+) -> None:
+    """R2.40: placement has the size and the figures of the header, as with the file itself."""
+    result = await imported(plan)
+    assert result["message"] == "model echo is defined; workers download 195.3 KiB in 1 files"
+    assert (result["files"], result["bytes"]) == (1, 2)
+    assert files_below(models) == ["hf/o/r/config.json"]
+    ranges = [request.range for request in source.seen("storage") if request.path == "/m.gguf"]
+    assert ranges == [f"bytes=0-{2**20 - 1}"]
+    definition = await in_thread(definition_of)
+    record = definition.files[PATH]
+    assert (record.size, record.sha256, record.source) == (len(DATA), sha256_of(DATA), source.url("/m.gguf"))
+    left = sizes.measure(models, definition)
+    (models / PATH).write_bytes(DATA)
+    here = sizes.measure(models, definition)
+    assert (left.weights, left.payload) == (here.weights, here.payload) == (len(DATA), len(DATA))
+    assert left.header is not None
+    assert here.header is not None
+    assert (left.header.architecture, left.header.figures) == (here.header.architecture, here.header.figures)
+    assert estimate_need(definition, left) == estimate_need(definition, here)
+
+
+async def test_a_file_that_is_here_already_is_used(plan: ImportPlan, source: Source, models: Path) -> None:
+    (models / "hf/o/r").mkdir(parents=True)
+    (models / PATH).write_bytes(DATA)
+    result = await imported(plan)
+    assert result["bytes"] == len(DATA) + 2
+    assert not [request for request in source.requests if request.path == "/m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "stated", "shared", "count"),
+    [
+        ("worker", "", False, 1),
+        ("control-plane", "worker", False, 1),
+        ("worker", "control-plane", False, 0),
+        ("control-plane", "", False, 0),
+        ("worker", "", True, 0),
+    ],
+)
+def test_the_policy_decides(
+    plan: ImportPlan, settings: Settings, policy: str, stated: str, shared: bool, count: int
+) -> None:
+    settings.CLUSTER = replace(settings.CLUSTER, download_on=policy, shared_models=shared)
+    plan = replace(plan, text=TEXT + (f"download_on: {stated}\n" if stated else ""))
+    assert len(left_files.choose(plan, settings.CLUSTER)) == count
+
+
+@pytest.mark.parametrize(
+    ("url", "sha256", "path", "stays"),
+    [
+        ("https://h/m.gguf", "a" * 64, PATH, True),
+        (f"hf://o/r@{'0' * 40}/m.gguf", "a" * 64, PATH, True),
+        ("hf://o/r@main/m.gguf", "a" * 64, PATH, False),
+        ("https://h/m.gguf", "", PATH, False),
+        ("s3://b/m.gguf", "a" * 64, PATH, False),
+        (f"oci://h/r@sha256:{'a' * 64}", "a" * 64, PATH, False),
+        ("share://nas/m.gguf", "a" * 64, PATH, False),
+        ("https://h/config.json", "a" * 64, "hf/o/r/config.json", False),
+    ],
+)
+def test_only_what_workers_fetch_for_good_and_can_verify_stays(
+    plan: ImportPlan, settings: Settings, url: str, sha256: str, path: str, stays: bool
+) -> None:
+    file = SourceFile(path, url, 9, sha256)
+    assert left_files.choose(replace(plan, files=(file,)), settings.CLUSTER) == ([file] if stays else [])
+
+
+@pytest.mark.parametrize("fault", ["gone", "longer", "pointer"])
+async def test_what_the_source_does_not_have_is_refused_at_the_import(
+    plan: ImportPlan, source: Source, fault: str
+) -> None:
+    size = len(DATA)
+    if fault == "gone":
+        del source.files["/m.gguf"]
+    elif fault == "longer":
+        size += 1
+    else:
+        source.files["/m.gguf"] = LFS_POINTER % (sha256_of(DATA).encode(), size)
+        size = 0
+    files = (replace(plan.files[0], size=size), plan.files[1])
+    with pytest.raises(SourceError, match=r"m\.gguf|not found"):
+        await imported(replace(plan, files=files))
+    assert not await in_thread(ModelDefinition.objects.exists)
+
+
+@pytest.mark.parametrize("saved_meanwhile", [False, True])
+async def test_one_path_never_has_two_files(
+    plan: ImportPlan, source: Source, saved_meanwhile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the control plane would send one model's file as the other's, once it has downloaded it."""
+    source.files["/other.gguf"] = DATA + b"other"
+    entry = SourceFile(PATH, source.url("/other.gguf"), len(DATA) + 5, sha256_of(DATA + b"other"))
+    other = replace(plan, name="other", text=TEXT.replace("echo", "other", 1), files=(entry,))
+    if saved_meanwhile:
+        monkeypatch.setattr(left_files, "check_conflicts", lambda *_: None, raising=True)
+    await imported(other)
+    monkeypatch.undo()
+    if saved_meanwhile:
+        plain = left_files.check_conflicts
+        calls: list[int] = []
+
+        def only_later(*arguments: Any) -> None:
+            calls.append(1)
+            if len(calls) > 1:
+                plain(*arguments)
+
+        monkeypatch.setattr(left_files, "check_conflicts", only_later)
+    with pytest.raises(FileConflict, match="model other has another file"):
+        await imported(plan)
+    assert await in_thread(store.find, "echo") is None
+
+
+async def test_a_copy_takes_the_records_over(plan: ImportPlan, models: Path) -> None:
+    """A clone and a definition made by hand can be loaded too, also after the first one is gone."""
+    await imported(plan)
+    text = TEXT.replace("echo", "copy", 1)
+
+    def copied() -> Definition:
+        store.save(None, text, origin="api", actor="ann", now=clock.now())
+        return definition_of("copy")
+
+    copy = await in_thread(copied)
+    assert copy.files.keys() == {PATH}
+    row = await in_thread(store.find, "echo")
+    assert row is not None
+    await in_thread(lambda: store.remove("echo", id=row.id, now=clock.now()))
+    planned = plan_files(models, "copy", copy.options, copy.files)
+    assert (planned.at_source, planned.files[PATH].size) == ([PATH], len(DATA))
+
+
+async def test_pages_say_where_the_file_lies(plan: ImportPlan, source: Source, models: Path) -> None:
+    """Without what follows the path of an address, which may be a key."""
+    url = source.url("/m.gguf?key=s3cret")
+    await imported(replace(plan, files=(replace(plan.files[0], url=url), plan.files[1])))
+    detail = await in_thread(definition_entries.detail_of, "echo")
+    file = {"path": PATH, "size": len(DATA), "present": False, "source": source.url("/m.gguf")}
+    assert (detail["size"], detail["files"]) == (len(DATA), [file])
+    (models / PATH).write_bytes(DATA)
+    detail = await in_thread(definition_entries.detail_of, "echo")
+    assert detail["files"] == [{**file, "present": True, "source": ""}]
+
+
+@pytest.fixture
+async def loading(stage: Stage, plan: ImportPlan, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A load of the imported model, whose nodes have the backend."""
+    monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
+    monkeypatch.setattr(source_downloads, "_POLL", 0.02)
+    (stage.folder / "echo.yaml").unlink()
+    await imported(plan)
+    for node in (stage.one, stage.two):
+        stage.lists(node, BACKEND)
+        stage.installs(node, STARTED)
+    stage.handler = load.LoadModel(stage.bus, Folder(stage.folder, read_rows=rows.read_rows), WakeUps())
+    await in_thread(stage.need_until)
+    return stage
+
+
+async def until_downloading() -> None:
+    def is_active() -> bool:
+        return Operation.objects.active().filter(kind=imports.KIND).exists()
+
+    async def check() -> bool:
+        return await in_thread(is_active)
+
+    assert await clock.wait_until(check, timeout=60, every=0.02)
+
+
+async def loaded_while(stage: Stage, happens: Any) -> Any:
+    """Run the load, and what happens once it needs a download."""
+    attempt = asyncio.create_task(stage.handler(stage.work))
+    try:
+        await asyncio.wait(
+            {attempt, waiting := asyncio.create_task(until_downloading())}, return_when="FIRST_COMPLETED"
+        )
+        if attempt.done():
+            await attempt
+        await waiting
+        await happens()
+        return await asyncio.wait_for(attempt, 60)
+    finally:
+        attempt.cancel()
+        waiting.cancel()
+        await asyncio.gather(attempt, waiting, return_exceptions=True)
+
+
+@pytest.mark.rule("R2.56")
+async def test_for_a_stock_worker_the_control_plane_downloads_and_sends(
+    loading: Stage, told: list[Any], source: Source, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async def download() -> None:
+        assert await in_thread(paths_of_active_imports) == {PATH}, "nobody removes it meanwhile"
+        (child,) = await in_thread(lambda: list(Operation.objects.active().filter(kind=imports.KIND)))
+        assert child.parent_id == loading.work.id
+        result = await run_import()
+        assert result["message"] == "1 files of echo are here to be sent, 195.3 KiB"
+
+    async with worker(tmp_path_factory.mktemp("w"), loading.one) as server:
+        result = await loaded_while(loading, download)
+        assert server.steps == [("HEAD", 404), ("HEAD", 404), ("PUT", 200)]
+        sent = server.file(f"models/echo/{PATH}")
+        assert sent.read_bytes() == DATA == (models / PATH).read_bytes()
+        assert told[0].ModelFile == str(sent)
+    assert result["node"] == "one"
+    assert (await in_thread(definition_of)).files[PATH].header is not None, "the definition stays as it was"
+    assert await in_thread(lambda: ModelDefinition.objects.get().revision) == 1
+
+
+@pytest.mark.rule("R2.56")
+async def test_a_worker_that_has_the_file_needs_neither_source_nor_copy(
+    loading: Stage, told: list[Any], source: Source, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source.stop()
+    async with worker(tmp_path_factory.mktemp("w"), loading.one) as server:
+        file = server.file(f"models/echo/{PATH}")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(DATA)
+        result = await loading.handler(loading.work)
+        assert server.steps == [("HEAD", 200)]
+    assert (result["node"], result["warnings"]) == ("one", [])
+    assert files_below(models) == ["hf/o/r/config.json"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "says"),
+    [
+        ("failed", Postpone, "it failed: no such file; trying another node"),
+        ("cancelled", LoadFailed, "the download of hf/o/r/m.gguf to the control plane was cancelled"),
+        ("waits", Postpone, "the source is busy"),
+    ],
+)
+async def test_the_end_of_the_download_is_told_by_the_load(
+    loading: Stage,
+    outcome: str,
+    error: type[Exception],
+    says: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """One that waits does not keep the load's place on its node."""
+
+    async def end() -> None:
+        work = await claimed()
+        if outcome == "waits":
+            await in_thread(
+                lambda: attempts.put_back(
+                    *work.attempt,
+                    Event.POSTPONE,
+                    now=clock.now(),
+                    until=clock.now() + timedelta(seconds=300),
+                    reason="the source is busy",
+                )
+            )
+        else:
+            event = Event.FAIL if outcome == "failed" else Event.CANCEL
+            await finish(work, event, error="no such file" if outcome == "failed" else "")
+
+    async with worker(tmp_path_factory.mktemp("w"), loading.one):
+        with pytest.raises(error) as ended:
+            await loaded_while(loading, end)
+    assert says in str(ended.value)
+    assert await in_thread(NodeModel.engines.count) == 0
+
+
+async def test_a_load_waits_for_another_import_of_its_model(
+    loading: Stage, plan: ImportPlan, source: Source, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = replace(plan, files=(plan.files[1],))
+    await in_thread(lambda: request_import(other, actor="ann", now=clock.now()))
+    async with worker(tmp_path_factory.mktemp("w"), loading.one):
+        with pytest.raises(Postpone, match="model_import of echo is in progress"):
+            await loading.handler(loading.work)
+
+
+async def test_an_import_while_a_load_downloads_is_a_conflict(loading: Stage, plan: ImportPlan) -> None:
+    definition = await in_thread(definition_of)
+
+    def request() -> Operation:
+        now = clock.now()
+        return source_downloads.request_download(definition, [PATH], parent=loading.work.operation, now=now)
+
+    first = await in_thread(request)
+    assert (await in_thread(request)).id == first.id, "loads share it"
+    with pytest.raises(Conflict):
+        await in_thread(lambda: request_import(plan, actor="ann", now=clock.now()))
+
+
+async def test_on_a_shared_folder_the_control_plane_downloads(
+    loading: Stage, told: list[Any], models: Path, settings: Settings
+) -> None:
+    settings.CLUSTER = replace(settings.CLUSTER, shared_models=True)
+    await loaded_while(loading, run_import)
+    assert (models / PATH).read_bytes() == DATA
+    assert told[0].ModelFile == str(models / PATH)
