@@ -34,7 +34,8 @@ class Schema:
     def of(cls, connection: "psycopg.Connection[tuple[str, ...]]") -> "Schema":
         """Read it; the connection is in autocommit mode. A new database has nothing."""
         table = connection.execute(
-            "SELECT obj_description(oid, 'pg_class') FROM pg_class WHERE oid = to_regclass('django_migrations')"
+            "SELECT obj_description(oid, 'pg_class') FROM pg_class"
+            " WHERE oid = to_regclass('django_migrations')"
         ).fetchone()
         if table is None:
             return cls(frozenset(), "")
