@@ -64,11 +64,14 @@ export function duration(seconds: number): string {
   return `${Math.floor(seconds / HOUR)}h ${Math.floor((seconds % HOUR) / MINUTE)}m`;
 }
 
+// Made once: tables have hundreds of times.
+const EXACT = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
+
 /** The exact time, with date and zone, for tooltips. */
 export function exact(iso: string): string {
   const time = new Date(iso);
   if (Number.isNaN(time.getTime())) return iso;
-  return new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" }).format(time);
+  return EXACT.format(time);
 }
 
 /** A word with its number: `1 node`, `13 nodes`. */

@@ -1,7 +1,7 @@
 // Figures over time as charts: an hour, a day or a week, or what a person has zoomed to, with the events of nodes.
-import { useQueryClient } from "@tanstack/react-query";
 import { useMemo, useState, type ReactNode } from "react";
 import { useInAddress } from "../lib/in-address";
+import { useLive } from "../live/hooks";
 import { KINDS } from "../nodes/detail/events";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
@@ -36,10 +36,10 @@ interface OverTimeProps {
 export function OverTime({ scope, name: subject, draw, expected }: OverTimeProps): ReactNode {
   const [name, setName] = useInAddress(readRange, writeRange);
   const [zoom, setZoom] = useState<Range | null>(null);
-  const queries = useQueryClient();
+  const skew = useLive((state) => state.skew);
   const query = useFigures(scope, subject, zoom ?? { last: RANGES[name] });
   const zoomTo = (from: number, to: number) => {
-    const zoomed = zoomRange(from, to, serverSeconds(queries));
+    const zoomed = zoomRange(from, to, serverSeconds(skew));
     const isChosen = "last" in zoomed && Math.abs(zoomed.last / RANGES[name] - 1) < SAME_LENGTH;
     setZoom(isChosen ? null : zoomed);
   };
@@ -134,8 +134,10 @@ export function isKnown(values: Values): boolean {
   return values.some((value) => value !== null);
 }
 
+const DECIMAL = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
+
 export function decimal(value: number): string {
-  return new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" }).format(value);
+  return DECIMAL.format(value);
 }
 
 export function percent(value: number): string {

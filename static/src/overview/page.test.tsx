@@ -65,12 +65,18 @@ afterEach(() => {
   vi.restoreAllMocks();
 });
 
-function open(overview: Partial<Overview> = {}, path = "/"): void {
+function open(overview: Partial<Overview> = {}, path = "/", live = new LiveStore()): void {
   vi.spyOn(client, "GET").mockImplementation(((path: string, options: { params?: { query?: unknown } }) => {
     if (path === "/api/figures") asked.push(options.params?.query as (typeof asked)[number]);
     return Promise.resolve({ data: path === "/api/figures" ? FIGURES : { ...OVERVIEW, ...overview }, response: new Response() });
   }) as never);
-  stage(new LiveStore(), createMemoryRouter([{ path: "*", element: <OverviewPage /> }], { initialEntries: [path] }));
+  stage(live, createMemoryRouter([{ path: "*", element: <OverviewPage /> }], { initialEntries: [path] }));
+}
+
+/** The feed of a server whose clock shows `NOW`. */
+function greeted(live = new LiveStore()): LiveStore {
+  live.push({ type: "hello", at: NOW, build: "1", version: "1", user: { name: "a", role: "admin" } });
+  return live;
 }
 
 it("shows what needs attention, with the page on which to act", async () => {
@@ -138,8 +144,8 @@ it("goes to another time, zooms and comes back", async () => {
   await vi.waitFor(() => expect(asked.length).toBeGreaterThan(2));
 });
 
-it("reads the last hour by the server's clock, and longer times from the overview's", async () => {
-  open();
+it("reads the last hour by the server's clock, and longer times by the feed's", async () => {
+  open({}, "/", greeted());
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   await charts.findByText(/^Requests/);
   expect(asked).toEqual([{ scope: "cluster" }]);
@@ -149,10 +155,13 @@ it("reads the last hour by the server's clock, and longer times from the overvie
   expect(Math.abs(lastBeginsBefore() - DAY)).toBeLessThan(10);
 });
 
-it("reads a day of an address with the server's clock", async () => {
-  open({}, "/?range=day");
+it("reads a day of an address with the server's clock, once the feed has told it", async () => {
+  const live = new LiveStore();
+  open({}, "/?range=day", live);
   await within(await screen.findByRole("region", { name: "Over time" })).findByText(/^Requests/);
   expect(asked).toHaveLength(1);
+  greeted(live);
+  await vi.waitFor(() => expect(asked).toHaveLength(2));
   expect(Math.abs(lastBeginsBefore() - DAY)).toBeLessThan(10);
 });
 
@@ -163,7 +172,7 @@ it("takes no inherited name for a range", async () => {
 });
 
 it("keeps the length of a zoom that reaches past now, and follows", async () => {
-  open();
+  open({}, "/", greeted());
   selected = [AT - 3600, AT + 3600];
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   fireEvent.click(await charts.findByText(/^Requests/));
@@ -177,7 +186,7 @@ it("keeps the length of a zoom that reaches past now, and follows", async () => 
 });
 
 it("zooms out to a year at most", async () => {
-  open();
+  open({}, "/", greeted());
   selected = [AT - 500 * DAY, AT - DAY];
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   fireEvent.click(await charts.findByText(/^Requests/));

@@ -2,7 +2,7 @@ import { cleanup, fireEvent, render, screen } from "@testing-library/react";
 import { afterEach, beforeAll, expect, it, vi } from "vitest";
 import { Chart, isolatedIndices, stepText, type ChartProps } from "./chart";
 
-const drawn = { setData: vi.fn(), setSize: vi.fn(), redraw: vi.fn(), destroy: vi.fn(), setCursor: vi.fn(), valToPos: (at: number) => at };
+const drawn = { width: 500, setData: vi.fn(), setSize: vi.fn(), redraw: vi.fn(), destroy: vi.fn(), setCursor: vi.fn(), valToPos: (at: number) => at };
 vi.mock("uplot", () => ({
   default: vi.fn(function () {
     return drawn;
@@ -73,4 +73,26 @@ it("keeps the scale of data that came a moment ago when events are drawn", () =>
 it("says that nothing is known", () => {
   render(<Chart {...PROPS} lines={[]} />);
   expect(screen.getByRole("slider").getAttribute("aria-valuetext")).toBe("nothing known");
+});
+
+it("is not drawn a second time for the width that it has", () => {
+  let report: () => void = () => undefined;
+  vi.stubGlobal(
+    "ResizeObserver",
+    class {
+      constructor(callback: () => void) {
+        report = callback;
+      }
+      observe() {}
+      disconnect() {}
+    },
+  );
+  vi.spyOn(HTMLElement.prototype, "clientWidth", "get").mockReturnValueOnce(500).mockReturnValueOnce(500).mockReturnValue(400);
+  drawn.setSize.mockClear();
+  render(<Chart {...PROPS} />);
+  report();
+  expect(drawn.setSize).not.toHaveBeenCalled();
+  report();
+  expect(drawn.setSize).toHaveBeenCalledWith({ width: 400, height: 160 });
+  vi.unstubAllGlobals();
 });

@@ -35,6 +35,11 @@ const DAY_S = 86400;
 /** Steps that a zoom must leave. */
 const LEAST_STEPS = 4;
 const COLOURS = ["--bar-used", "--bar-reserved", "--good", "--bar-tight", "--bar-full", "--info", "--text-2", "--accent"];
+// A format takes longer to make than to use.
+const DATE = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" });
+const TIME = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+const TO_THE_SECOND = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const TO_THE_MINUTE = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 const NO_EVENTS: readonly ChartEvent[] = [];
 
 function colourOf(index: number): string {
@@ -43,14 +48,13 @@ function colourOf(index: number): string {
 
 /** The label of a time on an axis whose marks are `everyS` seconds apart. */
 function timeLabel(at: number, everyS: number): string {
-  const format: Intl.DateTimeFormatOptions = everyS >= DAY_S ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-  return new Intl.DateTimeFormat(undefined, format).format(at * 1000);
+  return (everyS >= DAY_S ? DATE : TIME).format(at * 1000);
 }
 
 /** The time, the value of each line, and the events of one step. */
 export function stepText({ start, step, lines, format, events = NO_EVENTS }: ChartProps, index: number): string {
   const at = start + index * step;
-  const time = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: step < 60 ? "medium" : "short" }).format(at * 1000);
+  const time = (step < 60 ? TO_THE_SECOND : TO_THE_MINUTE).format(at * 1000);
   const values = lines.map(({ label, values }) => {
     const value = values[index] ?? null;
     return `${lines.length > 1 ? `${label} ` : ""}${value === null ? "unknown" : format(value)}`;
@@ -82,7 +86,8 @@ function options(width: number, labels: readonly string[], { top, current, onHov
       {},
       ...labels.map((label, index) => ({
         label,
-        width: 1.5,
+        // A line of one pixel is drawn several times as fast as a wider one, whose outline has to be filled.
+        width: 1,
         stroke: () => colour(colourOf(index)),
         points: { show: false, filter: (plot: uPlot, line: number) => isolatedIndices(plot.data[line] ?? []), size: 4 },
       })),
