@@ -2,7 +2,7 @@
 // An upgrade of several nodes goes in waves unless said otherwise; nodes that the server refuses are named, and the others can go on; a model's last replica is confirmed by name.
 import { useRef, useState, type ReactNode, type SubmitEvent } from "react";
 import { useAction } from "../api/action";
-import { count } from "../lib/format";
+import { compareNames, count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
 import { usersOf } from "../nodes/detail/words";
 import { Names } from "../nodes/shared/names";
@@ -193,7 +193,7 @@ function byNode(backends: Change["backends"]): Named[] {
       else nodeReplicas[1].push(name);
     }
   }
-  return [...replicasByNode.values()].sort(([skipped], [right]) => skipped.name.localeCompare(right.name, undefined, { numeric: true }));
+  return [...replicasByNode.values()].sort(([skipped], [right]) => compareNames(skipped.name, right.name));
 }
 
 /** One for each backend that has a node left: without nodes, the server would take all. */

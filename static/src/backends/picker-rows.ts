@@ -2,6 +2,7 @@
 // here, and what the server says of jobs that the feed no longer names.
 import { useQueries } from "@tanstack/react-query";
 import { useEffect, useMemo } from "react";
+import { compareNames } from "../lib/format";
 import { ApiError, call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { useLive, useNow } from "../live/hooks";
@@ -41,7 +42,7 @@ export function useRows(backend: string, nodes: NodesById): Row[] {
     runs.adopt(backend, installs.map(([nodeID, operation]) => [nodeID, operation.jobID] as const));
   }, [backend, underWay]);
   return useMemo(() => {
-    const ordered = [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+    const ordered = [...nodes.values()].sort((left, right) => compareNames(left.name, right.name));
     return ordered.map((node) => rowOf(node, backend, run.get(node.id), underWay.get(node.id), operations, recordedJobs));
   }, [nodes, backend, run, underWay, operations, recordedJobs]);
 }

@@ -1,4 +1,4 @@
-// The format of figures, times and rates. Pure; binary units; unknown values are not shown.
+// The format of figures, times and rates, and the order of names. Pure; binary units; unknown values are not shown.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"] as const;
 const MINUTE = 60;
@@ -73,6 +73,9 @@ export function exact(iso: string): string {
   if (Number.isNaN(time.getTime())) return iso;
   return EXACT.format(time);
 }
+
+/** The order of names by the rules of the language, numbers by value: `gpu-2` before `gpu-10`. */
+export const compareNames = new Intl.Collator(undefined, { numeric: true }).compare;
 
 /** A word with its number: `1 node`, `13 nodes`. */
 export function count(number: number, singular: string, plural = `${singular}s`): string {

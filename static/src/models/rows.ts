@@ -1,4 +1,5 @@
 // Models as one list: what is defined, what runs, what is being loaded and what failed. Pure.
+import { compareNames } from "../lib/format";
 import type { components } from "../api/schema";
 import type { LiveModel, LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
@@ -41,7 +42,7 @@ export interface Facts {
 /** The replicas by model, by node and number. */
 export function placesOf(nodes: Iterable<LiveNode>): Map<string, Place[]> {
   const places = new Map<string, Place[]>();
-  const sorted = [...nodes].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+  const sorted = [...nodes].sort((left, right) => compareNames(left.name, right.name));
   for (const node of sorted) {
     const models = [...node.models].sort((left, right) => left.replica_index - right.replica_index);
     for (const model of models) {
@@ -70,8 +71,7 @@ export function modelRows({ definitions, nodes, operations, rules, rates }: Fact
     work.set(operation.fullName, [...(work.get(operation.fullName) ?? []), operation]);
   }
   const names = [...new Set([...defined.keys(), ...places.keys(), ...work.keys()])];
-  const { compare } = new Intl.Collator(undefined, { numeric: true });
-  return names.sort(compare).map((name) => {
+  return names.sort(compareNames).map((name) => {
     const mine = (work.get(name) ?? []).sort((left, right) => left.seq - right.seq);
     const row = { name, definition: defined.get(name), places: places.get(name) ?? [], active: mine.filter(isActive), failed: mine.filter(needsAttention), rule: ruled.get(name), rate: rates.get(name) ?? null };
     const last = before.get(name);

@@ -1,6 +1,6 @@
 // Failures by cause: equal failures are one line, no matter how many nodes or operations have them. Pure.
 import type { Operation } from "../live/messages";
-import { count } from "../lib/format";
+import { compareNames, count } from "../lib/format";
 import { hasFailed, targetsOf, wholeTarget, type Target } from "./model";
 import { phrase, place, stateOf } from "./words";
 
@@ -38,7 +38,7 @@ export function causesOf(operations: readonly Operation[], all = false): Cause[]
 }
 
 function byName(left: Target, right: Target): number {
-  return left.name.localeCompare(right.name, undefined, { numeric: true });
+  return compareNames(left.name, right.name);
 }
 
 /** Failed operations in groups, in the order of their latest failure. */

@@ -6,7 +6,7 @@ import { useAction } from "../api/action";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { useThrottledNodes } from "../backends/throttled-nodes";
-import { brief, duration } from "../lib/format";
+import { brief, compareNames, duration } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { PHONE, useMedia } from "../lib/media";
 import { useChange, useLive } from "../live/hooks";
@@ -132,7 +132,7 @@ interface BarProps {
 
 function FilterBar({ filters, onChange }: BarProps): ReactNode {
   const nodes = useThrottledNodes();
-  const sorted = useMemo(() => [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true })), [nodes]);
+  const sorted = useMemo(() => [...nodes.values()].sort((left, right) => compareNames(left.name, right.name)), [nodes]);
   const change = (patch: Partial<Filters>) => onChange({ ...filters, ...patch });
   const options = sorted.map((node) => [node.id, node.name] as const);
   const removedNode = filters.node !== "" && !nodes.has(filters.node) ? [[filters.node, `removed node ${filters.node.slice(0, 8)}`] as const] : [];

@@ -1,6 +1,7 @@
 // Operations as people think of them: the installs of one backend on thirteen nodes are one piece of work with
 // thirteen parts. Pure: groups from the operations that the feed has told, with the groups of a moment ago, so that
 // progress does not go back and what has not changed keeps its identity.
+import { compareNames } from "../lib/format";
 import type { Operation, OperationTarget } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { ENDED, ownState, stateOf, type TargetState, type State } from "./words";
@@ -47,6 +48,8 @@ export interface Group {
   state: Exclude<State, "completed" | "cancelled">;
   active: readonly Operation[];
   failed: readonly Operation[];
+  /** What began together with the active ones and has ended beside them; the failures if nothing is active. */
+  run: readonly Operation[];
   /** The nodes of the run under way, or of the failures if nothing is. */
   targets: readonly Target[];
   /** Mean of all targets, 0 to 99: it is not done before the last one ends. */
@@ -101,11 +104,11 @@ function groupOf(id: string, members: readonly Operation[], previous: Group | un
   const speaker = spokesman(failed, active);
   if (speaker === undefined) return null;
   const run = active.length > 0 ? runOf(active, members) : failed;
+  if (previous !== undefined && same(previous, active, failed, run)) return previous;
   const targets = latestTargets(run);
-  if (previous !== undefined && same(previous, active, failed, targets)) return previous;
   const state = failed.length > 0 ? "failed" : stateOfAll(active);
   const progress = active.length > 0 ? advanced(targets, active, previous) : 0;
-  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, targets, progress, ...bytesOf(targets), speaker };
+  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, run, targets, progress, ...bytesOf(targets), speaker };
 }
 
 function stateOfAll(active: readonly Operation[]): Group["state"] {
@@ -118,11 +121,10 @@ function byAge(left: Operation, right: Operation): number {
   return Date.parse(left.createdAt) - Date.parse(right.createdAt) || left.seq - right.seq;
 }
 
-function same(previous: Group, active: readonly Operation[], failed: readonly Operation[], targets: readonly Target[]): boolean {
+function same(previous: Group, active: readonly Operation[], failed: readonly Operation[], run: readonly Operation[]): boolean {
   const equal = (left: readonly unknown[], right: readonly unknown[]) =>
     left.length === right.length && left.every((value, index) => value === right[index]);
-  const jobs = (of: readonly Target[]) => of.map((target) => target.job);
-  return equal(previous.active, active) && equal(previous.failed, failed) && equal(jobs(previous.targets), jobs(targets));
+  return equal(previous.active, active) && equal(previous.failed, failed) && equal(previous.run, run);
 }
 
 /**
@@ -152,7 +154,7 @@ function endOf(operation: Operation): number {
 export function latestTargets(run: readonly Operation[]): Target[] {
   const targets = new Map<string, Target>();
   for (const operation of [...run].sort(byAge)) for (const target of targetsOf(operation)) targets.set(target.id, target);
-  return [...targets.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+  return [...targets.values()].sort((left, right) => compareNames(left.name, right.name));
 }
 
 /** The targets of an operation. */

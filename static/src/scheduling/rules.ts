@@ -1,6 +1,7 @@
 // Scheduling rules: what the server says of them, what a person types, and how the two become each other. Pure but
 // for the calls at the end. The selector is a JSON text in an answer and an object in a request.
 import { keepPreviousData, useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
+import { compareNames } from "../lib/format";
 import { ApiError, call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { useChange, useLive } from "../live/hooks";
@@ -24,7 +25,7 @@ export function selectorOf(rule: Pick<Rule, "node_selector">): Selector | null {
 
 /** The nodes that may run models: an approved worker that is no agent. */
 export function candidates(nodes: Iterable<LiveNode>): LiveNode[] {
-  return [...nodes].filter((node) => node.node_type === "backend" && node.status !== "pending").sort((secondsLeft, right) => secondsLeft.name.localeCompare(right.name, undefined, { numeric: true }));
+  return [...nodes].filter((node) => node.node_type === "backend" && node.status !== "pending").sort((left, right) => compareNames(left.name, right.name));
 }
 
 /** The nodes that have every label of the selector. */

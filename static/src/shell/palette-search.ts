@@ -4,7 +4,7 @@ import type { components } from "../api/schema";
 import { backendAddress } from "../backends/installed-model";
 import { chatAddress } from "../chat/models";
 import { modelAddress } from "../models/rows";
-import { count } from "../lib/format";
+import { compareNames, count } from "../lib/format";
 import { gpuWords } from "../live/gpus";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
@@ -209,7 +209,5 @@ function named(nodes: readonly LiveNode[]): string {
 }
 
 function byTitle(entries: Entry[]): Entry[] {
-  // Comparing by the rules of a language is slow over thousands of entries, unless the rules are looked up once.
-  const { compare } = new Intl.Collator(undefined, { numeric: true });
-  return entries.sort((left, right) => compare(left.title, right.title));
+  return entries.sort((left, right) => compareNames(left.title, right.title));
 }

@@ -1,7 +1,7 @@
 // The slots of the node by model, and what loads have reserved of its memory: which load holds how much, and what the
 // loaded replicas were estimated to need.
 import type { ReactNode } from "react";
-import { bytes } from "../../lib/format";
+import { bytes, compareNames } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import type { Column } from "../../ui/rows";
 import { Table } from "../../ui/table";
@@ -31,7 +31,7 @@ export function slotRows({ models, max_replicas_per_model: cap }: Pick<LiveNode,
     row[UNDER_WAY.has(state) ? "loading" : "estimated"] += needed;
     rows.set(model, row);
   }
-  return [...rows.values()].sort((left, right) => left.model.localeCompare(right.model, undefined, { numeric: true }));
+  return [...rows.values()].sort((left, right) => compareNames(left.model, right.model));
 }
 
 export function Slots({ node }: { node: LiveNode }): ReactNode {
