@@ -6,7 +6,7 @@ import { useLive } from "../live/hooks";
 import type { Column } from "../ui/rows";
 import { Table } from "../ui/table";
 import { Ago } from "../ui/time";
-import { diskWords, memoryWords, needWords, signed, slotOf, type Best, type Choice, type Decision, type Miss } from "./explanation-query";
+import { diskWords, memoryWords, needWords, quotaWords, signed, slotOf, type Best, type Choice, type Decision, type Miss } from "./explanation-query";
 
 /** `kept`: when it was made, and when its figures were last read; null for one that is not kept. */
 export function Details({ decision, recorded = null, name }: { decision: Decision; recorded?: Choice["recorded"]; name: string }): ReactNode {
@@ -62,10 +62,12 @@ function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): Re
   return (
     <div>
       <h4>Nodes that cannot take it</h4>
-      <Table name={`Nearest misses for ${name}`} columns={MISSES} rows={misses} rowId={nodeOf} rowName={({ node }) => node} />
+      <Table name={`Nearest misses for ${name}`} columns={misses.some(hasQuota) ? WITH_QUOTA : MISSES} rows={misses} rowId={nodeOf} rowName={({ node }) => node} />
     </div>
   );
 }
+
+const QUOTA: Column<Miss> = { key: "quota", title: "Disk quota used", largestFirst: true, value: ({ disk_quota = 0, quota_used = 0 }) => (disk_quota > 0 ? quota_used / disk_quota : null), cell: quotaWords };
 
 const MISSES: readonly Column<Miss>[] = [
   { key: "node", title: "Node", value: ({ node }) => node, cell: ({ node_id, node }) => <NodeName id={node_id} text={node} /> },
@@ -75,6 +77,11 @@ const MISSES: readonly Column<Miss>[] = [
   { key: "replicas", title: "Replicas", largestFirst: true, value: ({ replicas }) => replicas, cell: ({ replicas, slots }) => `${replicas} of ${slots}` },
   { key: "flight", title: "In flight", largestFirst: true, value: ({ in_flight }) => in_flight, cell: ({ in_flight }) => in_flight },
 ];
+
+const hasQuota = ({ disk_quota = 0 }: Miss) => disk_quota > 0;
+
+/** With the quota of the models' files, if one of the nodes has it. */
+const WITH_QUOTA: readonly Column<Miss>[] = MISSES.flatMap((column) => (column.key === "disk" ? [column, QUOTA] : [column]));
 
 /** Decisions outlive the nodes that they name: only one that is there has a page. */
 export function NodeName({ id, text }: { id: string; text: string }): ReactNode {

@@ -79,3 +79,8 @@ export function signed(size: number): string {
 export function diskWords({ available_disk, total_disk }: Miss): string {
   return total_disk === 0 ? "not reported" : `${bytes(available_disk)} of ${bytes(total_disk)}`;
 }
+
+/** What files of models take of the node's quota for them. */
+export function quotaWords({ disk_quota = 0, quota_used = 0 }: Miss): string {
+  return disk_quota === 0 ? "no quota" : `${bytes(quota_used)} of ${bytes(disk_quota)}`;
+}

@@ -110,6 +110,17 @@ it("shows what the next request finds, the latest decision with its nodes, and w
   expect(within(misses).getAllByRole("button").map((heading) => heading.textContent)).toEqual(["Node", "Reason", "VRAM free", "Disk available", "Replicas", "In flight"]);
 });
 
+it("shows how much of the quota for models is used where a node has one", async () => {
+  const panel = await open();
+  const [plain] = decision().misses;
+  const limited = { node_id: "n2", node: "n2", code: "quota", reason: "190.0 GiB of 200.0 GiB of the quota for models are used, 12 GiB more are needed", free_vram: 8 * GIB, available_disk: 900 * GIB, total_disk: 1024 * GIB, disk_quota: 200 * GIB, quota_used: 190 * GIB, replicas: 0, slots: 1, in_flight: 0 };
+  await respond(0, explained("a load begins and waits", [], decision({ ...WAITING, misses: [limited, ...(plain === undefined ? [] : [plain])] })));
+  await panel.findByRole("button", { name: /^One more replica now/ });
+  const misses = panel.getByRole("table", { name: "Nearest misses for tiny" });
+  expect(within(misses).getAllByRole("columnheader").map((heading) => heading.textContent)).toContain("Disk quota used");
+  expect(lines(misses).map((row) => row.slice(3, 5))).toEqual([["900 GiB of 1 TiB", "190 GiB of 200 GiB"], ["not reported", "no quota"]]);
+});
+
 it("shows a wait with its reason, and another decision when it is chosen (UI-8.7)", async () => {
   const panel = await open();
   await respond(0, explained("a load begins and waits: no node has 8 GiB", [recordedDecision(8, WAITING), recordedDecision(7)], decision(WAITING)));
