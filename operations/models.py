@@ -385,7 +385,7 @@ TRANSITIONS: dict[Event, Transition] = {
     Event.WAIT: Transition(
         _from(Status.PROCESSING),
         Status.WAITING,
-        "It waits for a node; one that could take it wakes it.",
+        "No node can take it now. It continues when one can.",
     ),
     Event.RELEASE: Transition(
         _from(Status.PROCESSING), Status.PENDING, "Its controller stops and hands it back at once."

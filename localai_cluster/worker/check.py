@@ -43,7 +43,7 @@ async def machine(config: Config) -> list[str]:
     found = f"{count} with {gpus.total / GIB:.0f} GiB" if gpus.total else "no GPU"
     lines = [f"hardware: {found}, capability {capability}"]
     if config.without_effect:
-        lines.append(f"settings: without effect in this worker: {', '.join(config.without_effect)}")
+        lines.append(f"settings: these have no effect in this worker: {', '.join(config.without_effect)}")
     return [*lines, *_folders(config), *_addresses(config), *_ports(config)]
 
 

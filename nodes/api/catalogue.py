@@ -297,7 +297,9 @@ KNOWN = Shape(
     [
         field("name", TEXT),
         field("modality", TEXT, "What it works on, by its tags; empty if they do not say it."),
-        field("auto_detect", FLAG, "Whether it is found by looking at a model: here none is."),
+        field(
+            "auto_detect", FLAG, "True if it can be detected from the files of a model: always false here."
+        ),
         field("description", TEXT, optional=True),
         field("installed", FLAG, "On any approved node."),
     ],

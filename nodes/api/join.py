@@ -76,7 +76,11 @@ CREATED_TOKEN = Shape(
         field("token", {"type": "string", "pattern": "^join-[0-9a-f]{64}$"}),
         field("command", TEXT, "The line to run on the other machine; it contains the token."),
         field("url", TEXT, "The server's URL in that line."),
-        field("url_is_set", FLAG, "Whether the URL is CLUSTER_PUBLIC_URL and not what this request used."),
+        field(
+            "url_is_set",
+            FLAG,
+            "True if the URL is CLUSTER_PUBLIC_URL, false if it is the address of this request.",
+        ),
         field(
             "warnings",
             TEXTS,

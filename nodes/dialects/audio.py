@@ -314,7 +314,7 @@ class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
     ] = None
     response_format: Annotated[
         Literal["wav", "mp3", "opus", "aac", "flac", "pcm"] | None,
-        msgspec.Meta(description="What the model's engine makes, or absent. Streams are `wav` or `pcm`."),
+        msgspec.Meta(description="Absent: the format of the model's engine. Streams are `wav` or `pcm`."),
     ] = None
     speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] | None = None
     instructions: _Phrase | None = None

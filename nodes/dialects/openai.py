@@ -112,8 +112,8 @@ class ChatResponse(ResponseBody, kw_only=True):
 
 REFUSED_IN_CHAT = {
     "audio": "no engine here answers with sound",
-    "functions": "it is `tools` today",
-    "function_call": "it is `tool_choice` today",
+    "functions": "replaced by `tools`",
+    "function_call": "replaced by `tool_choice`",
     "web_search_options": "no engine here searches the web",
 }
 

@@ -33,7 +33,7 @@ NOTICE = Shape(
 )
 FEED_USER = Shape(
     "FeedUser",
-    "Whom the server takes the client for.",
+    "The user of this connection.",
     [field("name", TEXT), field("role", {"type": "string", "enum": ["admin"]})],
 )
 
@@ -62,14 +62,14 @@ OPERATIONS_SNAPSHOT = Message(
     "FeedOperationsSnapshot",
     "operations.snapshot",
     "The live list as it is: what is not in it has ended or was dismissed.",
-    field("seq", count(), "Where the reader stands."),
+    field("seq", count(), "The reader's position."),
     field("operations", OPERATION.many),
 )
 OPERATIONS_DELTA = Message(
     "FeedOperationsDelta",
     "operations.delta",
     "Operations that changed, in the order of their last change; ended and dismissed ones too.",
-    field("seq", count(), "Where the reader stands afterwards."),
+    field("seq", count(), "The reader's position after this message."),
     field("operations", OPERATION.many),
     field(
         "partial",
@@ -83,14 +83,14 @@ NODES_SNAPSHOT = Message(
     "FeedNodesSnapshot",
     "nodes.snapshot",
     "All nodes as they are, by name.",
-    field("cursor", TEXT, "Where the reader stands."),
+    field("cursor", TEXT, "The reader's position."),
     field("nodes", LIVE_NODE.many),
 )
 NODES_DELTA = Message(
     "FeedNodesDelta",
     "nodes.delta",
     "What changed since the last message about nodes.",
-    field("cursor", TEXT, "Where the reader stands afterwards."),
+    field("cursor", TEXT, "The reader's position after this message."),
     field("changed", LIVE_NODE_PATCH.many),
     field("removed", {"type": "array", "items": UUID}),
 )

@@ -163,7 +163,9 @@ def decide_load(
 
 
 def _with_fewer_layers(explanation: Explanation, node: Candidate, layers: int) -> Explanation:
-    sentence = f"with {layers} layers on the GPU of {node.name}, which has no memory for all"
+    sentence = (
+        f"with {layers} layers on the GPU of {node.name}, which does not have the memory for all of them"
+    )
     return replace(
         explanation,
         outcome=DecisionOutcome.PLACED,

@@ -115,7 +115,7 @@ def _check_count(keys: Collection[str]) -> None:
 def _check_bytes(labels: Mapping[str, str]) -> None:
     if sum(len(f"{key}{value}".encode()) for key, value in labels.items()) > MOST_PENDING_BYTES:
         raise errors.InvalidInput(
-            f"labels: a node that awaits approval has at most {MOST_PENDING_BYTES} bytes of them",
+            f"labels: a node that awaits approval can have at most {MOST_PENDING_BYTES} bytes of labels",
             field="labels",
         )
 

@@ -406,7 +406,7 @@ CONFLICT = Shape(
         column(
             "fingerprint",
             TEXT,
-            "Of the secret that was offered.",
+            "Fingerprint of the secret that the other machine sent.",
             source=_claim(NodeConflict.Mismatch.SECRET, NodeConflict.Mismatch.WEAK),
             optional=True,
         ),

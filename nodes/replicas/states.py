@@ -165,7 +165,7 @@ TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
         {**_to(None, *WITHOUT_ENGINE), Phase.STARTING: Phase.STOPPING},
     ),
     ReplicaEvent.DRAINED: ReplicaTransition(
-        "An unload or an upgrade takes the replica out of the picks, or an unload takes it over from an"
+        "An unload or an upgrade stops new requests to the replica, or an unload takes it over from an"
         " upgrade or another unload.",
         _to(Phase.DRAINING, Phase.SERVING, Phase.DRAINING),
     ),

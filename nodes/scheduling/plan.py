@@ -184,7 +184,7 @@ def _replace_lost(context: RuleContext) -> RuleDecision | None:
     if context.rule.spread:
         loads = _loads(context, lost)[:lost]
     else:
-        reason = f"{lost} of {context.rule.seen} were lost: {lost} more, although it rests"
+        reason = f"{lost} of {context.rule.seen} were lost: {lost} more, without waiting for the cooldown"
         loads = [LoadReplica(context.rule.model, context.allowed_nodes, reason)] * lost
     return context.decision(loads[0].reason, *loads) if loads else None
 

@@ -85,7 +85,7 @@ class HistoryView(APIView):
         },
     )
     def get(self, request: Request) -> Response:
-        """The record, what ended last first. `nextCursor` leads to the older ones, if there are any."""
+        """Operations that have ended, the latest first. `nextCursor` leads to older ones."""
         return Response(record(request.query_params))
 
     @extend_schema(

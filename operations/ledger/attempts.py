@@ -49,7 +49,7 @@ def target_done(
     Raises NotFound if the operation has no target on that node, ValueError unless the status is final.
     """
     if status not in targets.ENDED:
-        raise ValueError(f"{status} is no end")
+        raise ValueError(f"{status} is not a final status")
     with committed("ledger.target_done"):
         owned(operation_id, fence)
         if not OperationTarget.objects.filter(operation_id=operation_id, node_id=node_id).exists():

@@ -64,7 +64,9 @@ class Command(VerbCommand):
         _model(add("show", show, "Show the YAML of a model."))
         _edited(_model(add("edit", edit_model, "Change a definition, in $EDITOR unless values are given.")))
         removed = _model(add("remove", remove, "Unload a model and delete its stored definition."))
-        removed.add_argument("--files", action="store_true", help="and the files that no other one names")
+        removed.add_argument(
+            "--files", action="store_true", help="also delete the files that no other definition names"
+        )
         removed.add_argument("--detach", action="store_true", help="do not wait for the end")
         _model(add("disable", disable, "Disable a definition: no requests, and its replicas are unloaded."))
         _model(add("enable", enable, "Enable a definition."))

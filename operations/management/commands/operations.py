@@ -49,7 +49,7 @@ class Command(VerbCommand):
             ended.add_argument(f"--{name}", metavar=metavar, help=what)
         shown = _of_one(add("show", show, "Show one operation and its part on each node."))
         shown.add_argument(
-            "--follow", action="store_true", help="until it has ended; exit code 1 if it failed"
+            "--follow", action="store_true", help="print changes until it has ended; exit code 1 if it failed"
         )
         _of_one(add("cancel", cancel, "End an operation for good.")).add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"

@@ -402,7 +402,9 @@ async def test_a_load_takes_fewer_layers_where_not_all_fit_and_its_row_has_them(
     stage.installs(stage.one, STARTED)
     await hot.in_thread(stage.need_until)
     result = await stage.handler(stage.work)
-    assert result["why"].startswith(f"with {layers} layers on the GPU of one, which has no memory for all; ")
+    assert result["why"].startswith(
+        f"with {layers} layers on the GPU of one, which does not have the memory for all of them; "
+    )
     row = await in_thread(NodeModel.objects.get)
     assert (row.vram_needed, row.model_options["NGPULayers"], row.state) == (needed, layers, "loaded")
     assert row.config_revision == definition.revision

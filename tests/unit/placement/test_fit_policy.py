@@ -74,7 +74,9 @@ def test_what_follows_where_memory_lacks_comes_in_this_order() -> None:
     assert explanation.sentence.startswith("waits for a#0 on n1 to stop, the least recently used; ")
     explanation, _ = decided([full], PARTIAL, busy)
     assert (explanation.node, explanation.gpu_layers) == (full, 2)
-    assert explanation.sentence.startswith("with 2 layers on the GPU of n1, which has no memory for all; ")
+    assert explanation.sentence.startswith(
+        "with 2 layers on the GPU of n1, which does not have the memory for all of them; "
+    )
     explanation, eviction = decided([full], NEED, busy)
     assert (explanation.node, eviction and eviction.drains) == (full, True)
     assert "waits for a#0 on n1 to end its requests and stop: its least time is over" in explanation.sentence

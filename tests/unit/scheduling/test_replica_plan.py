@@ -173,7 +173,7 @@ def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
     lost = replace(rests, seen=2)
     decision = decided(lost, tick=False, hosts=[a, b], replicas=there)
     assert (len(loads(decision.actions)), flags(decision)) == (1, [])
-    assert decision.reason == "1 of 2 were lost: 1 more, although it rests"
+    assert decision.reason == "1 of 2 were lost: 1 more, without waiting for the cooldown"
     leaves = [*there, row(b, state="unloading")]
     assert len(loads(decided(lost, tick=False, hosts=[a, b], replicas=leaves).actions)) == 1
     assert decided(replace(rests, seen=1), tick=False, hosts=[a, b], replicas=there).actions == ()
