@@ -67,11 +67,11 @@ function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): Re
   );
 }
 
-const QUOTA: Column<Miss> = { key: "quota", title: "Disk quota used", largestFirst: true, value: ({ disk_quota = 0, quota_used = 0 }) => (disk_quota > 0 ? quota_used / disk_quota : null), cell: quotaWords };
+const QUOTA: Column<Miss> = { key: "quota", title: "Quota used", largestFirst: true, value: ({ disk_quota = 0, quota_used = 0 }) => (disk_quota > 0 ? quota_used / disk_quota : null), cell: quotaWords };
 
 const MISSES: readonly Column<Miss>[] = [
   { key: "node", title: "Node", value: ({ node }) => node, cell: ({ node_id, node }) => <NodeName id={node_id} text={node} /> },
-  { key: "reason", title: "Reason", value: ({ reason }) => reason, cell: ({ reason }) => <bdi>{reason}</bdi> },
+  { key: "refusal", title: "Reason", value: ({ reason }) => reason, cell: ({ reason }) => <bdi>{reason}</bdi> },
   { key: "vram", title: "VRAM free", largestFirst: true, value: ({ free_vram }) => free_vram, cell: ({ free_vram }) => signed(free_vram) },
   { key: "disk", title: "Disk available", largestFirst: true, value: ({ available_disk, total_disk }) => (total_disk === 0 ? null : available_disk), cell: diskWords },
   { key: "replicas", title: "Replicas", largestFirst: true, value: ({ replicas }) => replicas, cell: ({ replicas, slots }) => `${replicas} of ${slots}` },

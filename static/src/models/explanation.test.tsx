@@ -117,7 +117,7 @@ it("shows how much of the quota for models is used where a node has one", async 
   await respond(0, explained("a load begins and waits", [], decision({ ...WAITING, misses: [limited, ...(plain === undefined ? [] : [plain])] })));
   await panel.findByRole("button", { name: /^One more replica now/ });
   const misses = panel.getByRole("table", { name: "Nearest misses for tiny" });
-  expect(within(misses).getAllByRole("columnheader").map((heading) => heading.textContent)).toContain("Disk quota used");
+  expect(within(misses).getAllByRole("columnheader").map((heading) => heading.textContent)).toContain("Quota used");
   expect(lines(misses).map((row) => row.slice(3, 5))).toEqual([["900 GiB of 1 TiB", "190 GiB of 200 GiB"], ["not reported", "no quota"]]);
 });
 
