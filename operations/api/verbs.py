@@ -1,5 +1,6 @@
 """Verbs of operations of all kinds: cancel, pause, retry (`contract/http-api.md` §3.3, §3.4)."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -194,7 +195,9 @@ class OperationCountsSerializer(serializers.Serializer[Any]):
     ended = serializers.IntegerField(min_value=0, help_text="Ended already, or without a record.")
     refused = serializers.IntegerField(min_value=0, help_text="The verb is not possible for them now.")
     reasons = serializers.ListField(
-        child=serializers.CharField(), max_length=MOST_REASONS, help_text="Why, each reason once."
+        child=serializers.CharField(),
+        max_length=MOST_REASONS,
+        help_text="Why, each reason once, the most frequent first; several operations are counted in it.",
     )
 
 
@@ -249,7 +252,8 @@ def _dismiss(ids: list[Any], by: Requester, comment: str) -> dict[str, Any]:
 
 
 def _counts(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
-    reasons = list(dict.fromkeys(refusals))[:MOST_REASONS]
+    most = Counter(refusals).most_common(MOST_REASONS)
+    reasons = [f"{reason} ({number} operations)" if number > 1 else reason for reason, number in most]
     return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
 
 

@@ -375,6 +375,19 @@ def test_failures_are_dismissed_and_retried_together() -> None:
     assert Operation.objects.active().count() == 1
 
 
+def test_refusals_are_counted_by_their_cause() -> None:
+    """Twenty operations with one cause are one reason, which says that it is that of twenty."""
+    keys = [f"waiting {number}" for number in range(3)]
+    pending = [Operation.objects.create(kind="backend_install", key=key, element="x") for key in keys]
+    other = failed_operation("other", status="cancelled")
+    answer = bulk_operations("dismiss", other, *pending)
+    assert (answer["done"], answer["refused"]) == (0, 4)
+    assert answer["reasons"] == [
+        "the operation is pending: only a failure can be dismissed (3 operations)",
+        "the operation is cancelled: only a failure can be dismissed",
+    ]
+
+
 def test_what_has_not_failed_is_not_dismissed_and_many_cost_as_much_as_one() -> None:
     """What was completed, or has no record, is no refusal. Each dismissal is in the audit log."""
     costs = []
