@@ -67,7 +67,7 @@ function HealthParts({ health }: { health: Health }): ReactNode {
         <h2>Parts</h2>
         <ul className="system-lines" aria-label="Parts">
           {health.parts.map((part) => (
-            <Line key={part.id} part={part} />
+            <PartLine key={part.id} part={part} />
           ))}
         </ul>
       </section>
@@ -75,22 +75,7 @@ function HealthParts({ health }: { health: Health }): ReactNode {
         <h2>Schedules</h2>
         <ul className="system-lines" aria-label="Schedules">
           {health.schedules.map((schedule) => (
-            <li key={schedule.id}>
-              <h3>{schedule.name}</h3>
-              {schedule.paused ? <Pill tone="warn" word="paused" /> : schedule.last_ok === false ? <Pill tone="bad" word="failed" /> : <Pill tone="good" word="on" />}
-              <p>
-                Last run <Ago at={schedule.last_run} />
-                {!schedule.paused && (
-                  <>
-                    {" "}
-                    · next <Ago at={schedule.next_run} now="due" />
-                  </>
-                )}
-              </p>
-              <a href={`/admin/django_q/schedule/${String(schedule.id)}/change/`}>
-                Edit<span className="visually-hidden"> {schedule.name}</span>
-              </a>
-            </li>
+            <ScheduleLine key={schedule.id} schedule={schedule} />
           ))}
         </ul>
       </section>
@@ -112,7 +97,28 @@ function HealthParts({ health }: { health: Health }): ReactNode {
   );
 }
 
-function Line({ part }: { part: Part }): ReactNode {
+function ScheduleLine({ schedule }: { schedule: Health["schedules"][number] }): ReactNode {
+  return (
+    <li>
+      <h3>{schedule.name}</h3>
+      {schedule.paused ? <Pill tone="warn" word="paused" /> : schedule.last_ok === false ? <Pill tone="bad" word="failed" /> : <Pill tone="good" word="on" />}
+      <p>
+        Last run <Ago at={schedule.last_run} />
+        {!schedule.paused && (
+          <>
+            {" "}
+            · next <Ago at={schedule.next_run} now="due" />
+          </>
+        )}
+      </p>
+      <a href={`/admin/django_q/schedule/${String(schedule.id)}/change/`}>
+        Edit<span className="visually-hidden"> {schedule.name}</span>
+      </a>
+    </li>
+  );
+}
+
+function PartLine({ part }: { part: Part }): ReactNode {
   const { tone, word } = STATE_WORDS[part.state];
   const page = PAGES[part.id];
   return (

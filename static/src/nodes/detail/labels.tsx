@@ -38,15 +38,10 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
       goOnAt(key.current, list.current);
     },
   );
-  const restore = useNodeAction(
-    node.id,
-    ({ key: name, value }: Draft) => mergeLabels(node.id, { [name]: value }),
-    (_, label) => {
-      setRemoved((last) => (last === label ? null : last));
-      announce(`Label ${label.key} is back.`);
-      goOnAt(key.current, list.current);
-    },
-  );
+  const restored = (label: Draft) => {
+    setRemoved((last) => (last === label ? null : last));
+    goOnAt(key.current, list.current);
+  };
   return (
     <Panel title="Labels">
       {labels.length === 0 && <p className="muted">No labels. Scheduling rules select nodes by label.</p>}
@@ -68,6 +63,31 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
       {remove.error !== null && (
         <Problem error={remove.error} {...(remove.input === undefined ? {} : { onRetry: () => remove.run(remove.input as Draft) })} onDismiss={remove.forget} />
       )}
+      <UndoRemoval node={node} removed={removed} onRestored={restored} />
+      <AddLabel node={node} draft={draft} setDraft={setDraft} keyInput={key} />
+    </Panel>
+  );
+}
+
+interface UndoProps {
+  node: LiveNode;
+  /** The label that was removed last. */
+  removed: Draft | null;
+  onRestored: (label: Draft) => void;
+}
+
+/** Offers to put the removed label back as long as the node has no label of this key. */
+function UndoRemoval({ node, removed, onRestored }: UndoProps): ReactNode {
+  const restore = useNodeAction(
+    node.id,
+    ({ key, value }: Draft) => mergeLabels(node.id, { [key]: value }),
+    (_, label) => {
+      announce(`Label ${label.key} is back.`);
+      onRestored(label);
+    },
+  );
+  return (
+    <>
       {removed !== null && !Object.hasOwn(node.labels, removed.key) && (
         <p className="row wrap nd-source">
           <span className="muted anywhere">
@@ -79,8 +99,7 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
         </p>
       )}
       <Problem error={restore.error} onDismiss={restore.forget} />
-      <AddLabel node={node} draft={draft} setDraft={setDraft} keyInput={key} />
-    </Panel>
+    </>
   );
 }
 
