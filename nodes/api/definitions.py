@@ -266,7 +266,9 @@ class DefinitionView(_DefinitionRoute):
         tags=["models"],
         parameters=[
             _MODEL,
-            query_parameter("files", {"type": "boolean"}, "Remove the files that no other one names."),
+            query_parameter(
+                "files", {"type": "boolean"}, "Also delete the files that no other definition names."
+            ),
         ],
         request=None,
         responses={

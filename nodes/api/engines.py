@@ -121,7 +121,7 @@ _MONITORED = {
 
 
 class BackendModelSerializer(UnloadModelSerializer):
-    """Which model, by the reference's name for the field."""
+    """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
     model = Text(max_length=LONGEST_MODEL)
@@ -317,7 +317,7 @@ LOADING = Shape(
         field(
             "progress",
             {"type": "number"},
-            "Percent of the whole load. It never falls, until an attempt begins again.",
+            "Percent of the whole load. It falls only when a new attempt begins.",
         ),
         field("bytes_sent", BYTES),
         field("total_bytes", BYTES),

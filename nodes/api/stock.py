@@ -336,7 +336,7 @@ class StockDeleteView(_DefinitionView):
         examples=[response_example({"uuid": _JOB, "status": f"https://cluster/models/jobs/{_JOB}"})],
     )
     def post(self, request: Request, model: str) -> Response:
-        """Unloads it, deletes its stored definition and the files that no other one names.
+        """Unloads it, deletes its stored definition and the files that no other definition names.
 
         409 for a model that only a file of the models folder defines.
         """

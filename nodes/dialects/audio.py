@@ -214,7 +214,7 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     if body.timestamp_granularities and body.response_format != "verbose_json":
         raise InvalidInput(f"{MANY}: needs `response_format` verbose_json", field=MANY)
     if body.stream and body.response_format not in (None, "json", "text"):
-        raise InvalidInput("response_format: a stream has text only", field="response_format")
+        raise InvalidInput("response_format: a stream contains only text", field="response_format")
     return upload, body
 
 

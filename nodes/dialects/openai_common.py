@@ -65,7 +65,7 @@ class UsageBody(ResponseBody):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream has beside the pieces."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None

@@ -23,7 +23,7 @@ from operations.changes.feed import OPERATION
 
 NOTICE = Shape(
     "Notice",
-    "Something that an operator should know on every page.",
+    "A notice for operators, which every page shows.",
     [
         field("id", TEXT, "Stays the same while it holds."),
         field("level", {"type": "string", "enum": ["warning", "error"]}),

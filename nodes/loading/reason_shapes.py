@@ -66,7 +66,7 @@ NEED = Shape(
             "Where `vram` comes from: the definition, readings of former loads, or the estimate.",
             optional=True,
         ),
-        field("readings", count(), "From how many loads it was learned.", optional=True),
+        field("readings", count(), "Number of loads from which it was learned.", optional=True),
         field("learned_at", TEXT, "When the newest of them was read; empty unless learned.", optional=True),
     ],
 )
