@@ -1,4 +1,4 @@
-"""The browser's part of `make measure`: interaction to next paint, charts, memory, first load.
+"""The browser's part of `make measure`: interaction to next paint, long tasks, charts, memory, first load.
 
 Five hundred seeded nodes and two hundred operations move all the while. Chromium itself says how long each
 interaction took until its paint (event timing, in steps of 8 ms; what took less than 16 ms it does not tell
@@ -23,7 +23,7 @@ from tests.browser.screen import settings
 from tests.measure.table import Measured, show
 
 NODES, OPERATIONS = 500, 200
-NEXT_PAINT, CHARTS, GROWTH = 200.0, 300.0, 10.0
+NEXT_PAINT, LONG_TASK, CHARTS, GROWTH = 200.0, 100.0, 300.0, 10.0
 CHARTED = "gpu-h100-106"
 TURNS = 7
 WARM_UP_SECONDS = 120.0
@@ -41,10 +41,23 @@ new PerformanceObserver((list) => {
     window.interactions.set(one.interactionId, Math.max(before, one.duration));
   }
 }).observe({ type: "event", durationThreshold: 16, buffered: true });
+window.tasks = [];
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries()) window.tasks.push(task.duration);
+}).observe({ type: "longtask" });
 """
+_TASKS = "() => window.tasks.splice(0)"
+"""Durations in ms of the tasks of 50 ms and more since the last call."""
 _TOLD = "() => [...window.interactions.values()]"
 _WEEK = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
+  const context = CanvasRenderingContext2D.prototype;
+  const { clearRect } = context;
+  let drawings = 0;
+  context.clearRect = function (...box) {
+    drawings += 1;
+    return clearRect.apply(this, box);
+  };
   const buttons = [...document.querySelectorAll("[aria-label='Time shown'] button")];
   const began = performance.now();
   buttons.find((button) => button.textContent === "Week").click();
@@ -52,9 +65,9 @@ _WEEK = """async () => {
   while (sliders().length < 6 || sliders().some((slider) => slider.ariaValueMax > 200)) await frame();
   await frame();
   await frame();
-  return performance.now() - began;
+  return [performance.now() - began, drawings / sliders().length];
 }"""
-"""Presses *Week* and waits until every chart is drawn with its 169 hours."""
+"""Presses *Week*, waits until every chart is drawn with its 169 hours, and counts how often each was."""
 
 
 def minutes() -> float:
@@ -122,12 +135,15 @@ def use(page: Page, fleet: Fleet) -> list[float]:
 
 def interactions(page: Page, fleet: Fleet) -> list[Measured]:
     """How long they took until the next paint."""
+    page.evaluate(_TASKS)
     found = use(page, fleet)
+    tasks = [took for took in page.evaluate(_TASKS) if took > LONG_TASK]
     ninety_eighth = found[len(found) - math.ceil(0.98 * len(found))]
     return [
         Measured("interactions measured", len(found), unit=""),
         Measured("interaction to next paint, p98", ninety_eighth, NEXT_PAINT, unit="ms"),
         Measured("interaction to next paint, worst", found[0], NEXT_PAINT, unit="ms"),
+        Measured(f"tasks above {LONG_TASK:g} ms", len(tasks), 0, unit=""),
     ]
 
 
@@ -140,11 +156,13 @@ def charts(page: Page, fleet: Fleet) -> list[Measured]:
         page.goto(f"{fleet.webs[0].url}/app/nodes/{node}")
         # Nothing is planted for the last hour.
         expect(page.get_by_text("No figures in this time.")).to_be_visible()
-        took.append(float(page.evaluate(_WEEK)))
+        milliseconds, drawings = page.evaluate(_WEEK)
+        took.append(float(milliseconds))
     took.sort()
     return [
         Measured("charts of 8 GPUs over a week, median", took[TURNS // 2], CHARTS, unit="ms"),
         Measured("charts of 8 GPUs over a week, worst", took[-1], unit="ms"),
+        Measured("drawings of each of these charts", float(drawings), 1, unit=""),
     ]
 
 
