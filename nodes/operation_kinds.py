@@ -17,8 +17,8 @@ from nodes.replicas import drains, unload_requests
 from operations import kinds
 from operations.changes.feed import TaskType
 from operations.executor.work import Handler
-from operations.kinds import HandlerContext, OperationKind, Requester
-from operations.ledger.admission import Admission
+from operations.kinds import HandlerContext, OperationKind
+from operations.ledger.admission import Admission, Requester
 from operations.models import Operation
 
 
@@ -33,12 +33,7 @@ class BackendTargets:
         self, operation_id: UUID, *, nodes: Sequence[UUID], requester: Requester, now: datetime
     ) -> Admission:
         """Repeat the targets that failed, on these nodes or on all."""
-        scope = backend_requests.RequestScope(
-            [],
-            actor=requester.actor,
-            request_id=requester.request_id,
-            client_address=requester.client_address,
-        )
+        scope = backend_requests.RequestScope([], requester)
         return admission.retry(operation_id, only=nodes, asked_by=scope, now=now)
 
 

@@ -13,17 +13,8 @@ from uuid import UUID
 from localai_cluster.messaging.bus import Bus
 from operations.changes.feed import KINDS, KindFacts
 from operations.executor.work import Handler, WakeUps
-from operations.ledger.admission import Admission
+from operations.ledger.admission import Admission, Requester
 from operations.models import Operation
-
-
-@dataclass(frozen=True)
-class Requester:
-    """The user who requests something, for the record."""
-
-    actor: str
-    request_id: str = ""
-    client_address: str = ""
 
 
 @dataclass(frozen=True)

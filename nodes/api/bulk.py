@@ -19,14 +19,14 @@ from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import validate_body
 from nodes.api.base import NODE_ID, NodeView, actor_of, request_example, response_example
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
-from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request, requester_of
+from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request
 from nodes.api.node_settings import LABELS
 from nodes.api.waves import WaveOptionsSerializer, with_waves
 from nodes.backends import admission
-from nodes.backends.backend_requests import INSTALL, chosen_nodes
+from nodes.backends.backend_requests import INSTALL, RequestScope, chosen_nodes
 from nodes.registry import bulk
 from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
-from operations.api.serializers import MOST_NODES
+from operations.api.serializers import MOST_NODES, requester_of
 
 _KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
 """Kinds of operations over many nodes by verb."""
@@ -171,6 +171,6 @@ class BulkInstallView(NodeView):
         fields = validate_body(BulkInstallSerializer, request)
         command, ids = install_request(fields), fields["ids"]
         nodes = chosen_nodes(command, ids, field="ids")
-        scope = with_waves(requester_of(request, nodes), fields)
+        scope = with_waves(RequestScope(nodes, requester_of(request)), fields)
         admitted = admission.admit_on_nodes(command, scope, field="ids", now=clock.now())
         return Response(accepted_body(admitted, INSTALL), status=202)

@@ -30,7 +30,6 @@ from nodes.api.node_backends import (
     backend_name_in,
     check_backend_name,
     install_request,
-    requester_of,
 )
 from nodes.api.waves import WaveOptionsSerializer, last_replicas_field, with_waves
 from nodes.backends import catalogue, node_commands, wave_requests
@@ -47,7 +46,7 @@ from nodes.backends.backend_requests import (
     refuse_by_name,
 )
 from nodes.commands.outcomes import CommandFailed
-from operations.api.serializers import STARTED, NodesSerializer, started_body
+from operations.api.serializers import STARTED, NodesSerializer, requester_of, started_body
 from operations.ledger.admission import Admission
 from operations.models import Status
 
@@ -164,7 +163,10 @@ class _Everywhere(_CommandView):
         fields = validate_body(self.body, request)
         command = self.backend_request(name, fields)
         return Response(
-            started_body(admit_command(requester_of(request, []), command, fields), COMMAND_TEXTS[self.kind])
+            started_body(
+                admit_command(RequestScope((), requester_of(request)), command, fields),
+                COMMAND_TEXTS[self.kind],
+            )
         )
 
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
@@ -208,7 +210,7 @@ class InstallExternalView(_CommandView):
         command = install_request(
             {name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True
         )
-        by = replace(requester_of(request, []), drains=not fields.get("force", False))
+        by = replace(RequestScope((), requester_of(request)), drains=not fields.get("force", False))
         return Response(started_body(admit_command(by, command, fields), COMMAND_TEXTS[INSTALL]))
 
 
@@ -316,7 +318,7 @@ class ChangesView(_CommandView):
         All are checked first: if one is refused, none starts.
         """
         fields = validate_body(BackendChangesSerializer, request)
-        by, kind = requester_of(request, []), _CHANGES[fields["verb"]]
+        by, kind = RequestScope((), requester_of(request)), _CHANGES[fields["verb"]]
         scopes: list[tuple[BackendRequest, RequestScope]] = []
         checked: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
@@ -381,7 +383,7 @@ class ApplySerializer(Described, NullIsAbsent):
 
 
 def _scheduled(request: Request, command: BackendRequest) -> Response:
-    admission = admit_command(requester_of(request, []), command, {})
+    admission = admit_command(RequestScope((), requester_of(request)), command, {})
     job, texts = str(admission.operation.id), COMMAND_TEXTS[command.kind]
     return Response(
         SCHEDULED.of(
@@ -450,7 +452,9 @@ class DeleteAndWaitView(_CommandView):
         It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
         """
         command = BackendRequest(DELETE, backend_name_in(name))
-        operation = wait_for_end(admit_command(requester_of(request, []), command, {}).operation, HOLD)
+        operation = wait_for_end(
+            admit_command(RequestScope((), requester_of(request)), command, {}).operation, HOLD
+        )
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)
         is_completed = operation.status == Status.COMPLETED

@@ -15,9 +15,8 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.accounts import principals
-from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import TEXT, Row
@@ -53,6 +52,7 @@ from nodes.loading import definition_preview, definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from operations.api.serializers import requester_of
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 100
 MOST_REVISIONS, USUAL_REVISIONS = 50, 20
@@ -296,9 +296,7 @@ class DefinitionView(_DefinitionRoute):
 
 def remove(request: Request, name: str, *, with_files: bool) -> Row:
     """Request the deletion; return its operation."""
-    removal = RemovalRequest(
-        name, principal(request).name, with_files, request_id.get(), client_address(request)
-    )
+    removal = RemovalRequest(name, requester_of(request), with_files)
     admission = definition_removal.request_removal(removal, now=clock.now())
     job = str(admission.operation.id)
     return REMOVAL.of(

@@ -17,9 +17,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import IsUser, client_address, principal
+from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
@@ -58,6 +57,7 @@ from nodes.models.replica import load_key
 from nodes.registry import dial_targets
 from nodes.registry.listing import Parameters
 from nodes.replicas import fleet_queries, unload_requests
+from operations.api.serializers import requester_of
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, Status
 
@@ -187,9 +187,7 @@ class LoadView(APIView):
             key=load_key(model),
             element=model,
             payload={"model": model},
-            actor=principal(request).name,
-            request_id=request_id.get(),
-            client_address=client_address(request),
+            by=requester_of(request),
             needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
         )
         operation = admit(wanted_load, now=now).operation
@@ -201,9 +199,7 @@ class LoadView(APIView):
             fields["model"],
             fields.get("replicas") or 1,
             node_id=None if node is None else node.pk,
-            actor=principal(request).name,
-            request_id=request_id.get(),
-            client_address=client_address(request),
+            by=requester_of(request),
         )
         return _loaded(fields["model"], operations, wait=fields.get("wait", True))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
@@ -12,9 +12,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, count, field
@@ -28,7 +26,8 @@ from nodes.loading.files_in_use import FilesInUse, in_folder_thread, read_files_
 from nodes.models import BackendNode
 from nodes.replicas import unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
-from operations.ledger.admission import Admission
+from operations.api.serializers import requester_of
+from operations.ledger.admission import Admission, Requester
 
 MOST_DAYS, MOST_BYTES = 36_500, 2**60
 CONTROL_PLANE = "control plane"
@@ -170,8 +169,7 @@ class RemoveFilesView(APIView):
         if place.problem:
             raise errors.Conflict(place.problem)
         selected = selection.of(place.files)
-        removal = _Removal(principal(request).name, request_id.get(), client_address(request), now)
-        admissions = removal.request(node_id, selected) if selected else []
+        admissions = _request(requester_of(request), node_id, selected) if selected else []
         return Response(_removal(selected, admissions), status=202 if admissions else 200)
 
 
@@ -213,33 +211,16 @@ async def _read() -> tuple[FilesInUse, list[UnusedFile], set[str]]:
     return in_use, files, {entry.name for entry in await folder().known()}
 
 
-@dataclass(frozen=True)
-class _Removal:
-    """Who removes files, and when."""
-
-    actor: str
-    request_id: str
-    client_address: str
-    now: datetime
-
-    def request(self, node_id: UUID | None, files: Sequence[UnusedFile]) -> list[Admission]:
-        """Request the removal. Raise Conflict."""
-        if node_id is None:
-            return [
-                unused_files.request_removal(
-                    files,
-                    actor=self.actor,
-                    now=self.now,
-                    request_id=self.request_id,
-                    client_address=self.client_address,
-                )
-            ]
-        node = BackendNode.objects.get(pk=node_id)
-        return [unload_requests.delete(self._of_model(file.path, node), now=self.now) for file in files]
-
-    def _of_model(self, model: str, node: BackendNode) -> UnloadRequest:
-        reason = "nothing defines the model any more"
-        return UnloadRequest(model, self.actor, self.request_id, self.client_address, node, reason=reason)
+def _request(by: Requester, node_id: UUID | None, files: Sequence[UnusedFile]) -> list[Admission]:
+    """Request the removal. Raise Conflict."""
+    now = clock.now()
+    if node_id is None:
+        return [unused_files.request_removal(files, by=by, now=now)]
+    node = BackendNode.objects.get(pk=node_id)
+    reason = "nothing defines the model any more"
+    return [
+        unload_requests.delete(UnloadRequest(file.path, by, node, reason=reason), now=now) for file in files
+    ]
 
 
 def _removal(files: Sequence[UnusedFile], admissions: Sequence[Admission]) -> Row:

@@ -17,9 +17,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import IsUser, client_address, principal
+from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, names
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
 from localai_cluster.web.rest import (
     Described,
@@ -43,6 +42,7 @@ from nodes.replicas import unload_requests
 from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
+from operations.api.serializers import requester_of
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -293,9 +293,7 @@ def run_and_respond(
     """Admit and wait: 200 after the end, 202 while it is running, CommandFailed with the reasons."""
     unload_request = UnloadRequest(
         fields["model_name"],
-        principal(request).name,
-        request_id.get(),
-        client_address(request),
+        requester_of(request),
         node,
         fields.get("replica_index"),
         fields.get("deadline_seconds"),

@@ -13,9 +13,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
@@ -35,6 +33,7 @@ from nodes.backends import node_stop
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
+from operations.api.serializers import requester_of
 
 MOST_IDS = 500
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -328,11 +327,9 @@ class StopView(NodeView):
         node = BackendNode.objects.get(pk=require_node_id(node_id))
         admitted = node_stop.request_stop(
             node,
-            actor=actor_of(request).name,
+            by=requester_of(request),
             now=clock.now(),
             reason=validate_body(ReasonSerializer, request).get("reason", ""),
-            request_id=request_id.get(),
-            client_address=client_address(request),
         )
         job = str(admitted.operation.id)
         body = ACCEPTED.of(

@@ -16,9 +16,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import (
     Described,
@@ -35,7 +33,7 @@ from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
-from operations.api.serializers import CommandTexts
+from operations.api.serializers import CommandTexts, requester_of
 from operations.ledger.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -200,16 +198,6 @@ def _schema(
     )
 
 
-def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> RequestScope:
-    return RequestScope(
-        nodes,
-        actor=principal(request).name,
-        all_nodes=all_nodes,
-        request_id=request_id.get(),
-        client_address=client_address(request),
-    )
-
-
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
     job, texts = str(admission.operation.id), COMMAND_TEXTS[kind]
     return ACCEPTED.of(
@@ -221,7 +209,7 @@ def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
 
 
 def _on_one(request: Request, node: BackendNode, command: BackendRequest) -> Response:
-    admission = admit(command, requester_of(request, [node]), now=clock.now())
+    admission = admit(command, RequestScope([node], requester_of(request)), now=clock.now())
     return Response(accepted_body(admission, command.kind), status=202)
 
 

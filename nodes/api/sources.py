@@ -8,10 +8,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
@@ -23,6 +21,7 @@ from nodes.downloads.imports import request_import
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 from nodes.sources import catalogue, inspection
 from nodes.sources.plans import ImportPlan
+from operations.api.serializers import requester_of
 from operations.ledger.admission import Admission
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 50
@@ -221,11 +220,9 @@ def start(request: Request, plan: ImportPlan, *, load: bool = False) -> Admissio
     """Admit the import for the caller of the request."""
     return request_import(
         plan,
-        actor=principal(request).name,
+        by=requester_of(request),
         now=clock.now(),
         load=load,
-        request_id=request_id.get(),
-        client_address=client_address(request),
     )
 
 

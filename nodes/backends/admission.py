@@ -174,10 +174,8 @@ def _operation_request(request: BackendRequest, scope: RequestScope, key: str) -
         key=key,
         element=request.element[:255],
         payload=asdict(request) | scope.payload(),
-        actor=scope.actor,
+        by=scope.by,
         node=(only_node.id, only_node.name) if only_node else None,
-        request_id=scope.request_id,
-        client_address=scope.client_address,
         parent=scope.parent,
     )
 
@@ -440,7 +438,7 @@ def _dismiss_tried(operation: Operation, scope: RequestScope, *, successor: Oper
     )
     if tried or not failed.exists():
         comment = f"tried again as operation {successor.id}"
-        ledger.dismiss(operation.id, actor=scope.actor, now=now, comment=comment, nodes=tried)
+        ledger.dismiss(operation.id, actor=scope.by.actor, now=now, comment=comment, nodes=tried)
 
 
 def admit_on_nodes(request: BackendRequest, scope: RequestScope, *, field: str, now: datetime) -> Admission:

@@ -19,6 +19,7 @@ from nodes.backends.waves import Options, nodes_at_once
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
 from operations.ledger import target_changes
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, TargetStatus
 
 INSTALL, UPGRADE, DELETE = "backend_install", "backend_upgrade", "backend_delete"
@@ -110,11 +111,9 @@ class RequestScope:
     """The scope of a request: its nodes, its requester, and how it proceeds from node to node."""
 
     nodes: Sequence[BackendNode]
-    actor: str
+    by: Requester
     all_nodes: bool = False
     """True if the request is for all nodes that are eligible at this moment."""
-    request_id: str = ""
-    client_address: str = ""
     parent: Operation | None = None
     waves: Options | None = None
     """None: all nodes at once."""

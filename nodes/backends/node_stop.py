@@ -27,6 +27,7 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.registry import actions
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import TargetStatus
 
@@ -38,15 +39,7 @@ REPEAT_EVERY = 30.0
 _BUS_PAUSE = 5.0
 
 
-def request_stop(
-    node: BackendNode,
-    *,
-    actor: str,
-    now: datetime,
-    reason: str = "",
-    request_id: str = "",
-    client_address: str = "",
-) -> admission.Admission:
+def request_stop(node: BackendNode, *, by: Requester, now: datetime, reason: str = "") -> admission.Admission:
     """Create the operation that stops the node's worker, or join the active one. Raise Conflict."""
     if text := actions.refusal(actions.STOP, node):
         raise errors.Conflict(f"node {node.name} cannot be stopped: {text}", field="status")
@@ -54,12 +47,10 @@ def request_stop(
         KIND,
         key=f"node-stop:{node.id}",
         element=node.name,
-        actor=actor,
+        by=by,
         payload={"reason": reason},
         node=(node.id, node.name),
         targets=[(node.id, node.name)],
-        request_id=request_id,
-        client_address=client_address,
     )
     return admission.admit(request, now=now)
 

@@ -43,6 +43,7 @@ from nodes.backends.waves import Options
 from nodes.models import BackendNode, BackendOffer, NodeBackend
 from nodes.replicas import drains
 from operations.executor.work import in_thread
+from operations.ledger.admission import Requester
 from operations.models import Operation
 
 log = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> Reque
     away = [ExcludedNode(nodes[str(place.id)], _away_reason(place)) for place in upgrade_plan.away]
     return RequestScope(
         [nodes[str(place.id)] for place in upgrade_plan.upgrade],
-        actor=ACTOR,
+        by=Requester(ACTOR),
         waves=Options(),
         left_out=[*last, *away],
     )

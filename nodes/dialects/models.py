@@ -349,10 +349,9 @@ async def _nothing(engine: BackendClient) -> None:
 async def _unload(request: InferenceRequest, model: str) -> None:
     """Request the unload; a model that is not loaded is unloaded. Raise Forbidden unless the caller may."""
     await confirm(request)
-    caller = request.principal
-    if not caller.is_admin:
+    if not request.principal.is_admin:
         raise Forbidden("only an administrator may unload a model; the cluster unloads idle ones")
-    order = UnloadRequest(model, caller.name, request.request_id, request.client_address)
+    order = UnloadRequest(model, request.requester)
     try:
         await in_thread(lambda: unload_requests.unload(order, now=clock.now()))
     except NotFound:

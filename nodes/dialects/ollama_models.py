@@ -116,9 +116,7 @@ async def delete(request: InferenceRequest) -> Answer:
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
     definition = await find_definition(_name(body.model or body.name, "model"))
-    order = RemovalRequest(
-        definition.name, request.principal.name, False, request.request_id, request.client_address
-    )
+    order = RemovalRequest(definition.name, request.requester)
     admission = await _change(request, lambda: definition_removal.request_removal(order, now=clock.now()))
     operation = await _wait_for_end(admission.operation.id)
     if operation is None or operation.status != Status.COMPLETED:

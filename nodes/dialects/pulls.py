@@ -59,10 +59,8 @@ async def pull(request: InferenceRequest) -> Answer | Played:
     admission = await in_thread(
         request_import,
         plan,
-        actor=request.principal.name,
+        by=request.requester,
         now=clock.now(),
-        request_id=request.request_id,
-        client_address=request.client_address,
     )
     progress = PullProgress(admission.operation.id, plan)
     return await progress.wait() if body.stream is False else progress

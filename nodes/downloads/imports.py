@@ -42,7 +42,7 @@ from nodes.replicas import fleet_queries
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SHARE, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger.admission import Admission, OperationRequest, admit, in_progress, locked
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit, in_progress, locked
 from operations.ledger.attempts import owned, remember
 from operations.ledger.progress import Tick
 from operations.models import Operation
@@ -65,15 +65,7 @@ _DOWNLOADED_PERCENT, _SAVING_PERCENT = 90.0, 99.0
 """O26: downloads and verification reach at most the first, saving shows the second."""
 
 
-def request_import(
-    plan: ImportPlan,
-    *,
-    actor: str,
-    now: datetime,
-    load: bool = False,
-    request_id: str = "",
-    client_address: str = "",
-) -> Admission:
+def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool = False) -> Admission:
     """Create the import, or join the active one of the same plan. `load`: load the model afterwards.
 
     Raises InvalidInput for a plan that must not be followed, Conflict while another plan of the same name is.
@@ -85,10 +77,8 @@ def request_import(
         KIND,
         key=f"import:{plan.name}",
         element=plan.name,
-        actor=actor,
+        by=by,
         payload=payload,
-        request_id=request_id,
-        client_address=client_address,
     )
     admission = admit(request, now=now)
     if not admission.created:
@@ -379,9 +369,7 @@ def _request_load(operation: Operation) -> None:
         key=load_key(name),
         element=name,
         payload={"model": name},
-        actor=operation.actor,
-        request_id=operation.request_id,
-        client_address=operation.client_address,
+        by=Requester(operation.actor, operation.request_id, operation.client_address),
         needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
     )
     admit(request, now=now)

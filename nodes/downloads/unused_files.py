@@ -24,7 +24,7 @@ from nodes.loading.file_removal import remove_files
 from nodes.loading.files_in_use import FilesInUse, in_folder_thread, is_on_share, read_files_in_use
 from nodes.models import BroughtModel, NodeModel
 from operations.executor.work import Postpone, Work
-from operations.ledger.admission import Admission, OperationRequest, admit
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit
 from operations.ledger.progress import Tick
 
 KIND = "model_files_remove"
@@ -135,19 +135,15 @@ class Selection:
         return selected
 
 
-def request_removal(
-    files: Sequence[UnusedFile], *, actor: str, now: datetime, request_id: str = "", client_address: str = ""
-) -> Admission:
+def request_removal(files: Sequence[UnusedFile], *, by: Requester, now: datetime) -> Admission:
     """Create the removal of files of the models folder. Raise Conflict while another one is running."""
     size = sum(file.size for file in files)
     request = OperationRequest(
         KIND,
         key=KIND,
         element=f"{len(files)} file{'' if len(files) == 1 else 's'}",
-        actor=actor,
+        by=by,
         payload={"paths": [file.path for file in files], "bytes": size},
-        request_id=request_id,
-        client_address=client_address,
     )
     admission = admit(request, now=now)
     if not admission.created and admission.operation.payload["paths"] != request.payload["paths"]:

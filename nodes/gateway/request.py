@@ -16,6 +16,7 @@ from localai_cluster.kit import conf
 from localai_cluster.web.bodies import Form
 from localai_cluster.web.wire import Header
 from nodes.gateway.prefix_table import Chain
+from operations.ledger.admission import Requester
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,11 @@ class InferenceRequest:
     """Completed when the picker has decided; each pick creates a new future."""
     pick_attempts: int = 0
     """Number of failed statements during the latest pick."""
+
+    @property
+    def requester(self) -> Requester:
+        """The caller, for the record of an operation."""
+        return Requester(self.principal.name, self.request_id, self.client_address)
 
     @property
     def pick_request(self) -> PickRequest:

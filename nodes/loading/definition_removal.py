@@ -26,7 +26,7 @@ from nodes.models.replica import ALL_SUFFIX, load_key
 from nodes.replicas import drains
 from nodes.replicas.unload_requests import UnloadModel, record_unload
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger.admission import Admission, OperationRequest, admit
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit
 from operations.ledger.attempts import owned
 from operations.ledger.progress import Tick
 
@@ -36,13 +36,11 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class RemovalRequest:
-    """The request to delete a stored definition, and its actor."""
+    """The request to delete a stored definition, and its requester."""
 
     name: str
-    actor: str
+    by: Requester
     with_files: bool = False
-    request_id: str = ""
-    client_address: str = ""
 
 
 def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
@@ -61,7 +59,7 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
             KIND,
             key=f"definition:{name}" if file else load_key(name, ALL_SUFFIX),
             element=name,
-            actor=request.actor,
+            by=request.by,
             payload={
                 "model": name,
                 "definition": str(row.id),
@@ -70,13 +68,11 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
                 "replica_index": None,
             },
             targets=list(replicas.values_list("node_id", "node__name").distinct()),
-            request_id=request.request_id,
-            client_address=request.client_address,
         ),
         now=now,
     )
     if admission.created and not file:
-        because = f"deletion of its definition asked for by {request.actor}"
+        because = f"deletion of its definition asked for by {request.by.actor}"
         record_unload(name, admission.operation.id, because=because, node_id=None, index=None, now=now)
     return admission
 

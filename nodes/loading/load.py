@@ -51,6 +51,7 @@ from nodes.registry import dial_targets
 from nodes.replicas import engine_ends, fleet_queries, slots
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, WakeUps, Work, in_thread
+from operations.ledger.admission import Requester
 from operations.models import TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)
@@ -368,7 +369,7 @@ def _admit_install(attempt: Attempt) -> UUID:
         raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
     operation = attempt.work.operation
     context = backend_requests.RequestScope(
-        [node], actor=operation.actor, request_id=operation.request_id, parent=operation
+        [node], by=Requester(operation.actor, operation.request_id), parent=operation
     )
     request = backend_requests.BackendRequest(backend_requests.INSTALL, attempt.definition.backend)
     return admission.admit(request, context, now=clock.now()).operation.id

@@ -25,6 +25,7 @@ from nodes.placement.choose import Need
 from nodes.placement.sizes import STATED
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission
+from operations.ledger.admission import Requester
 from operations.models import Operation, Status
 
 KIND = "model_load"
@@ -132,25 +133,19 @@ def request_scale_up(
     a transaction, which would hold the counter of changes while it waits for the model's lock.
     """
     now = clock.now()
-    request = _scale_up(model_name, allowed_nodes, actor, reason, now, replaces)
+    request = _scale_up(model_name, allowed_nodes, Requester(actor), reason, now, replaces)
     with transaction.atomic(durable=True):
         return admission.admit_one_more(request, now=now)
 
 
-def request_replicas(
-    model_name: str, count: int, *, node_id: UUID | None, actor: str, request_id: str, client_address: str
-) -> list[Operation]:
+def request_replicas(model_name: str, count: int, *, node_id: UUID | None, by: Requester) -> list[Operation]:
     """Create the loads that a person requests: `count` more replicas, on one node or on any; all or none.
 
     Raises as `request_scale_up`.
     """
     now = clock.now()
     allowed_nodes = None if node_id is None else [node_id]
-    request = replace(
-        _scale_up(model_name, allowed_nodes, actor, f"requested by {actor}", now),
-        request_id=request_id,
-        client_address=client_address,
-    )
+    request = _scale_up(model_name, allowed_nodes, by, f"requested by {by.actor}", now)
     with transaction.atomic(durable=True):
         return [admission.admit_one_more(request, now=now) for _ in range(count)]
 
@@ -158,7 +153,7 @@ def request_replicas(
 def _scale_up(
     model_name: str,
     allowed_nodes: Collection[UUID] | None,
-    actor: str,
+    by: Requester,
     reason: str,
     now: datetime,
     replaces: UUID | None = None,
@@ -167,7 +162,7 @@ def _scale_up(
         KIND,
         key=load_key(model_name),
         element=model_name,
-        actor=actor,
+        by=by,
         payload={
             "model": model_name,
             SCALE_UP: True,
@@ -218,7 +213,7 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
             KIND,
             key=load_key(model),
             element=model,
-            actor="system",
+            by=Requester("system"),
             payload={EXCLUDED_NODES: [str(node_id)]},
             needed_until=now + NEEDED_FOR,
         )

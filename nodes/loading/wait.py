@@ -29,6 +29,7 @@ from nodes.models.replica import load_key
 from operations.causes import cause_of
 from operations.executor.work import WakeUps, in_thread
 from operations.ledger import admission
+from operations.ledger.admission import Requester
 from operations.models import TERMINAL, Operation, Status
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,7 @@ class WaitingRequest(Protocol):
     @property
     def principal(self) -> Principal: ...
     @property
-    def request_id(self) -> str: ...
-    @property
-    def client_address(self) -> str: ...
+    def requester(self) -> Requester: ...
 
 
 def eta_seconds(operation: Operation, now: datetime) -> float | None:
@@ -253,9 +252,7 @@ class Loads:
             key=load_key(request.model),
             element=request.model,
             payload={"model": request.model},
-            actor=request.principal.name,
-            request_id=request.request_id,
-            client_address=request.client_address,
+            by=request.requester,
         )
         watch = self._watch(load, operation_request, request.wait_until)
         load.task = asyncio.get_running_loop().create_task(watch)

@@ -68,6 +68,7 @@ from nodes.scheduling.snapshot import (
     Unsatisfiable,
 )
 from operations.executor.work import in_thread
+from operations.ledger.admission import Requester
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
     models = list(loaded.order_by().values_list("model_name", flat=True).distinct())
     for model in models:
         try:
-            unload_requests.unload(UnloadRequest(model, ACTOR, reason=_WITHDRAWN), now=now)
+            unload_requests.unload(UnloadRequest(model, Requester(ACTOR), reason=_WITHDRAWN), now=now)
         except errors.ClusterError as refusal:
             log.info("%s: %s; %s", model, _WITHDRAWN, refusal.message)
     return len(models)
@@ -279,7 +280,7 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
         if not terminations.keeps_minimum(row):
             raise errors.Conflict("another replica of the model has gone since")
         request = UnloadRequest(
-            row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
+            row.model_name, Requester(ACTOR), node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         operation = unload_requests.unload(request, now=now).operation
         drains.drain_idle(row, operation_id=operation.id, now=now)

@@ -24,7 +24,7 @@ from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
-from operations.ledger.admission import Admission, OperationRequest, admit
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit
 from operations.ledger.attempts import owned
 from operations.models import Operation, OperationTarget, TargetStatus
 
@@ -89,10 +89,8 @@ def request(bulk: BulkRequest, *, now: datetime) -> Admission:
             key=key,
             element=element,
             payload={"options": dict(bulk.options), "actor_kind": bulk.actor.kind.value},
-            actor=str(bulk.actor),
+            by=Requester(str(bulk.actor), bulk.request_id, bulk.client_address),
             targets=[(id, names.get(id, str(id))) for id in ids],
-            request_id=bulk.request_id,
-            client_address=bulk.client_address,
         ),
         now=now,
     )

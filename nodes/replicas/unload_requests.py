@@ -45,7 +45,7 @@ from nodes.replicas.stops import StopResult
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
-from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit, in_progress
 from operations.ledger.attempts import owned
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, TargetStatus
@@ -110,16 +110,14 @@ Targets = Sequence[tuple[UUID, str]]
 
 @dataclass(frozen=True)
 class UnloadRequest:
-    """The request of an unload or deletion, and its actor; without a node for the whole cluster.
+    """The request of an unload or deletion, and its requester; without a node for the whole cluster.
 
     `grace`: seconds that running requests have before their engine is stopped, None = the setting.
     `reason` is stored with the operation.
     """
 
     model: str
-    actor: str
-    request_id: str = ""
-    client_address: str = ""
+    by: Requester
     node: BackendNode | None = None
     index: int | None = None
     grace: float | None = None
@@ -154,7 +152,9 @@ def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
     if row is None:
         raise errors.NotFound(f"no replica on node {node.name} is idle")
     reason = "the least recently used on its node"
-    request = UnloadRequest(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
+    request = UnloadRequest(
+        row.model_name, Requester(actor), node=node, index=row.replica_index, reason=reason
+    )
     return unload(request, now=now)
 
 
@@ -187,7 +187,7 @@ def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admiss
 
 
 def _record(request: UnloadRequest, kind: str, operation: Operation, now: datetime) -> None:
-    reason = request.reason or f"{kind} asked for by {request.actor}"
+    reason = request.reason or f"{kind} asked for by {request.by.actor}"
     node_id = request.node.id if request.node is not None else None
     record_unload(request.model, operation.id, because=reason, node_id=node_id, index=request.index, now=now)
 
@@ -214,11 +214,9 @@ def _admit(request: UnloadRequest, kind: str, targets: Targets, now: datetime) -
         key=_key(request),
         element=request.model,
         payload=payload,
-        actor=request.actor,
+        by=request.by,
         node=(request.node.id, request.node.name) if request.node else None,
         targets=targets,
-        request_id=request.request_id,
-        client_address=request.client_address,
     )
     return admit(operation_request, now=now)
 
@@ -260,7 +258,7 @@ def report_stuck(*, now: datetime) -> int:
             f"its engine was to go ({row.get_reason_display().lower()}) and was not stopped: {row.stop_error}"
         )
         request = UnloadRequest(
-            row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
+            row.model_name, Requester(ACTOR), node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         try:
             created += unload(request, now=now).created

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rest_framework import serializers
+from rest_framework.request import Request
 
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.kit.logs import request_id
 from localai_cluster.web.rest import NullIsAbsent, Text
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, UUID, Shape, field
 from operations.changes.feed import FIELDS, OPERATION, TARGET, WHOLE
-from operations.ledger.admission import Admission
+from operations.ledger.admission import Admission, Requester
 
 OPERATIONS = Shape("OperationList", "The live list.", [field("operations", OPERATION.many)])
 _CURSOR = field("nextCursor", TEXT, "Leads to the older ones.", optional=True)
@@ -119,6 +122,11 @@ class DismissSerializer(NodesSerializer):
     """Why the failure needs no more attention; with nodes, only the failures on these."""
 
     comment = Text(required=False, allow_null=True, max_length=500)
+
+
+def requester_of(request: Request) -> Requester:
+    """Return the user of the request."""
+    return Requester(principal(request).name, request_id.get(), client_address(request))
 
 
 def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:

@@ -11,14 +11,20 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from operations.api.jobs import found
-from operations.api.serializers import STARTED, CommandTexts, DoneSerializer, NodesSerializer, started_body
-from operations.kinds import Requester, kind_of
+from operations.api.serializers import (
+    STARTED,
+    CommandTexts,
+    DoneSerializer,
+    NodesSerializer,
+    requester_of,
+    started_body,
+)
+from operations.kinds import kind_of
 from operations.ledger import admission
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
@@ -42,11 +48,6 @@ def describe_verb(
         request=body,
         responses={200: answer, **flat_refusals(400, 404, 409, 413)},
     )
-
-
-def requester_of(request: Request) -> Requester:
-    """Return the user of the request."""
-    return Requester(principal(request).name, request_id.get(), client_address(request))
 
 
 def cancel_operation(operation: Operation, *, actor: str) -> Operation:
@@ -76,7 +77,9 @@ def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:
     return name or str(node_id)
 
 
-def retry_operation(operation: Operation, nodes: Sequence[UUID], by: Requester) -> admission.Admission:
+def retry_operation(
+    operation: Operation, nodes: Sequence[UUID], by: admission.Requester
+) -> admission.Admission:
     """Repeat what failed, on these nodes or on all. Raise Conflict if nothing can be repeated."""
     rules = kind_of(operation).targets
     if operation.by_parts and rules is not None:
@@ -143,7 +146,7 @@ class RetryView(APIView):
         return Response(started_body(retry_operation(operation, chosen, asked), AGAIN))
 
 
-def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Requester) -> admission.Admission:
+def _as_a_whole(operation: Operation, only: Sequence[UUID], by: admission.Requester) -> admission.Admission:
     """Repeat the request where it did not succeed, without the traces of earlier attempts.
 
     Raise InvalidInput for nodes of other operations, and Conflict if nothing can be repeated.
@@ -169,12 +172,10 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Requester) -> ad
         operation.kind,
         key=key,
         element=element,
-        actor=by.actor,
+        by=by,
         payload={k: v for k, v in operation.payload.items() if k not in kind.attempt_keys},
         node=(operation.node_id, operation.node_name) if operation.node_id and parts else None,
         targets=[(part.node_id, part.node_name) for part in chosen],
-        request_id=by.request_id,
-        client_address=by.client_address,
         needed_until=now + limit if kind.expires else None,
     )
     result = admission.admit(asked, now=now)
@@ -211,15 +212,15 @@ class BulkOperationsSerializer(NullIsAbsent):
     )
 
 
-def _cancel(operation: Operation, by: Requester) -> None:
+def _cancel(operation: Operation, by: admission.Requester) -> None:
     cancel_operation(operation, actor=by.actor)
 
 
-def _retry(operation: Operation, by: Requester) -> None:
+def _retry(operation: Operation, by: admission.Requester) -> None:
     retry_operation(operation, (), by)
 
 
-_VERBS: Mapping[str, Callable[[Operation, Requester], None]] = {"cancel": _cancel, "retry": _retry}
+_VERBS: Mapping[str, Callable[[Operation, admission.Requester], None]] = {"cancel": _cancel, "retry": _retry}
 """Verbs that are run for one operation after the other: each needs the locks of its own key and nodes."""
 
 
@@ -243,7 +244,7 @@ class BulkOperationsView(APIView):
         return Response(_run(fields["verb"], fields["ids"], by))
 
 
-def _dismiss(ids: list[Any], by: Requester, comment: str) -> dict[str, Any]:
+def _dismiss(ids: list[Any], by: admission.Requester, comment: str) -> dict[str, Any]:
     operations = admission.dismiss_many(ids, actor=by.actor, now=clock.now(), comment=comment)
     others = [operation for operation in operations if operation.status != Status.FAILED]
     refusals = [admission.only_failures(other) for other in others if other.status != Status.COMPLETED]
@@ -257,7 +258,7 @@ def _counts(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
     return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
 
 
-def _run(verb: str, ids: list[Any], by: Requester) -> dict[str, Any]:
+def _run(verb: str, ids: list[Any], by: admission.Requester) -> dict[str, Any]:
     done, ended, refusals = 0, 0, list[str]()
     for id in dict.fromkeys(ids):
         operation = Operation.objects.filter(pk=id).first()

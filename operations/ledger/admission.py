@@ -1,7 +1,7 @@
 """Admission and user actions on operations: create, join, extend the need, cancel, dismiss a failure."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from itertools import count
 from typing import Any
@@ -50,18 +50,25 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class Requester:
+    """The user who requests something, for the record."""
+
+    actor: str
+    request_id: str = ""
+    client_address: str = ""
+
+
+@dataclass(frozen=True)
 class OperationRequest:
     """A request for an operation: its immutable columns."""
 
     kind: str
     key: str
     element: str
-    actor: str
+    by: Requester
     payload: Mapping[str, Any] = field(default_factory=dict)
     node: tuple[UUID, str] | None = None
     targets: Sequence[tuple[UUID, str]] = ()
-    request_id: str = ""
-    client_address: str = ""
     needed_until: datetime | None = None
     parent: Operation | None = None
 
@@ -161,9 +168,7 @@ def made(
         node_id=request.node[0] if request.node else None,
         node_name=request.node[1] if request.node else "",
         parent=request.parent,
-        actor=request.actor,
-        request_id=request.request_id,
-        client_address=request.client_address,
+        **asdict(request.by),
         needed_until=request.needed_until,
         message=QUEUED,
         phase=QUEUED,
@@ -175,7 +180,7 @@ def made(
     failures = Operation.objects.filter(key=request.key, status=Status.FAILED, dismissed_at__isnull=True)
     superseded = list(failures.order_by("pk").select_for_update(no_key=True))
     for failure in superseded:
-        failure.dismissed_at, failure.dismissed_by = now, request.actor
+        failure.dismissed_at, failure.dismissed_by = now, request.by.actor
         failure.dismissed_comment = f"tried again as operation {operation.id}"
     Operation.objects.bulk_update(superseded, _DISMISSAL)
     audit.record(changed("asked", operation), at=now)

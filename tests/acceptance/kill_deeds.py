@@ -264,7 +264,8 @@ def import_model(sweep: Sweep, name: str, victim: Any, more: str = "") -> None:
         "from localai_cluster.kit import clock\n"
         "from nodes.downloads.imports import request_import\n"
         "from nodes.sources.plans import from_payload\n"
-        f"request_import(from_payload({plan!r}), actor='sweep', now=clock.now())"
+        "from operations.ledger.admission import Requester\n"
+        f"request_import(from_payload({plan!r}), by=Requester('sweep'), now=clock.now())"
     )
 
 

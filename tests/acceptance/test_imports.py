@@ -26,7 +26,8 @@ def request(cluster: Cluster, source: Source, name: str, data: bytes, path: str)
         "from localai_cluster.kit import clock\n"
         "from nodes.downloads.imports import request_import\n"
         "from nodes.sources.plans import from_payload\n"
-        f"request_import(from_payload({plan!r}), actor='test', now=clock.now())",
+        "from operations.ledger.admission import Requester\n"
+        f"request_import(from_payload({plan!r}), by=Requester('test'), now=clock.now())",
     )
 
 

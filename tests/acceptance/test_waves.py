@@ -25,7 +25,11 @@ from localai_cluster.kit import clock
 from operations.ledger import admission
 besides = {besides!r}
 wanted = admission.OperationRequest(
-    "model_load", key="model:served#0", element="served", actor="test", payload={{"besides": besides}}
+    "model_load",
+    key="model:served#0",
+    element="served",
+    by=admission.Requester("test"),
+    payload={{"besides": besides}},
 )
 admission.admit(wanted, now=clock.now())
 """

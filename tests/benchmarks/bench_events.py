@@ -21,6 +21,7 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from localai_cluster.kit import clock
+from operations.ledger.admission import Requester
 from tests.benchmarks.raw import percentile
 from tests.support.cluster import ADMIN, Process, running_cluster
 
@@ -42,7 +43,9 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
     from operations.models import Operation
 
     for number in range(OPERATIONS):
-        asked = OperationRequest("backend_install", key=f"k{number}", element=f"b{number}", actor="bench")
+        asked = OperationRequest(
+            "backend_install", key=f"k{number}", element=f"b{number}", by=Requester("bench")
+        )
         admission.admit(asked, now=clock.now())
     mine = attempts.claim("bench", now=clock.now(), lease=3600, limit=OPERATIONS)
     due = clock.monotonic()

@@ -16,6 +16,7 @@ from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import lifecycle
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.support import api, live
 from tests.support.live import Tab
@@ -64,7 +65,7 @@ make_node = sync_to_async(api.make_node)
 
 
 def admitted(name: str = "mock") -> Operation:
-    request = admission.OperationRequest("backend_install", key=name, element=name, actor="x")
+    request = admission.OperationRequest("backend_install", key=name, element=name, by=Requester("x"))
     return admission.admit(request, now=clock.now()).operation
 
 

@@ -16,6 +16,7 @@ from nodes.backends.intents import Intent
 from nodes.commands import commands
 from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -44,7 +45,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def ask(kind: str, *nodes: BackendNode, backend: str = "echo", **wish: Any) -> Operation:
     """The operation that stands for this request."""
-    asked = RequestScope(nodes, actor="test")
+    asked = RequestScope(nodes, by=Requester("test"))
     return admission.admit(BackendRequest(kind, backend, **wish), asked, now=clock.now()).operation
 
 

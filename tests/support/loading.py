@@ -20,6 +20,7 @@ from nodes.models.replica import load_key
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Recorder, WakeUps, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus
 
@@ -38,7 +39,7 @@ class Stage:
             load_request.KIND,
             key=load_key("echo"),
             element="echo",
-            actor="test",
+            by=Requester("test"),
             needed_until=now - timedelta(seconds=1),
         )
         admission.admit(request, now=now)

@@ -58,6 +58,7 @@ from nodes.replicas.unload_requests import DeleteModel, UnloadModel, UnloadReque
 from operations.executor import work as executor_work
 from operations.executor.work import Postpone, WakeUps, Work
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secret, register
 from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause
@@ -251,7 +252,7 @@ class Cluster:
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
         request = admission.OperationRequest(
-            load_request.KIND, key=load_key(model), element=model, actor="test", payload=payload
+            load_request.KIND, key=load_key(model), element=model, by=Requester("test"), payload=payload
         )
         admission.admit_one_more(request, now=clock.now())
 
@@ -262,7 +263,9 @@ class Cluster:
             waiting = [row for row in rows if row.phase in ("draining", "terminating")]
             row = dice.choice(waiting if waiting and dice.random() < 0.5 else rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
-            wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
+            wish = UnloadRequest(
+                row.model_name, Requester("anna"), node=node, index=index, grace=dice.choice([0, 60])
+            )
             if index is None and dice.random() < 0.2:
                 unload_requests.delete(wish, now=clock.now())
             else:

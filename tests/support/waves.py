@@ -10,6 +10,7 @@ from nodes.backends.backend_requests import UPGRADE, BackendRequest, RequestScop
 from nodes.backends.intents import Ended, Intent
 from nodes.backends.waves import Options
 from nodes.models import BackendNode
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 
@@ -23,7 +24,7 @@ def fleet(*names: str) -> list[BackendNode]:
 
 def asked(nodes: Sequence[BackendNode], **options: Any) -> Operation:
     """An upgrade of echo in waves."""
-    wanted = RequestScope(nodes, actor="ann", waves=Options(**options))
+    wanted = RequestScope(nodes, by=Requester("ann"), waves=Options(**options))
     return admission.admit(ECHO, wanted, now=clock.now()).operation
 
 

@@ -35,6 +35,7 @@ from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
 from operations.api.serializers import NodesSerializer, started_body
+from operations.ledger.admission import Requester
 from operations.management import following
 
 _LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
@@ -232,7 +233,7 @@ def _problem(errors_by_field: Any) -> str:
 
 def _request(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
     """Create the operation, or join it, and follow it."""
-    result = admit_command(RequestScope((), actor=str(current_actor())), request, fields)
+    result = admit_command(RequestScope((), by=Requester(str(current_actor()))), request, fields)
     body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
     if not options["detach"]:
         if not options["json"]:

@@ -35,6 +35,7 @@ from nodes.loading import definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from nodes.sources import inspection
+from operations.ledger.admission import Requester
 from operations.management import following
 
 _LIST = ("NAME", "BACKEND", "MODEL", "ORIGIN", "STATE", "REVISION", "CHANGED", "BY")
@@ -217,7 +218,7 @@ def _saved(options: Options, done: str) -> str:
 def remove(options: Options) -> str:
     """Request the deletion and follow it to its end."""
     name = options["model"]
-    request = RemovalRequest(name, str(current_actor()), options["files"])
+    request = RemovalRequest(name, Requester(str(current_actor())), options["files"])
     admission = definition_removal.request_removal(request, now=clock.now())
     job = admission.operation.id
     if options["detach"]:
@@ -276,7 +277,9 @@ def add_model(options: Options) -> str:
     )
     if inspection.is_defined(plan.name):
         raise errors.Conflict(f"a model {plan.name} is defined: choose another name with --name, or edit it")
-    admission = request_import(plan, actor=str(current_actor()), now=clock.now(), load=options["load"])
+    admission = request_import(
+        plan, by=Requester(str(current_actor())), now=clock.now(), load=options["load"]
+    )
     job = admission.operation.id
     if options["detach"]:
         said = f"{plan.name}: operation {job}; `manage.py operations show {job} --follow` shows it"

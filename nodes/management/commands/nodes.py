@@ -38,6 +38,7 @@ from nodes.registry.claims import accept_conflict, refuse_conflict
 from nodes.registry.labels import edit_labels
 from nodes.registry.shape import CONFLICT, DRAIN, IDENTITY, INVENTORY, NODE_DETAIL, OVERRIDE, ZERO_TIME
 from nodes.replicas import unload_requests
+from operations.ledger.admission import Requester
 
 _SIZES = ("vram", "ram", "disk", "bytes")
 _LIST = (
@@ -366,7 +367,7 @@ def stop(options: Options) -> str:
     if not options["yes"]:
         _confirm_stop(node)
     operation = node_stop.request_stop(
-        node, actor=current_actor().name, now=clock.now(), reason=options["reason"]
+        node, by=Requester(current_actor().name), now=clock.now(), reason=options["reason"]
     ).operation
     if options["json"]:
         return as_json({"message": actions.STOP.message, "operation": str(operation.id)})

@@ -17,8 +17,8 @@ from operations.api import verbs
 from operations.api.history import record, undecided
 from operations.api.jobs import entry_of, live
 from operations.api.serializers import started_body
-from operations.kinds import Requester
 from operations.ledger import admission
+from operations.ledger.admission import Requester
 from operations.management import following, operation_texts
 from operations.models import Operation
 

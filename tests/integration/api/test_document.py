@@ -165,7 +165,7 @@ def rule(read: Reader) -> None:
 def reasons(read: Reader) -> None:
     """Explanations and plans, with and without a place."""
     node = api.make_node("roomy", total_vram=8, available_vram=8)
-    load = admission.OperationRequest("model_load", "model:loading#0", "loading", "a")
+    load = admission.OperationRequest("model_load", "model:loading#0", "loading", admission.Requester("a"))
     admission.admit(load, now=clock.now())
     read("GET", "/api/models/loading/load-status")
     read("GET", "/api/models/nothing/explain")

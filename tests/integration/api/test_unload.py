@@ -21,6 +21,7 @@ from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas import drains
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Event as State
 from operations.models import Operation
 from tests.integration.api.test_document import document, fits
@@ -243,7 +244,9 @@ def test_files_are_deleted_on_every_approved_node_whether_or_not_it_has_the_mode
 def test_a_model_that_is_being_loaded_is_not_unloaded_or_deleted_and_the_load_is_named() -> None:
     node = hot.node()
     now = clock.now()
-    wanted = admission.OperationRequest(load_request.KIND, key=load_key("echo"), element="echo", actor="test")
+    wanted = admission.OperationRequest(
+        load_request.KIND, key=load_key("echo"), element="echo", by=Requester("test")
+    )
     job = admission.admit(wanted, now=now).operation.id
     hot.replica(node, state="loading", owner=attempt(f"{job}:1"))
     for answer in (

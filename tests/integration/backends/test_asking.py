@@ -18,6 +18,7 @@ from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
 from nodes.registry import lifecycle
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.fleet import ROOT, at_once
@@ -313,7 +314,7 @@ def test_trying_again_leaves_a_newer_wish_its_way() -> None:
     operation = ask(INSTALL, one, two)
     ask(DELETE, one)
     ended(operation, two="no such image")
-    asked_by = backend_requests.RequestScope((), actor="ann")
+    asked_by = backend_requests.RequestScope((), by=Requester("ann"))
     again = admission.retry(operation.id, asked_by=asked_by, now=clock.now()).operation
     assert [part.node_id for part in OperationTarget.objects.filter(operation=again)] == [two.id]
 

@@ -17,6 +17,7 @@ from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp, UpgradeCheck
 from nodes.registry import lifecycle
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot
 from tests.support.fleet import at_once, unexpected
@@ -91,7 +92,7 @@ def test_an_operators_retry_of_a_failed_one_is_no_reason_for_another() -> None:
     checked()
     (first,) = follow()
     carried_out(error="no space left")
-    by = backend_requests.RequestScope((), actor="ann")
+    by = backend_requests.RequestScope((), by=Requester("ann"))
     again = admission.retry(first.id, asked_by=by, now=clock.now()).operation
     assert (again.actor, set(story(again))) == ("ann", {"a"})
     checked()
@@ -101,7 +102,7 @@ def test_an_operators_retry_of_a_failed_one_is_no_reason_for_another() -> None:
 def test_there_are_never_two_operations_for_a_backend() -> None:
     """Someone is at it: the check is followed when that has ended, without another check."""
     a, _ = node("a"), node("b")
-    asked = backend_requests.RequestScope([a], actor="ann")
+    asked = backend_requests.RequestScope([a], by=Requester("ann"))
     theirs = admission.admit(
         backend_requests.BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now()
     ).operation

@@ -25,7 +25,7 @@ from nodes.reconcilers import intents
 from operations.changes import feed
 from operations.executor.executor import Executor, OperationQueue
 from operations.executor.work import Work
-from operations.ledger.admission import OperationRequest, admit
+from operations.ledger.admission import OperationRequest, Requester, admit
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import NEVER, PlayedBus
@@ -382,7 +382,7 @@ async def test_an_install_runs_although_the_loads_that_wait_for_it_hold_all_slot
         installs = await hot.in_thread(ask, INSTALL, node)
         await until(lambda: completed(installs), "installed")
 
-    request = OperationRequest("probe", key="probe:x", element="x", actor="test")
+    request = OperationRequest("probe", key="probe:x", element="x", by=Requester("test"))
     operation = (await hot.in_thread(lambda: admit(request, now=clock.now()))).operation
     running: list[Executor[Any]] = [
         Executor("test-owner", OperationQueue({"probe": load}, slots=1), lease=5.0),

@@ -21,6 +21,7 @@ from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import lifecycle
 from operations.executor.work import Postpone, Recorder, Work, write_batch
 from operations.ledger import attempts
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -47,7 +48,7 @@ class Stage:
 
     def begins(self) -> Work:
         """The first attempt."""
-        node_stop.request_stop(BackendNode.objects.get(), actor="anna", now=clock.now())
+        node_stop.request_stop(BackendNode.objects.get(), by=Requester("anna"), now=clock.now())
         return self.claimed()
 
     def claimed(self) -> Work:
@@ -222,7 +223,7 @@ def test_the_command_line_asks_before_it_stops_a_worker() -> None:
 
 def test_a_failed_stop_is_tried_again_for_the_same_node() -> None:
     node = hot.node("one")
-    failed = node_stop.request_stop(node, actor="anna", now=clock.now()).operation
+    failed = node_stop.request_stop(node, by=Requester("anna"), now=clock.now()).operation
     Operation.objects.update(status="failed", finished_at=clock.now())
     OperationTarget.objects.update(status="error", error="node one is not responding")
     answer = api.admin().post(f"/api/operations/{failed.id}/retry", {}, content_type="application/json")

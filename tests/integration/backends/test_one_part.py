@@ -10,6 +10,7 @@ from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendReq
 from nodes.backends.intents import Ended
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot
 from tests.support.intents import ask, claim, part
@@ -118,7 +119,7 @@ def test_what_cannot_be_cancelled_on_a_node_says_why() -> None:
 def test_a_cancelled_part_of_an_open_wave_asks_before_the_next_opens() -> None:
     """It is no success: nothing more opens until somebody says so."""
     nodes = [hot.node(name) for name in ("a", "b", "c")]
-    asked = RequestScope(nodes, actor="ann", waves=Options())
+    asked = RequestScope(nodes, by=Requester("ann"), waves=Options())
     operation = admission.admit(BackendRequest(UPGRADE, "echo"), asked, now=clock.now()).operation
     cancel(operation, nodes[0])
     asks = again(operation)

@@ -10,6 +10,7 @@ from nodes.backends import admission, backend_requests, intents, wait_reasons
 from nodes.backends.intents import Ended, Intent, PutBack
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
+from operations.ledger.admission import Requester
 from operations.models import Operation
 from tests.support import hot
 from tests.support.fleet import at_once
@@ -108,7 +109,7 @@ def test_a_load_does_not_install_what_a_deletion_waits_to_remove() -> None:
     node = hot.node()
     deletion = ask(DELETE, node)
     load = Operation.objects.create(kind="model_load", key="model:m#0", element="m")
-    asked = backend_requests.RequestScope([node], actor="system", parent=load)
+    asked = backend_requests.RequestScope([node], by=Requester("system"), parent=load)
     with pytest.raises(errors.Conflict, match=str(deletion.id)):
         admission.admit(backend_requests.BackendRequest(INSTALL, "echo"), asked, now=clock.now())
     assert ops(node) == ["delete"]

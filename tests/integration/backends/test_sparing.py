@@ -27,6 +27,7 @@ from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from nodes.replicas import drains
 from operations.ledger import admission as ledger
 from operations.ledger import attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation, OperationTarget
 from tests.support import hot
 from tests.support.intents import Stage as OneIntent
@@ -57,7 +58,7 @@ class Stage(OneIntent):
         self.answers(STOPPED)
 
     def begins_in_waves(self, *confirmed: str) -> Intent:
-        asked = RequestScope([self.node], actor="test", waves=Options(), last_replicas=confirmed)
+        asked = RequestScope([self.node], by=Requester("test"), waves=Options(), last_replicas=confirmed)
         admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
         return self.claimed()
 
@@ -114,7 +115,7 @@ async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_end
     def begins() -> Intent:
         stage.alone()
         counted(stage.node, 2)()
-        asked = RequestScope([stage.node], actor="test", drains=True)
+        asked = RequestScope([stage.node], by=Requester("test"), drains=True)
         admission.admit(BackendRequest(backend_requests.INSTALL, "echo", force=True), asked, now=clock.now())
         return stage.claimed()
 
@@ -278,7 +279,7 @@ async def test_a_last_replica_that_cannot_be_loaded_elsewhere_stays_and_says_why
 
 async def test_a_last_replica_whose_model_is_busy_stays(stage: Stage) -> None:
     def unloads() -> None:
-        asked = ledger.OperationRequest("model_unload", key="model:m#all", element="m", actor="eve")
+        asked = ledger.OperationRequest("model_unload", key="model:m#all", element="m", by=Requester("eve"))
         ledger.admit(asked, now=clock.now())
 
     await hot.in_thread(stage.alone)
@@ -358,7 +359,7 @@ async def test_a_last_replica_that_stays_is_looked_at_less_and_less_often(
 
 async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stage: Stage) -> None:
     def shared() -> Intent:
-        asked = RequestScope([stage.node], actor="test", waves=Options())
+        asked = RequestScope([stage.node], by=Requester("test"), waves=Options())
         admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
         both = replace(asked, nodes=[stage.node, stage.other], last_replicas=["m"])
         both = replace(both, waves=Options(max_unavailable=2, canary=False))
@@ -376,13 +377,13 @@ async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stag
 def test_waves_spare_the_requests_of_an_intent_that_was_made_without_them(stage: Stage, begun: bool) -> None:
     admission.admit(
         BackendRequest(backend_requests.UPGRADE, "echo"),
-        RequestScope([stage.node], actor="test"),
+        RequestScope([stage.node], by=Requester("test")),
         now=clock.now(),
     )
     if begun:
         claim()
     waves = Options(max_unavailable=2, canary=False)
-    asked = RequestScope([stage.node, stage.other], actor="test", waves=waves)
+    asked = RequestScope([stage.node, stage.other], by=Requester("test"), waves=waves)
     admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
     assert PendingBackendOp.objects.get(node=stage.node).spares_requests is not begun
 

@@ -11,6 +11,7 @@ from nodes.backends import admission, wait_reasons
 from nodes.backends.backend_requests import INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.waves import Options
 from operations.ledger import admission as ledger
+from operations.ledger.admission import Requester
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.intents import ask, claim
@@ -49,9 +50,9 @@ def test_a_node_that_is_away_is_named_with_the_time() -> None:
 def test_a_part_of_an_open_wave_names_the_work_in_its_way() -> None:
     one, two = hot.node("a"), hot.node("b")
     now = clock.now()
-    waves = RequestScope([one, two], actor="ann", waves=Options(canary=True))
+    waves = RequestScope([one, two], by=Requester("ann"), waves=Options(canary=True))
     upgrade = admission.admit(BackendRequest(UPGRADE, "echo"), waves, now=now).operation
-    admission.admit(BackendRequest(INSTALL, "echo"), RequestScope([two], actor="bob"), now=now)
+    admission.admit(BackendRequest(INSTALL, "echo"), RequestScope([two], by=Requester("bob")), now=now)
     admission.cancel(upgrade.id, node_id=one.id, actor="ann", now=now)
     api.admin().post(f"/api/operations/{upgrade.id}/waves", {"choice": "continue"})
     parts = {part["node_name"]: part for part in told(upgrade)["nodes"]}
@@ -61,7 +62,9 @@ def test_a_part_of_an_open_wave_names_the_work_in_its_way() -> None:
 def test_what_is_leased_as_a_whole_stands_in_one_queue() -> None:
     now = clock.now()
     loads = [
-        ledger.admit(ledger.OperationRequest("model_load", key=f"m{n}", element="m", actor="x"), now=now)
+        ledger.admit(
+            ledger.OperationRequest("model_load", key=f"m{n}", element="m", by=Requester("x")), now=now
+        )
         for n in range(2)
     ]
     places = {told(load.operation)["waitsFor"] for load in loads}

@@ -20,6 +20,7 @@ from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from nodes.registry import lifecycle
 from operations import targets
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
@@ -34,7 +35,7 @@ def test_a_part_waits_for_other_work_on_its_node_and_begins_after_it() -> None:
     canary = claimed()["a"]
     admission.admit(
         BackendRequest(backend_requests.INSTALL, "echo"),
-        RequestScope([nodes[1]], actor="eve"),
+        RequestScope([nodes[1]], by=Requester("eve")),
         now=clock.now(),
     )
     settled(canary)
@@ -58,7 +59,7 @@ def test_a_deletion_takes_over_the_parts_that_wait_for_their_wave() -> None:
     operation = asked(nodes)
     canary = claimed()["a"]
     newer = admission.admit(
-        BackendRequest(DELETE, "echo"), RequestScope(nodes[1:], actor="eve"), now=clock.now()
+        BackendRequest(DELETE, "echo"), RequestScope(nodes[1:], by=Requester("eve")), now=clock.now()
     ).operation
     reason = f"superseded by backend_delete of echo (operation {newer.id})"
     assert story(operation)["b"][1:] == ("superseded", reason)
@@ -70,7 +71,7 @@ def test_a_deletion_takes_over_the_parts_that_wait_for_their_wave() -> None:
 def test_the_same_request_joins_and_one_with_other_waves_is_refused() -> None:
     nodes = fleet("a", "b")
     operation = asked(nodes)
-    wanted = RequestScope(nodes, actor="eve", waves=Options())
+    wanted = RequestScope(nodes, by=Requester("eve"), waves=Options())
     joined = admission.admit(ECHO, wanted, now=clock.now())
     assert (joined.operation.id, joined.created) == (operation.id, False)
     for other in (Options(max_unavailable=2), Options(canary=False), None):
@@ -83,7 +84,9 @@ def test_a_retry_of_a_failed_upgrade_goes_in_waves_again() -> None:
     settled(claimed()["a"])
     settled(claimed()["b"], outcome=Ended(error="full"))
     wave_requests.choose(operation.id, "stop", actor="bob", now=clock.now())
-    newer = admission.retry(operation.id, asked_by=RequestScope([], actor="bob"), now=clock.now()).operation
+    newer = admission.retry(
+        operation.id, asked_by=RequestScope([], by=Requester("bob")), now=clock.now()
+    ).operation
     assert {name: wave for name, (wave, _, _) in story(newer).items()} == {"b": 0, "c": 1}
 
 
@@ -101,7 +104,10 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
         acts: list[Callable[[], Any]] = [
             partial(in_waves, backend, some, now),
             partial(
-                admission.admit, BackendRequest(DELETE, backend), RequestScope(some, actor="eve"), now=now
+                admission.admit,
+                BackendRequest(DELETE, backend),
+                RequestScope(some, by=Requester("eve")),
+                now=now,
             ),
             partial(carries_out, random, now),
             partial(carries_out, random, now),
@@ -118,7 +124,7 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
 
 
 def in_waves(backend: str, nodes: Sequence[BackendNode], now: datetime) -> None:
-    wanted = RequestScope(nodes, actor="ann", waves=Options(max_unavailable=2))
+    wanted = RequestScope(nodes, by=Requester("ann"), waves=Options(max_unavailable=2))
     admission.admit(BackendRequest(UPGRADE, backend), wanted, now=now)
 
 
@@ -159,7 +165,9 @@ def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
 def test_a_new_upgrade_takes_over_one_that_a_deletion_follows_on_a_node() -> None:
     nodes = fleet("a", "b", "c")
     older = asked(nodes)
-    admission.admit(BackendRequest(DELETE, "echo"), RequestScope([nodes[0]], actor="eve"), now=clock.now())
+    admission.admit(
+        BackendRequest(DELETE, "echo"), RequestScope([nodes[0]], by=Requester("eve")), now=clock.now()
+    )
     assert states(older) == {"a": "queued", "b": "queued", "c": "queued"}
     newer = asked(nodes)
     assert newer.id != older.id
@@ -174,7 +182,7 @@ def test_an_install_runs_on_the_nodes_of_an_upgrade_that_asks() -> None:
     settled(*claimed().values(), outcome=Ended(error="no such image"))
     assert again(operation).waves == Waves.ASKS
     newer = admission.admit(
-        BackendRequest("backend_install", "echo"), RequestScope(nodes, actor="bob"), now=clock.now()
+        BackendRequest("backend_install", "echo"), RequestScope(nodes, by=Requester("bob")), now=clock.now()
     ).operation
     assert states(operation) == {"a": "error", "b": "queued"}
     assert {intent.row.operation_id for intent in claimed().values()} == {newer.id}

@@ -11,6 +11,7 @@ from nodes.backends.backend_requests import UPGRADE, BackendRequest, RequestScop
 from nodes.backends.intents import Ended, PutBack
 from nodes.models import PendingBackendOp
 from nodes.reconcilers import intents as reconciler
+from operations.ledger.admission import Requester
 from operations.models import Status, Waves
 from tests.support import api
 from tests.support.waves import again, asked, claimed, failed_canary, fleet, settled, states, story
@@ -77,7 +78,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
     now = clock.now()
     nodes = fleet("a", "b")
     plain = admission.admit(
-        BackendRequest(UPGRADE, "other"), RequestScope(nodes, actor="ann"), now=now
+        BackendRequest(UPGRADE, "other"), RequestScope(nodes, by=Requester("ann")), now=now
     ).operation
     with pytest.raises(errors.Conflict, match="does not go in waves"):
         wave_requests.choose(plain.id, "stop", actor="bob", now=now)

@@ -15,6 +15,7 @@ from nodes.backends.backend_requests import RequestScope
 from nodes.backends.intents import Ended, Failed, PutBack
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api
 from tests.support.fleet import at_once
@@ -117,7 +118,7 @@ def test_a_node_that_is_given_up_while_it_is_away_ends_its_wave() -> None:
 
 def test_an_upgrade_without_waves_is_on_all_nodes_at_once() -> None:
     nodes = fleet("a", "b")
-    operation = admission.admit(ECHO, RequestScope(nodes, actor="ann"), now=clock.now()).operation
+    operation = admission.admit(ECHO, RequestScope(nodes, by=Requester("ann")), now=clock.now()).operation
     found = claimed()
     assert found.keys() == {"a", "b"}
     assert not any(intent.row.spares_requests for intent in found.values())

@@ -31,6 +31,7 @@ from nodes.scheduling import passes, store
 from nodes.scheduling.plan import plan
 from nodes.scheduling.rules import Rule
 from operations.executor.work import in_thread
+from operations.ledger.admission import Requester
 from operations.models import Operation
 from tests.integration.loading.test_evicting import old, short_of_room, waits
 from tests.support import api, hot
@@ -229,11 +230,11 @@ def test_an_unload_that_somebody_asks_for_names_what_leaves() -> None:
     one, two = hot.node("one"), hot.node("two")
     for node in (one, two):
         hot.replica(node, "m")
-    unload_requests.unload(UnloadRequest("m", "anna", node=two), now=clock.now())
+    unload_requests.unload(UnloadRequest("m", Requester("anna"), node=two), now=clock.now())
     (row,) = PlacementRecord.objects.all()
     assert (row.kind, row.outcome) == ("unload", "unloading")
     assert row.reason == "unload asked for by anna; replicas that leave: 0 on two"
-    unload_requests.unload(UnloadRequest("m", "bert", node=two), now=clock.now())
+    unload_requests.unload(UnloadRequest("m", Requester("bert"), node=two), now=clock.now())
     assert PlacementRecord.objects.count() == 1, "the second one joins"
 
 
@@ -247,7 +248,7 @@ def run(*arguments: str) -> str:
 def test_the_command_line_decides_again() -> None:
     hot.node("one")
     hot.replica(BackendNode.objects.get(), "m")
-    unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
+    unload_requests.unload(UnloadRequest("m", Requester("anna")), now=clock.now())
     row = PlacementRecord.objects.get()
     assert run("again", str(row.pk)).startswith("the same decision: unloading: unload asked for by anna")
     assert '"same": true' in run("again", str(row.pk), "--json")

@@ -44,6 +44,7 @@ from nodes.reconcilers import tasks
 from nodes.replicas import slots
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Operation
 from tests.support import api, gguf_files, hot
 from tests.support.bus import PlayedBus
@@ -72,7 +73,9 @@ def definition() -> Definition:
 
 
 def claimed() -> Work:
-    wanted = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
+    wanted = admission.OperationRequest(
+        load_request.KIND, key=load_key("m"), element="m", by=Requester("key")
+    )
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
     (mine,) = attempts.claim("c", now=now, lease=60, limit=1)

@@ -22,6 +22,7 @@ from nodes.models import DefinitionRevision, ModelDefinition
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.conftest import BUSY
 from tests.support.sources import Refusal, Source, WebOpener, sha256_of, started
@@ -67,7 +68,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def asked(plan: ImportPlan, *, load: bool = False) -> Operation:
-    return request_import(plan, actor="ann", now=clock.now(), load=load).operation
+    return request_import(plan, by=Requester("ann"), now=clock.now(), load=load).operation
 
 
 def put_back(payload: dict[str, Any]) -> None:
@@ -261,9 +262,9 @@ async def test_a_new_version_replaces_the_files_of_its_own_model_only(
 
 def test_requests_of_one_plan_join_and_of_another_one_conflict(plan: ImportPlan) -> None:
     first = asked(plan)
-    assert request_import(plan, actor="bob", now=clock.now()).operation.id == first.id
+    assert request_import(plan, by=Requester("bob"), now=clock.now()).operation.id == first.id
     with pytest.raises(Conflict, match="model_import of tiny is in progress"):
-        request_import(replace(plan, source="elsewhere"), actor="bob", now=clock.now())
+        request_import(replace(plan, source="elsewhere"), by=Requester("bob"), now=clock.now())
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", ".hidden", "a/../b", "CON", "x.yaml", "a\\b", "a\n"])
@@ -356,7 +357,9 @@ async def test_nothing_moves_for_long(
 def test_a_removed_operation_is_no_plan() -> None:
     """The paths of imports that have ended are not in use."""
     assert paths_of_active_imports() == set()
-    admission.admit(admission.OperationRequest("model_import", "import:x", "x", "a"), now=clock.now())
+    admission.admit(
+        admission.OperationRequest("model_import", "import:x", "x", Requester("a")), now=clock.now()
+    )
     assert paths_of_active_imports() == set()
 
 

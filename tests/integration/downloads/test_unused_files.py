@@ -27,6 +27,7 @@ from nodes.reconcilers import tasks
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import attempts
+from operations.ledger.admission import Requester
 from operations.models import Operation
 from tests.support import api
 
@@ -62,7 +63,7 @@ async def listed(models: Path) -> list[str]:
 
 async def remove(*paths: str) -> Any:
     files = [UnusedFile(path, 1, clock.now()) for path in paths]
-    await in_thread(lambda: request_removal(files, actor="ann", now=clock.now()))
+    await in_thread(lambda: request_removal(files, by=Requester("ann"), now=clock.now()))
     return await RemoveFiles()(await claim())
 
 
@@ -108,7 +109,7 @@ async def test_files_of_a_running_import_are_in_use(models: Path) -> None:
     write(models, "tiny/m.gguf")
     assert await listed(models) == ["tiny/m.gguf"]
     plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
-    await in_thread(lambda: request_import(plan, actor="a", now=clock.now()))
+    await in_thread(lambda: request_import(plan, by=Requester("a"), now=clock.now()))
     assert await listed(models) == []
 
 
@@ -131,7 +132,7 @@ async def test_the_pruning_task_removes_downloads_that_nobody_resumes(
 ) -> None:
     """Issue 25: without another import nothing else removes them."""
     plan = ImportPlan("b", YAML.format("b", "b"), (SourceFile("b", "https://a.example/b"),), "import", "x")
-    await in_thread(lambda: request_import(plan, actor="a", now=clock.now()))
+    await in_thread(lambda: request_import(plan, by=Requester("a"), now=clock.now()))
     for path in ("b", "old", "young"):
         partial = PartialFile.open(models, path)
         partial.restart("https://a.example", "")
@@ -182,7 +183,7 @@ async def test_what_is_named_meanwhile_returns(
             write(models, "tiny.yaml", "name: [")
         else:
             plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
-            request_import(plan, actor="a", now=clock.now())
+            request_import(plan, by=Requester("a"), now=clock.now())
 
     monkeypatch.setattr(file_removal._FilesAside, "take", name_it)
     result = await remove("tiny/m.gguf")

@@ -25,6 +25,7 @@ from nodes.models.replica import load_key
 from nodes.registry import timeline
 from operations.causes import cause_of
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, Status
 from tests.support import api, backends, hot
@@ -389,7 +390,9 @@ def test_each_request_that_attaches_moves_the_wish_forward(cluster: Callable[...
 def test_another_operation_on_the_model_is_a_503() -> None:
     """A model that is being worked on otherwise is not loadable right now; the answer names what is under
     way."""
-    other = admission.OperationRequest("model_delete", key=load_key("echo"), element="echo", actor="x")
+    other = admission.OperationRequest(
+        "model_delete", key=load_key("echo"), element="echo", by=Requester("x")
+    )
     admission.admit(other, now=clock.now())
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
@@ -487,7 +490,7 @@ def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> N
     none = {"code": 404, "message": "no load is running for model echo", "type": "not_found_error"}
     assert status(api.admin()) == (404, {"error": none})
     wanted = admission.OperationRequest(
-        KIND, key=load_key("echo"), element="echo", payload={"model": "echo"}, actor="a"
+        KIND, key=load_key("echo"), element="echo", payload={"model": "echo"}, by=Requester("a")
     )
     admission.admit(wanted, now=clock.now())
     counters = {"progress": 0.0, "bytes_sent": 0, "total_bytes": 0, "file_index": 0, "total_files": 0}

@@ -18,6 +18,7 @@ from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision
 from operations.changes import events, feed
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Operation
 from tests.support import api, live
@@ -134,7 +135,9 @@ async def test_changes_at_the_same_time_are_one_message(tab: Open) -> None:
 async def test_a_part_that_moves_is_told_alone(tab: Open) -> None:
     """A page that was there and one that opens late show what the rows say."""
     nodes = [(uuid4(), f"n{number}") for number in range(3)]
-    asked = admission.OperationRequest("backend_install", key="k", element="e", actor="x", targets=nodes)
+    asked = admission.OperationRequest(
+        "backend_install", key="k", element="e", by=Requester("x"), targets=nodes
+    )
     admitted = await sync_to_async(admission.admit)(asked, now=clock.now())
     id = str(admitted.operation.id)
     page = await (await tab()).greeted()

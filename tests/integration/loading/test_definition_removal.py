@@ -21,7 +21,7 @@ from nodes.models import ModelDefinition, NodeModel
 from nodes.replicas import unload_requests
 from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import attempts
-from operations.ledger.admission import Admission
+from operations.ledger.admission import Admission, Requester
 from operations.models import Operation, Status
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -47,7 +47,7 @@ def save(text: str = TEXT, **options: Any) -> ModelDefinition:
 
 
 def request(name: str = "m", *, files: bool = True) -> Admission:
-    return definition_removal.request_removal(RemovalRequest(name, "ann", files), now=clock.now())
+    return definition_removal.request_removal(RemovalRequest(name, Requester("ann"), files), now=clock.now())
 
 
 def claimed() -> Work:

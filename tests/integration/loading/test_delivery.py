@@ -29,6 +29,7 @@ from nodes.placement.explain import FleetView
 from nodes.replicas import slots, unload_requests
 from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation
 from tests.conftest import eventually
@@ -352,7 +353,7 @@ def another_load() -> Work:
         load_request.KIND,
         key=load_key("echo", "1"),
         element="echo",
-        actor="test",
+        by=Requester("test"),
         needed_until=now + timedelta(hours=1),
     )
     admission.admit(wanted, now=now)

@@ -26,6 +26,7 @@ from nodes.replicas import slots
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from tests.integration.loading.test_delivery import worker
 from tests.integration.loading.test_load_steps import told
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
@@ -51,7 +52,7 @@ def load_of(model: str) -> Work:
         load_request.KIND,
         key=load_key(model, "2"),
         element=model,
-        actor="test",
+        by=Requester("test"),
         needed_until=now + timedelta(hours=1),
     )
     admission.admit(wanted, now=now)

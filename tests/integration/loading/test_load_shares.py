@@ -33,7 +33,7 @@ from nodes.replicas import fleet_queries, slots, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
-from operations.ledger.admission import OperationRequest, admit
+from operations.ledger.admission import OperationRequest, Requester, admit
 from operations.models import Event, Operation
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -52,12 +52,12 @@ def another(model: str = "m", *only: UUID) -> Operation:
 
 def joined(model: str = "m") -> admission.Admission:
     """As a request asks."""
-    request = OperationRequest(load_request.KIND, key=load_key(model), element=model, actor="key")
+    request = OperationRequest(load_request.KIND, key=load_key(model), element=model, by=Requester("key"))
     return admit(request, now=clock.now())
 
 
 def unloaded(model: str = "m") -> admission.Admission:
-    return unload_requests.unload(UnloadRequest(model, "anna"), now=clock.now())
+    return unload_requests.unload(UnloadRequest(model, Requester("anna")), now=clock.now())
 
 
 def end(operation: Operation) -> None:
@@ -107,7 +107,7 @@ class TestShares:
     @pytest.mark.parametrize("verb", ["unload", "delete"])
     def test_an_unload_and_the_loads_of_its_model_exclude_each_other(self, verb: str) -> None:
         hot.replica(hot.node(), "m")
-        wish, ask = UnloadRequest("m", "anna"), getattr(unload_requests, verb)
+        wish, ask = UnloadRequest("m", Requester("anna")), getattr(unload_requests, verb)
         one = another()
         with pytest.raises(errors.Conflict, match=str(one.id)):
             ask(wish, now=clock.now())

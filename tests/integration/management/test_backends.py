@@ -24,6 +24,7 @@ from nodes.backends.intents import Ended, Failed
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
 from operations.api import jobs
 from operations.changes import events
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.management import following
 from operations.models import Operation, OperationTarget
@@ -237,7 +238,9 @@ def test_json_is_the_operation_as_it_ended_or_the_answer_of_the_request() -> Non
     begin()
     failed("a", "disk full")()
     admission.admit(
-        BackendRequest(INSTALL, "echo"), RequestScope(list(BackendNode.objects.all()), "ann"), now=clock.now()
+        BackendRequest(INSTALL, "echo"),
+        RequestScope(list(BackendNode.objects.all()), Requester("ann")),
+        now=clock.now(),
     )
     cancel_latest()
     screen = Screen()

@@ -19,6 +19,7 @@ from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger
 from operations.ledger import attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.management import following, operation_texts
 from operations.models import Event, Operation, OperationTarget, Waves
@@ -34,7 +35,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 
 def ask(*nodes: BackendNode, kind: str = INSTALL, backend: str = "echo", **more: Any) -> Operation:
-    asked = RequestScope(list(nodes), actor="ann", client_address="10.0.0.9", **more)
+    asked = RequestScope(list(nodes), by=Requester("ann", client_address="10.0.0.9"), **more)
     return admission.admit(BackendRequest(kind, backend), asked, now=clock.now()).operation
 
 
@@ -58,7 +59,7 @@ def failure(*names: str) -> Operation:
 
 def load(key: str = "model:m") -> Operation:
     """An operation without parts, as loads are."""
-    request = ledger.OperationRequest("model_load", key=key, element="m", actor="ann")
+    request = ledger.OperationRequest("model_load", key=key, element="m", by=Requester("ann"))
     return ledger.admit(request, now=clock.now()).operation
 
 

@@ -14,6 +14,7 @@ from localai_cluster.kit import clock, errors
 from operations.executor.executor import Executor, OperationQueue
 from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
 from operations.reconcilers.tasks import SCHEDULES
@@ -37,7 +38,7 @@ async def executor(
 
 
 async def admit(**more: Any) -> Operation:
-    request = admission.OperationRequest("probe", key="probe:x", element="x", actor="test", **more)
+    request = admission.OperationRequest("probe", key="probe:x", element="x", by=Requester("test"), **more)
     return (await in_thread(admission.admit, request, now=clock.now())).operation
 
 
@@ -332,7 +333,7 @@ async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_rene
                 await go_on.wait()
 
     async def admit_as(key: str) -> Operation:
-        request = admission.OperationRequest("probe", key=key, element="x", actor="test")
+        request = admission.OperationRequest("probe", key=key, element="x", by=Requester("test"))
         return (await in_thread(admission.admit, request, now=clock.now())).operation
 
     bad, well = await admit_as("probe:stuck"), await admit_as("probe:well")
@@ -362,7 +363,7 @@ async def test_an_unknown_kind_fails_clearly() -> None:
 
     async def handler(work: Work) -> None: ...
 
-    request = admission.OperationRequest("from_the_future", key="k", element="x", actor="test")
+    request = admission.OperationRequest("from_the_future", key="k", element="x", by=Requester("test"))
     admitted = await in_thread(admission.admit, request, now=clock.now())
     async with executor(handler):
         ended = await until(admitted.operation, Status.FAILED)

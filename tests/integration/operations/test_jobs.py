@@ -13,6 +13,7 @@ from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import Operation
 from tests.integration.api.test_document import document, fits
@@ -38,7 +39,7 @@ def act(verb: str, operation: Operation) -> Any:
 
 
 def load(key: str = "model:m") -> Operation:
-    request = admission.OperationRequest("model_load", key=key, element="m", actor="ann")
+    request = admission.OperationRequest("model_load", key=key, element="m", by=Requester("ann"))
     return admission.admit(request, now=clock.now()).operation
 
 

@@ -13,6 +13,7 @@ from localai_cluster.kit import clock, errors, leases
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import feed
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import TRANSITIONS, Event, Operation, Status, Transition
 from operations.reconcilers import tasks
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def admit(key: str = "model:m", kind: str = "model_load", **more: Any) -> admission.Admission:
-    request = admission.OperationRequest(kind, key=key, element="m", actor="test", **more)
+    request = admission.OperationRequest(kind, key=key, element="m", by=Requester("test"), **more)
     return admission.admit(request, now=NOW)
 
 

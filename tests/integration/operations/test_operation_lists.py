@@ -18,6 +18,7 @@ from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
 from operations.ledger import admission, attempts, progress, retention
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
 from operations.reconcilers.tasks import prune_record
@@ -345,7 +346,7 @@ def test_what_cannot_be_cancelled_is_409_and_says_why() -> None:
 @pytest.mark.parametrize("kind", ["model_load", "model_unload", "model_delete"])
 def test_the_list_offers_to_cancel_exactly_what_the_server_cancels(kind: str, running: bool) -> None:
     """Review R3: a load could be cancelled over REST, while every page said that it could not."""
-    request = admission.OperationRequest(kind, f"model:{kind}#all", "smollm2", actor="alice")
+    request = admission.OperationRequest(kind, f"model:{kind}#all", "smollm2", by=Requester("alice"))
     operation = admission.admit(request, now=clock.now()).operation
     if running:
         attempts.claim("controller", now=clock.now(), lease=60, limit=1)
@@ -372,7 +373,7 @@ def test_work_that_runs_says_when_it_was_last_heard_of_and_when_it_is_given_up()
 
 def test_a_load_says_the_limit_of_its_step_and_what_has_moved() -> None:
     """A report in which nothing has moved is no news, and the next step has another limit."""
-    request = admission.OperationRequest("model_load", "model:m#0", "m", actor="alice")
+    request = admission.OperationRequest("model_load", "model:m#0", "m", by=Requester("alice"))
     operation = admission.admit(request, now=clock.now()).operation
     began = clock.now()
     (claimed,) = attempts.claim("controller", now=began, lease=60, limit=1)

@@ -13,6 +13,7 @@ from localai_cluster.kit import errors
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import feed, topics
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, OperationTarget, Status, TargetStatus
 from tests.support import api
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def admit(key: str = "node:1:mock", kind: str = "backend_install", **more: Any) -> Operation:
-    request = admission.OperationRequest(kind, key=key, element="local@mock", actor="ann", **more)
+    request = admission.OperationRequest(kind, key=key, element="local@mock", by=Requester("ann"), **more)
     return admission.admit(request, now=NOW).operation
 
 

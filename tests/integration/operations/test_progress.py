@@ -19,6 +19,7 @@ from operations.changes import events, feed
 from operations.executor.executor import Executor, LeaseKeeper, OperationQueue
 from operations.executor.work import BATCH_EVERY, Work, in_thread
 from operations.ledger import admission, attempts, progress
+from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, OperationTarget, Status
 from tests.integration.operations.test_executor import executor, row, until
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 def admit(number: int = 0, targets: list[tuple[UUID, str]] | None = None) -> Operation:
     request = admission.OperationRequest(
-        "probe", key=f"probe:{number}", element="x", actor="test", targets=targets or []
+        "probe", key=f"probe:{number}", element="x", by=Requester("test"), targets=targets or []
     )
     return admission.admit(request, now=clock.now()).operation
 

@@ -17,6 +17,7 @@ from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from operations.changes import events, feed, topics
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
@@ -55,7 +56,8 @@ async def watch() -> AsyncIterator[Watch]:
 def admit(name: str = "mock") -> Operation:
     """One more operation."""
     return admission.admit(
-        admission.OperationRequest("backend_install", key=name, element=name, actor="x"), now=clock.now()
+        admission.OperationRequest("backend_install", key=name, element=name, by=Requester("x")),
+        now=clock.now(),
     ).operation
 
 

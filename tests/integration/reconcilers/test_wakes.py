@@ -22,6 +22,7 @@ from nodes.reconcilers import intents, wake_ups
 from nodes.registry import labels as registry
 from operations.executor.work import WakeUps
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.support import hot
 from tests.support import intents as wished
@@ -38,7 +39,7 @@ def waiting(kind: str, element: str, node: BackendNode | None = None, event: Eve
         kind,
         key=f"{kind}:{element}:{node}",
         element=element,
-        actor="test",
+        by=Requester("test"),
         node=(node.id, node.name) if node else None,
     )
     admission.admit(request, now=now)

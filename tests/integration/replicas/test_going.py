@@ -49,6 +49,7 @@ from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.work import Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Operation
 from tests.integration.loading.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot
@@ -404,7 +405,9 @@ def test_an_eviction_a_successor_and_an_unload_never_take_one_replica_twice() ->
     jobs = [
         lambda: placed(1, need),
         lambda: gives_way(row),
-        lambda: unload_requests.unload(UnloadRequest("a", "anna", node=node, index=0), now=clock.now()),
+        lambda: unload_requests.unload(
+            UnloadRequest("a", Requester("anna"), node=node, index=0), now=clock.now()
+        ),
     ]
     results = at_once(*jobs)
     assert [one for one in unexpected(results) if "not loaded" not in str(one)] == []
@@ -463,11 +466,13 @@ def placed_besides(frozen: BackendNode) -> Slot:
 def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> None:
     """It owns all of the model; it is carried out as any other one."""
     hot.replica(hot.node(), "m")
-    request = admission.OperationRequest(load_request.KIND, key="model:m", element="m", actor="key")
+    request = admission.OperationRequest(load_request.KIND, key="model:m", element="m", by=Requester("key"))
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
-        unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
-    joined = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
+        unload_requests.unload(UnloadRequest("m", Requester("anna")), now=clock.now())
+    joined = admission.OperationRequest(
+        load_request.KIND, key=load_key("m"), element="m", by=Requester("key")
+    )
     assert admission.admit(joined, now=clock.now()).created
     assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 

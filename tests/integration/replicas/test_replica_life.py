@@ -35,6 +35,7 @@ from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Operation, TargetStatus
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -60,7 +61,7 @@ def heard() -> Iterator[list[RemovedReplica]]:
 def running_load() -> Attempt:
     """A load that a controller executes."""
     request = admission.OperationRequest(
-        load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+        load_request.KIND, key=load_key("echo"), element="echo", by=Requester("test")
     )
     admission.admit(request, now=clock.now())
     (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
@@ -429,7 +430,7 @@ async def test_a_stop_that_an_unload_has_given_up_goes_on_while_the_unload_waits
 
     def given_up() -> None:
         rows = [hot.replica(node), hot.replica(other, index=1, in_flight=1)]
-        wish = UnloadRequest("echo", "anna", grace=3600)
+        wish = UnloadRequest("echo", Requester("anna"), grace=3600)
         operation = unload_requests.unload(wish, now=clock.now()).operation
         (claimed,) = attempts.claim("c", now=clock.now(), lease=3600, limit=1)
         with transaction.atomic():

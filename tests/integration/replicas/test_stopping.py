@@ -28,6 +28,7 @@ from nodes.replicas.slots import Slot
 from nodes.replicas.stops import CANNOT_TELL, Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.fleet import register_as
@@ -70,7 +71,7 @@ class Stage:
         """An attempt that runs."""
         now = clock.now()
         request = admission.OperationRequest(
-            load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+            load_request.KIND, key=load_key("echo"), element="echo", by=Requester("test")
         )
         admission.admit(request, now=now)
         (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)

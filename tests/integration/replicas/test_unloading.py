@@ -28,6 +28,7 @@ from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
 from operations.executor.work import Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -62,7 +63,7 @@ class Stage:
     def begins(self, kind: str = UNLOAD, *, grace: float = 0, **wish: Any) -> Work:
         """The first attempt of an operation of this kind."""
         ask = unload_requests.unload if kind == UNLOAD else unload_requests.delete
-        ask(UnloadRequest("echo", "test", grace=grace, **wish), now=clock.now())
+        ask(UnloadRequest("echo", Requester("test"), grace=grace, **wish), now=clock.now())
         return self.claimed()
 
     def taken_over(self) -> Work:
@@ -188,7 +189,7 @@ async def test_asking_again_with_a_shorter_deadline_joins_and_hurries(stage: Sta
     work = await in_thread(lambda: stage.begins(grace=600, node=stage.one))
     running = asyncio.create_task(stage.carries_out(work))
     assert await clock.wait_until(leaves, timeout=30)
-    wish = UnloadRequest("echo", "test", node=stage.one, grace=0)
+    wish = UnloadRequest("echo", Requester("test"), node=stage.one, grace=0)
     again = await in_thread(lambda: unload_requests.unload(wish, now=clock.now()))
     assert (again.created, again.operation.id) == (False, work.id)
     await asyncio.wait_for(running, 30)

@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from nodes.downloads.imports import KIND
-from operations.ledger.admission import OperationRequest, admit
+from operations.ledger.admission import OperationRequest, Requester, admit
 from tests.support import api
 from tests.support.sources import Source
 
@@ -71,7 +71,9 @@ def test_entries_are_filtered(query: str, found: list[str]) -> None:
 def test_an_entry_says_whether_it_is_here_on_its_way_and_would_fit(models: Path) -> None:
     api.make_node("a", total_vram=8 * GIB, available_vram=8 * GIB)
     (models / "x.yaml").write_text("name: small\nbackend: llama-cpp\nparameters: {model: m}\n")
-    job = admit(OperationRequest(KIND, key="import:large", element="large", actor="root"), now=clock.now())
+    job = admit(
+        OperationRequest(KIND, key="import:large", element="large", by=Requester("root")), now=clock.now()
+    )
     answer = get("/api/catalogue")
     small, large, words, _ = answer["models"]
     assert (small["installed"], small["fits"], small["jobID"], small["size"]) == (True, True, "", GIB)

@@ -14,7 +14,7 @@ from django.db import transaction
 
 from localai_cluster.kit.leases import LeaseLost
 from operations.ledger import admission, attempts
-from operations.ledger.admission import OperationRequest
+from operations.ledger.admission import OperationRequest, Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, OperationTarget, TargetStatus
 from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
@@ -58,12 +58,16 @@ def _lane(number: int, places: list[Place], random: Random) -> Lane:
         backend = random.choice(BACKENDS)
         targets = tuple(random.sample(places, MANY))
         request = OperationRequest(
-            kind="backend_install", key=f"seeded:{number}", element=backend, actor="anna", targets=targets
+            kind="backend_install",
+            key=f"seeded:{number}",
+            element=backend,
+            by=Requester("anna"),
+            targets=targets,
         )
     elif number % 5 == 1:
         model = f"{random.choice(MODELS)}-{number}"
         request = OperationRequest(
-            kind="model_load", key=f"model:{model}#0", element=model, actor="api key batch", node=node
+            kind="model_load", key=f"model:{model}#0", element=model, by=Requester("api key batch"), node=node
         )
     else:
         backend = f"local@{BACKENDS[number % len(BACKENDS)]}"
@@ -71,7 +75,7 @@ def _lane(number: int, places: list[Place], random: Random) -> Lane:
             kind="backend_install",
             key=f"node:{node[0]}:{backend}:{number}",
             element=backend,
-            actor="anna",
+            by=Requester("anna"),
             node=node,
         )
     return Lane(request, total, waits=waits, fails=fails)
