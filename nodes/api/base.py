@@ -1,7 +1,7 @@
 """Shared by the routes for admins: envelope, node ids, actor, and helpers for the API document."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from drf_spectacular.types import OpenApiTypes
@@ -12,14 +12,14 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import View, extend_schema, refusals
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import listing
 
 Schema = dict[str, Any]
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 MOST_REVISION = 2**31 - 1
+JOB_ID = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
 MOMENT = "2026-08-22T09:15:04.120394Z"
 FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
@@ -98,6 +98,11 @@ def request_example(value: Any, name: str = "request") -> OpenApiExample:
     return OpenApiExample(name, value, request_only=True)
 
 
+def job_example(message: str, route: str = "/api/backends/job") -> dict[str, Any]:
+    """Return what `job_fields` returns for a new operation."""
+    return {"jobID": JOB_ID, "statusUrl": f"{route}/{JOB_ID}", "message": message}
+
+
 def message_example(sentence: str) -> OpenApiExample:
     return response_example({"message": sentence})
 
@@ -111,7 +116,7 @@ def describe_list(
     example: OpenApiExample,
     filters: Sequence[OpenApiParameter] = (),
     refused: Sequence[int] = (400, 401, 403),
-) -> Callable[[_Call], _Call]:
+) -> Callable[[View], View]:
     """Describe a list with pages in the API document."""
     return extend_schema(
         operation_id=operation_id,

@@ -17,7 +17,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import validate_body
-from nodes.api.base import NODE_ID, NodeView, actor_of, request_example, response_example
+from nodes.api.base import NODE_ID, NodeView, actor_of, job_example, request_example, response_example
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request
 from nodes.api.node_settings import LABELS
@@ -26,19 +26,14 @@ from nodes.backends import admission
 from nodes.backends.backend_requests import INSTALL, RequestScope, chosen_nodes
 from nodes.registry import bulk
 from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
-from operations.api.serializers import MOST_NODES, requester_of
+from operations.api.serializers import MOST_NODES, job_fields, requester_of
 
 _KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
 """Kinds of operations over many nodes by verb."""
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _RESPONSES = {
     202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
     **refusals(400, 401, 403, 409, 413),
 }
-
-
-def _example(text: str) -> dict[str, str]:
-    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": text}
 
 
 def _node_ids() -> serializers.ListField:
@@ -119,7 +114,7 @@ class BulkView(NodeView):
             request_example(
                 {"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}
             ),
-            response_example(_example("drain of 1 node started"), status="202"),
+            response_example(job_example("drain of 1 node started"), status="202"),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -138,15 +133,9 @@ class BulkView(NodeView):
             client_address=client_address(request),
         )
         admitted = bulk.request(bulk_request, now=clock.now())
-        job = str(admitted.operation.id)
         started = "started" if admitted.created else "in progress already"
-        body = ACCEPTED.of(
-            jobID=job,
-            statusUrl=f"/api/backends/job/{job}",
-            message=f"{fields['verb']} of {admitted.operation.element} {started}",
-            deduplicated=not admitted.created,
-        )
-        return Response(body, status=202)
+        message = f"{fields['verb']} of {admitted.operation.element} {started}"
+        return Response(ACCEPTED.of(**job_fields(admitted, message)), status=202)
 
 
 class BulkInstallView(NodeView):
@@ -160,7 +149,7 @@ class BulkInstallView(NodeView):
         responses=_RESPONSES,
         examples=[
             request_example({"ids": [NODE_ID], "backend": "local@minilm"}),
-            response_example(_example("backend installation started"), status="202"),
+            response_example(job_example("backend installation started"), status="202"),
         ],
     )
     def post(self, request: Request) -> Response:

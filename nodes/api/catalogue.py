@@ -17,7 +17,7 @@ from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import NODE_ID, enum_schema, query_parameter, response_example
+from nodes.api.base import JOB_ID, NODE_ID, enum_schema, query_parameter, response_example
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
@@ -84,7 +84,6 @@ _PARAMETERS = [
         "order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."
     ),
 ]
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _EXAMPLE = response_example(
     {
         "backends": [
@@ -109,7 +108,7 @@ _EXAMPLE = response_example(
                     }
                 ],
                 "processing": True,
-                "jobID": _JOB,
+                "jobID": JOB_ID,
                 "isDeletion": False,
                 "isMeta": False,
                 "isAlias": False,
@@ -123,7 +122,7 @@ _EXAMPLE = response_example(
         "galleryErrors": [],
         "allTags": ["embeddings"],
         "nodesByCapability": {"default": 1},
-        "processingBackends": {f"node:{NODE_ID}:minilm": _JOB},
+        "processingBackends": {f"node:{NODE_ID}:minilm": JOB_ID},
         "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
         "availableBackends": 1,
         "installedBackends": 1,

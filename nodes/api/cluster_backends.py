@@ -6,7 +6,7 @@ below `/backends/` are the reference's other names for the same commands; one of
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
@@ -17,7 +17,7 @@ from rest_framework.views import APIView
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import flat
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api.models import HOLD, wait_for_end
@@ -50,14 +50,13 @@ from operations.api.serializers import STARTED, NodesSerializer, requester_of, s
 from operations.ledger.admission import Admission
 from operations.models import Status
 
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 MOST_BACKENDS = 200
 """Backends in one request for changes."""
 
 
 def describe_command(
     name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
-) -> Callable[[_Call], _Call]:
+) -> Callable[[View], View]:
     """Describe a command in the API document."""
     return extend_schema(
         operation_id=f"backends_{name}",
@@ -384,13 +383,13 @@ class ApplySerializer(Described, NullIsAbsent):
 
 def _scheduled(request: Request, command: BackendRequest) -> Response:
     admission = admit_command(RequestScope((), requester_of(request)), command, {})
-    job, texts = str(admission.operation.id), COMMAND_TEXTS[command.kind]
+    job = str(admission.operation.id)
     return Response(
         SCHEDULED.of(
             id=job,
             jobID=job,
             status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
-            message=texts.started if admission.created else texts.joined,
+            message=COMMAND_TEXTS[command.kind].of(admission),
             deduplicated=not admission.created,
         )
     )

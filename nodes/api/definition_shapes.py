@@ -190,7 +190,6 @@ SUMMARY_EXAMPLE = {
     "use_cases": ["chat", "completion", "tokenize"],
     "problem": "",
 }
-JOB_EXAMPLE = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 
 
 class _Reason(NullIsAbsent):

@@ -5,7 +5,7 @@ shadowed. A save from the pages has the origin `editor`, one with a key `api`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from asgiref.sync import async_to_sync
 from drf_spectacular.types import OpenApiTypes
@@ -17,17 +17,16 @@ from rest_framework.views import APIView
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import TEXT, Row
 from nodes.api import definition_entries
-from nodes.api.base import integer_schema, query_parameter, request_example, response_example
+from nodes.api.base import integer_schema, job_example, query_parameter, request_example, response_example
 from nodes.api.definition_shapes import (
     DEFINITIONS,
     DETAIL,
     DETAIL_EXAMPLE,
     FORM_EXAMPLE,
-    JOB_EXAMPLE,
     MOMENT_EXAMPLE,
     ORIGIN,
     ORIGINS,
@@ -52,7 +51,7 @@ from nodes.loading import definition_preview, definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
-from operations.api.serializers import requester_of
+from operations.api.serializers import job_fields, requester_of
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 100
 MOST_REVISIONS, USUAL_REVISIONS = 50, 20
@@ -277,14 +276,7 @@ class DefinitionView(_DefinitionRoute):
         },
         examples=[
             response_example(
-                {
-                    "jobID": JOB_EXAMPLE,
-                    "statusUrl": f"/api/backends/job/{JOB_EXAMPLE}",
-                    "message": "the definition is being deleted",
-                    "deduplicated": False,
-                },
-                "accepted",
-                "202",
+                job_example("the definition is being deleted") | {"deduplicated": False}, "accepted", "202"
             )
         ],
     )
@@ -298,13 +290,7 @@ def remove(request: Request, name: str, *, with_files: bool) -> Row:
     """Request the deletion; return its operation."""
     removal = RemovalRequest(name, requester_of(request), with_files)
     admission = definition_removal.request_removal(removal, now=clock.now())
-    job = str(admission.operation.id)
-    return REMOVAL.of(
-        jobID=job,
-        statusUrl=f"/api/backends/job/{job}",
-        message="the definition is being deleted",
-        deduplicated=not admission.created,
-    )
+    return REMOVAL.of(**job_fields(admission, "the definition is being deleted"))
 
 
 class DefinitionCloneView(_DefinitionRoute):
@@ -334,9 +320,6 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
-_Post = TypeVar("_Post", bound=Callable[..., Any])
-
-
 class _SwitchView(_DefinitionRoute):
     disables: bool
 
@@ -348,7 +331,7 @@ class _SwitchView(_DefinitionRoute):
         return Response(definition_entries.detail_of(name))
 
 
-def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[_Post], _Post]:
+def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[View], View]:
     return extend_schema(
         operation_id=operation_id,
         summary=summary,

@@ -27,6 +27,7 @@ from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
+    JOB_ID,
     MOMENT,
     NODE_ID,
     NodeView,
@@ -101,7 +102,6 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _SENT = request_example({"model": "minilm"})
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITORED = {
@@ -157,7 +157,7 @@ class LoadView(APIView):
         },
         examples=[
             _SENT,
-            response_example({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": _JOB}),
+            response_example({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID}),
         ],
     )
     def post(self, request: Request) -> Response:

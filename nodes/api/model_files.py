@@ -17,7 +17,7 @@ from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import MOMENT, request_example, require_node_id, response_example
+from nodes.api.base import JOB_ID, MOMENT, request_example, require_node_id, response_example
 from nodes.api.node_actions import NodeIds
 from nodes.definitions.folder import folder
 from nodes.downloads import unused_files
@@ -69,7 +69,6 @@ REMOVAL = Shape(
         field("statusUrl", TEXT, optional=True),
     ],
 )
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _FILE = {"path": "old.gguf", "size": 4_800_000_000, "modified_at": MOMENT}
 
 
@@ -140,9 +139,9 @@ class RemoveFilesView(APIView):
                     "message": "1 file is being removed",
                     "paths": ["old.gguf"],
                     "bytes": 4_800_000_000,
-                    "jobs": [{"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}],
-                    "jobID": _JOB,
-                    "statusUrl": f"/api/backends/job/{_JOB}",
+                    "jobs": [{"jobID": JOB_ID, "statusUrl": f"/api/backends/job/{JOB_ID}"}],
+                    "jobID": JOB_ID,
+                    "statusUrl": f"/api/backends/job/{JOB_ID}",
                 },
                 status="202",
             ),

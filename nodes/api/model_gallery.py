@@ -5,7 +5,7 @@ Each command is an import as under the routes of this product; only shapes and n
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID as Id
 
 from drf_spectacular.utils import OpenApiResponse
@@ -18,7 +18,7 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import human_bytes
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import (
     BYTES,
@@ -33,20 +33,19 @@ from localai_cluster.web.shapes import (
     field,
     mapping,
 )
-from nodes.api.base import query_parameter, request_example, response_example
+from nodes.api.base import JOB_ID, query_parameter, request_example, response_example
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
 from nodes.api.models import LONGEST_MODEL
 from nodes.api.sources import import_message, start
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
-from operations.api.serializers import STARTED
+from operations.api.serializers import STARTED, job_fields
 from operations.ledger.admission import Admission
 
 MOST_ITEMS, USUAL_ITEMS = 9999, 21
 MOST_CONTEXTS = 16
 _CONTEXT = 8192
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 AVAILABLE = Shape(
     "AvailableModel",
     "An entry of a gallery as the reference lists it.",
@@ -116,7 +115,6 @@ ESTIMATE = Shape(
         field("modelMaxContext", count(), optional=True),
     ],
 )
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
@@ -124,7 +122,7 @@ class _GalleryView(APIView):
     envelope = "flat"
 
 
-def _describe(operation_id: str, summary: str, answer: Any, **others: Any) -> Callable[[_Call], _Call]:
+def _describe(operation_id: str, summary: str, answer: Any, **others: Any) -> Callable[[View], View]:
     return extend_schema(
         operation_id=operation_id, summary=summary, tags=["models"], responses=answer, **others
     )
@@ -225,7 +223,9 @@ def _job(request: Request, operation_id: Id) -> Response:
 
 _COMMAND = {200: OpenApiResponse(JOB_STARTED.ref, "It is recorded and will be carried out.")}
 _STARTED = {200: OpenApiResponse(STARTED.ref, "It is recorded and will be carried out.")}
-_STARTED_EXAMPLE = response_example({"uuid": _JOB, "status": f"https://cluster.example/models/jobs/{_JOB}"})
+_STARTED_EXAMPLE = response_example(
+    {"uuid": JOB_ID, "status": f"https://cluster.example/models/jobs/{JOB_ID}"}
+)
 
 
 class ApplyModelView(_GalleryView):
@@ -295,14 +295,8 @@ class ImportUriView(_GalleryView):
 
 
 def _started(admission: Admission, message: str) -> Row:
-    job = str(admission.operation.id)
-    return STARTED.of(
-        jobID=job,
-        uuid=job,
-        statusUrl=f"/api/models/job/{job}",
-        message=message,
-        deduplicated=not admission.created,
-    )
+    fields = job_fields(admission, message, "/api/models/job")
+    return STARTED.of(uuid=fields["jobID"], **fields)
 
 
 class InstallModelView(_GalleryView):

@@ -6,7 +6,7 @@ seconds at most: then, or with `"wait": false`, it is a 202. `GET /v1/models` li
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
@@ -19,7 +19,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, names
-from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
+from localai_cluster.web.openapi import View, extend_schema, flat_refusals, refusals
 from localai_cluster.web.rest import (
     Described,
     Flag,
@@ -30,7 +30,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, NodeView, request_example, require_node_id, response_example
+from nodes.api.base import NODE_ID, NodeView, job_example, request_example, require_node_id, response_example
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
@@ -42,7 +42,7 @@ from nodes.replicas import unload_requests
 from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
-from operations.api.serializers import requester_of
+from operations.api.serializers import job_fields, requester_of
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -181,7 +181,6 @@ DONE = Shape(
         field("deduplicated", FLAG, optional=True),
     ],
 )
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _SENT = request_example({"model_name": "minilm"})
 UNLOAD_HERE = "model unloaded from node", "the model is being unloaded from the node"
 DELETE_HERE = "model deleted from node", "the model is being deleted from the node"
@@ -191,14 +190,10 @@ DELETED = "model deleted", "the model is being deleted"
 
 
 def _done(text: str, goes_on: str) -> list[Any]:
-    job = {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}
     return [
-        response_example({"message": text} | job),
-        response_example({"message": goes_on} | job, "accepted", "202"),
+        response_example(job_example(text)),
+        response_example(job_example(goes_on), "accepted", "202"),
     ]
-
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def describe_waiting_command(
@@ -207,7 +202,7 @@ def describe_waiting_command(
     body: type[serializers.Serializer[Any]],
     example: Any,
     messages: tuple[str, str],
-) -> Callable[[_Call], _Call]:
+) -> Callable[[View], View]:
     """Describe in the API document a command that waits."""
     return extend_schema(
         operation_id=operation_id,
@@ -304,13 +299,8 @@ def run_and_respond(
         raise CommandFailed(operation.error)
     if operation.status == Status.CANCELLED:
         raise CommandFailed(f"cancelled: {operation.message}")
-    job, finished = str(operation.id), operation.status == Status.COMPLETED
-    body = DONE.of(
-        message=messages[0] if finished else messages[1],
-        jobID=job,
-        statusUrl=f"/api/backends/job/{job}",
-        deduplicated=not admission.created,
-    )
+    finished = operation.status == Status.COMPLETED
+    body = DONE.of(**job_fields(admission, messages[0] if finished else messages[1]))
     return Response(body, status=200 if finished else 202)
 
 

@@ -5,7 +5,7 @@ The sentences are those of `nodes/registry/actions.py` (`contract/http-api.md` Â
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from drf_spectacular.utils import OpenApiExample, OpenApiResponse
@@ -15,7 +15,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.web import rest
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import View, extend_schema, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
 from nodes.api.base import (
     FINGERPRINT,
@@ -33,10 +33,9 @@ from nodes.backends import node_stop
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
-from operations.api.serializers import requester_of
+from operations.api.serializers import job_fields, requester_of
 
 MOST_IDS = 500
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 _FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
 _NO_NULL = "^[^\\u0000]*$"
 
@@ -213,7 +212,7 @@ def describe_action(
     *examples: OpenApiExample,
     operation_id: str = "",
     tag: str = "nodes",
-) -> Callable[[_Call], _Call]:
+) -> Callable[[View], View]:
     """Describe an action in the API document."""
     return extend_schema(
         operation_id=operation_id or f"nodes_{action.name}",
@@ -331,11 +330,5 @@ class StopView(NodeView):
             now=clock.now(),
             reason=validate_body(ReasonSerializer, request).get("reason", ""),
         )
-        job = str(admitted.operation.id)
-        body = ACCEPTED.of(
-            message=actions.STOP.message if admitted.created else "the worker is already being stopped",
-            jobID=job,
-            statusUrl=f"/api/backends/job/{job}",
-            deduplicated=not admitted.created,
-        )
-        return Response(body, status=202)
+        message = actions.STOP.message if admitted.created else "the worker is already being stopped"
+        return Response(ACCEPTED.of(**job_fields(admitted, message)), status=202)

@@ -7,7 +7,7 @@ an operation, a 202. The bodies of commands are checked here for all routes.
 import logging
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from drf_spectacular.types import OpenApiTypes
@@ -17,7 +17,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import View, extend_schema, refusals
 from localai_cluster.web.rest import (
     Described,
     NullIsAbsent,
@@ -26,14 +26,21 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, UUID, Shape, column, field
 from localai_cluster.web.wire import parse_json
-from nodes.api.base import NodeView, request_example, require_node_id, response_example, response_header
+from nodes.api.base import (
+    NodeView,
+    job_example,
+    request_example,
+    require_node_id,
+    response_example,
+    response_header,
+)
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands
 from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
-from operations.api.serializers import CommandTexts, requester_of
+from operations.api.serializers import CommandTexts, job_fields, requester_of
 from operations.ledger.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -163,20 +170,12 @@ ACCEPTED = Shape(
         field("deduplicated", FLAG, optional=True),
     ],
 )
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-
-
 COMMAND_TEXTS = {
     INSTALL: CommandTexts("backend installation started", "already being installed"),
     UPGRADE: CommandTexts("backend upgrade started", "already being upgraded"),
     DELETE: CommandTexts("backend deletion started", "already being deleted"),
 }
 """By kind of operation."""
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _accepted(texts: CommandTexts) -> dict[str, Any]:
-    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": texts.started}
 
 
 _RESPONSES = {
@@ -187,25 +186,22 @@ _RESPONSES = {
 
 def _schema(
     name: str, summary: str, body: type[Described], backend: str, texts: CommandTexts
-) -> Callable[[_Call], _Call]:
+) -> Callable[[View], View]:
     return extend_schema(
         operation_id=f"nodes_backends_{name}",
         summary=summary,
         tags=["backends"],
         request=body,
         responses=_RESPONSES,
-        examples=[request_example({"backend": backend}), response_example(_accepted(texts), status="202")],
+        examples=[
+            request_example({"backend": backend}),
+            response_example(job_example(texts.started), status="202"),
+        ],
     )
 
 
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
-    job, texts = str(admission.operation.id), COMMAND_TEXTS[kind]
-    return ACCEPTED.of(
-        jobID=job,
-        statusUrl=f"/api/backends/job/{job}",
-        message=texts.started if admission.created else texts.joined,
-        deduplicated=not admission.created,
-    )
+    return ACCEPTED.of(**job_fields(admission, COMMAND_TEXTS[kind].of(admission)))
 
 
 def _on_one(request: Request, node: BackendNode, command: BackendRequest) -> Response:

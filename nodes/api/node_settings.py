@@ -1,5 +1,7 @@
 """Settings of a node: labels, replica cap, VRAM budget, disk quota (`contract/http-api.md` §2.7 to §2.9)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from drf_spectacular.utils import OpenApiParameter
@@ -7,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import errors, names
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import View, extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
 from localai_cluster.web.wire import MALFORMED
@@ -37,8 +39,50 @@ LABELS: Schema = {
     "additionalProperties": {"type": "string", "maxLength": scheduling.LONGEST_VALUE},
     "description": "Key to value; keys have 1 to 128 characters.",
 }
-_SENT = request_example({"tier": "fast"})
-_EXAMPLE = response_example({"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"})
+_LABELS = {(200, "application/json"): LABELS}
+_EXAMPLE = {"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"}
+CAP = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
+BUDGET = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
+QUOTA = Shape("DiskQuota", "The quota as sent.", [field("disk_quota", TEXT)])
+RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
+
+
+def _describe_edit(
+    operation_id: str, summary: str, body: Any, answer: dict[Any, Any], sent: Any, shown: Any
+) -> Callable[[View], View]:
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        tags=["nodes"],
+        parameters=[REVISION],
+        request=body,
+        responses=answer | refusals(400, 401, 403, 404, 409, 413),
+        examples=[request_example(sent), response_example(shown)],
+    )
+
+
+_describe_labels = partial(
+    _describe_edit, body={"application/json": LABELS}, answer=_LABELS, sent={"tier": "fast"}, shown=_EXAMPLE
+)
+
+
+def _describe_value(
+    name: str, summary: str, body: type[NullIsAbsent], answer: Shape, value: Any
+) -> Callable[[View], View]:
+    """Describe the route that sets the only field of `answer`."""
+    (key,) = answer.fields
+    return _describe_edit(name, summary, body, {200: answer.ref}, {"value": value}, {key: value})
+
+
+def _describe_reset(operation_id: str, summary: str) -> Callable[[View], View]:
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        tags=["nodes"],
+        parameters=[REVISION],
+        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
+        examples=[response_example({"reset": True})],
+    )
 
 
 class LabelsView(NodeView):
@@ -48,37 +92,21 @@ class LabelsView(NodeView):
         operation_id="nodes_labels",
         summary="List a node's labels",
         tags=["nodes"],
-        responses={(200, "application/json"): LABELS, **refusals(401, 403, 404)},
-        examples=[_EXAMPLE],
+        responses={**_LABELS, **refusals(401, 403, 404)},
+        examples=[response_example(_EXAMPLE)],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Key to value."""
         rows = NodeLabel.objects.filter(node=require_node_id(node_id)).order_by("key")
         return Response(dict(rows.values_list("key", "value")))
 
-    @extend_schema(
-        operation_id="nodes_labels_replace",
-        summary="Replace a node's labels",
-        tags=["nodes"],
-        parameters=[REVISION],
-        request={"application/json": LABELS},
-        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[_SENT, _EXAMPLE],
-    )
+    @_describe_labels("nodes_labels_replace", "Replace a node's labels")
     def put(self, request: Request, node_id: str) -> Response:
         """Replaces all labels; automatic ones return when the worker registers again."""
         parsed_id = require_node_id(node_id)
         return Response(set_labels(parsed_id, parse_labels(request), **edit_arguments(request)))
 
-    @extend_schema(
-        operation_id="nodes_labels_merge",
-        summary="Add or change labels",
-        tags=["nodes"],
-        parameters=[REVISION],
-        request={"application/json": LABELS},
-        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[_SENT, _EXAMPLE],
-    )
+    @_describe_labels("nodes_labels_merge", "Add or change labels")
     def patch(self, request: Request, node_id: str) -> Response:
         """Other labels stay; the answer has all of them."""
         parsed_id = require_node_id(node_id)
@@ -113,13 +141,6 @@ class LabelView(NodeView):
         return Response(status=204)
 
 
-CAP = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
-BUDGET = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
-QUOTA = Shape("DiskQuota", "The quota as sent.", [field("disk_quota", TEXT)])
-RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
-_RESET = response_example({"reset": True})
-
-
 class CapRequestSerializer(NullIsAbsent):
     """At most so many replicas of one model."""
 
@@ -135,15 +156,7 @@ class BudgetRequestSerializer(NullIsAbsent):
 class ReplicaCapView(NodeView):
     """`/api/nodes/:id/max-replicas-per-model`."""
 
-    @extend_schema(
-        operation_id="nodes_cap",
-        summary="Set the maximum replicas per model",
-        tags=["nodes"],
-        parameters=[REVISION],
-        request=CapRequestSerializer,
-        responses={200: CAP.ref, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[request_example({"value": 3}), response_example({"max_replicas_per_model": 3})],
-    )
+    @_describe_value("nodes_cap", "Set the maximum replicas per model", CapRequestSerializer, CAP, 3)
     def put(self, request: Request, node_id: str) -> Response:
         """Overrides the worker's own value (R1.45)."""
         parsed_id = require_node_id(node_id)
@@ -151,14 +164,7 @@ class ReplicaCapView(NodeView):
         node = overrides.set_replica_cap(parsed_id, value, **edit_arguments(request))
         return Response(CAP.of(max_replicas_per_model=node.max_replicas_per_model))
 
-    @extend_schema(
-        operation_id="nodes_cap_reset",
-        summary="Reset the maximum replicas per model",
-        tags=["nodes"],
-        parameters=[REVISION],
-        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
-        examples=[_RESET],
-    )
+    @_describe_reset("nodes_cap_reset", "Reset the maximum replicas per model")
     def delete(self, request: Request, node_id: str) -> Response:
         """The worker's own value applies again from its next registration (R1.46)."""
         overrides.reset_replica_cap(require_node_id(node_id), **edit_arguments(request))
@@ -168,15 +174,7 @@ class ReplicaCapView(NodeView):
 class VramBudgetView(NodeView):
     """`/api/nodes/:id/vram-budget`."""
 
-    @extend_schema(
-        operation_id="nodes_budget",
-        summary="Set the VRAM budget",
-        tags=["nodes"],
-        parameters=[REVISION],
-        request=BudgetRequestSerializer,
-        responses={200: BUDGET.ref, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[request_example({"value": "80%"}), response_example({"vram_budget": "80%"})],
-    )
+    @_describe_value("nodes_budget", "Set the VRAM budget", BudgetRequestSerializer, BUDGET, "80%")
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the node's VRAM against the worker's reports; an empty text means unlimited (R1.47)."""
         parsed_id = require_node_id(node_id)
@@ -184,14 +182,7 @@ class VramBudgetView(NodeView):
         overrides.set_vram_budget(parsed_id, value, **edit_arguments(request))
         return Response(BUDGET.of(vram_budget=value))
 
-    @extend_schema(
-        operation_id="nodes_budget_reset",
-        summary="Reset the VRAM budget",
-        tags=["nodes"],
-        parameters=[REVISION],
-        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
-        examples=[_RESET],
-    )
+    @_describe_reset("nodes_budget_reset", "Reset the VRAM budget")
     def delete(self, request: Request, node_id: str) -> Response:
         """Unlimited until the worker registers with a budget (R1.48)."""
         overrides.reset_vram_budget(require_node_id(node_id), **edit_arguments(request))
@@ -201,14 +192,8 @@ class VramBudgetView(NodeView):
 class DiskQuotaView(NodeView):
     """`/api/nodes/:id/disk-quota`, which the reference lacks."""
 
-    @extend_schema(
-        operation_id="nodes_disk_quota",
-        summary="Set the disk quota for models",
-        tags=["nodes"],
-        parameters=[REVISION],
-        request=BudgetRequestSerializer,
-        responses={200: QUOTA.ref, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[request_example({"value": "200GB"}), response_example({"disk_quota": "200GB"})],
+    @_describe_value(
+        "nodes_disk_quota", "Set the disk quota for models", BudgetRequestSerializer, QUOTA, "200GB"
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the disk space of models' files; files that are there stay. An empty text: no limit."""
@@ -217,14 +202,7 @@ class DiskQuotaView(NodeView):
         overrides.set_disk_quota(parsed_id, value, **edit_arguments(request))
         return Response(QUOTA.of(disk_quota=value))
 
-    @extend_schema(
-        operation_id="nodes_disk_quota_reset",
-        summary="Remove the disk quota for models",
-        tags=["nodes"],
-        parameters=[REVISION],
-        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
-        examples=[_RESET],
-    )
+    @_describe_reset("nodes_disk_quota_reset", "Remove the disk quota for models")
     def delete(self, request: Request, node_id: str) -> Response:
         """No limit but the free disk space."""
         overrides.set_disk_quota(require_node_id(node_id), "", **edit_arguments(request))

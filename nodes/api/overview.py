@@ -33,7 +33,7 @@ from localai_cluster.web.shapes import (
 )
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api import figures
-from nodes.api.base import MOMENT, NODE_ID, NodeView, enum_schema, response_example
+from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, enum_schema, response_example
 from nodes.definitions import folder
 from nodes.figures import series, store
 from nodes.figures.series import DAY
@@ -153,7 +153,7 @@ _EXAMPLE = {
     ],
     "running": [
         {
-            "id": "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7",
+            "id": JOB_ID,
             "kind": "model_load",
             "element": "minilm",
             "node_name": "gpu-a",

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_example
+from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, request_example, response_example
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
@@ -38,7 +38,6 @@ _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
 _OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True}
-_OPERATION = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
 _SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
 _TERMS = {
@@ -153,7 +152,7 @@ _EXPLAINED = {
         {
             "id": 7,
             "kind": "placement",
-            "operation_id": _OPERATION,
+            "operation_id": JOB_ID,
             "at": MOMENT,
             "last_at": MOMENT,
             **_DECISION,

@@ -13,7 +13,7 @@ from localai_cluster.kit.errors import Conflict
 from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
-from nodes.api.base import NODE_ID, query_parameter, request_example, response_example
+from nodes.api.base import NODE_ID, job_example, query_parameter, request_example, response_example
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
 from nodes.api.models import LONGEST_MODEL, check_model_name
 from nodes.definitions.files import MAX_FILE_BYTES
@@ -21,12 +21,11 @@ from nodes.downloads.imports import request_import
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 from nodes.sources import catalogue, inspection
 from nodes.sources.plans import ImportPlan
-from operations.api.serializers import requester_of
+from operations.api.serializers import job_fields, requester_of
 from operations.ledger.admission import Admission
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 50
 LARGEST = 2**60
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 IMPORT_STARTED = Shape(
     "ImportStarted",
     "The import was admitted; `statusUrl` tells how it goes.",
@@ -181,13 +180,8 @@ class ImportView(_SourceView):
         examples=[
             request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True}),
             response_example(
-                {
-                    "jobID": _JOB,
-                    "statusUrl": f"/api/models/job/{_JOB}",
-                    "message": "the import of Qwen2.5-1.5B-Instruct has begun",
-                    "model": "Qwen2.5-1.5B-Instruct",
-                    "deduplicated": False,
-                },
+                job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
+                | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
                 status="202",
             ),
         ],
@@ -231,14 +225,8 @@ def import_message(admission: Admission, model: str) -> str:
 
 
 def started_import(admission: Admission, model: str) -> dict[str, Any]:
-    job = str(admission.operation.id)
-    return IMPORT_STARTED.of(
-        jobID=job,
-        statusUrl=f"/api/models/job/{job}",
-        message=import_message(admission, model),
-        model=model,
-        deduplicated=not admission.created,
-    )
+    fields = job_fields(admission, import_message(admission, model), "/api/models/job")
+    return IMPORT_STARTED.of(model=model, **fields)
 
 
 class CatalogueView(_SourceView):

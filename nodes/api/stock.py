@@ -20,7 +20,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
 from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, UUID, Row, Shape, count, field
 from nodes.api import definitions
-from nodes.api.base import response_example
+from nodes.api.base import JOB_ID, response_example
 from nodes.backends import catalogue
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
@@ -320,7 +320,6 @@ REMOVAL_STARTED = Shape(
     "The operation that deletes the model.",
     [field("jobID", UUID), field("message", TEXT)],
 )
-_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 
 
 class StockDeleteView(_DefinitionView):
@@ -333,7 +332,7 @@ class StockDeleteView(_DefinitionView):
         parameters=[_MODEL],
         request=None,
         responses={200: REMOVAL_JOB.ref, **flat_refusals(404, 409)},
-        examples=[response_example({"uuid": _JOB, "status": f"https://cluster/models/jobs/{_JOB}"})],
+        examples=[response_example({"uuid": JOB_ID, "status": f"https://cluster/models/jobs/{JOB_ID}"})],
     )
     def post(self, request: Request, model: str) -> Response:
         """Unloads it, deletes its stored definition and the files that no other definition names.
@@ -354,7 +353,7 @@ class StockDeleteByIdView(_DefinitionView):
         parameters=[_MODEL],
         request=None,
         responses={200: REMOVAL_STARTED.ref, **flat_refusals(404, 409)},
-        examples=[response_example({"jobID": _JOB, "message": "the definition is being deleted"})],
+        examples=[response_example({"jobID": JOB_ID, "message": "the definition is being deleted"})],
     )
     def post(self, request: Request, model: str) -> Response:
         """As `/models/delete`; a gallery's name before `@` is left out."""

@@ -105,6 +105,10 @@ class CommandTexts:
     started: str
     joined: str
 
+    def of(self, admission: Admission) -> str:
+        """Return the message of this admission."""
+        return self.started if admission.created else self.joined
+
 
 class NodesSerializer(NullIsAbsent):
     """For which nodes; without the field, for all that it concerns."""
@@ -129,12 +133,16 @@ def requester_of(request: Request) -> Requester:
     return Requester(principal(request).name, request_id.get(), client_address(request))
 
 
-def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:
+def job_fields(admission: Admission, message: str, route: str = "/api/backends/job") -> dict[str, Any]:
+    """Return what the answer to every request for an operation has in common."""
     job = str(admission.operation.id)
-    return STARTED.of(
-        jobID=job,
-        uuid=job,
-        statusUrl=f"/api/backends/job/{job}",
-        message=texts.started if admission.created else texts.joined,
-        deduplicated=not admission.created,
-    )
+    return {
+        "jobID": job,
+        "statusUrl": f"{route}/{job}",
+        "message": message,
+        "deduplicated": not admission.created,
+    }
+
+
+def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:
+    return STARTED.of(uuid=str(admission.operation.id), **job_fields(admission, texts.of(admission)))

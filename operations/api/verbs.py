@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from rest_framework import serializers
@@ -13,7 +13,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from operations.api.jobs import found
 from operations.api.serializers import (
@@ -31,7 +31,6 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 MOST_OPERATIONS = 2000
 MOST_REASONS = 20
 AGAIN = CommandTexts("started again", "tried at once")
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def describe_verb(
@@ -39,7 +38,7 @@ def describe_verb(
     summary: str,
     body: type[serializers.Serializer[Any]] | None = None,
     answer: Any = DoneSerializer,
-) -> Callable[[_Call], _Call]:
+) -> Callable[[View], View]:
     """Describe one verb in the API document."""
     return extend_schema(
         operation_id=f"operations_{name}",
