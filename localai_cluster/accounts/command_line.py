@@ -6,6 +6,7 @@ A refused command ends with exit code 1 and one line.
 import os
 import pwd
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -85,6 +86,24 @@ def rows_with_prefix(rows: QuerySet[_Row], prefix: str) -> list[_Row]:
         return []
     matches = rows.annotate(id_text=Cast("id", CharField())).filter(id_text__startswith=prefix)
     return list(matches[: MAX_MATCHES + 1])
+
+
+def only_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) -> _Row:
+    """Return the row whose id begins so. Raise CommandError unless exactly one does."""
+    matches = rows_with_prefix(rows, prefix)
+    if not matches:
+        raise CommandError(f"there is no {kind} {prefix[:36]!r}; {hint}")
+    if len(matches) > 1:
+        raise CommandError(f"{prefix!r} is an id prefix of several {kind}s; use a longer prefix")
+    return matches[0]
+
+
+def confirm(action: str, question: str) -> None:
+    """Prompt on a terminal; raise CommandError elsewhere, and on a no."""
+    if not sys.stdin.isatty():
+        raise CommandError(f"give --yes to {action} without a question")
+    if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise CommandError("nothing was done")
 
 
 def as_json(value: Any) -> str:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from django.core.management.base import CommandError
 
-from localai_cluster.accounts.command_line import MAX_MATCHES, SHORT_ID, rows_with_prefix
+from localai_cluster.accounts.command_line import MAX_MATCHES, SHORT_ID, only_with_prefix, rows_with_prefix
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, JoinToken, NodeConflict
 from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
@@ -33,24 +33,14 @@ def node(text: str) -> BackendNode:
 
 def conflict(text: str) -> NodeConflict:
     """Return the conflict with that id or id prefix. Raise CommandError unless exactly one matches."""
-    matches = rows_with_prefix(NodeConflict.objects.order_by("-last_at"), text)
-    if not matches:
-        raise CommandError(f"there is no conflict {text!r}; `manage.py nodes conflicts` lists the open ones")
-    if len(matches) > 1:
-        raise CommandError(f"{text!r} is an id prefix of several conflicts; use a longer prefix")
-    return matches[0]
+    hint = "`manage.py nodes conflicts` lists the open ones"
+    return only_with_prefix(NodeConflict.objects.order_by("-last_at"), text, "conflict", hint)
 
 
 def join_token(text: str) -> JoinToken:
     """Return the token with that id or id prefix. Raise CommandError unless exactly one matches."""
-    matches = rows_with_prefix(JoinToken.objects.all(), text)
-    if not matches:
-        raise CommandError(
-            f"there is no join token {text[:36]!r}; `manage.py nodes join-token list` lists their ids"
-        )
-    if len(matches) > 1:
-        raise CommandError(f"{text!r} is an id prefix of several join tokens; use a longer prefix")
-    return matches[0]
+    hint = "`manage.py nodes join-token list` lists their ids"
+    return only_with_prefix(JoinToken.objects.all(), text, "join token", hint)
 
 
 def _listed(matches: list[BackendNode]) -> str:

@@ -31,7 +31,7 @@ from rich.table import Column
 from rich.text import Text
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import printable
+from localai_cluster.accounts.command_line import Options, printable
 from operations.api.jobs import entry_of
 from operations.changes import events
 from operations.management import operation_texts as texts
@@ -246,6 +246,15 @@ def to_its_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
     if entry["status"] != Status.COMPLETED:
         raise CommandError(ending(entry))
     return "" if as_json else f"operation {texts.short(entry)} completed"
+
+
+def unless_detached(options: Options, id: UUID, subject: str, body: dict[str, Any]) -> str:
+    """Show the operation until it has ended, or with `--detach` return how it can be shown."""
+    if not options["detach"]:
+        return to_its_end(id, options["out"], as_json=options["json"])
+    if options["json"]:
+        return command_line.as_json(body)
+    return f"{subject}: operation {id}; `manage.py operations show {id} --follow` shows it"
 
 
 def ending(entry: Entry) -> str:

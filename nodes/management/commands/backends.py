@@ -5,7 +5,6 @@ of the operation as it ended, or with `--detach` of the request. An operation th
 with exit code 1 and the reasons by node.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from localai_cluster.accounts.command_line import (
     Options,
     VerbCommand,
     as_json,
+    confirm,
     current_actor,
     printable,
     table,
@@ -190,8 +190,6 @@ def delete(options: Options) -> str:
 
 def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
     """Prompt with the replicas, requests and pending operations. Raise CommandError on a no."""
-    if not sys.stdin.isatty():
-        raise CommandError(f"give --yes to {verb} {request.backend} without a question")
     names = ", ".join(node.name for node in nodes) or "no node"
     stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend)
     stopped = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
@@ -201,8 +199,7 @@ def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -
         question += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in stopped)}."
     if pending := intents.count_pending_by_backend().get(request.backend.lower()):
         question += f" Operations pending on it: {pending}."
-    if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise CommandError("nothing was done")
+    confirm(f"{verb} {request.backend}", question)
 
 
 def _nodes(options: Options) -> list[BackendNode]:
@@ -235,10 +232,6 @@ def _request(options: Options, request: BackendRequest, fields: dict[str, Any]) 
     """Create the operation, or join it, and follow it."""
     result = admit_command(RequestScope((), by=Requester(str(current_actor()))), request, fields)
     body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
-    if not options["detach"]:
-        if not options["json"]:
-            options["out"].write(f"{body['message']}: operation {id}")
-        return following.to_its_end(id, options["out"], as_json=options["json"])
-    if options["json"]:
-        return as_json(body)
-    return f"{body['message']}: operation {id}; `manage.py operations show {id} --follow` shows it"
+    if not options["detach"] and not options["json"]:
+        options["out"].write(f"{body['message']}: operation {id}")
+    return following.unless_detached(options, id, body["message"], body)

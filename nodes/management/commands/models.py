@@ -221,10 +221,7 @@ def remove(options: Options) -> str:
     request = RemovalRequest(name, Requester(str(current_actor())), options["files"])
     admission = definition_removal.request_removal(request, now=clock.now())
     job = admission.operation.id
-    if options["detach"]:
-        said = f"{name}: operation {job}; `manage.py operations show {job} --follow` shows it"
-        return as_json({"jobID": str(job)}) if options["json"] else said
-    return following.to_its_end(job, options["out"], as_json=options["json"])
+    return following.unless_detached(options, job, name, {"jobID": str(job)})
 
 
 def disable(options: Options) -> str:
@@ -281,10 +278,7 @@ def add_model(options: Options) -> str:
         plan, by=Requester(str(current_actor())), now=clock.now(), load=options["load"]
     )
     job = admission.operation.id
-    if options["detach"]:
-        said = f"{plan.name}: operation {job}; `manage.py operations show {job} --follow` shows it"
-        return as_json({"jobID": str(job), "model": plan.name}) if options["json"] else said
-    return following.to_its_end(job, options["out"], as_json=options["json"])
+    return following.unless_detached(options, job, plan.name, {"jobID": str(job), "model": plan.name})
 
 
 def _shown(found: Row) -> str:

@@ -1,6 +1,5 @@
 """`manage.py nodes`: nodes and join tokens. Each verb calls the function that REST calls."""
 
-import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -19,6 +18,7 @@ from localai_cluster.accounts.command_line import (
     VerbCommand,
     age,
     as_json,
+    confirm,
     current_actor,
     moment,
     printable,
@@ -375,14 +375,11 @@ def stop(options: Options) -> str:
 
 
 def _confirm_stop(node: BackendNode) -> None:
-    if not sys.stdin.isatty():
-        raise CommandError(f"give --yes to stop the worker of {node.name} without a question")
     loaded = NodeModel.objects.loaded().filter(node=node).order_by("model_name", "replica_index")
     replicas = ", ".join(f"{row.model_name}#{row.replica_index}" for row in loaded)
     question = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
     question += " It comes back only if its machine starts it again."
-    if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise CommandError("nothing was stopped")
+    confirm(f"stop the worker of {node.name}", question)
 
 
 def evict(options: Options) -> str:

@@ -10,7 +10,7 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, rows_with_prefix
+from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, only_with_prefix
 from localai_cluster.kit import clock, errors
 from operations import kinds
 from operations.api import verbs
@@ -187,11 +187,5 @@ def _done(options: Options, operation: Operation, message: str) -> str:
 
 def _operation(text: str) -> Operation:
     """Return the operation with that id or id prefix. Raise CommandError unless exactly one matches."""
-    matches = rows_with_prefix(Operation.objects.order_by("-created_at"), text)
-    if not matches:
-        raise CommandError(
-            f"there is no operation {text[:36]!r}; `manage.py operations list` and `inbox` list their ids"
-        )
-    if len(matches) > 1:
-        raise CommandError(f"{text!r} is an id prefix of several operations; use a longer prefix")
-    return matches[0]
+    hint = "`manage.py operations list` and `inbox` list their ids"
+    return only_with_prefix(Operation.objects.order_by("-created_at"), text, "operation", hint)
