@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.kit.periodic import SILENT_AFTER
+from localai_cluster.kit.quantities import counted
 from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 
@@ -177,7 +178,7 @@ def _web(facts: Facts, now: datetime) -> Verdict:
     processes = _alive(facts, "web", now)
     since = min((process.started_at for process in processes), default=None)
     return Verdict(
-        "web", "Web processes", State.OK, _number(len(processes), "process", "processes"), since=since
+        "web", "Web processes", State.OK, counted(len(processes), "process", "processes"), since=since
     )
 
 
@@ -189,7 +190,7 @@ def _controllers(facts: Facts, now: datetime) -> Verdict:
         )
         hint = "Start one with `manage.py controller`. Operations and schedules wait until then."
         return Verdict("controllers", "Controllers", State.ERROR, "none is running", hint, last_seen_at)
-    text, since = _number(len(processes), "controller"), min(process.started_at for process in processes)
+    text, since = counted(len(processes), "controller"), min(process.started_at for process in processes)
     disconnected = [process.name for process in processes if not process.bus_connected]
     if disconnected:
         hint = "Check NATS and LOCALAI_NATS_URL of these controllers."
@@ -249,12 +250,12 @@ def _workers(facts: Facts) -> Verdict:
 def _work(facts: Facts) -> Verdict:
     work, intents = facts.operations, facts.intents
     text = (
-        f"{_number(work.running, 'operation')} running, {work.waiting} waiting; on nodes"
+        f"{counted(work.running, 'operation')} running, {work.waiting} waiting; on nodes"
         f" {intents.running} running, {intents.waiting} waiting"
     )
     oldest = min((at for at in (work.oldest, intents.oldest) if at is not None), default=None)
     if facts.failures:
-        text += f"; {_number(facts.failures, 'failure')} in the inbox"
+        text += f"; {counted(facts.failures, 'failure')} in the inbox"
         hint = "Retry or dismiss them in Activity, under Inbox."
         return Verdict("operations", "Operations", State.WARNING, text, hint, facts.oldest_failure)
     return Verdict("operations", "Operations", State.OK, text, since=oldest)
@@ -269,7 +270,7 @@ def _definitions(facts: Facts) -> Verdict:
         listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MOST_NAMED])
         suffix = f"; and {len(broken) - _MOST_NAMED} more" if len(broken) > _MOST_NAMED else ""
         hint = "Correct or remove the files: the models in them do not serve. The Models page lists them all."
-        text = f"{_number(len(broken), 'file')} cannot be used: {listed}{suffix}"
+        text = f"{counted(len(broken), 'file')} cannot be used: {listed}{suffix}"
         return Verdict("models", name, State.WARNING, text, hint)
     return Verdict("models", name, State.OK, "every file can be used")
 
@@ -281,7 +282,7 @@ def _versions(facts: Facts, now: datetime) -> Verdict:
     )
     differences = [f"server processes also run {', '.join(other_versions)}"] if other_versions else []
     if facts.other_versions:
-        differences.append(f"{_number(facts.other_versions, 'worker')} of another version")
+        differences.append(f"{counted(facts.other_versions, 'worker')} of another version")
     if differences:
         hint = "Restart the server processes on one version, and run the line of Add a node on those workers."
         return Verdict(
@@ -301,10 +302,6 @@ def _disk(facts: Facts) -> Verdict:
         return Verdict("disk", name, State.OK, text)
     state = State.ERROR if free_fraction < NO_DISK else State.WARNING
     return Verdict("disk", name, state, text, "Free space there, or move CLUSTER_DATA_DIR.")
-
-
-def _number(number: int, singular: str, plural: str = "") -> str:
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _names(schedules: Sequence[Schedule]) -> str:

@@ -39,9 +39,10 @@ from localai_cluster.embedded.layout import (
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
 from localai_cluster.embedded.resources import SetupError, write_private
-from localai_cluster.embedded.server import EmbeddedServer, Program, Supervisor, describe_exit, wait_for
+from localai_cluster.embedded.server import EmbeddedServer, Program, Supervisor, wait_for
 from localai_cluster.embedded.terminal import Foreground, Log
 from localai_cluster.kit import clock, conf, processes
+from localai_cluster.kit.processes import describe_exit
 
 NEEDED_BYTES = 512 * 1024 * 1024
 """Enough for a new database and one backend."""

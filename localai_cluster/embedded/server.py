@@ -19,6 +19,7 @@ from typing import Self
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import backoff, clock, processes
+from localai_cluster.kit.processes import describe_exit
 
 POLL_SECONDS = 0.02
 
@@ -198,16 +199,6 @@ def count_failures(earlier: int, uptime: float) -> int:
 def restart_delay(failures: int) -> float:
     """Return the seconds until a child is restarted that has ended `failures` times in a row."""
     return backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY)
-
-
-def describe_exit(code: int) -> str:
-    """`exit code 1`, or the signal by name."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 class _Supervised:

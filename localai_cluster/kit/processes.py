@@ -38,6 +38,7 @@ __all__ = [
     "Group",
     "ProcessIdentity",
     "ProcessReaper",
+    "describe_exit",
     "end",
     "end_child",
     "group_of",
@@ -237,3 +238,13 @@ class ProcessReaper:
         with suppress(BrokenPipeError):
             ended.stdin.close()
         return True
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal by name."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -360,16 +360,6 @@ COMMANDS: dict[str, tuple[type[Any], type[Any] | None]] = {
 """Every command to a worker: its request, and its reply if it has one (§2.1, §4)."""
 
 
-def human_bytes(count: int) -> str:
-    """Format a size for `current` and `total` like the reference (§4.3): `512 B`, `1.2 GiB`."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def process_key(name: str, replica_index: int) -> str:
     """Return a process key: `<model id, or backend for a process without model>#<replica>`."""
     return f"{name}#{replica_index}"
@@ -480,7 +470,9 @@ def _value(value: Any, expected: Any, path: str) -> Any:
             raise _wrong(path, "true or false", value)
         return value
     if expected is int:
-        return _integer(value, path)
+        if not isinstance(value, int) or isinstance(value, bool) or not -_INT_LIMIT <= value < _INT_LIMIT:
+            raise _wrong(path, "a whole number of 64 bits", value)
+        return value
     if expected is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
             raise _wrong(path, "a number", value)
@@ -488,12 +480,6 @@ def _value(value: Any, expected: Any, path: str) -> Any:
     if typing.get_origin(expected) is tuple:
         return tuple(_list(value, typing.get_args(expected)[0], path))
     return _build(value, expected, path)
-
-
-def _integer(value: Any, path: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -_INT_LIMIT <= value < _INT_LIMIT:
-        raise _wrong(path, "a whole number of 64 bits", value)
-    return value
 
 
 def _list(value: Any, item_type: Any, path: str) -> list[Any]:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.messaging.messages import ProgressEvent, human_bytes
+from localai_cluster.kit.quantities import human_bytes
+from localai_cluster.messaging.messages import ProgressEvent
 
 log = logging.getLogger(__name__)
 

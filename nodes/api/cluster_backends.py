@@ -16,6 +16,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.quantities import counted
 from localai_cluster.web.envelopes import flat
 from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
@@ -472,4 +473,4 @@ class DeleteAndWaitView(_CommandView):
 def _outcome(backend: str, nodes: int) -> str:
     if not nodes:
         return f"backend {backend} is on no node"
-    return f"backend {backend} deleted; it was on {'1 node' if nodes == 1 else f'{nodes} nodes'}"
+    return f"backend {backend} deleted; it was on {counted(nodes, 'node')}"

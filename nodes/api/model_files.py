@@ -13,6 +13,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.quantities import counted
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, count, field
@@ -227,7 +228,7 @@ def _removal(files: Sequence[UnusedFile], admissions: Sequence[Admission]) -> Ro
         JOB.of(jobID=str(entry.operation.id), statusUrl=f"/api/backends/job/{entry.operation.id}")
         for entry in admissions
     ]
-    amount = f"{len(files)} file{'s are' if len(files) != 1 else ' is'} being removed"
+    amount = counted(len(files), "file is being removed", "files are being removed")
     return REMOVAL.of(
         message=amount if files else "there is no such unused file",
         paths=[file.path for file in files],

@@ -17,7 +17,7 @@ from rest_framework.views import APIView
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import (

@@ -17,6 +17,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.quantities import counted
 from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
 from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, UUID, Row, Shape, count, field
 from nodes.api import definitions
@@ -377,5 +378,5 @@ class ReloadView(_DefinitionView):
     def post(self, request: Request) -> Response:
         """In this web process at once; the others read it within a few seconds by themselves."""
         number = len(async_to_sync(folder.folder().reload)())
-        defined = "1 model is defined" if number == 1 else f"{number} models are defined"
+        defined = counted(number, "model is defined", "models are defined")
         return Response(RELOADED.of(success=True, message=defined, pending_cleanup=0))

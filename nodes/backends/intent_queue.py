@@ -30,6 +30,7 @@ from localai_cluster.kit.batching import CallBatcher
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
+from localai_cluster.kit.quantities import counted
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics
@@ -110,8 +111,7 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
         elif is_overdue or not withdrawal.running:
             return None
         else:
-            requests = "1 request" if withdrawal.running == 1 else f"{withdrawal.running} requests"
-            message = f"waiting for {requests} on {intent.node.name}"
+            message = f"waiting for {counted(withdrawal.running, 'request')} on {intent.node.name}"
         if message != last_message:
             last_message = message
             tick = Tick("draining", message, node_id=intent.node.id, node_name=intent.node.name)

@@ -23,7 +23,7 @@ from django.db import transaction
 from localai_cluster.kit import backoff, clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from nodes.commands.commands import first
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition

@@ -17,7 +17,7 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import conf, errors, names
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import counted, human_bytes
 from nodes.definitions.folder import FolderUnresponsive
 from nodes.downloads import partial_files
 from nodes.loading.file_removal import remove_files
@@ -141,7 +141,7 @@ def request_removal(files: Sequence[UnusedFile], *, by: Requester, now: datetime
     request = OperationRequest(
         KIND,
         key=KIND,
-        element=f"{len(files)} file{'' if len(files) == 1 else 's'}",
+        element=counted(len(files), "file"),
         by=by,
         payload={"paths": [file.path for file in files], "bytes": size},
     )

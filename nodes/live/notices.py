@@ -11,6 +11,7 @@ from localai_cluster import __version__
 from localai_cluster.kit import periodic
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.kit.env import weak_secret
+from localai_cluster.kit.quantities import counted
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import CurrentHold
 from operations.executor.controllers import SILENT_AFTER, Seen
@@ -142,8 +143,7 @@ def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
 def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Notice]:
     notices = []
     if facts.open_conflicts:
-        number = facts.open_conflicts
-        conflicts = "1 identity conflict" if number == 1 else f"{number} identity conflicts"
+        conflicts = counted(facts.open_conflicts, "identity conflict")
         text = f"{conflicts}: another machine is claiming a registered node's name."
         hint = "Resolve it on the Nodes page. Until then the registered node keeps running."
         notices.append(_notice("identity-conflicts", "warning", text, hint))
@@ -159,10 +159,9 @@ def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Not
 
 
 def _version_notices(facts: ClusterFacts) -> list[Notice]:
-    number = facts.skewed_nodes
-    if not number:
+    if not facts.skewed_nodes:
         return []
-    runs = "1 node runs" if number == 1 else f"{number} nodes run"
+    runs = counted(facts.skewed_nodes, "node runs", "nodes run")
     text = f"{runs} another version than this server ({__version__}), or a stock worker."
     hint = "The Nodes page shows which. To upgrade a worker, run the line of Add a node there again."
     return [_notice("worker-versions", "warning", text, hint)]

@@ -27,6 +27,7 @@ from uuid import UUID
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock, conf, errors, names
+from localai_cluster.kit.quantities import format_gib
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstallReply
@@ -46,7 +47,6 @@ from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
 from nodes.placement.deadlines import MARGIN, load_limit
-from nodes.placement.sizes import format_gib
 from nodes.registry import dial_targets
 from nodes.replicas import engine_ends, fleet_queries, slots
 from nodes.replicas.slots import Slot

@@ -24,6 +24,7 @@ import httpx
 from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.quantities import format_gib
 from nodes.commands.commands import first
 from nodes.decisions.node_files import OverQuota
 from nodes.definitions import sizes
@@ -54,7 +55,7 @@ from nodes.loading.transfer import (
 from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
-from nodes.placement.sizes import describe_disk_need, format_gib
+from nodes.placement.sizes import describe_disk_need
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots

@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 import httpx
 
 from localai_cluster.kit import clock, names
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from nodes.loading import worker_fetch
 from nodes.loading.source_files import CHUNK, LocalFile, OpenedFile, hash_of, path_of
 from nodes.loading.worker_fetch import FileSource

@@ -20,6 +20,7 @@ from uuid import UUID
 
 import orjson
 
+from localai_cluster.kit.quantities import format_gib, gib_rounded_up
 from nodes.placement.choose import (
     ANY_NODE,
     NO_NEED,
@@ -44,7 +45,7 @@ from nodes.placement.choose import (
 from nodes.placement.evict import ProtectionRules, Resident, choose_victims, join_names
 from nodes.placement.fit import Terms
 from nodes.placement.node_backoff import NodeBackoffs
-from nodes.placement.sizes import describe_need, format_gib, gib_rounded_up
+from nodes.placement.sizes import describe_need
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""

@@ -1,30 +1,13 @@
-"""Sizes in the reasons of placement: needs are rounded up, what is free is rounded down. Pure."""
+"""Sizes in the reasons of placement. Pure."""
 
 from collections.abc import Iterable, Sequence
 
+from localai_cluster.kit.quantities import format_bytes, format_gib, gib_rounded_up
 from nodes.placement.memory import UNKNOWN_PAYLOAD
 
 QUOTA_HINT = "remove models there that are not used, or raise the quota"
 STATED = "stated"
 """The source, and the only term, of a need that its definition states."""
-_UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
-
-
-def format_gib(amount: int) -> str:
-    """Format bytes as GiB, rounded down: free memory never looks as large as a need."""
-    return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"
-
-
-def gib_rounded_up(amount: int) -> str:
-    """Format bytes as GiB, rounded up: a need never looks as small as what is free."""
-    return f"{-(-amount * 10 // 2**30) / 10:.1f} GiB"
-
-
-def format_bytes(size: int) -> str:
-    """Format a size rounded up: in GiB, or in the largest smaller unit of which there is one."""
-    if size >= 2**30:
-        return gib_rounded_up(size)
-    return next((f"{-(-size // 2**n)} {u}" for n, u in _UNITS if size >= 2**n), "0 B")
 
 
 def describe_disk_need(files: int, needed: int) -> str:

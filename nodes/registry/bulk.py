@@ -18,6 +18,7 @@ from django.db import transaction
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.quantities import counted
 from nodes.models import BackendNode
 from nodes.registry import actions, change, claims, labels, lifecycle
 from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
@@ -113,7 +114,7 @@ def identity(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str
     ids = sorted(set(node_ids))
     described = repr((sorted(options.items()), [id.bytes for id in ids]))
     digest = hashlib.sha256(described.encode()).hexdigest()[:32]
-    return f"{kind}:{digest}", f"{len(ids)} node{'' if len(ids) == 1 else 's'}"
+    return f"{kind}:{digest}", counted(len(ids), "node")
 
 
 class RunOnNodes:

@@ -21,6 +21,7 @@ from uuid import UUID
 
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.quantities import counted
 from localai_cluster.messaging.bus import Bus
 from nodes.commands.commands import SETTLED_AFTER, Worker
 from nodes.commands.outcomes import (
@@ -320,10 +321,8 @@ class DrainWatch:
                 running = sum(rows.get(replica.id, (0, None))[0] for replica in part.replicas)
                 if running and reported.get(part.node_id) != running:
                     reported[part.node_id] = running
-                    plural = "request" if running == 1 else "requests"
-                    self.work.progress(
-                        _tick(part, "draining", f"waiting for {running} {plural} on {part.name}")
-                    )
+                    message = f"waiting for {counted(running, 'request')} on {part.name}"
+                    self.work.progress(_tick(part, "draining", message))
             await asyncio.sleep(LOOK_EVERY)
 
 

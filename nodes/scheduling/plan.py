@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
+from localai_cluster.kit.quantities import counted
 from nodes.scheduling.snapshot import (
     LOADING,
     Action,
@@ -222,7 +223,7 @@ def _problem(context: RuleContext) -> str:
     if has_slot:
         return ""
     counts = f"{len(context.eligible_serving)} running, {context.loads} loading"
-    nodes = f"{len(context.eligible)} {'node' if len(context.eligible) == 1 else 'nodes'} that it may run on"
+    nodes = f"{counted(len(context.eligible), 'node')} that it may run on"
     return f"{context.required} wanted, {counts}, but no free slot on the {nodes}"
 
 
@@ -264,7 +265,7 @@ def _pressure(context: RuleContext) -> list[Action]:
     if context.rule.maximum == 0 and len(context.rows) > max(context.rule.minimum, 1):
         return []
     model = context.rule.model
-    requests = f"{context.pressure} request{'' if context.pressure == 1 else 's'}"
+    requests = counted(context.pressure, "request")
     reason = (
         f"{requests} within a minute not sent to the replica that remembers the prompt: too busy; one more"
     )

@@ -15,7 +15,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.openapi import extend_schema, flat_refusals, name_operations, refusals
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import mapping

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from django.db import connection, transaction
 
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, TEXTS, TIME, UUID, Row, Shape, count, enum, field
 from operations import models
 from operations.causes import cause_of

@@ -17,6 +17,7 @@ from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
 from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.quantities import counted
 from operations import targets
 from operations.changes.events import emit
 from operations.models import (
@@ -212,7 +213,9 @@ def dismiss(
         if operation.dismissed_at is not None:
             return operation
         if nodes and _dismiss_targets(operation, nodes, now):
-            audit.record(changed("dismissed_part", operation, f"on {_nodes(nodes)}: {comment}"), at=now)
+            audit.record(
+                changed("dismissed_part", operation, f"on {counted(len(nodes), 'node')}: {comment}"), at=now
+            )
         else:
             _dismiss([operation], actor, now, comment)
         emit([operation])
@@ -256,10 +259,6 @@ def _dismiss_targets(operation: Operation, nodes: Collection[UUID], now: datetim
     remaining = failed.filter(dismissed_at__isnull=True)
     remaining.filter(node_id__in=nodes).update(dismissed_at=now)
     return remaining.exists()
-
-
-def _nodes(nodes: Collection[UUID]) -> str:
-    return "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
 
 
 def locked(operation_id: UUID) -> Operation:

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from localai_cluster.accounts.command_line import NOTHING, SHORT_ID, age, moment, printable, table
+from localai_cluster.kit.quantities import counted
 from operations.models import Status, TargetStatus
 
 Entry = Mapping[str, Any]
@@ -135,7 +136,7 @@ def where(entry: Entry) -> str:
     """Return its node, or the number of its nodes."""
     names = [part["node_name"] for part in entry.get("nodes", ())]
     if len(names) > 1 or entry.get("allNodes"):
-        nodes = "1 node" if len(names) == 1 else f"{len(names)} nodes"
+        nodes = counted(len(names), "node")
         return f"all ({nodes})" if entry.get("allNodes") else nodes
     return str(entry.get("nodeName") or next(iter(names), ""))
 

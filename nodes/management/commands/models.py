@@ -23,7 +23,7 @@ from localai_cluster.accounts.command_line import (
     table,
 )
 from localai_cluster.kit import clock, errors
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import Row
 from nodes.api import definition_entries
 from nodes.api.definition_entries import DefinitionEntry

@@ -27,7 +27,7 @@ from localai_cluster.accounts.command_line import (
 )
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.kit.env import parse_duration
-from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import TIME
 from nodes.api import join
 from nodes.backends import node_stop

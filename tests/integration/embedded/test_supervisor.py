@@ -16,12 +16,12 @@ from localai_cluster.embedded.server import (
     Program,
     Supervisor,
     count_failures,
-    describe_exit,
     restart_delay,
     wait_for,
 )
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import processes
+from localai_cluster.kit.processes import describe_exit
 
 SLEEPER = "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.02; done"
 DEAF = "trap '' TERM; echo up; while :; do sleep 0.02; done"

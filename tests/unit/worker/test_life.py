@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from localai_cluster import __version__
 from localai_cluster.kit.addresses import split_host_port
-from localai_cluster.messaging.messages import ProgressEvent, human_bytes
+from localai_cluster.kit.quantities import human_bytes
+from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.worker import hardware, identity, lifecycle
 from localai_cluster.worker.config import Config, InvalidSettings, build
