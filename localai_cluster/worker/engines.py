@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localai_cluster.kit import clock, processes
+from localai_cluster.kit import cancellation, clock, processes
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
@@ -365,9 +365,7 @@ class EngineSupervisor:
             # Its child processes must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, _end_processes, engine)
         await asyncio.wait(pumps, timeout=1.0)
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await cancellation.end(*pumps)
         for pipe in engine.output:
             pipe.transport.close()
         self._note(engine, f"[engine ended: {_exit_text(engine)}]")

@@ -15,6 +15,7 @@ from datetime import UTC
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from localai_cluster.kit import cancellation
 from localai_cluster.metrics import registries
 from localai_cluster.worker.exchange import PLAIN, Exchange, Scope, header, raw_path
 from localai_cluster.worker.files.routes import FileServer
@@ -105,9 +106,7 @@ class WorkerApplication:
             ended, _ = await asyncio.wait({tail, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._readers.discard(tail)
-            for task in (tail, disconnect):
-                task.cancel()
-            await asyncio.gather(tail, disconnect, return_exceptions=True)
+            await cancellation.end(tail, disconnect)
         if not tail.cancelled():
             tail.result()  # uvicorn logs an error that is not handled here
         elif tail in ended:

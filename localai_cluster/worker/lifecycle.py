@@ -60,9 +60,7 @@ async def drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry:
     stopping = asyncio.create_task(_drain_and_deregister(control_plane, node_id, hurry))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_LIMIT, return_when=asyncio.FIRST_COMPLETED)
-    for task in (stopping, hurried):
-        task.cancel()
-    await asyncio.gather(stopping, hurried, return_exceptions=True)
+    await cancellation.end(stopping, hurried)
 
 
 async def _drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:

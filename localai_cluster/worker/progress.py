@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from localai_cluster.kit import cancellation
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.messaging.messages import ProgressEvent
@@ -67,8 +68,7 @@ class ProgressStream:
 
     async def finish(self) -> None:
         """Send the queued tick and end the stream."""
-        self._pump.cancel()
-        await asyncio.gather(self._pump, return_exceptions=True)
+        await cancellation.end(self._pump)
         await self._send_queued()
 
     async def _run(self) -> None:

@@ -11,7 +11,6 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web import rest
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.shapes import Row, Shape, field
 from nodes.api.base import (
@@ -24,7 +23,6 @@ from nodes.api.base import (
     describe_list,
     enum_schema,
     integer_schema,
-    message_example,
     query_parameter,
     require_node_id,
     response_example,
@@ -377,13 +375,8 @@ def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Respo
 class AcceptView(NodeView):
     """`/api/nodes/:id/conflicts/:cid/accept`."""
 
-    @extend_schema(
-        operation_id="conflicts_accept",
-        summary=actions.ACCEPT.summary,
-        tags=["identity"],
-        request=None,
-        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message_example(actions.ACCEPT.message)],
+    @describe_action(
+        actions.ACCEPT, None, (401, 403, 404, 409), operation_id="conflicts_accept", tag="identity"
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The claimant becomes the node; the node's previous secret is permanently rejected."""
@@ -395,13 +388,8 @@ class AcceptView(NodeView):
 class RefuseView(NodeView):
     """`/api/nodes/:id/conflicts/:cid/refuse`."""
 
-    @extend_schema(
-        operation_id="conflicts_refuse",
-        summary=actions.REFUSE.summary,
-        tags=["identity"],
-        request=None,
-        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message_example(actions.REFUSE.message)],
+    @describe_action(
+        actions.REFUSE, None, (401, 403, 404, 409), operation_id="conflicts_refuse", tag="identity"
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The node keeps its identity; the claimant stays refused."""

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 from msgspec import UNSET, UnsetType
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded
@@ -169,9 +169,7 @@ async def _call_engine(
     try:
         await asyncio.gather(*callers)
     finally:
-        for caller in callers:
-            caller.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
+        await cancellation.end(*callers)
     return results
 
 

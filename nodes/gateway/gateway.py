@@ -6,7 +6,6 @@ all release the replica. If a replica is dead, the next one is tried.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -19,7 +18,7 @@ from django.db import Error as DatabaseError
 
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.sessions import ACCESS
-from localai_cluster.kit import clock, conf, database_pool
+from localai_cluster.kit import cancellation, clock, conf, database_pool
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
@@ -300,9 +299,7 @@ async def stop() -> None:
     running, _running = _running, None
     if running is None:
         return
-    running.listener.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running.listener
+    await cancellation.end(running.listener)
     if running.by_prefix is not None:
         await running.by_prefix.stop()
     await running.loads.close()

@@ -317,9 +317,7 @@ class NodeFeed:
                         await woken.wait()
                         await asyncio.sleep(max(GATHER_SECONDS, pause))
         finally:
-            await cancellation.end(hearing)
-            await cancellation.end(pinging)
-            await cancellation.end(measuring)
+            await cancellation.end(hearing, pinging, measuring)
 
     async def _keep_pinging(self) -> None:
         self._unanswered = 0

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from typing import assert_never
 from uuid import UUID
 
-from localai_cluster.kit import clock, conf, leases
+from localai_cluster.kit import cancellation, clock, conf, leases
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import INSTALL
@@ -293,9 +293,7 @@ async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> Contacted:
             silent.add(node.id)
         return Contacted(None, frozenset(silent))
     finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await cancellation.end(*tasks.values())
 
 
 async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from django.db import DatabaseError
 
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import cancellation, clock, conf
 from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_request import KIND
@@ -239,10 +239,7 @@ class Loads:
 
     async def close(self) -> None:
         """Stop watching; the operations themselves go on."""
-        tasks = [load.task for load in self._loads.values() if load.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancellation.end(*(load.task for load in self._loads.values() if load.task is not None))
 
     def _begin(self, request: WaitingRequest) -> ModelWait:
         load = self._loads[request.model] = ModelWait(_new_turn())

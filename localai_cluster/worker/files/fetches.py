@@ -110,8 +110,7 @@ class Fetches:
             log.info("fetch of %s: the client reads no more", key.local)
         finally:
             fetch.halt.set()
-            await cancellation.end(running)
-            await cancellation.end(disconnect)
+            await cancellation.end(running, disconnect)
 
     async def _request(self, key: ResolvedKey, exchange: Exchange) -> _Fetch:
         length = exchange.length
