@@ -54,9 +54,9 @@ class Credential:
         return "Basic " + base64.b64encode(f"{self.username}:{self.password}".encode()).decode()
 
 
-def default_config(environment: Mapping[str, str] = os.environ) -> Path:
+def default_config() -> Path:
     """Return the path where Docker and Podman's `--authfile` users keep their `config.json`."""
-    folder = environment.get("DOCKER_CONFIG") or Path(environment.get("HOME") or "/", ".docker")
+    folder = os.environ.get("DOCKER_CONFIG") or Path(os.environ.get("HOME") or "/", ".docker")
     return Path(folder, "config.json")
 
 

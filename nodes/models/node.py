@@ -8,7 +8,7 @@ transaction of a change writes its event.
 """
 
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from decimal import Decimal
 from typing import Any, Self
@@ -86,11 +86,6 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
             Q(last_heartbeat__lt=since) | Q(last_heartbeat__isnull=True)
         )
 
-    def placeable(self, only: Collection[uuid.UUID] = ()) -> Self:
-        """Filter healthy backend nodes among `only`; empty = no restriction (R1.64, R1.74)."""
-        healthy = self.filter(status="healthy", node_type="backend")
-        return healthy.filter(pk__in=only) if only else healthy
-
     def with_labels(self, labels: Mapping[str, str]) -> Self:
         """Filter nodes that have all these labels; further labels do no harm."""
         nodes = self
@@ -106,7 +101,7 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
         labels = scheduling.readable_selector(selector)
         if labels is None:
             return self.none()
-        return self.placeable().with_labels(labels)
+        return self.filter(status="healthy", node_type="backend").with_labels(labels)
 
 
 class BackendNode(models.Model):

@@ -142,12 +142,10 @@ def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> Backen
     return change.node
 
 
-def deactivate(
-    node_id: UUID, *, actor: Actor = actors.WORKER, now: datetime, reason: str = DEREGISTERED
-) -> None:
+def deactivate(node_id: UUID, *, now: datetime) -> None:
     """Take the node offline because its worker leaves: its replicas end, the record stays (R1.20)."""
     with node_change(node_id, now) as change:
-        change.apply(Event.DEACTIVATED, actor, reason=reason)
+        change.apply(Event.DEACTIVATED, actors.WORKER, reason=DEREGISTERED)
 
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
@@ -259,10 +257,10 @@ def _update_drain(change: Change, actor: Actor, reason: str, deadline: float | N
         change.record_event(NodeEvent.Kind.DRAINED, actor, reason, detail)
 
 
-def drain_by_worker(node_id: UUID, *, now: datetime, reason: str = "its worker is stopping") -> None:
+def drain_by_worker(node_id: UUID, *, now: datetime) -> None:
     """Drain the node because its worker stops (§1.3); an admin's drain keeps its author and deadline."""
     with node_change(node_id, now) as change:
-        if change.apply(Event.DRAINED_ITSELF, actors.WORKER, reason=reason):
+        if change.apply(Event.DRAINED_ITSELF, actors.WORKER, reason="its worker is stopping"):
             change.set(drain_deadline=now + timedelta(seconds=OWN_DEADLINE))
 
 
