@@ -2,6 +2,7 @@
 import { useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { bytes, count } from "../lib/format";
+import { Dash } from "../ui/empty";
 import type { Column } from "../ui/rows";
 import { Ago } from "../ui/time";
 import { useFit } from "./fits";
@@ -14,16 +15,6 @@ const WORDS: Partial<Record<ModelState, string>> = { idle: "not running", unusab
 export function StatePill({ row }: { row: ModelRow }): ReactNode {
   const state = stateOf(row);
   return <span className={`pill ${TONES[state]}`}>{WORDS[state] ?? state}</span>;
-}
-
-/** An empty cell; assistive tech reads the reason. */
-function Dash({ why }: { why: string }): ReactNode {
-  return (
-    <span className="muted" title={why}>
-      <span aria-hidden="true">–</span>
-      <span className="visually-hidden">{why}</span>
-    </span>
-  );
 }
 
 function Name({ row }: { row: ModelRow }): ReactNode {

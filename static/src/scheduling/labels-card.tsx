@@ -6,7 +6,8 @@ import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { LiveNode } from "../live/messages";
 import { NodeStatus } from "../nodes/shared/node-status";
-import { listedLabels, written } from "../nodes/shared/labels";
+import { listedLabels } from "../nodes/shared/labels";
+import { LabelChips } from "../nodes/shared/names";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { AT_FIRST, labelled, PAGE_SIZE } from "./labels";
@@ -86,13 +87,7 @@ function Labelled({ node }: { node: LiveNode }): ReactNode {
       {labels.length === 0 ? (
         <span className="muted">No labels</span>
       ) : (
-        <span className="chips">
-          {labels.map(([key, value]) => (
-            <bdi key={key} className="tag anywhere">
-              {written(key, value)}
-            </bdi>
-          ))}
-        </span>
+        <LabelChips labels={labels} />
       )}
     </li>
   );

@@ -9,7 +9,7 @@ import { count, exact, formatTimeLeft } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useNow } from "../live/hooks";
 import { modelAddress, placesOf, type Places } from "../models/rows";
-import { written } from "../nodes/shared/labels";
+import { LabelChips } from "../nodes/shared/names";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
@@ -138,15 +138,7 @@ function Chips({ rule }: { rule: Rule }): ReactNode {
   if (selector === null) return <span className="risk">The selector cannot be read; it matches no node.</span>;
   const labels = Object.entries(selector);
   if (labels.length === 0) return <span className="muted">Any node</span>;
-  return (
-    <span className="chips">
-      {labels.map(([key, value]) => (
-        <bdi key={key} className="tag anywhere">
-          {written(key, value)}
-        </bdi>
-      ))}
-    </span>
-  );
+  return <LabelChips labels={labels} />;
 }
 
 /** The replicas that the last pass aims at, and those that exist now. */

@@ -17,3 +17,13 @@ export function Loading({ subject }: { subject: string }): ReactNode {
     </p>
   );
 }
+
+/** An empty cell; assistive tech reads the reason. */
+export function Dash({ why }: { why: string }): ReactNode {
+  return (
+    <span className="muted" title={why}>
+      <span aria-hidden="true">–</span>
+      <span className="visually-hidden">{why}</span>
+    </span>
+  );
+}

@@ -44,6 +44,17 @@ export function Capacity({ node, detail }: CapacityProps): ReactNode {
 
 type Override = { by: string; at: string | null } | undefined;
 
+type Path = "/api/nodes/{node_id}/max-replicas-per-model" | "/api/nodes/{node_id}/vram-budget" | "/api/nodes/{node_id}/disk-quota";
+
+/** Hands the value back to the worker. */
+function useReset(node: LiveNode, path: Path, said: string): Action<undefined> {
+  return useNodeAction<undefined, unknown>(
+    node.id,
+    () => call(client.DELETE(path, { params: { path: { node_id: node.id } } })),
+    () => announce(said),
+  );
+}
+
 function ReplicaCap({ node, override }: { node: LiveNode; override: Override }): ReactNode {
   const params = { path: { node_id: node.id } };
   const path = "/api/nodes/{node_id}/max-replicas-per-model";
@@ -52,11 +63,7 @@ function ReplicaCap({ node, override }: { node: LiveNode; override: Override }):
     (value: string) => call(client.PUT(path, { params, body: { value: Number(value) } })),
     (_, value) => announce(`Maximum replicas per model set to ${value}.`),
   );
-  const back = useNodeAction<undefined, unknown>(
-    node.id,
-    () => call(client.DELETE(path, { params })),
-    () => announce("Maximum replicas per model reset to the worker default."),
-  );
+  const back = useReset(node, path, "Maximum replicas per model reset to the worker default.");
   return (
     <Value
       title="Maximum replicas per model"
@@ -98,11 +105,7 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
     (value: string) => call(client.PUT(path, { params, body: { value } })),
     (_, value) => announce(value === "" ? "VRAM budget removed." : `VRAM budget set to ${value}.`),
   );
-  const back = useNodeAction<undefined, unknown>(
-    node.id,
-    () => call(client.DELETE(path, { params })),
-    () => announce("VRAM budget reset to the worker default."),
-  );
+  const back = useReset(node, path, "VRAM budget reset to the worker default.");
   const meaning = (text: string) => {
     const limit = ceiling(text, node.total_vram);
     if (text.trim() === "") return "Leave empty for unlimited.";
@@ -151,11 +154,7 @@ function DiskQuota({ node, used, override }: DiskQuotaProps): ReactNode {
     (value: string) => call(client.PUT(path, { params, body: { value } })),
     (_, value) => announce(value === "" ? "Disk quota for models removed." : `Disk quota for models set to ${value}.`),
   );
-  const back = useNodeAction<undefined, unknown>(
-    node.id,
-    () => call(client.DELETE(path, { params })),
-    () => announce("Disk quota for models removed."),
-  );
+  const back = useReset(node, path, "Disk quota for models removed.");
   const meaning = (text: string) => {
     if (text.trim() === "") return "Leave empty for no limit.";
     const limit = ceiling(text, node.total_disk);

@@ -5,22 +5,13 @@ import { gpusOf, gpuWords, usedRam, usedVram, vramLimit } from "../../live/gpus"
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { ago, count, exact } from "../../lib/format";
 import { ProgressBar, Meter } from "../../ui/bars";
+import { Dash } from "../../ui/empty";
 import type { Column, Sort } from "../../ui/rows";
 import { useClock } from "../shared/clock";
 import { isAutomatic, written } from "../shared/labels";
 import { NodeStatus, shownStatus, type ShownStatus } from "../shared/node-status";
 
 const CHIPS = 2;
-
-/** An empty cell; assistive tech reads the reason. */
-function Dash({ why }: { why: string }): ReactNode {
-  return (
-    <span className="muted" title={why}>
-      <span aria-hidden="true">–</span>
-      <span className="visually-hidden">{why}</span>
-    </span>
-  );
-}
 
 /** Why a node is in its state; "" if there is nothing to say. */
 function reasonOf({ rejected, reason }: LiveNode): string {

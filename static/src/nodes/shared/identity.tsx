@@ -4,7 +4,8 @@ import { bytes, grouped } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Ago } from "../../ui/time";
 import { CopyButton } from "../../ui/copy";
-import { isAutomatic, written } from "./labels";
+import { isAutomatic } from "./labels";
+import { LabelChips } from "./names";
 import "./shared.css";
 
 export const RISK =
@@ -73,13 +74,7 @@ export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
       </Fact>
       {labels.length > 0 && (
         <Fact name="Labels">
-          <span className="chips">
-            {labels.map(([key, value]) => (
-              <bdi key={key} className="tag name">
-                {written(key, value)}
-              </bdi>
-            ))}
-          </span>
+          <LabelChips labels={labels} className="tag name" />
         </Fact>
       )}
       {node.rejected !== null && (

@@ -2,6 +2,7 @@
 import { useState, type ReactNode } from "react";
 import type { LiveNode } from "../../live/messages";
 import { Button } from "../../ui/button";
+import { written } from "./labels";
 import "./shared.css";
 
 const NAMED_FIRST = 10;
@@ -29,5 +30,18 @@ export function Names({ nodes }: { nodes: readonly (readonly [node: LiveNode, sa
         </Button>
       )}
     </div>
+  );
+}
+
+/** Labels of a node or a selector, `key=value` each. */
+export function LabelChips({ labels, className = "tag anywhere" }: { labels: readonly (readonly [string, string])[]; className?: string }): ReactNode {
+  return (
+    <span className="chips">
+      {labels.map(([key, value]) => (
+        <bdi key={key} className={className}>
+          {written(key, value)}
+        </bdi>
+      ))}
+    </span>
   );
 }
