@@ -43,7 +43,7 @@ from localai_cluster.web.openapi import (
     schema_of,
 )
 from localai_cluster.web.policy import CSP, policy
-from localai_cluster.web.shapes import COMPONENTS
+from localai_cluster.web.shapes import COMPONENTS, reference
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.dialects import audio
@@ -179,7 +179,7 @@ class DocsView(SpectacularSwaggerView):
 
     def handle_exception(self, exc: Exception) -> Any:
         """Redirect browsers to the sign-in, or to the change of a generated password; else refuse."""
-        if _is_browser(self.request) and (first := _where_first(exc)):
+        if "text/html" in self.request.headers.get("accept", "") and (first := _where_first(exc)):
             return HttpResponseRedirect(f"{first}?{urlencode({'next': self.request.get_full_path()})}")
         refusal = exception_handler(exc, {"view": self})
         return _as_json(refusal) if refusal is not None else super().handle_exception(exc)
@@ -189,10 +189,6 @@ def _where_first(exc: Exception) -> str:
     if isinstance(exc, PasswordChangeRequired):
         return settings.PASSWORD_URL
     return settings.LOGIN_URL if isinstance(exc, exceptions.NotAuthenticated) else ""
-
-
-def _is_browser(request: Request) -> bool:
-    return "text/html" in request.headers.get("accept", "")
 
 
 def _as_json(refusal: Response) -> HttpResponseBase:
@@ -211,10 +207,6 @@ _HEADERS: dict[str, Operation] = {
     "429": _COME_BACK,
     "503": _COME_BACK,
 }
-
-
-def _component(serializer: str) -> Operation:
-    return {"$ref": f"#/components/schemas/{serializer}"}
 
 
 OPERATIONS_SOCKET: Operation = {
@@ -242,7 +234,7 @@ OPERATIONS_SOCKET: Operation = {
         "403": {"description": "Refused."},
         "404": {
             "description": "Not a websocket's handshake: over plain HTTP nothing is here.",
-            "content": json_body(_component("Refusal")),
+            "content": json_body(reference("Refusal")),
         },
     },
 }
@@ -395,11 +387,6 @@ RAW_ROUTES: list[RawRoute] = [
 ]
 
 
-def raw_routes() -> list[RawRoute]:
-    """Return every route that Django's resolver does not know, such as heartbeats and inference."""
-    return RAW_ROUTES + live.ROUTES + inference_operations()
-
-
 Endpoint = tuple[str, str, str, Any]
 
 
@@ -426,7 +413,7 @@ def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public:
     for name, schema in COMPONENTS.items():
         schemas.setdefault(name, deepcopy(schema))
     result["components"]["schemas"] = dict(sorted(schemas.items()))
-    for method, path, operation in raw_routes():
+    for method, path, operation in RAW_ROUTES + live.ROUTES + inference_operations():
         result["paths"].setdefault(path, {})[method.lower()] = operation
     for methods in result["paths"].values():
         for operation in methods.values():

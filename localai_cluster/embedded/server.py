@@ -148,11 +148,7 @@ def _nothing() -> None:
     pass
 
 
-def _yes() -> bool:
-    return True
-
-
-def _every_line(line: str) -> bool:
+def _always(*_: str) -> bool:
     return True
 
 
@@ -169,8 +165,8 @@ class Program:
     whole: bool = False
     prepare: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
-    ready: Callable[[], bool] = _yes
-    keeps_line: Callable[[str], bool] = _every_line
+    ready: Callable[[], bool] = _always
+    keeps_line: Callable[[str], bool] = _always
 
     @classmethod
     def of(cls, server: EmbeddedServer, rank: int) -> "Program":

@@ -60,6 +60,12 @@ def try_lock_across(lock: Lock) -> Iterator[bool]:
                 cursor.execute("SELECT pg_advisory_unlock(%s)", [int(lock)])
 
 
+def limit_lock_wait(seconds: float) -> None:
+    """Let statements of this transaction fail that wait for a lock for longer; 0 means no limit."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
+
+
 def lock_name(name: str) -> None:
     """Take the lock of this name for the current transaction; wait until no other transaction holds it.
 

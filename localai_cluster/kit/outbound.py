@@ -13,6 +13,7 @@ and path; they never have a query, which may be a signature.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -166,10 +167,8 @@ class Outbound:
         try:
             async with self.client() as client:
                 response = await self._follow(client, target, headers or {}, method)
-                try:
+                async with contextlib.aclosing(response):
                     yield response
-                finally:
-                    await response.aclose()
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise SourceUnreachable(f"{_site(target)}: {_reason(error)}") from error
         except (httpx.HTTPError, TimeoutError) as error:

@@ -49,14 +49,11 @@ class Sessions(SessionMiddleware):
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
         """Send the cookie if the session has changed."""
         session = request.session
-        if session.modified and not session.is_empty() and _by_https(request):
+        origin = request.headers.get("origin", "")
+        if session.modified and not session.is_empty() and origin.startswith("https://"):
             session[_SECURE] = True
         result = super().process_response(request, response)
         cookie = result.cookies.get(settings.SESSION_COOKIE_NAME)
         if cookie is not None and session.get(_SECURE):
             cookie["secure"] = True
         return result
-
-
-def _by_https(request: HttpRequest) -> bool:
-    return request.headers.get("origin", "").startswith("https://")

@@ -9,6 +9,7 @@ attempt asks the registry again, so a signed address that has expired does not m
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -447,10 +448,8 @@ class Images:
                 answer = await self._registries.open_layer(reference, layer.digest, headers)
             except RegistryError as error:
                 raise DownloadFailed(error.message, can_retry=not error.permanent) from error
-            try:
+            async with contextlib.aclosing(answer):
                 yield answer
-            finally:
-                await answer.aclose()
 
         partial = partial_path(self._folder, backend, name, sha256)
         return Archive(name, sha256, partial, open_part, layer.size, "image")

@@ -20,6 +20,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.worker.files.disk import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class NodeIdentity:
 
     def _replace_file(self) -> None:
         os.rename(self._next, self._path)
-        _sync(self._path.parent)
+        sync_folder(self._path.parent)
         self.successor = ""
 
 
@@ -141,7 +142,7 @@ def _write(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(new_file, path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     finally:
         new_file.unlink(missing_ok=True)
 
@@ -158,7 +159,7 @@ def _create(path: Path) -> str:
         # A link is atomic and never replaces a secret that another process made first.
         with suppress(FileExistsError):
             os.link(new_file, path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
@@ -193,15 +194,6 @@ def _read(path: Path) -> str:
             "Restore it from a backup, or delete it and approve the node again."
         )
     return text
-
-
-def _sync(folder: Path) -> None:
-    """Make renames and new files in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_in_use(folder: Path) -> bool:

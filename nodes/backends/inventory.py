@@ -39,6 +39,7 @@ from nodes.replicas.evidence import Running
 from nodes.replicas.reserved_memory import CLOCKS_DIFFER
 from operations.changes import events
 from operations.executor.work import in_thread
+from operations.models import storable
 
 
 async def engines_of(worker: Worker) -> Running | None:
@@ -238,16 +239,11 @@ def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
     """
     rows_by_name: dict[str, dict[str, Any]] = {}
     for entry in listed[:MOST]:
-        row = {name: _storable(getattr(entry, name))[:length] for name, length in _LENGTHS.items()}
+        row = {name: storable(getattr(entry, name), length) for name, length in _LENGTHS.items()}
         if row["name"].strip():
             flags = {name: getattr(entry, name) for name in _FLAGS}
             rows_by_name.setdefault(row["name"], row | flags | {"size": min(max(entry.size, 0), _LARGEST)})
     return rows_by_name
-
-
-def _storable(text: str) -> str:
-    """Return the text without NUL, which PostgreSQL cannot store."""
-    return text.replace("\x00", "\ufffd")
 
 
 def _replace(desired: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:

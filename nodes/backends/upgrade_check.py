@@ -203,7 +203,8 @@ def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> Reque
         ExcludedNode(nodes[str(place.id)], _last_replica_reason(place), fails=True)
         for place in upgrade_plan.last_replica
     ]
-    away = [ExcludedNode(nodes[str(place.id)], _away_reason(place)) for place in upgrade_plan.away]
+    reason = "left out: {0.name} is {0.status}; a check after its return upgrades it"
+    away = [ExcludedNode(nodes[str(place.id)], reason.format(place)) for place in upgrade_plan.away]
     return RequestScope(
         [nodes[str(place.id)] for place in upgrade_plan.upgrade],
         by=Requester(ACTOR),
@@ -218,10 +219,6 @@ def _last_replica_reason(place: BackendPlace) -> str:
         f"skipped: {place.name} serves the last replica of {models}. Load it on another node, or upgrade"
         f" {place.name} by hand and confirm that it may stop"
     )
-
-
-def _away_reason(place: BackendPlace) -> str:
-    return f"left out: {place.name} is {place.status}; a check after its return upgrades it"
 
 
 DIGESTS_WITHIN = 10.0

@@ -123,11 +123,6 @@ def _clock(nanoseconds: int, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-def event_format() -> StreamFormat:
-    """Return the event stream of a transcript: its pieces, then the complete text."""
-    return StreamFormat(_Pieces(), DONE)
-
-
 class _Pieces(Chunks):
     """The stream of one transcript.
 
@@ -187,7 +182,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     if body.stream:
         return EventStream(
             request,
-            event_format(),
+            StreamFormat(_Pieces(), DONE),
             _stream_transcript(request, upload, call_options),
         )
 

@@ -194,15 +194,13 @@ async def learn(attempt: Attempt) -> None:
             )
         if isinstance(outcome, Done):
             key = attempt.definition.name, attempt.slot.replica_index
-            engines = [engine for engine in outcome.reply.models if _key_of(engine) == key]
+            engines = [
+                engine for engine in outcome.reply.models if (engine.model_id, engine.replica_index) == key
+            ]
             for engine in engines[:1]:
                 await in_thread(store_report, attempt.slot.id, engine, now=clock.now())
     except DatabaseError as error:
         log.warning("the memory of %s was not stored: %s", attempt.process_key, error)
-
-
-def _key_of(model: RunningModel) -> tuple[str, int]:
-    return model.model_id, model.replica_index
 
 
 def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bool:

@@ -326,7 +326,9 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         decision = replace(decision, wanted=0, reason=_ONLY_ROUTES, actions=())
     loads = [action for action in decision.actions if isinstance(action, LoadReplica)]
     explanations = list(
-        simulate_placements(snapshot.question, [_allowed_nodes(load) for load in loads[:MOST]])
+        simulate_placements(
+            snapshot.question, [load.allowed_nodes if load.pinned else None for load in loads[:MOST]]
+        )
     )
     missed = [explanation for explanation in explanations if explanation.node is None]
     if not missed and any(isinstance(action, Unsatisfiable) for action in decision.actions):
@@ -366,10 +368,6 @@ def _add_new_nodes(fleet: Fleet, snapshot: PlanSnapshot) -> Fleet:
     new_nodes = (node for node in snapshot.question.view.nodes if str(node.id) in snapshot.new)
     new_hosts = [FleetNode(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]
     return replace(fleet, hosts=[*fleet.hosts, *new_hosts])
-
-
-def _allowed_nodes(action: LoadReplica) -> frozenset[UUID] | None:
-    return action.allowed_nodes if action.pinned else None
 
 
 def _load_row(action: LoadReplica, explanation: Explanation) -> Row:

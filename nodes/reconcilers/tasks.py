@@ -135,7 +135,7 @@ def prune_timeline() -> None:
     prunes.append((StoredResponse.objects.prune, responses_before))
     prunes += [(prune, now - store.KEPT) for prune in (store.prune_revisions, store.prune_deleted)]
     for rows, oldest in ((PlacementRecord.objects, before), (PlacementLog.objects, snapshots_before)):
-        prunes.append((rows.prune, _latest(oldest, rows.oldest_that_fits(cluster.decision_space))))
+        prunes.append((rows.prune, max(oldest, rows.oldest_that_fits(cluster.decision_space) or oldest)))
     deadline = clock.monotonic() + PRUNE_SECONDS
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNED_AT_ONCE and clock.monotonic() < deadline:
@@ -166,10 +166,6 @@ def check_upgrades() -> None:
     with try_lock(Lock.UPGRADE_CHECK) as locked:
         if locked:
             upgrade_state.request_check()
-
-
-def _latest(first: datetime, second: datetime | None) -> datetime:
-    return first if second is None else max(first, second)
 
 
 def _prune_chunk(prune: Callable[..., int], before: datetime) -> int:

@@ -12,11 +12,12 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import connection, transaction
+from django.db import transaction
 from django.db.models import Q
 
 from localai_cluster.accounts import actors, principals
 from localai_cluster.kit import addresses, conf, errors, logs, names
+from localai_cluster.kit.locks import limit_lock_wait
 from localai_cluster.messaging.messages import process_key
 from localai_cluster.messaging.servers import Credentials
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase
@@ -184,7 +185,7 @@ def register_all(
     """
     with transaction.atomic():
         if patience:
-            _set_lock_timeout(patience)
+            limit_lock_wait(patience)
         locked_rows = _lock_or_create(new_claims, now)
         # After the locks: a revocation holds the lock of its node.
         if claims.any_revoked(new_claim.fingerprint for new_claim in new_claims):
@@ -209,11 +210,6 @@ def register_all(
             admitted[node.id] if kind is None else _record_conflict(node, kind, new_claim, now)
             for (node, kind), new_claim in zip(matches, new_claims, strict=True)
         ]
-
-
-def _set_lock_timeout(seconds: float) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
 
 
 def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:

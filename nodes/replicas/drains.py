@@ -118,14 +118,15 @@ def _return_drained(rows: NodeModelQuerySet) -> int:
     draining = rows.filter(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
         found = list(draining.order_by("id").select_for_update(of=("self",)))
-        lifecycle.apply_event(
-            NodeModel.objects.filter(pk__in=[row.pk for row in found]),
-            ReplicaEvent.RETURNED,
-            **lifecycle.SERVES,
-        )
-        if found:
-            events.notify(events.NODES, *sorted({str(row.node_id) for row in found}))
+        _return_to_picks(found)
     return len(found)
+
+
+def _return_to_picks(rows: Sequence[NodeModel]) -> None:
+    returned = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
+    lifecycle.apply_event(returned, ReplicaEvent.RETURNED, **lifecycle.SERVES)
+    if rows:
+        events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
 
 
 UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
@@ -235,13 +236,7 @@ def return_abandoned() -> list[Engine]:
         rows = lock_free(abandoned.order_by("id"))
         kept = hand_to_upgrade(rows)
         back = [row for row in rows if row.pk not in kept]
-        lifecycle.apply_event(
-            NodeModel.objects.filter(pk__in=[row.pk for row in back]),
-            ReplicaEvent.RETURNED,
-            **lifecycle.SERVES,
-        )
-        if back:
-            events.notify(events.NODES, *sorted({str(row.node_id) for row in back}))
+        _return_to_picks(back)
     return [lifecycle.engine_of(row) for row in back]
 
 

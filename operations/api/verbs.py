@@ -211,15 +211,10 @@ class BulkOperationsSerializer(NullIsAbsent):
     )
 
 
-def _cancel(operation: Operation, by: admission.Requester) -> None:
-    cancel_operation(operation, actor=by.actor)
-
-
-def _retry(operation: Operation, by: admission.Requester) -> None:
-    retry_operation(operation, (), by)
-
-
-_VERBS: Mapping[str, Callable[[Operation, admission.Requester], None]] = {"cancel": _cancel, "retry": _retry}
+_VERBS: Mapping[str, Callable[[Operation, admission.Requester], object]] = {
+    "cancel": lambda operation, by: cancel_operation(operation, actor=by.actor),
+    "retry": lambda operation, by: retry_operation(operation, (), by),
+}
 """Verbs that are run for one operation after the other: each needs the locks of its own key and nodes."""
 
 

@@ -11,10 +11,9 @@ from datetime import datetime
 from typing import Self
 from uuid import UUID
 
-from django.db import connection
-
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, update_rows
+from localai_cluster.kit.locks import limit_lock_wait
 from operations import targets
 from operations.changes.events import emit
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
@@ -27,8 +26,8 @@ _PART = [
     "status", "phase", "percentage", "file_name", "current_bytes", "total_bytes",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
-BATCH_LOCK_TIMEOUT = "500ms"
-"""Longest wait of a batch for a row or for the change counter.
+BATCH_LOCK_TIMEOUT = 0.5
+"""Seconds that a batch waits for a row or for the change counter at most.
 
 A waiting batch locks the rows of many operations, whose outcomes and leases must not wait for progress.
 """
@@ -70,15 +69,14 @@ class Tick:
 
 
 def record(
-    reports: Mapping[Attempt, Collection[Tick]], *, now: datetime, lock_timeout: str = "0"
+    reports: Mapping[Attempt, Collection[Tick]], *, now: datetime, lock_timeout: float = 0
 ) -> set[Attempt]:
     """Write the reports of many attempts; return the attempts that have lost their operation.
 
     Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits for as long as it takes.
     """
     with committed("ledger.progress"):
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [lock_timeout])
+        limit_lock_wait(lock_timeout)
         named = Operation.objects.filter(pk__in={id for id, _ in reports}, status=Status.PROCESSING)
         rows = {(row.id, row.fence): row for row in named.select_for_update(no_key=True).order_by("pk")}
         mine = [rows[attempt] for attempt in reports if attempt in rows]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from django.db import connection
 from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
+from localai_cluster.kit.locks import limit_lock_wait
 from operations import targets
 from operations.changes.events import emit
 from operations.ledger.progress import Tick, move_part
@@ -47,14 +47,13 @@ class Changed:
     """The targets that the changes were applied to."""
 
 
-def record(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str = "0") -> None:
+def record(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: float = 0) -> None:
     """Apply each change to the unfinished targets of its intent, and emit the operations.
 
     Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits without limit.
     """
     with committed("ledger.happen"):
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [lock_timeout])
+        limit_lock_wait(lock_timeout)
         changed = change(changes, now=now)
         emit(changed.operations, changed.parts, changed.moved)
 

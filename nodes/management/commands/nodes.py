@@ -163,11 +163,6 @@ def _change(event: NodeEvent) -> str:
     return f"{event.status_before} -> {event.status_after}"
 
 
-def conflict_list(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
-    """Return one line per conflict."""
-    return table(_CLAIMS, [_conflict(row, now) for row in rows]) if rows else "no conflicts"
-
-
 def _conflict(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
     proof = row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
     return (
@@ -315,7 +310,10 @@ def list_conflicts(options: Options) -> str:
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
     conflicts = CONFLICT.rows(rows)
-    return as_json(conflicts) if options["json"] else conflict_list(conflicts, clock.now())
+    if options["json"]:
+        return as_json(conflicts)
+    now = clock.now()
+    return table(_CLAIMS, [_conflict(row, now) for row in conflicts]) if conflicts else "no conflicts"
 
 
 def approve(options: Options) -> str:
