@@ -69,8 +69,8 @@ class SignedInSerializer(serializers.Serializer[Any]):
 class LoginSerializer(NullIsAbsent):
     """A name in one of two fields, and a password."""
 
-    username = Text(required=False, allow_null=True, max_length=254)
-    email = Text(required=False, allow_null=True, max_length=254)
+    username = Text(required=False, max_length=254)
+    email = Text(required=False, max_length=254)
     password = _password()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,13 @@ class Flag(Strict, serializers.BooleanField):
 
 
 class NullIsAbsent(serializers.Serializer[Any]):
-    """JSON null means the same as leaving the field out."""
+    """JSON null means the same as leaving the field out: fields that are not required may be null."""
+
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        fields: dict[str, serializers.Field[Any, Any, Any, Any]] = super().get_fields()
+        for field in fields.values():
+            field.allow_null = field.allow_null or not field.required
+        return fields
 
     def to_internal_value(self, data: Any) -> Any:
         """Return the fields that are not null."""

@@ -44,7 +44,7 @@ class BulkInstallSerializer(InstallSerializer):
     """What to install, on which nodes, and whether in waves; without `waves` on all nodes at once."""
 
     ids = _node_ids()
-    waves = WaveOptionsSerializer(required=False, allow_null=True)
+    waves = WaveOptionsSerializer(required=False)
 
 
 class BulkSerializer(DrainRequestSerializer):
@@ -52,16 +52,14 @@ class BulkSerializer(DrainRequestSerializer):
 
     verb = serializers.ChoiceField(choices=list(_KINDS))
     ids = _node_ids()
-    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
+    fingerprints = serializers.DictField(child=Fingerprints(), required=False)
     labels = serializers.DictField(
         child=serializers.CharField(allow_blank=True, max_length=LONGEST_VALUE, trim_whitespace=False),
         required=False,
-        allow_null=True,
     )
     remove_labels = serializers.ListField(
         child=serializers.CharField(max_length=LONGEST_KEY, trim_whitespace=False),
         required=False,
-        allow_null=True,
         max_length=MOST_LABELS,
     )
 

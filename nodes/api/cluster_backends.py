@@ -74,7 +74,7 @@ def describe_command(
 class UpgradeSerializer(NodesSerializer):
     """For which nodes, and whether in waves; without `waves` on all nodes at once."""
 
-    waves = WaveOptionsSerializer(required=False, allow_null=True)
+    waves = WaveOptionsSerializer(required=False)
     last_replicas = last_replicas_field()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class UpgradeSerializer(NodesSerializer):
 
 
 def _forced(effect: str) -> Flag:
-    return Flag(required=False, allow_null=True, help_text=effect)
+    return Flag(required=False, help_text=effect)
 
 
 class InstallEverywhereSerializer(NodesSerializer):
@@ -286,7 +286,7 @@ class BackendChangesSerializer(NullIsAbsent):
 
     verb = serializers.ChoiceField(choices=list(_CHANGES))
     backends = serializers.ListField(child=BackendChangeSerializer(), min_length=1, max_length=MOST_BACKENDS)
-    waves = WaveOptionsSerializer(required=False, allow_null=True)
+    waves = WaveOptionsSerializer(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         """Refuse waves for other verbs, confirmations without waves, and a backend that is named twice."""
@@ -369,7 +369,7 @@ class ApplySerializer(Described, NullIsAbsent):
     """What to install on all nodes."""
 
     id = Text(max_length=255)
-    force = Flag(required=False, allow_null=True)
+    force = Flag(required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ SUMMARY_EXAMPLE = {
 
 
 class _Reason(NullIsAbsent):
-    reason = Text(max_length=store.LONGEST_REASON, required=False, allow_null=True)
+    reason = Text(max_length=store.LONGEST_REASON, required=False)
 
     def validate_reason(self, reason: str | None) -> str | None:
         names.check_text(reason or "", "reason")
@@ -204,7 +204,7 @@ class DefinitionCreateSerializer(_Reason):
     """The text of a new definition; `name` replaces that of the text."""
 
     text = Text(max_length=MAX_FILE_BYTES)
-    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
+    name = Text(max_length=LONGEST_MODEL, required=False)
 
     def validate_name(self, name: str | None) -> str | None:
         return None if name is None else check_model_name(name)
@@ -213,11 +213,9 @@ class DefinitionCreateSerializer(_Reason):
 class DefinitionEditSerializer(_Reason):
     """A text, or changes of the form, with the revision that the caller has seen."""
 
-    text = Text(max_length=MAX_FILE_BYTES, required=False, allow_null=True)
-    changes = serializers.DictField(
-        required=False, allow_null=True, help_text="Values of the form; null removes a setting."
-    )
-    revision = Whole(min_value=0, max_value=2**31 - 1, required=False, allow_null=True)
+    text = Text(max_length=MAX_FILE_BYTES, required=False)
+    changes = serializers.DictField(required=False, help_text="Values of the form; null removes a setting.")
+    revision = Whole(min_value=0, max_value=2**31 - 1, required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if ("text" in attrs) is ("changes" in attrs):
@@ -228,7 +226,7 @@ class DefinitionEditSerializer(_Reason):
 class DefinitionPreviewSerializer(DefinitionCreateSerializer, DefinitionEditSerializer):
     """A text with or without the name of the model that it is for, or a name with changes."""
 
-    text = Text(max_length=MAX_FILE_BYTES, required=False, allow_null=True)
+    text = Text(max_length=MAX_FILE_BYTES, required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         attrs = super().validate(attrs)
@@ -249,4 +247,4 @@ class DefinitionCloneSerializer(_Reason):
 class DefinitionRestoreSerializer(NullIsAbsent):
     """The revision that the caller has seen."""
 
-    revision = Whole(min_value=0, max_value=2**31 - 1, required=False, allow_null=True)
+    revision = Whole(min_value=0, max_value=2**31 - 1, required=False)

@@ -138,8 +138,8 @@ class BackendModelSerializer(UnloadModelSerializer):
 class LoadModelSerializer(BackendModelSerializer):
     """The same, and how many more replicas on which node; without both one serving replica is enough."""
 
-    replicas = Whole(required=False, allow_null=True, min_value=1, max_value=MOST_REQUESTED)
-    node_id = Text(required=False, allow_null=True, max_length=64)
+    replicas = Whole(required=False, min_value=1, max_value=MOST_REQUESTED)
+    node_id = Text(required=False, max_length=64)
 
 
 class LoadView(APIView):

@@ -105,12 +105,10 @@ _URL = "http://192.0.2.10:8080"
 class JoinTokenRequestSerializer(Described, NullIsAbsent):
     """For how long, for how many nodes, and what for."""
 
-    lifetime_seconds = Whole(
-        required=False, allow_null=True, min_value=joining.SHORTEST, max_value=joining.LONGEST
-    )
-    uses = Whole(required=False, allow_null=True, min_value=1, max_value=joining.MOST_USES)
-    note = Text(required=False, allow_null=True, max_length=joining.LONGEST_NOTE)
-    url = Text(required=False, allow_null=True, max_length=addresses.LONGEST_URL)
+    lifetime_seconds = Whole(required=False, min_value=joining.SHORTEST, max_value=joining.LONGEST)
+    uses = Whole(required=False, min_value=1, max_value=joining.MOST_USES)
+    note = Text(required=False, max_length=joining.LONGEST_NOTE)
+    url = Text(required=False, max_length=addresses.LONGEST_URL)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

@@ -108,16 +108,15 @@ class UnusedFilesView(APIView):
 class RemovalSerializer(NullIsAbsent):
     """Which unused files of which place; without a node, of the control plane."""
 
-    node_id = NodeIds(required=False, allow_null=True)
+    node_id = NodeIds(required=False)
     paths = serializers.ListField(
         child=Text(max_length=1024),
         required=False,
-        allow_null=True,
         min_length=1,
         max_length=unused_files.MOST_REMOVED,
     )
-    older_than_days = Whole(required=False, allow_null=True, min_value=0, max_value=MOST_DAYS)
-    bytes_needed = Whole(required=False, allow_null=True, min_value=1, max_value=MOST_BYTES)
+    older_than_days = Whole(required=False, min_value=0, max_value=MOST_DAYS)
+    bytes_needed = Whole(required=False, min_value=1, max_value=MOST_BYTES)
 
 
 class RemoveFilesView(APIView):

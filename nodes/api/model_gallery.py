@@ -184,36 +184,34 @@ class ModelFileSerializer(NullIsAbsent):
 
     filename = Text(max_length=1024)
     uri = Text(max_length=4096)
-    sha256 = Text(max_length=64, required=False, allow_null=True)
+    sha256 = Text(max_length=64, required=False)
 
 
 class ApplyModelSerializer(NullIsAbsent):
     """A model of a gallery by its `id`, or the address of its document in `url`."""
 
-    id = Text(max_length=300, required=False, allow_null=True)
-    url = Text(max_length=2048, required=False, allow_null=True)
-    config_url = Text(max_length=2048, required=False, allow_null=True, help_text="The same as `url`.")
-    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
-    overrides = serializers.DictField(required=False, allow_null=True)
+    id = Text(max_length=300, required=False)
+    url = Text(max_length=2048, required=False)
+    config_url = Text(max_length=2048, required=False, help_text="The same as `url`.")
+    name = Text(max_length=LONGEST_MODEL, required=False)
+    overrides = serializers.DictField(required=False)
     files = serializers.ListField(
-        child=ModelFileSerializer(), required=False, allow_null=True, max_length=gallery_index.MOST_TEXTS
+        child=ModelFileSerializer(), required=False, max_length=gallery_index.MOST_TEXTS
     )
 
 
 class PreferencesSerializer(NullIsAbsent):
     """Wishes for an import; others are ignored."""
 
-    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True)
-    quantizations = Text(
-        max_length=1024, required=False, allow_null=True, help_text="With commas; the first counts."
-    )
+    name = Text(max_length=LONGEST_MODEL, required=False)
+    quantizations = Text(max_length=1024, required=False, help_text="With commas; the first counts.")
 
 
 class ImportUriSerializer(NullIsAbsent):
     """An address of a model."""
 
     uri = Text(max_length=2048)
-    preferences = PreferencesSerializer(required=False, allow_null=True)
+    preferences = PreferencesSerializer(required=False)
 
 
 def _job(request: Request, operation_id: Id) -> Response:

@@ -222,10 +222,8 @@ class UnloadModelSerializer(Described, NullIsAbsent):
     """Which model, how long its running requests may take, and whether the answer waits."""
 
     model_name = Text(max_length=LONGEST_MODEL)
-    deadline_seconds = Whole(
-        required=False, allow_null=True, min_value=0, max_value=unload_requests.LONGEST_GRACE
-    )
-    wait = Flag(required=False, allow_null=True)
+    deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.LONGEST_GRACE)
+    wait = Flag(required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +237,7 @@ class UnloadModelSerializer(Described, NullIsAbsent):
 class UnloadReplicaSerializer(UnloadModelSerializer):
     """The same, for one replica of the model or all of them."""
 
-    replica_index = Whole(required=False, allow_null=True, min_value=0, max_value=MOST_REPLICAS)
+    replica_index = Whole(required=False, min_value=0, max_value=MOST_REPLICAS)
 
 
 class DeleteModelSerializer(UnloadModelSerializer):

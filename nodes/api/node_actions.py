@@ -62,7 +62,7 @@ class NodeIds(Strict, serializers.UUIDField):
 class ReasonSerializer(Described, NullIsAbsent):
     """Why, for the timeline."""
 
-    reason = Text(required=False, allow_null=True, max_length=actions.LONGEST_REASON)
+    reason = Text(required=False, max_length=actions.LONGEST_REASON)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Fingerprints(Text):
 class ApproveSerializer(ReasonSerializer):
     """Why, and whom: with a fingerprint, only the worker that has it is let in."""
 
-    fingerprint = Fingerprints(required=False, allow_null=True)
+    fingerprint = Fingerprints(required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -113,16 +113,14 @@ class RejectionSerializer(ReasonSerializer):
 class DrainRequestSerializer(ReasonSerializer):
     """Why, and how long the running requests may take."""
 
-    deadline_seconds = Whole(
-        required=False, allow_null=True, min_value=0, max_value=int(lifecycle.LONGEST_DEADLINE)
-    )
+    deadline_seconds = Whole(required=False, min_value=0, max_value=int(lifecycle.LONGEST_DEADLINE))
 
 
 class ApproveManySerializer(Described, NullIsAbsent):
     """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
 
     ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_IDS)
-    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
+    fingerprints = serializers.DictField(child=Fingerprints(), required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

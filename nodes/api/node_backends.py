@@ -49,7 +49,7 @@ BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def _text(length: int) -> Text:
-    return Text(required=False, allow_null=True, max_length=length)
+    return Text(required=False, max_length=length)
 
 
 class InstallSerializer(Described, NullIsAbsent):

@@ -37,7 +37,6 @@ PLAN_PATH, MOST_BODY_BYTES = "/api/placement/plan", _MOST_BASE64 + 1024 * 1024
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
-_OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True}
 _REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
 _SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
 _TERMS = {
@@ -191,8 +190,8 @@ class ExplainView(NodeView):
 class PlanNeedSerializer(NullIsAbsent):
     """What one replica needs of its node, in bytes; 0 means not known."""
 
-    vram = Whole(min_value=0, max_value=LARGEST, **_OPTIONAL)
-    disk = Whole(min_value=0, max_value=LARGEST, **_OPTIONAL)
+    vram = Whole(min_value=0, max_value=LARGEST, required=False)
+    disk = Whole(min_value=0, max_value=LARGEST, required=False)
 
 
 class _SelectorLabels(serializers.DictField):
@@ -216,10 +215,10 @@ class PlanNodesSerializer(NullIsAbsent):
     """Some equal nodes to add: healthy, empty, with the labels that the registry itself would give them."""
 
     count = Whole(min_value=1, max_value=MOST_ADDED)
-    vram_gib = Number(min_value=0, max_value=LARGEST_GIB, **_OPTIONAL)
-    disk_gib = Number(min_value=0, max_value=LARGEST_GIB, help_text="0 means not reported.", **_OPTIONAL)
-    max_replicas_per_model = Whole(min_value=1, max_value=MOST_REPLICAS, **_OPTIONAL)
-    labels = _SelectorLabels(**_OPTIONAL)
+    vram_gib = Number(min_value=0, max_value=LARGEST_GIB, required=False)
+    disk_gib = Number(min_value=0, max_value=LARGEST_GIB, help_text="0 means not reported.", required=False)
+    max_replicas_per_model = Whole(min_value=1, max_value=MOST_REPLICAS, required=False)
+    labels = _SelectorLabels(required=False)
 
 
 class PlanFileSerializer(NullIsAbsent):
@@ -229,11 +228,11 @@ class PlanFileSerializer(NullIsAbsent):
     header = Text(
         max_length=_MOST_BASE64,
         help_text="The first bytes of a GGUF file in Base64, at most 16 MiB; the whole header must be there.",
-        **_OPTIONAL,
+        required=False,
     )
-    config = serializers.DictField(help_text="The content of its `config.json`.", **_OPTIONAL)
+    config = serializers.DictField(help_text="The content of its `config.json`.", required=False)
     definition = serializers.DictField(
-        help_text="Settings as in a definition, such as `backend` or `context_size`.", **_OPTIONAL
+        help_text="Settings as in a definition, such as `backend` or `context_size`.", required=False
     )
 
     def validate_header(self, text: str | None) -> bytes | None:
@@ -262,19 +261,19 @@ class PlanFileSerializer(NullIsAbsent):
 class PlacementPlanRequestSerializer(NullIsAbsent):
     """One of `model`, a defined one, `file`, `need` and `rule`. A rule is answered by a `RulePlan`."""
 
-    model = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
-    file = PlanFileSerializer(**_OPTIONAL)
-    need = PlanNeedSerializer(**_OPTIONAL)
-    selector = _SelectorLabels(help_text="Instead of that of the model's rule.", **_OPTIONAL)
-    replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", **_OPTIONAL)
+    model = Text(max_length=LONGEST_MODEL, required=False)
+    file = PlanFileSerializer(required=False)
+    need = PlanNeedSerializer(required=False)
+    selector = _SelectorLabels(help_text="Instead of that of the model's rule.", required=False)
+    replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", required=False)
     rule = SchedulingRuleRequestSerializer(
-        help_text="A rule as it would be saved; of the others it goes with `nodes` only.", **_OPTIONAL
+        help_text="A rule as it would be saved; of the others it goes with `nodes` only.", required=False
     )
     nodes = serializers.ListField(
         child=PlanNodesSerializer(),
         max_length=MOST_ADDED,
         help_text=f"Nodes to add, at most {MOST_ADDED} altogether.",
-        **_OPTIONAL,
+        required=False,
     )
 
     def validate_model(self, name: str | None) -> str | None:

@@ -77,11 +77,11 @@ _ANY_LENGTH = 2**20
 
 
 def _bytes() -> Whole:
-    return Whole(required=False, allow_null=True, min_value=0, max_value=LARGEST)
+    return Whole(required=False, min_value=0, max_value=LARGEST)
 
 
 def _text() -> Text:
-    return Text(required=False, allow_null=True, max_length=_ANY_LENGTH)
+    return Text(required=False, max_length=_ANY_LENGTH)
 
 
 class _Labels(serializers.DictField):
@@ -149,12 +149,12 @@ class RegistrationSerializer(Described, NullIsAbsent):
     total_disk, available_disk = _bytes(), _bytes()
     gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
     engine_token, version = _text(), _text()
-    gpus = _AnyField(required=False, allow_null=True)
-    system = _AnyField(required=False, allow_null=True)
-    labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False, allow_null=True)
-    max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**63), max_value=LARGEST_CAP)
+    gpus = _AnyField(required=False)
+    system = _AnyField(required=False)
+    labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False)
+    max_replicas_per_model = Whole(required=False, min_value=-(2**63), max_value=LARGEST_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
-        child=RunningProcessSerializer(), required=False, allow_null=True, max_length=MOST_PROCESSES
+        child=RunningProcessSerializer(), required=False, max_length=MOST_PROCESSES
     )
 
     @classmethod

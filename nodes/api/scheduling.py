@@ -39,7 +39,6 @@ _EXAMPLE = {
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
-_OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True}
 _BOUNDS: dict[str, dict[str, Any]] = {
     "model_name": {"minLength": 1},
     "min_replicas": {"minimum": 0, "maximum": MOST_REPLICAS, "default": 0},
@@ -59,21 +58,21 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
     A routing field (the last four) that is left out keeps its stored value; any other one is cleared.
     """
 
-    model_name = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
+    model_name = Text(max_length=LONGEST_MODEL, required=False)
     node_selector = serializers.DictField(
         child=Text(max_length=scheduling.LONGEST_VALUE),
         help_text="Labels that a node must have.",
-        **_OPTIONAL,
+        required=False,
     )
-    min_replicas = Whole(**_OPTIONAL)
-    max_replicas = Whole(help_text="0 means no limit.", **_OPTIONAL)
+    min_replicas = Whole(required=False)
+    max_replicas = Whole(help_text="0 means no limit.", required=False)
     spread_all = Flag(
-        help_text="One replica on every node that matches; excludes the two counts.", **_OPTIONAL
+        help_text="One replica on every node that matches; excludes the two counts.", required=False
     )
-    route_policy = Text(max_length=32, help_text="Empty: cluster default.", **_OPTIONAL)
-    balance_abs_threshold = Whole(help_text="0: cluster default.", **_OPTIONAL)
-    balance_rel_threshold = Number(help_text="0 (cluster default), or at least 1.", **_OPTIONAL)
-    min_prefix_match = Number(help_text="0: cluster default.", **_OPTIONAL)
+    route_policy = Text(max_length=32, help_text="Empty: cluster default.", required=False)
+    balance_abs_threshold = Whole(help_text="0: cluster default.", required=False)
+    balance_rel_threshold = Number(help_text="0 (cluster default), or at least 1.", required=False)
+    min_prefix_match = Number(help_text="0: cluster default.", required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

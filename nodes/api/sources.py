@@ -108,7 +108,7 @@ class InspectSerializer(NullIsAbsent):
     text = Text(max_length=MAX_FILE_BYTES)
 
 
-class ChangesSerializer(NullIsAbsent):
+class ChangesSerializer(serializers.Serializer[Any]):
     """What is changed of the definition before it is saved; as in the form of definitions."""
 
     context_size = serializers.JSONField(required=False)
@@ -125,12 +125,11 @@ class ImportSerializer(InspectSerializer):
     variant = Text(
         max_length=1024,
         required=False,
-        allow_null=True,
         help_text="Its id; the best one that fits unless given.",
     )
-    name = Text(max_length=LONGEST_MODEL, required=False, allow_null=True, help_text="The suggested one.")
-    changes = ChangesSerializer(required=False, allow_null=True)
-    load = Flag(required=False, allow_null=True, help_text="Load the model when its files are there.")
+    name = Text(max_length=LONGEST_MODEL, required=False, help_text="The suggested one.")
+    changes = ChangesSerializer(required=False)
+    load = Flag(required=False, help_text="Load the model when its files are there.")
 
     def validate_name(self, name: str | None) -> str | None:
         return None if name is None else check_model_name(name)

@@ -53,20 +53,16 @@ class NodesAtOnce(serializers.Field[int | str, Any, int | str, Any]):
 
 
 def _whole(default: int, least: int, most: int, help_text: str) -> Whole:
-    return Whole(
-        required=False, allow_null=True, min_value=least, max_value=most, default=default, help_text=help_text
-    )
+    return Whole(required=False, min_value=least, max_value=most, default=default, help_text=help_text)
 
 
 class WaveOptionsSerializer(NullIsAbsent):
     """How work goes over its nodes."""
 
     max_unavailable = NodesAtOnce(
-        required=False, allow_null=True, default=1, help_text="Nodes at a time: a number, or a percentage."
+        required=False, default=1, help_text="Nodes at a time: a number, or a percentage."
     )
-    canary = serializers.BooleanField(
-        required=False, allow_null=True, default=True, help_text="One node goes first, alone."
-    )
+    canary = serializers.BooleanField(required=False, default=True, help_text="One node goes first, alone.")
     pause_seconds = _whole(0, 0, LONGEST_PAUSE, "Pause between two waves.")
     stop_at_failures = _whole(
         1, 1, MOST_NODES, "Failed nodes from which on a failure stops the next waves until you choose."
@@ -87,7 +83,6 @@ def last_replicas_field() -> serializers.ListField:
     return serializers.ListField(
         child=Text(max_length=255),
         required=False,
-        allow_null=True,
         max_length=MOST_NODES,
         help_text="Models whose last replica may stop.",
     )

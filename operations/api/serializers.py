@@ -116,7 +116,6 @@ class NodesSerializer(NullIsAbsent):
     nodes = serializers.ListField(
         child=serializers.UUIDField(),
         required=False,
-        allow_null=True,
         allow_empty=False,
         max_length=MOST_NODES,
     )
@@ -125,7 +124,7 @@ class NodesSerializer(NullIsAbsent):
 class DismissSerializer(NodesSerializer):
     """Why the failure needs no more attention; with nodes, only the failures on these."""
 
-    comment = Text(required=False, allow_null=True, max_length=500)
+    comment = Text(required=False, max_length=500)
 
 
 def requester_of(request: Request) -> Requester:

@@ -206,9 +206,7 @@ class BulkOperationsSerializer(NullIsAbsent):
 
     verb = serializers.ChoiceField(choices=("cancel", "dismiss", "retry"))
     ids = serializers.ListField(child=serializers.UUIDField(), min_length=1, max_length=MOST_OPERATIONS)
-    comment = Text(
-        required=False, allow_null=True, max_length=admission.LONGEST_COMMENT, help_text="Of a dismissal."
-    )
+    comment = Text(required=False, max_length=admission.LONGEST_COMMENT, help_text="Of a dismissal.")
 
 
 _VERBS: Mapping[str, Callable[[Operation, admission.Requester], object]] = {
