@@ -4,10 +4,11 @@ Heartbeats and registration are raw ASGI routes. Each of the others authenticate
 own secret and, if the worker sends it, by its process.
 """
 
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiExample, OpenApiResponse
+from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse
 from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -15,7 +16,7 @@ from rest_framework.response import Response
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import View, extend_schema, refusals
 from localai_cluster.web.rest import MessageSerializer
 from nodes.api.base import NodeView, response_example
 from nodes.api.nodes import replica_rows
@@ -38,11 +39,6 @@ def _self_service(answer: Any) -> Responses:
     return {200: answer, **refusals(400, 403, 404, 409, 429), 401: wrong}
 
 
-def _done(message: str) -> Responses:
-    example = response_example({"message": message})
-    return _self_service(OpenApiResponse(MessageSerializer, "Done.", [example]))
-
-
 class SelfServiceView(NodeView):
     """A route of the node in the URL, for that node alone."""
 
@@ -57,16 +53,24 @@ class SelfServiceView(NodeView):
         super().initial(request, *args, **kwargs)
 
 
+def _describe(
+    operation_id: str, summary: str, message: str, *parameters: OpenApiParameter
+) -> Callable[[View], View]:
+    done = OpenApiResponse(MessageSerializer, "Done.", [response_example({"message": message})])
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        tags=["worker"],
+        request=None,
+        parameters=[INSTANCE, *parameters],
+        responses=_self_service(done),
+    )
+
+
 class SelfView(SelfServiceView):
     """`/api/node/:id` (§1.5)."""
 
-    @extend_schema(
-        operation_id="node_delete",
-        summary="Take the worker offline",
-        tags=["worker"],
-        parameters=[INSTANCE],
-        responses=_done("node deregistered"),
-    )
+    @_describe("node_delete", "Take the worker offline", "node deregistered")
     def delete(self, request: Request, node_id: str) -> Response:
         """Same as deregister: the node is offline without replicas; record and approval stay."""
         lifecycle.deactivate(_own_id(request), now=clock.now())
@@ -76,14 +80,7 @@ class SelfView(SelfServiceView):
 class SelfDeregisterView(SelfServiceView):
     """`/api/node/:id/deregister` (§1.5)."""
 
-    @extend_schema(
-        operation_id="node_deregister",
-        summary="Take the worker offline on shutdown",
-        tags=["worker"],
-        request=None,
-        parameters=[INSTANCE],
-        responses=_done("node deregistered"),
-    )
+    @_describe("node_deregister", "Take the worker offline on shutdown", "node deregistered")
     def post(self, request: Request, node_id: str) -> Response:
         """The worker has stopped: the node is offline without replicas; record and approval stay."""
         lifecycle.deactivate(_own_id(request), now=clock.now())
@@ -93,14 +90,7 @@ class SelfDeregisterView(SelfServiceView):
 class SelfDrainView(SelfServiceView):
     """`/api/node/:id/drain` (§1.3)."""
 
-    @extend_schema(
-        operation_id="node_drain",
-        summary="Start the worker's own drain",
-        tags=["worker"],
-        request=None,
-        parameters=[INSTANCE],
-        responses=_done("node set to draining"),
-    )
+    @_describe("node_drain", "Start the worker's own drain", "node set to draining")
     def post(self, request: Request, node_id: str) -> Response:
         """The worker is stopping: it gets no new requests. The drain ends with its next registration."""
         lifecycle.drain_by_worker(_own_id(request), now=clock.now())
@@ -110,14 +100,7 @@ class SelfDrainView(SelfServiceView):
 class SelfResumeView(SelfServiceView):
     """`/api/node/:id/resume` (§1.4)."""
 
-    @extend_schema(
-        operation_id="node_resume",
-        summary="End the worker's own drain",
-        tags=["worker"],
-        request=None,
-        parameters=[INSTANCE],
-        responses=_done("node resumed"),
-    )
+    @_describe("node_resume", "End the worker's own drain", "node resumed")
     def post(self, request: Request, node_id: str) -> Response:
         """Ends a drain that the worker started; 409 for any other, such as an administrator's."""
         lifecycle.resume_by_worker(_own_id(request), now=clock.now())
@@ -145,14 +128,7 @@ class SelfRotateView(SelfServiceView):
 
     rotating = True
 
-    @extend_schema(
-        operation_id="node_rotate",
-        summary="Replace the worker's secret",
-        tags=["worker"],
-        request=None,
-        parameters=[INSTANCE, NEW_SECRET],
-        responses=_done("secret replaced"),
-    )
+    @_describe("node_rotate", "Replace the worker's secret", "secret replaced", NEW_SECRET)
     def post(self, request: Request, node_id: str) -> Response:
         """Replaces the worker's secret, by itself or on request; the old secret is rejected from then on."""
         new = request.headers.get(identity.NEW_SECRET_HEADER, "")
