@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.messaging import messages as m
 
 MEBIBYTE = 1024 * 1024
@@ -75,8 +76,8 @@ class Script:
 def _ours(done: int, total: int, number: int) -> m.ProgressEvent:
     return m.ProgressEvent(
         file_name="backend.tar.gz",
-        current=m.human_bytes(done),
-        total=m.human_bytes(total),
+        current=human_bytes(done),
+        total=human_bytes(total),
         percentage=round(100 * done / total, 1),
         phase="downloading",
         current_bytes=done,
@@ -91,8 +92,8 @@ def _stock(layers: Sequence[int], done: int, total: int, backend: str) -> m.Prog
         label = f"Extracting images.example/{backend}:1"
         return m.ProgressEvent(
             file_name=label,
-            current=m.human_bytes(total),
-            total=m.human_bytes(total),
+            current=human_bytes(total),
+            total=human_bytes(total),
             percentage=100,
             phase="downloading",
         )
@@ -102,8 +103,8 @@ def _stock(layers: Sequence[int], done: int, total: int, backend: str) -> m.Prog
         index += 1
     return m.ProgressEvent(
         file_name=f"Downloading {index + 1}/{len(layers)} images.example/{backend}:1",
-        current=m.human_bytes(done - before),
-        total=m.human_bytes(total),
+        current=human_bytes(done - before),
+        total=human_bytes(total),
         percentage=100 * (done - before) / total,
         phase="downloading",
     )
