@@ -24,6 +24,7 @@ from localai_cluster.accounts.command_line import (
     table,
 )
 from localai_cluster.kit import clock, errors, untrusted
+from localai_cluster.kit.quantities import gib_rounded_up
 from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import MOST_HEADER_BYTES, PlacementPlanRequestSerializer, make_plan
 from nodes.definitions import sizes
@@ -31,7 +32,7 @@ from nodes.definitions.headers import read_json
 from nodes.loading import load_explanation
 from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import PlacementRecord
-from nodes.placement.sizes import describe_need, gib_rounded_up
+from nodes.placement.sizes import describe_need
 
 GIB = 2**30
 _NODES = re.compile(
