@@ -16,7 +16,7 @@ from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused
 from operations.executor.work import Postpone, WakeUps, in_thread
-from operations.ledger.admission import OperationRequest, admit, in_progress
+from operations.ledger.admission import OperationRequest, Requester, admit, in_progress
 from operations.models import TERMINAL, Operation, Status
 
 PHASE = "staging"
@@ -45,9 +45,8 @@ def request_download(
         IMPORT,
         key=f"import:{definition.name}",
         element=definition.name,
-        actor=parent.actor,
+        by=Requester(parent.actor, parent.request_id),
         payload={"plan": plan, "load": False, "revision": 0, FILES_ONLY: True},
-        request_id=parent.request_id,
         parent=parent,
     )
     admission = admit(request, now=now)

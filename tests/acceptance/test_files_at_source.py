@@ -67,7 +67,8 @@ def import_model(cluster: Cluster, data: bytes) -> None:
         "from localai_cluster.kit import clock\n"
         "from nodes.downloads.imports import request_import\n"
         "from nodes.sources.plans import from_payload\n"
-        f"request_import(from_payload({plan!r}), actor='test', now=clock.now())",
+        "from operations.ledger.admission import Requester\n"
+        f"request_import(from_payload({plan!r}), by=Requester('test'), now=clock.now())",
     )
     until_ended(cluster, "tiny")
 

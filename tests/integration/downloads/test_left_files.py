@@ -29,6 +29,7 @@ from nodes.models import ModelDefinition, NodeModel
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, WakeUps, Work, in_thread, write_batch
 from operations.ledger import attempts
+from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.integration.loading.test_delivery import worker
 from tests.integration.loading.test_load_steps import told
@@ -85,7 +86,7 @@ async def finish(work: Work, event: Event, **outcome: Any) -> None:
 
 
 async def imported(plan: ImportPlan) -> Any:
-    await in_thread(lambda: request_import(plan, actor="ann", now=clock.now()))
+    await in_thread(lambda: request_import(plan, by=Requester("ann"), now=clock.now()))
     return await run_import()
 
 
@@ -369,7 +370,7 @@ async def test_a_load_waits_for_another_import_of_its_model(
     loading: Stage, plan: ImportPlan, source: Source, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = replace(plan, files=(plan.files[1],))
-    await in_thread(lambda: request_import(other, actor="ann", now=clock.now()))
+    await in_thread(lambda: request_import(other, by=Requester("ann"), now=clock.now()))
     async with worker(tmp_path_factory.mktemp("w"), loading.one):
         with pytest.raises(Postpone, match="model_import of echo is in progress"):
             await loading.handler(loading.work)
@@ -385,7 +386,7 @@ async def test_an_import_while_a_load_downloads_is_a_conflict(loading: Stage, pl
     first = await in_thread(request)
     assert (await in_thread(request)).id == first.id, "loads share it"
     with pytest.raises(Conflict):
-        await in_thread(lambda: request_import(plan, actor="ann", now=clock.now()))
+        await in_thread(lambda: request_import(plan, by=Requester("ann"), now=clock.now()))
 
 
 async def test_on_a_shared_folder_the_control_plane_downloads(
