@@ -147,14 +147,18 @@ class Cluster:
 
     def manage(self, *arguments: str, **more: str) -> str:
         """Runs a management command to its end; returns its output."""
-        done = subprocess.run(
-            [self.python, "-W", "error::RuntimeWarning", "manage.py", *arguments],
-            cwd=self.root,
-            env={**self.environment, **more},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        env = {**self.environment, **more}
+        if self.forks:
+            done = forking.run_command(*arguments, env=env, cwd=self.root, folder=self.home)
+        else:
+            done = subprocess.run(
+                [self.python, "-W", forking.STRICT, "manage.py", *arguments],
+                cwd=self.root,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -12,11 +12,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 MANAGE, WORKER = ("manage.py",), ("-m", "localai_cluster.worker")
 """How the commands begin that can be forked."""
+STRICT = "error::RuntimeWarning"
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -29,6 +31,10 @@ _CONTEXT.set_forkserver_preload(
         "localai_cluster.worker.__main__",
         "drf_spectacular.openapi",
         "numpy",
+        "anyio._backends._asyncio",
+        "channels_redis.pubsub",
+        "django.core.management.commands.migrate",
+        "uvicorn.loops.uvloop",
     ]
 )
 
@@ -36,11 +42,23 @@ _CONTEXT.set_forkserver_preload(
 class Fork(subprocess.Popen[bytes]):
     """A forked process, the leader of a session of its own; `Popen` sends its signals."""
 
-    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> None:
-        log.touch()
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        errors: Path | None = None,
+    ) -> None:
+        logs = (log, errors or log)
+        for file in logs:
+            file.touch()
         self._child_created = False  # so that `Popen.__del__` has nothing to do
         self.args, self.returncode = argv, None
-        self._process = _CONTEXT.Process(target=_become, args=(tuple(argv), dict(env), cwd, log), daemon=True)
+        self._process = _CONTEXT.Process(
+            target=_become, args=(tuple(argv), dict(env), cwd, logs), daemon=True
+        )
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -64,13 +82,29 @@ def can_fork(argv: Sequence[str]) -> bool:
     return tuple(argv[:1]) == MANAGE or tuple(argv[:2]) == WORKER
 
 
-def _become(argv: tuple[str, ...], env: Mapping[str, str], cwd: Path, log: Path) -> None:
+def run_command(
+    *words: str, env: Mapping[str, str], cwd: Path, folder: Path
+) -> "subprocess.CompletedProcess[str]":
+    """Run a management command to its end; its output is kept in `folder`.
+
+    A RuntimeWarning is an error: it is a coroutine that nobody awaits.
+    """
+    output, errors = folder / "output", folder / "errors"
+    for file in (output, errors):
+        file.write_text("")
+    process = Fork(
+        (*MANAGE, *words), env={**env, "PYTHONWARNINGS": STRICT}, cwd=cwd, log=output, errors=errors
+    )
+    code = process.wait()
+    return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
+
+
+def _become(argv: tuple[str, ...], env: Mapping[str, str], cwd: Path, logs: tuple[Path, Path]) -> None:
     """Run the command in this fork; its exit code is that of the process."""
     gc.freeze()
     os.setsid()
-    target = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(target, number)
+    for number, log in enumerate(logs, start=1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -86,6 +120,8 @@ def _run(argv: tuple[str, ...]) -> None:
     from localai_cluster.worker import __main__ as worker
 
     failpoints.arm()
+    if os.environ.get("PYTHONWARNINGS") == STRICT:
+        warnings.simplefilter("error", RuntimeWarning)
     if argv[:2] == WORKER:
         sys.argv = [str(worker.__file__), *argv[2:]]
         logging.root.handlers.clear()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import ROOT
-from tests.support.forking import Fork, can_fork
+from tests.support.forking import Fork, can_fork, run_command
 
 _SETTINGS = """
 import sys
@@ -58,3 +58,14 @@ def test_a_signal_ends_it(tmp_path: Path) -> None:
     assert fork.poll() is None
     fork.send_signal(signal.SIGTERM)
     assert fork.wait(60) == -signal.SIGTERM
+
+
+def test_a_command_that_is_run_to_its_end_keeps_what_it_prints_apart(tmp_path: Path) -> None:
+    """Callers parse its output; a coroutine that nobody awaits is an error."""
+    script = "import sys, warnings; print(1); print(2, file=sys.stderr); warnings.warn('x', {})"
+    for category, code in (("RuntimeWarning", 1), ("UserWarning", 0)):
+        words = ("shell", "--no-imports", "-c", script.format(category))
+        done = run_command(*words, env=_ENVIRONMENT, cwd=ROOT, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (code, "1\n")
+        assert done.stderr.startswith("2\n")
+        assert f"{category}: x" in done.stderr
