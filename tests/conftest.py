@@ -4,15 +4,18 @@ Real servers, started once by the first test that needs them, and a deadline hel
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import pytest_asyncio.plugin
 from django.db import connection, connections
 from django.test import TransactionTestCase
 from hypothesis import settings
+from looptime._internal import plugin as looptime_plugin
 from psycopg.pq import TransactionStatus
 
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
@@ -30,8 +33,23 @@ settings.load_profile("suite")
 patch.object(TransactionTestCase, "_fixture_teardown", empty_tables).start()
 
 
+def _is_from_asyncio(definition: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> bool:
+    """Return True if pytest-asyncio defines the fixture: one of them makes the event loop.
+
+    The plugin of looptime looks for it among everything in pytest-asyncio, before each fixture of a test.
+    """
+    return definition.func.__module__ == pytest_asyncio.plugin.__name__
+
+
+patch.object(looptime_plugin, "_should_patch", _is_from_asyncio).start()
+
+
 def pytest_configure() -> None:
-    """Passwords are hashed quickly: a hash of the product takes a third of a second of the processor."""
+    """Passwords are hashed quickly: a hash of the product takes a third of a second of the processor.
+
+    What is imported and collected stays until the end, so nothing is garbage before the first test.
+    """
+    gc.disable()
     # Programs that use `eventually` import this file without Django's settings.
     from django.conf import settings as django_settings
 
@@ -42,6 +60,17 @@ def pytest_configure() -> None:
     # Before each test looptime takes the policy's event loop. Unless one was set, even to None, the policy
     # makes one, which nobody closes.
     asyncio.set_event_loop(None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, but never look at the ten thousand collected tests again.
+
+    The process that starts the others has this loop too, but collects no tests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")
@@ -145,12 +174,14 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 
     `seconds` is what a machine with nothing else to do needs at most. A test that passes waits no longer.
     """
-    deadline, pause = clock.monotonic() + BUSY * seconds, 0.01
+    begin, pause = clock.monotonic(), 0.01
     while not (found := condition()):
-        if clock.monotonic() > deadline:
+        waited = clock.monotonic() - begin
+        if waited > BUSY * seconds:
             raise AssertionError(f"not within {BUSY * seconds} s: {what}")
-        # Ever longer, for what is looked at needs the processor as well.
-        pause = min(1.3 * pause, 0.1)
+        # Ever longer, for what is looked at needs the processor as well: one look at a page of the API costs
+        # ten milliseconds of it.
+        pause = min(1.3 * pause, max(0.1, 0.05 * waited), 0.3)
         time.sleep(pause)
     return found
 
