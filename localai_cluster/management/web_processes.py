@@ -27,8 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.kit.processes import describe_exit
-
 INDEX_VARIABLE, METRICS_VARIABLE = "LOCALAI_CLUSTER_WEB_INDEX", "PROMETHEUS_MULTIPROC_DIR"
 """Environment of one of several web processes: its index, and the folder of the metrics of all."""
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
@@ -167,7 +165,17 @@ class Parent:
         # Its replacement continues its counters, but not its gauges.
         for file in self._metrics.glob(f"gauge_live*_{index}.db"):
             file.unlink()
-        return is_serving, status, f"{child.pid} ended ({describe_exit(status)})"
+        return is_serving, status, f"{child.pid} ended ({_describe(status)})"
+
+
+def _describe(status: int) -> str:
+    # `kit.processes` has the same, but this file runs as an isolated script, which cannot import the package.
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
 
 
 def main(listening: int, number: int, command: Sequence[str]) -> int:

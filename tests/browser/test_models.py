@@ -114,7 +114,7 @@ def test_a_change_by_somebody_else_keeps_what_is_typed(screen: Screen, models: F
     page.get_by_label("Context, tokens").fill("4096")
     other = {"changes": {"parallel": 2}, "revision": 1}
     assert models.put(f"/api/definitions/{STORED}", other).status_code == 200
-    expect(page.get_by_role("group", name="Difference").first).to_contain_text("4096")
+    expect(page.get_by_role("group", name="Difference").last).to_contain_text("4096")
     # The feed tells; a save before that is refused by 409, as `model-page.test.tsx` has it.
     moved = page.get_by_role("region", name="Change by somebody else")
     expect(moved).to_contain_text("revision 2")
