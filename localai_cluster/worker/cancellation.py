@@ -7,7 +7,7 @@ Code in a thread checks its `Halt`; code in the event loop is cancelled. Uninter
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from localai_cluster.kit.errors import ClusterError
@@ -100,12 +100,17 @@ class Command:
 async def wait_for_thread(work: "asyncio.Future[T]") -> T:
     """Return the result of `work`, which runs in a thread.
 
-    Even if cancelled, return only after the thread has ended.
+    Even if cancelled, return only after the thread has ended: the caller then closes a file that it uses.
     """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.gather(work, return_exceptions=True)
+        while not work.done():
+            # `kit.cancellation` cancels repeatedly.
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({work})
+        if not work.cancelled():
+            work.exception()  # retrieved and dropped: the caller was cancelled
         raise
 
 

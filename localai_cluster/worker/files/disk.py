@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from localai_cluster.kit import failpoints, untrusted
+from localai_cluster.worker.cancellation import wait_for_thread
 from localai_cluster.worker.exchange import Refusal, is_digest
 from localai_cluster.worker.files.keys import HASH, TARGET
 from localai_cluster.worker.source_files import HEADROOM
@@ -43,27 +44,16 @@ class Threads:
         self._hashes = ThreadPoolExecutor(HASHERS, "hashes")
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a short disk operation."""
-        return await _run_to_end(self._disk, function, *arguments)
+        """Run a short disk operation. Even if cancelled, return only after the thread has ended."""
+        return await wait_for_thread(_in_pool(self._disk, function, *arguments))
 
     async def hash(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that reads a complete file."""
-        return await _run_to_end(self._hashes, function, *arguments)
+        """Run a function that reads a complete file; see `run`."""
+        return await wait_for_thread(_in_pool(self._hashes, function, *arguments))
 
 
-async def _run_to_end(pool: Executor, function: Callable[..., T], *arguments: Any) -> T:
-    """Run `function` in `pool`.
-
-    Even if cancelled, return only after the thread has ended: the caller then closes a file that it uses.
-    """
-    future = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait({future})
-        if not future.cancelled():
-            future.exception()  # retrieve the error and drop it: the caller was cancelled
-        raise
+def _in_pool(pool: Executor, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
+    return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
 PIECE = 1024 * 1024

@@ -1,10 +1,15 @@
 """A task ends, even if a library swallows the cancellation."""
 
 import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from localai_cluster.kit import cancellation
+from localai_cluster.worker.cancellation import in_thread
+from localai_cluster.worker.files.disk import Threads
 from tests.support.cluster import ROOT
 
 
@@ -44,6 +49,31 @@ async def test_how_it_ended_is_no_error() -> None:
         await cancellation.end(task, other)
     assert other.cancelled()
     assert isinstance(task.exception(), ValueError)
+
+
+@pytest.mark.parametrize("run", [in_thread, Threads().run])
+async def test_a_thread_is_waited_for_however_often_its_task_is_cancelled(
+    run: Callable[..., Coroutine[Any, Any, object]],
+) -> None:
+    """Else the worker would close a file, or let the next fetch have it, while a thread writes to it."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        may_end.wait(60)
+
+    task = asyncio.create_task(run(write))
+    try:
+        await asyncio.to_thread(begun.wait, 60)
+        for _ in range(3):
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert not task.done()
+    finally:
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_nothing_of_the_product_waits_with_wait_for() -> None:
