@@ -23,6 +23,8 @@ _VARIABLE = re.compile(
         (
             rf"(?P<kept>{_STATUS}|(?-i:\b[45]\d\d(?= [A-Z][a-z]{{2}})))",
             r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>]+",
+            # A host with a path, as in the errors of sources.
+            r"\b(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::\d{1,5})?/[^\s:,;\"'()<>]*",
             r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b",
             r"\bsha256:[0-9a-f]+\b",
             r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?: ?Z| UTC|[+-]\d\d:?\d\d)?)?",
@@ -41,13 +43,17 @@ _QUOTED = re.compile(rf"([\"']){_GAP}\1")
 _LIST = re.compile(rf"{_GAP}(?:, {_GAP})+")
 
 
-def cause_of(error: str, names: Collection[str] = ()) -> str:
-    """Return the cause of an error, see `_cause_of`: rows are read far more often than they change."""
-    return _cause_of(error[:LONGEST_ERROR], tuple(sorted(filter(None, names), key=len, reverse=True)))
+def cause_of(error: str, names: Collection[str] = (), *, every_name: bool = False) -> str:
+    """Return the cause of an error, see `_cause_of`: rows are read far more often than they change.
+
+    `every_name`: names count also where they may be words.
+    """
+    longest_first = tuple(sorted(filter(None, names), key=len, reverse=True))
+    return _cause_of(error[:LONGEST_ERROR], longest_first, every_name)
 
 
 @lru_cache(maxsize=MOST_REMEMBERED)
-def _cause_of(error: str, names: tuple[str, ...]) -> str:
+def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
     """Return the cause of an error, a sentence of one line: two errors with one sentence have one cause.
 
     Numbers, ids, times, addresses, paths and `names`, such as those of the node and the model, are replaced.
@@ -55,7 +61,7 @@ def _cause_of(error: str, names: tuple[str, ...]) -> str:
     """
     text = " ".join(error.split())
     for name in names:
-        text = _without_name(text, name)
+        text = _without_name(text, name, 1 if every_name else _SHORT_NAME)
     text = _VARIABLE.sub(lambda match: match["kept"] or _GAP, text)
     text = _LIST.sub(_GAP, _QUOTED.sub(_GAP, text)).strip()
     if len(text) > LONGEST_CAUSE:
@@ -63,12 +69,16 @@ def _cause_of(error: str, names: tuple[str, ...]) -> str:
     return text or UNKNOWN
 
 
-def _without_name(text: str, name: str) -> str:
-    """Return the text with each occurrence of the name as a whole word replaced."""
+def _without_name(text: str, name: str, shortest: int) -> str:
+    """Return the text with each occurrence of the name as a whole word replaced.
+
+    One of fewer than `shortest` characters is replaced only behind one of `_BEFORE_A_NAME`.
+    """
     kept, start, at = [], 0, text.find(name)
     while at >= 0:
         end = at + len(name)
-        if _is_whole_word(text, at, end):
+        is_name = len(name) >= shortest or text[:at].endswith(_BEFORE_A_NAME)
+        if is_name and _is_whole_word(text, at, end):
             kept += [text[start:at], _GAP]
             start = end
         at = text.find(name, end)
@@ -77,6 +87,4 @@ def _without_name(text: str, name: str) -> str:
 
 def _is_whole_word(text: str, at: int, end: int) -> bool:
     before, after = text[at - 1 : at] if at else "", text[end : end + 1]
-    if before.isalnum() or before in tuple("_.-") or after.isalnum() or after in tuple("_-"):
-        return False
-    return end - at >= _SHORT_NAME or text[:at].endswith(_BEFORE_A_NAME)
+    return not (before.isalnum() or before in tuple("_.-") or after.isalnum() or after in tuple("_-"))

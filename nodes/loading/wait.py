@@ -161,7 +161,7 @@ def _without_names(text: str) -> str:
     if not text:
         return ""
     names = BackendNode.objects.values_list("name", flat=True)
-    return cause_of(text, [name for name in names.iterator() if name in text])
+    return cause_of(text, [name for name in names.iterator() if name in text], every_name=True)
 
 
 @dataclass

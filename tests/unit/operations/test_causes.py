@@ -24,6 +24,8 @@ addresses = st.builds("{}:{}".format, st.ip_addresses(v=4), st.integers(1, 65535
         ("12.5 GiB needed, 3 GiB free on gpu-17", ("gpu-17",), "… needed, … free on …"),
         ("dial tcp 10.0.0.3:50051: connection refused", (), "dial tcp …: connection refused"),
         ("cannot reach worker.example.com:8080: exit code 137", (), "cannot reach …: exit code 137"),
+        ("minio.corp.internal/b/m.gguf: HTTP status 503: busy", (), "…: HTTP status 503: busy"),
+        ("a1 and a2: no memory", ("a1", "a2"), "a1 and a2: no memory"),
         (
             "node a is unhealthy since 2026-11-23 19:22:46 UTC: a fault",
             ("a",),
@@ -42,6 +44,11 @@ addresses = st.builds("{}:{}".format, st.ip_addresses(v=4), st.integers(1, 65535
 )
 def test_an_error_and_its_cause(error: str, known: tuple[str, ...], cause: str) -> None:
     assert cause_of(error, known) == cause
+
+
+def test_what_must_not_be_read_has_no_short_name_either() -> None:
+    """A name that may be a word counts for people who may not see nodes."""
+    assert cause_of("a1 and a2: no memory", ("a1", "a2"), every_name=True) == "… and …: no memory"
 
 
 @given(st.text(), st.lists(st.text(max_size=20), max_size=3))
