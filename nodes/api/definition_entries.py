@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from asgiref.sync import async_to_sync
@@ -12,10 +13,11 @@ from localai_cluster.web.shapes import Row
 from nodes.api.definition_shapes import DETAIL, FORM, MODEL_FILE, SUMMARY, UNUSABLE
 from nodes.definitions import edit, schema, store
 from nodes.definitions.files import Definition, UnusableDefinition
-from nodes.definitions.folder import MergedRow, folder
-from nodes.definitions.recorded_files import files_at_source
+from nodes.definitions.folder import FolderUnresponsive, MergedRow, folder
+from nodes.definitions.recorded_files import RecordedFiles, files_at_source
 from nodes.definitions.rows import SOURCE, stored_definition
 from nodes.definitions.sizes import named_paths, shards
+from nodes.loading.files_in_use import in_folder_thread
 from nodes.models import DefinitionRevision, ModelDefinition
 
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
@@ -162,10 +164,17 @@ def detail_of(name: str) -> Row:
     )
 
 
+async def _at_source(definition: Definition) -> RecordedFiles:
+    """Return the files that are not here, by path; none for a folder that cannot be read."""
+    with suppress(FolderUnresponsive, OSError):
+        return await in_folder_thread(files_at_source, folder().path, definition.files)
+    return {}
+
+
 def _file_rows(definition: Definition, files: Sequence[tuple[str, int]]) -> list[Row]:
     """Return the files that are there or at their sources, and those that are missing."""
     base = folder().path
-    at_source = files_at_source(base, definition.files)
+    at_source = async_to_sync(_at_source)(definition) if files else {}
     present = dict(files)
     named = {str(part) for path in named_paths(base, definition) for part in shards(path)}
     absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}

@@ -17,6 +17,8 @@ from nodes.definitions.headers import Header
 
 MOST_HEADER_BYTES = 64 * 1024
 """Limit on the JSON of a header in a row; figures of real models have a few KiB."""
+_NUL = rb"\u0000"
+"""NUL in JSON, which PostgreSQL does not store."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,18 @@ class RecordedFile:
     header: Header | None = None
 
     def as_entry(self) -> dict[str, Any]:
-        """Return the file as JSON. A header that is too large is left out: then the size alone counts."""
+        """Return the file as JSON.
+
+        A header that is too large, or has a NUL in its keys, is left out: then the size alone counts.
+        """
         entry = {"path": self.path, "size": self.size, "sha256": self.sha256, "source": self.source}
         if self.header is None:
             return entry
         figures = {"architecture": self.header.architecture, "figures": self.header.figures}
         header = msgspec.json.encode(figures)
-        return entry if len(header) > MOST_HEADER_BYTES else {**entry, "header": msgspec.json.decode(header)}
+        if len(header) > MOST_HEADER_BYTES or _NUL in header:
+            return entry
+        return {**entry, "header": msgspec.json.decode(header)}
 
 
 RecordedFiles = Mapping[str, RecordedFile]
@@ -59,9 +66,20 @@ def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
 
 
 def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return those that are not in the folder, by the path that each would have there. Blocks."""
+    """Return those that are not in the folder, by the path that each would have there.
+
+    Blocks. Raise OSError for a folder that cannot be read: then nothing says that a file is not there.
+    """
     paths = {f"{folder}/{file.path}": file for file in files.values()}
-    return {path: file for path, file in paths.items() if not os.path.lexists(path)}
+    return {path: file for path, file in paths.items() if not _is_there(path)}
+
+
+def _is_there(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[str, RecordedFile]:

@@ -34,7 +34,7 @@ from nodes.downloads.downloader import Download, DownloadMeter, Fetched
 from nodes.loading import load_request
 from nodes.loading.file_removal import return_files
 from nodes.loading.files_in_use import IMPORT, FilesInUse, in_folder_thread, paths_of_active_imports
-from nodes.loading.source_downloads import FILES_ONLY
+from nodes.loading.source_downloads import FILES_ONLY, WAITING
 from nodes.loading.source_files import in_staging_thread
 from nodes.models import ModelDefinition
 from nodes.models.replica import load_key
@@ -175,7 +175,7 @@ class ImportModel:
     async def _run(self, attempt: _Import) -> Mapping[str, Any]:
         work = attempt.work
         if self._turns.locked():
-            await work.report(Tick("waiting", f"waits for one of {AT_ONCE} other imports of this controller"))
+            await work.report(Tick(WAITING, f"waits for one of {AT_ONCE} other imports of this controller"))
         async with self._turns:
             attempt = await attempt.without_left_files()
             fetched, left = await first(_report(attempt), self._fetch_all(attempt))
@@ -322,8 +322,7 @@ def _saved(
     operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]
 ) -> ModelDefinition:
     files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]
-    if left:
-        left_files.check_saved_conflicts(plan, conf.cluster().models_path)
+    left_files.check_saved_conflicts(plan, conf.cluster().models_path)
     try:
         return store.save(
             plan.name,

@@ -69,6 +69,7 @@ async def record(
         if 0 < size < MOST_BYTES:
             left.recorded.append(RecordedFile(file.path, file.url, size, file.sha256, header))
         else:
+            meter.set_size(file.path, file.size)
             left.to_download.append(file)
     return left
 
@@ -100,9 +101,9 @@ def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]
 def check_saved_conflicts(plan: ImportPlan, models: Path) -> None:
     """Raise FileConflict as `check_conflicts`, also against imports that have saved meanwhile; one query.
 
-    Within the transaction that saves: imports that leave files at their sources save one after the other.
+    Within the transaction that saves: imports save one after the other.
     """
-    lock_name("files at their sources")
+    lock_name("files of imports")
     rows = ModelDefinition.objects.filter(deleted_at__isnull=True).exclude(name=plan.name).exclude(files=[])
     stored = [stored_definition(row).content for row in rows if _names_file_of(plan, row)]
     check_conflicts(plan, models, [content for content in stored if isinstance(content, Definition)])

@@ -15,16 +15,18 @@ from nodes.definitions.files import Definition
 from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused
-from operations.executor.work import Postpone, WakeUps, in_thread
+from operations.executor.work import Postpone, WakeUps, in_thread, retry_delay
 from operations.ledger.admission import OperationRequest, Requester, admit, in_progress
 from operations.models import TERMINAL, Operation, Status
 
 PHASE = "staging"
 FILES_ONLY = "files_only"
 """Payload key of an import that saves no definition."""
+WAITING = "waiting"
+"""Phase of an import that waits for the end of others."""
 _POLL = 2.0
 _FIRST_LOOK, _LAST_LOOK = 2.0, 60.0
-"""Seconds after which a load looks again at a download that waits, or at another import of the model."""
+"""Seconds after which a load looks again at a download that waits."""
 _DOWNLOADED_FRACTION = 0.45
 """Progress (0 to 1) of a load whose files are on the control plane and not yet on the node."""
 
@@ -32,7 +34,7 @@ _DOWNLOADED_FRACTION = 0.45
 def request_download(
     definition: Definition, paths: Sequence[str], *, parent: Operation, now: Any
 ) -> Operation:
-    """Download these recorded files of the definition; join the active import that does so.
+    """Download these recorded files of the definition; join the active download of another load.
 
     Raises Conflict while another import of the model is active.
     """
@@ -50,8 +52,9 @@ def request_download(
         parent=parent,
     )
     admission = admit(request, now=now)
-    fetched = admission.operation.payload["plan"]["files"]
-    if not all(file in fetched for file in wanted):
+    payload = admission.operation.payload
+    # An import that saves a definition may leave the files at their sources.
+    if FILES_ONLY not in payload or not all(file in payload["plan"]["files"] for file in wanted):
         raise in_progress(admission.operation)
     return admission.operation
 
@@ -67,7 +70,7 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
     try:
         child = await in_thread(request_download, attempt.definition, paths, parent=parent, now=clock.now())
     except errors.Conflict as busy:
-        raise await _postponed(attempt, busy.message, _FIRST_LOOK) from busy
+        raise await _postponed(attempt, busy.message, retry_delay(parent.attempts)) from busy
     await attempt.report(PHASE, message)
     with wake_ups.watch(child.id) as watch:
         while (state := await in_thread(_read, child.id)).status not in TERMINAL:
@@ -96,6 +99,9 @@ async def _show(attempt: Attempt, state: Operation, message: str) -> None:
     if state.status != Status.PROCESSING and due is not None and due > now:
         seconds = min(max((due - now) / timedelta(seconds=1), _FIRST_LOOK), _LAST_LOOK)
         raise await _postponed(attempt, f"{message}: {state.message}", seconds)
+    if state.status == Status.PROCESSING and state.phase == WAITING:
+        pause = retry_delay(attempt.work.operation.attempts)
+        raise await _postponed(attempt, f"{message}: {state.message}", pause)
     figures: dict[str, Any] = {}
     if state.total_bytes:
         figures = {"current_bytes": state.current_bytes, "total_bytes": state.total_bytes}

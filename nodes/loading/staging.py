@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -64,6 +64,8 @@ from operations.executor.work import Postpone, WakeUps, in_thread
 from operations.ledger.progress import Tick
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PHASE = source_downloads.PHASE
 REPORT_EVERY = 1.0
@@ -228,22 +230,13 @@ async def stage_files(
     """
     cluster, definition = conf.cluster(), attempt.definition
     if cluster.shared_models:
-        if await in_staging_thread(files_at_source, cluster.models_path, definition.files):
-            needed = (await _planned(definition, options)).at_source
-            if needed:
-                await source_downloads.download(attempt, needed, wake_ups)
+        await _download_for_shared(attempt, options, wake_ups)
         return sizes.with_file_paths(cluster.models_path, definition.model, options), {}
     planned = await _planned(definition, options)
     sent = StagingResult("", {})
     if planned.files:
         await _wait_for_turn(attempt, sum(file.size for file in planned.files.values()))
-        try:
-            sent = await _send_in_time(attempt, planned, limits)
-        except FilesAtSource as lack:
-            await source_downloads.download(attempt, lack.paths, wake_ups)
-            planned = await _planned(definition, options)
-            sent = await _send_in_time(attempt, planned, limits, downloaded=lack.paths)
-            sent.sent_instead[:0] = lack.sentences
+        planned, sent = await _send_all(attempt, options, planned, limits, wake_ups)
         if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.work.attempt):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
     engine_options, warnings = planned.engine_options(sent.root, sent.failed)
@@ -256,13 +249,50 @@ async def stage_files(
     return engine_options, {"warnings": [*warnings, *sent.sent_instead], **message}
 
 
+async def _download_for_shared(attempt: Attempt, options: Mapping[str, Any], wake_ups: WakeUps) -> None:
+    """Download the files that are not in the folder which nodes share."""
+    files = attempt.definition.files
+    # Without a walk through the model's folder, as long as no file is missing.
+    if files and await _in_time(files_at_source, conf.cluster().models_path, files):
+        needed = (await _planned(attempt.definition, options)).at_source
+        if needed:
+            await source_downloads.download(attempt, needed, wake_ups)
+
+
+async def _send_all(
+    attempt: Attempt, options: Mapping[str, Any], planned: FilePlan, limits: TransferLimits, wake_ups: WakeUps
+) -> tuple[FilePlan, StagingResult]:
+    """Send all files, and return them; download those that the worker does not fetch.
+
+    While the control plane downloads, the worker may lose files that it had: these are downloaded too.
+    """
+    downloaded: list[str] = []
+    sentences: list[str] = []
+    while True:
+        try:
+            sent = await _send_in_time(attempt, planned, limits, downloaded)
+        except FilesAtSource as lack:
+            await source_downloads.download(attempt, lack.paths, wake_ups)
+            downloaded, sentences = [*downloaded, *lack.paths], [*sentences, *lack.sentences]
+            planned = await _planned(attempt.definition, options)
+        else:
+            sent.sent_instead[:0] = sentences
+            return planned, sent
+
+
 async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
     folder = conf.cluster().models_path
+    return await _in_time(plan_files, folder, definition.name, options, definition.files)
+
+
+async def _in_time(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Read the models folder in a thread. Raise LoadFailed, and Postpone if it does not answer."""
     try:
         async with asyncio.timeout(_PLAN_LIMIT):
-            return await in_staging_thread(plan_files, folder, definition.name, options, definition.files)
+            return await in_staging_thread(function, *args, **kwargs)
     except TimeoutError:
-        hangs = FolderUnresponsive(f"the models folder {folder.name!r} of the control plane does not answer")
+        name = conf.cluster().models_path.name
+        hangs = FolderUnresponsive(f"the models folder {name!r} of the control plane does not answer")
         raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
     except (Unsendable, OSError) as error:
         raise LoadFailed(f"staging: {error}") from error

@@ -1,7 +1,9 @@
 """The policy `worker`: files that an import leaves at their sources, and loads that need them here."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.kit.outbound import SourceError
+from localai_cluster.kit.outbound import SourceBody, SourceError
 from nodes.api import definition_entries
 from nodes.definitions import rows, sizes, store
 from nodes.definitions.files import Definition
@@ -20,7 +22,7 @@ from nodes.definitions.folder import Folder
 from nodes.downloads import imports, left_files
 from nodes.downloads.downloader import FileConflict
 from nodes.downloads.imports import ImportModel, request_import
-from nodes.loading import load, source_downloads, transfer
+from nodes.loading import files_in_use, load, source_downloads, staging, transfer
 from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import estimate_need
@@ -72,11 +74,22 @@ async def claimed() -> Work:
     return Work(operation, Recorder(write_batch))
 
 
-async def run_import() -> Any:
+class SilentOpener(WebOpener):
+    """Reads from a source that says neither how long a file is nor that it knows ranges."""
+
+    @asynccontextmanager
+    async def open(
+        self, file: SourceFile, offset: int = 0, length: int | None = None
+    ) -> AsyncIterator[SourceBody]:
+        async with super().open(file) as body:
+            yield replace(body, offset=0, total=0, has_ranges=False)
+
+
+async def run_import(opener: WebOpener | None = None) -> Any:
     """Run the import that is due to its end, as a controller does."""
     work = await claimed()
     assert work.operation.kind == imports.KIND
-    result = await ImportModel(WebOpener())(work)
+    result = await ImportModel(opener or WebOpener())(work)
     await finish(work, Event.COMPLETE, result=result)
     return result
 
@@ -85,9 +98,9 @@ async def finish(work: Work, event: Event, **outcome: Any) -> None:
     await in_thread(lambda: attempts.finish(*work.attempt, event, now=clock.now(), **outcome))
 
 
-async def imported(plan: ImportPlan) -> Any:
+async def imported(plan: ImportPlan, opener: WebOpener | None = None) -> Any:
     await in_thread(lambda: request_import(plan, by=Requester("ann"), now=clock.now()))
-    return await run_import()
+    return await run_import(opener)
 
 
 def definition_of(name: str = "echo") -> Definition:
@@ -131,6 +144,24 @@ async def test_a_file_that_is_here_already_is_used(plan: ImportPlan, source: Sou
     result = await imported(plan)
     assert result["bytes"] == len(DATA) + 2
     assert not [request for request in source.requests if request.path == "/m.gguf"]
+
+
+async def test_a_file_whose_size_its_source_does_not_say_is_fetched(
+    plan: ImportPlan, source: Source, models: Path
+) -> None:
+    """Nothing else tells its size to placement."""
+    source.ranges = False
+    result = await imported(plan, SilentOpener())
+    assert result["bytes"] == len(DATA) + 2
+    assert (models / PATH).read_bytes() == DATA
+
+
+async def test_a_header_that_a_row_cannot_have_is_left_out(plan: ImportPlan, source: Source) -> None:
+    """PostgreSQL stores no NUL, and the source chooses the keys of a header."""
+    data = DATA.replace(b"context_length", b"context_lengt\0", 1)
+    source.files["/m.gguf"] = data
+    await imported(replace(plan, files=(replace(plan.files[0], sha256=sha256_of(data)), plan.files[1])))
+    assert (await in_thread(definition_of)).files[PATH].size == len(data)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +220,18 @@ async def test_what_the_source_does_not_have_is_refused_at_the_import(
     assert not await in_thread(ModelDefinition.objects.exists)
 
 
-@pytest.mark.parametrize("saved_meanwhile", [False, True])
+@pytest.mark.parametrize(
+    ("saved_meanwhile", "settings_of_plan"), [(False, ""), (True, ""), (True, "download_on: control-plane\n")]
+)
 async def test_one_path_never_has_two_files(
-    plan: ImportPlan, source: Source, saved_meanwhile: bool, monkeypatch: pytest.MonkeyPatch
+    plan: ImportPlan,
+    source: Source,
+    saved_meanwhile: bool,
+    settings_of_plan: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the control plane would send one model's file as the other's, once it has downloaded it."""
+    plan = replace(plan, text=TEXT + settings_of_plan)
     source.files["/other.gguf"] = DATA + b"other"
     entry = SourceFile(PATH, source.url("/other.gguf"), len(DATA) + 5, sha256_of(DATA + b"other"))
     other = replace(plan, name="other", text=TEXT.replace("echo", "other", 1), files=(entry,))
@@ -244,6 +282,20 @@ async def test_pages_say_where_the_file_lies(plan: ImportPlan, source: Source, m
     (models / PATH).write_bytes(DATA)
     detail = await in_thread(definition_entries.detail_of, "echo")
     assert detail["files"] == [{**file, "present": True, "source": ""}]
+
+
+async def test_a_page_does_not_wait_for_a_folder_that_hangs(
+    plan: ImportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await imported(plan)
+    hangs = threading.Event()
+    monkeypatch.setattr(definition_entries, "files_at_source", lambda *_: hangs.wait(60))
+    monkeypatch.setattr(files_in_use, "ANSWER_WITHIN", 0.01)
+    try:
+        detail = await in_thread(definition_entries.detail_of, "echo")
+    finally:
+        hangs.set()
+    assert detail["size"] == len(DATA)
 
 
 @pytest.fixture
@@ -332,6 +384,7 @@ async def test_a_worker_that_has_the_file_needs_neither_source_nor_copy(
         ("failed", Postpone, "it failed: no such file; trying another node"),
         ("cancelled", LoadFailed, "the download of hf/o/r/m.gguf to the control plane was cancelled"),
         ("waits", Postpone, "the source is busy"),
+        ("queues", Postpone, "waits for one of 4 other imports"),
     ],
 )
 async def test_the_end_of_the_download_is_told_by_the_load(
@@ -342,10 +395,16 @@ async def test_the_end_of_the_download_is_told_by_the_load(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """One that waits does not keep the load's place on its node."""
+    running: list[asyncio.Task[Any]] = []
 
     async def end() -> None:
         work = await claimed()
-        if outcome == "waits":
+        if outcome == "queues":
+            handler = ImportModel(WebOpener())
+            for _ in range(imports.AT_ONCE):
+                await handler._turns.acquire()
+            running.append(asyncio.create_task(handler(work)))
+        elif outcome == "waits":
             await in_thread(
                 lambda: attempts.put_back(
                     *work.attempt,
@@ -364,6 +423,36 @@ async def test_the_end_of_the_download_is_told_by_the_load(
             await loaded_while(loading, end)
     assert says in str(ended.value)
     assert await in_thread(NodeModel.engines.count) == 0
+    await cancellation.end(*running)
+
+
+@pytest.mark.rule("R2.56")
+async def test_what_the_worker_loses_during_the_download_is_downloaded_too(
+    loading: Stage,
+    told: list[Any],
+    plan: ImportPlan,
+    source: Source,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Its disk was cleared, say."""
+    other, data = "hf/o/r/p.gguf", DATA + b"projector"
+    source.files["/p.gguf"] = data
+    extra = SourceFile(other, source.url("/p.gguf"), 0, sha256_of(data))
+    await imported(replace(plan, text=f"{TEXT}mmproj: {other}\n", files=(*plan.files, extra)))
+    async with worker(tmp_path_factory.mktemp("w"), loading.one) as server:
+        file = server.file(f"models/echo/{PATH}")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(DATA)
+
+        async def download() -> None:
+            file.unlink()
+            assert (await run_import())["bytes"] == len(data)
+            await until_downloading()
+            assert (await run_import())["bytes"] == len(DATA)
+
+        result = await loaded_while(loading, download)
+        assert file.read_bytes() == DATA
+    assert (result["node"], result["warnings"]) == ("one", [])
 
 
 async def test_a_load_waits_for_another_import_of_its_model(
@@ -374,6 +463,23 @@ async def test_a_load_waits_for_another_import_of_its_model(
     async with worker(tmp_path_factory.mktemp("w"), loading.one):
         with pytest.raises(Postpone, match="model_import of echo is in progress"):
             await loading.handler(loading.work)
+
+
+async def test_a_load_does_not_join_an_import_that_leaves_its_file(loading: Stage, plan: ImportPlan) -> None:
+    """It would wait for the end of an import that does not download the file."""
+    await in_thread(
+        lambda: request_import(
+            replace(plan, text=f"{TEXT}threads: 3\n"), by=Requester("ann"), now=clock.now()
+        )
+    )
+    definition = await in_thread(definition_of)
+    stated = replace(definition.files[PATH], size=0)
+    definition = replace(definition, files={PATH: stated})
+    operation, now = loading.work.operation, clock.now()
+    with pytest.raises(Conflict):
+        await in_thread(
+            lambda: source_downloads.request_download(definition, [PATH], parent=operation, now=now)
+        )
 
 
 async def test_an_import_while_a_load_downloads_is_a_conflict(loading: Stage, plan: ImportPlan) -> None:
@@ -396,3 +502,18 @@ async def test_on_a_shared_folder_the_control_plane_downloads(
     await loaded_while(loading, run_import)
     assert (models / PATH).read_bytes() == DATA
     assert told[0].ModelFile == str(models / PATH)
+
+
+async def test_a_load_on_a_shared_folder_that_hangs_is_tried_again(
+    loading: Stage, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C37: it costs a load ten seconds."""
+    settings.CLUSTER = replace(settings.CLUSTER, shared_models=True)
+    hangs = threading.Event()
+    monkeypatch.setattr(staging, "files_at_source", lambda *_: hangs.wait(60))
+    monkeypatch.setattr(staging, "_PLAN_LIMIT", 0.01)
+    try:
+        with pytest.raises(Postpone, match="does not answer"):
+            await asyncio.wait_for(loading.handler(loading.work), 30)
+    finally:
+        hangs.set()

@@ -10,7 +10,12 @@ import pytest
 
 from nodes.definitions.files import Definition, parse_file
 from nodes.definitions.headers import Header, parse_figures
-from nodes.definitions.recorded_files import MOST_HEADER_BYTES, RecordedFile, parse_entries
+from nodes.definitions.recorded_files import (
+    MOST_HEADER_BYTES,
+    RecordedFile,
+    files_at_source,
+    parse_entries,
+)
 from nodes.definitions.sizes import measure
 from nodes.loading.source_files import Unsendable, plan_files
 from tests.support import hub
@@ -40,6 +45,18 @@ def test_a_header_that_is_too_large_for_a_row_is_left_out() -> None:
     """The size alone counts then; a hostile file decides how many figures it has."""
     header = Header("x", {f"key{number}": 1 for number in range(MOST_HEADER_BYTES // 8)})
     assert "header" not in recorded("m.gguf", header=header).as_entry()
+
+
+def test_a_header_that_postgresql_cannot_store_is_left_out() -> None:
+    """A key with NUL."""
+    assert "header" not in recorded("m.gguf", header=Header("x", {"key\0": 1})).as_entry()
+
+
+def test_a_file_that_cannot_be_seen_is_not_at_its_source(tmp_path: Path) -> None:
+    """Else a folder whose server is down would be downloaded again. A link to itself cannot be followed."""
+    (tmp_path / "a").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        files_at_source(tmp_path, {"a/m.gguf": recorded("a/m.gguf")})
 
 
 @pytest.mark.parametrize(
