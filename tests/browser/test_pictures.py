@@ -8,6 +8,7 @@ import io
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,7 @@ from playwright.sync_api import Browser, Page, expect
 from localai_cluster.kit import clock
 from tests.browser.conftest import PICTURES, Opener
 from tests.browser.fleet import Cookies, Fleet, running_fleet, seeded, sign_in
+from tests.conftest import eventually
 from tests.support.cluster import ROOT
 
 EXPECTED = ROOT / "tests" / "data" / "pictures"
@@ -31,8 +33,10 @@ PAGES = {
     "chat": "/app/chat",
     "health": "/app/health",
 }
-COVERED = "time, .uplot, .chart-values"
+COVERED = "time, [role=gridcell]:has(time), .uplot, .chart-values"
 SCALE = 4
+SETTLES = 5.0
+"""Seconds in which a page shows what it reads after it has opened."""
 CONTRAST = 48
 """Of 255: how far a colour has to be off to count."""
 SHARE = 0.001
@@ -73,12 +77,24 @@ def test_the_main_pages_look_as_they_did(
 ) -> None:
     """Issue 24, robustness. Wide pages are light, narrow ones dark."""
     url, how = still.webs[0].url, {"narrow": narrow, "dark": narrow, "still": True}
-    screen = window(url, cookies, **how)
-    pictures = {name: taken(screen.go(path)) for name, path in PAGES.items()}
-    pictures["sign-in"] = taken(window(url, **how).go("/login"))
     size = "narrow" if narrow else "wide"
-    changed = [difference(f"{name}-{size}.png", picture) for name, picture in pictures.items()]
+    screen = window(url, cookies, **how)
+    changed = [problem_of(screen.go(path), f"{name}-{size}.png") for name, path in PAGES.items()]
+    changed.append(problem_of(window(url, **how).go("/login"), f"sign-in-{size}.png"))
     assert not any(changed), "\n".join(filter(None, changed))
+
+
+def problem_of(page: Page, name: str) -> str:
+    """What to do about a page that does not come to look as expected; "" if it does."""
+    problems = [f"{name}: the page has not loaded"]
+
+    def is_expected() -> bool:
+        problems.append(difference(name, taken(page)))
+        return not problems[-1]
+
+    with suppress(AssertionError):
+        eventually(is_expected, seconds=SETTLES)
+    return problems[-1]
 
 
 def taken(page: Page) -> Image.Image:

@@ -558,7 +558,7 @@ class TestCommandLine:
         """A GGUF file, the config of a folder with weights, or a size."""
         hot.node("gpu-1", available_vram=20 * GIB, total_vram=24 * GIB)
         text = run("plan", "--file", str(gguf), "--context", "4096")
-        assert "memory (0.8 GiB: weights 0.1, context 0.1, " in text
+        assert "memory (0.7 GiB: weights 0.1, context 0.1, " in text
         (gguf.parent / "a.safetensors").write_bytes(bytes(1000))
         (gguf.parent / "config.json").write_text('{"num_hidden_layers": 1, "hidden_size": 8}')
         config = json.loads(run("plan", "--file", str(gguf.parent / "config.json"), "--json"))
