@@ -174,14 +174,12 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 
     `seconds` is what a machine with nothing else to do needs at most. A test that passes waits no longer.
     """
-    begin, pause = clock.monotonic(), 0.01
+    deadline, pause = clock.monotonic() + BUSY * seconds, 0.01
     while not (found := condition()):
-        waited = clock.monotonic() - begin
-        if waited > BUSY * seconds:
+        if clock.monotonic() > deadline:
             raise AssertionError(f"not within {BUSY * seconds} s: {what}")
-        # Ever longer, for what is looked at needs the processor as well: one look at a page of the API costs
-        # ten milliseconds of it.
-        pause = min(1.3 * pause, max(0.1, 0.05 * waited), 0.3)
+        # Not longer than what is waited for may last, such as a copy under way.
+        pause = min(1.3 * pause, 0.1)
         time.sleep(pause)
     return found
 

@@ -318,8 +318,8 @@ async def test_a_worker_refreshes_at_three_quarters_and_keeps_a_running_command(
     alone: Worker, approval: Approval, controller: NatsBus
 ) -> None:
     """An install that takes longer than the credentials live is answered by a later connection."""
-    approval.lifetime = 4
-    source = alone.source("slow", size=500_000)
+    approval.lifetime = 8  # on a busy machine the worker refreshes late, and then its requests are lost
+    source = alone.source("slow", size=800_000)
     alone.launch(LOCALAI_WORKER_DOWNLOAD_RATE="50000")
     await eventually(lambda: answers(controller), 30, "it is on the bus")
     request = m.InstallRequest(backend="slow", uri=str(source), name="slow", model_id="m")

@@ -340,7 +340,7 @@ def listening() -> Iterator[None]:
 
 
 def test_another_process_reads_a_change_at_its_notify(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listening: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Its clock stands still, so that nothing but the NOTIFY can make it read."""
     other = Folder(tmp_path, lambda: 0.0, read_rows=rows.read_rows)
@@ -348,6 +348,8 @@ def test_another_process_reads_a_change_at_its_notify(
     monkeypatch.setattr(store, "folder", lambda: Folder(tmp_path))  # the writer is somebody else
     assert found(where=other) is None
     other._row_polls._read_at = 0.0
+    request.getfixturevalue("listening")
+    eventually(lambda: other._row_polls._changes, what="it listens")
     save()
     assert eventually(lambda: other._row_polls._changes > 1, what="the NOTIFY has come")
     assert found(where=other) == 0

@@ -234,7 +234,7 @@ def test_a_part_ends_under_the_fence_and_only_where_there_is_one() -> None:
         attempts.target_done(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(errors.NotFound):
         attempts.target_done(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
-    with pytest.raises(ValueError, match="no end"):
+    with pytest.raises(ValueError, match="is not a final status"):
         attempts.target_done(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
     assert OperationTarget.objects.get().status == "queued"
 

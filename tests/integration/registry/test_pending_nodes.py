@@ -101,7 +101,9 @@ def test_the_labels_of_a_pending_node_are_bounded() -> None:
     """As a whole, also over several registrations; an approved node may have all of 64."""
     large = {f"k{number}": "é" * 120 for number in range(8)}
     join(0, labels=large)
-    with pytest.raises(InvalidInput, match="awaits approval has at most 2048 bytes") as refused:
+    with pytest.raises(
+        InvalidInput, match="a node that awaits approval can have at most 2048 bytes"
+    ) as refused:
         join(0, labels={"one-more": "x" * 150}, instance="2" * 32)
     assert (refused.value.status, refused.value.field) == (400, "labels")
     full = {f"k{number}": "x" * 255 for number in range(64)}
