@@ -94,8 +94,9 @@ def save(
 def records_for(definition: Definition) -> dict[str, RecordedFile]:
     """Return what is recorded of the files that a definition without records names, by path; one query.
 
-    The records are those of all stored definitions, its own first. So a copy of a definition, or another one
-    with the same file, can be loaded while that is at its source.
+    The records are those of all stored definitions, its own first and those of deleted ones last. So a copy
+    of a definition, another one with the same file, or one that was deleted and is saved again can be loaded
+    while that is at its source.
     """
     models = folder().path
     paths = {path.relative_to(models) for path in named_paths(models, definition)}
@@ -111,11 +112,13 @@ def records_for(definition: Definition) -> dict[str, RecordedFile]:
     ]
     if not names_file:
         return {}
-    rows = ModelDefinition.objects.filter(reduce(or_, map(Q, names_file)), deleted_at__isnull=True)
+    rows = ModelDefinition.objects.filter(reduce(or_, map(Q, names_file)))
+    deleted_last = rows.order_by(F("deleted_at").desc(nulls_first=True), "created_at")
     found: dict[str, RecordedFile] = {}
-    for name, entries in rows.order_by("created_at").values_list("name", "files"):
+    for name, deleted_at, entries in deleted_last.values_list("name", "deleted_at", "files"):
         records = named_records(models, definition, parse_entries(entries))
-        found = {**found, **records} if name == definition.name else {**records, **found}
+        is_own = name == definition.name and deleted_at is None
+        found = {**found, **records} if is_own else {**records, **found}
     return found
 
 

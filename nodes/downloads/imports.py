@@ -23,7 +23,7 @@ from django.db import transaction
 from localai_cluster.kit import backoff, clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
-from localai_cluster.kit.quantities import human_bytes
+from localai_cluster.kit.quantities import counted, human_bytes
 from nodes.commands.commands import first
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
@@ -182,15 +182,15 @@ class ImportModel:
         size, name = sum(file.size for file in fetched), attempt.plan.name
         result = {"model": name, "files": len(fetched), "bytes": size}
         if attempt.is_files_only:
-            message = f"{len(fetched)} files of {name} are here to be sent, {human_bytes(size)}"
+            message = f"files of {name} are here to be sent: {len(fetched)}, {human_bytes(size)}"
             return {"message": message, **result}
         await work.report(Tick("saving", f"saving {name}", percentage=_SAVING_PERCENT))
         is_to_load = await in_thread(_save, work, attempt.plan, fetched, left)
         note = await _load(work, is_to_load=is_to_load)
-        message = f"model {name} is here, {human_bytes(size)} in {len(fetched)} files{note}"
+        message = f"model {name} is here, {human_bytes(size)} in {counted(len(fetched), 'file')}{note}"
         if left:
-            of_left = human_bytes(sum(file.size for file in left))
-            message = f"model {name} is defined; workers download {of_left} in {len(left)} files{note}"
+            of_left = f"{human_bytes(sum(file.size for file in left))} in {counted(len(left), 'file')}"
+            message = f"model {name} is defined; workers download {of_left}{note}"
         return {"message": message, **result}
 
     async def _fetch_all(self, attempt: _Import) -> tuple[list[Fetched], list[RecordedFile]]:

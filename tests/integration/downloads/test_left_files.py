@@ -120,7 +120,7 @@ async def test_the_weights_stay_and_are_measured_by_their_record(
 ) -> None:
     """R2.40: placement has the size and the figures of the header, as with the file itself."""
     result = await imported(plan)
-    assert result["message"] == "model echo is defined; workers download 195.3 KiB in 1 files"
+    assert result["message"] == "model echo is defined; workers download 195.3 KiB in 1 file"
     assert (result["files"], result["bytes"]) == (1, 2)
     assert files_below(models) == ["hf/o/r/config.json"]
     ranges = [request.range for request in source.seen("storage") if request.path == "/m.gguf"]
@@ -272,6 +272,19 @@ async def test_a_copy_takes_the_records_over(plan: ImportPlan, models: Path) -> 
     assert (planned.at_source, planned.files[PATH].size) == ([PATH], len(DATA))
 
 
+async def test_a_model_that_was_deleted_and_is_saved_again_has_its_source(plan: ImportPlan) -> None:
+    await imported(plan)
+
+    def again() -> Definition:
+        row = store.find("echo")
+        assert row is not None
+        store.remove("echo", id=row.id, now=clock.now())
+        store.save(None, TEXT, origin="api", actor="ann", now=clock.now())
+        return definition_of("echo")
+
+    assert (await in_thread(again)).files.keys() == {PATH}
+
+
 async def test_pages_say_where_the_file_lies(plan: ImportPlan, source: Source, models: Path) -> None:
     """Without what follows the path of an address, which may be a key."""
     url = source.url("/m.gguf?key=s3cret")
@@ -350,7 +363,7 @@ async def test_for_a_stock_worker_the_control_plane_downloads_and_sends(
         (child,) = await in_thread(lambda: list(Operation.objects.active().filter(kind=imports.KIND)))
         assert child.parent_id == loading.work.id
         result = await run_import()
-        assert result["message"] == "1 files of echo are here to be sent, 195.3 KiB"
+        assert result["message"] == "files of echo are here to be sent: 1, 195.3 KiB"
 
     async with worker(tmp_path_factory.mktemp("w"), loading.one) as server:
         result = await loaded_while(loading, download)
