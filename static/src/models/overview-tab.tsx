@@ -1,6 +1,7 @@
 // Where a model runs, what is under way, why it is there, where one more replica fits, and its requests over time.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
+import { useRefreshed } from "../live/refreshed";
 import { ACTION, IN_FLIGHT, LOGS, placeId, STATE } from "../nodes/detail/unload";
 import { Panel } from "../nodes/detail/panel";
 import { Charts } from "../overview/charts";
@@ -52,18 +53,24 @@ export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
   );
 }
 
+const FIT_EVERY_MS = 30_000;
+
 function NotRunning({ row }: { row: ModelRow }): ReactNode {
-  const isUsable = row.definition !== undefined && row.definition.state !== "unusable";
-  const { data } = useFit(row.name, { enabled: isUsable, staleTime: 0 });
   return (
     <>
       <p className="muted">Not running. The first request loads it.</p>
-      {data !== undefined && data.says !== "" && (
-        <p className="muted anywhere">
-          Memory now: <bdi>{data.says}</bdi>.
-        </p>
-      )}
+      {row.definition !== undefined && row.definition.state !== "unusable" && <MemoryNow model={row.name} />}
     </>
+  );
+}
+
+function MemoryNow({ model }: { model: string }): ReactNode {
+  const { data } = useRefreshed(useFit(model, { enabled: true, staleTime: 0 }), FIT_EVERY_MS);
+  if (data === undefined || data.says === "") return null;
+  return (
+    <p className="muted anywhere">
+      Memory now: <bdi>{data.says}</bdi>.
+    </p>
   );
 }
 
