@@ -21,7 +21,6 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from localai_cluster.kit import clock
-from operations.ledger.admission import Requester
 from tests.benchmarks.raw import percentile
 from tests.support.cluster import ADMIN, Process, running_cluster
 
@@ -39,7 +38,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
 
     from operations.changes.events import emit
     from operations.ledger import admission, attempts
-    from operations.ledger.admission import OperationRequest
+    from operations.ledger.admission import OperationRequest, Requester
     from operations.models import Operation
 
     for number in range(OPERATIONS):

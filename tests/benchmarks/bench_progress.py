@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localai_cluster.kit import clock
-from operations.ledger.admission import Requester
 from tests.benchmarks.raw import percentile
 from tests.support.cluster import running_cluster
 
@@ -69,7 +68,8 @@ def probe(environment: dict[str, str], stop: Any, took: Any) -> None:
     from operations.ledger.progress import record
 
     admission.admit(
-        admission.OperationRequest("probe", key="probe", element="p", by=Requester("b")), now=clock.now()
+        admission.OperationRequest("probe", key="probe", element="p", by=admission.Requester("b")),
+        now=clock.now(),
     )
     (mine,) = attempts.claim("probe", now=clock.now(), lease=3600, limit=1)
     while not stop.wait(PROBE_EVERY):
@@ -94,7 +94,11 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
     nodes = [(uuid4(), f"node-{number}") for number in range(parts)]
     for number, targets in enumerate([nodes] if together else [[node] for node in nodes]):
         asked = admission.OperationRequest(
-            "backend_install", key=f"{uuid4()}{number}", element="x", by=Requester("bench"), targets=targets
+            "backend_install",
+            key=f"{uuid4()}{number}",
+            element="x",
+            by=admission.Requester("bench"),
+            targets=targets,
         )
         admission.admit(asked, now=clock.now())
     mine = attempts.claim("bench", now=clock.now(), lease=3600, limit=parts)

@@ -15,7 +15,6 @@ from typing import Any
 from uuid import uuid4
 
 from localai_cluster.kit import clock
-from operations.ledger.admission import Requester
 from tests.benchmarks import planted
 from tests.benchmarks.processor import spent
 from tests.support.cluster import running_cluster
@@ -151,6 +150,7 @@ class Works:
         from nodes.backends import admission
         from nodes.backends.backend_requests import INSTALL, BackendRequest, RequestScope
         from nodes.models import BackendNode
+        from operations.ledger.admission import Requester
 
         scope = RequestScope(list(BackendNode.objects.all()), by=Requester("growth"))
         admission.admit(BackendRequest(INSTALL, f"b{self.turn}"), scope, now=clock.now())
