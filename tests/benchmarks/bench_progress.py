@@ -92,6 +92,7 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
     from operations.ledger import admission, attempts
 
     nodes = [(uuid4(), f"node-{number}") for number in range(parts)]
+    by = admission.Requester("bench")
     for number, targets in enumerate([nodes] if together else [[node] for node in nodes]):
         asked = admission.OperationRequest(
             "backend_install",
