@@ -95,11 +95,7 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
     by = admission.Requester("bench")
     for number, targets in enumerate([nodes] if together else [[node] for node in nodes]):
         asked = admission.OperationRequest(
-            "backend_install",
-            key=f"{uuid4()}{number}",
-            element="x",
-            by=admission.Requester("bench"),
-            targets=targets,
+            "backend_install", key=f"{uuid4()}{number}", element="x", by=by, targets=targets
         )
         admission.admit(asked, now=clock.now())
     mine = attempts.claim("bench", now=clock.now(), lease=3600, limit=parts)
