@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from nodes.sources.plans import ImportPlan, SourceFile
-from tests.acceptance.test_imports import until_ended
+from tests.acceptance.test_imports import request_import, until_ended
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, running_cluster
 from tests.support.hub import COMMIT, HUB, add_repository, gguf
@@ -59,17 +59,7 @@ def import_model(cluster: Cluster, data: bytes) -> None:
         SourceFile(f"hf/o/tiny@{COMMIT}/config.json", f"hf://o/tiny@{COMMIT}/config.json", len(CONFIG)),
     )
     text = f"name: tiny\nbackend: echo\nembeddings: true\nparameters:\n  model: {PATH}\n"
-    plan = ImportPlan("tiny", text, files, "import", "the hub").as_payload()
-    cluster.manage(
-        "shell",
-        "--no-imports",
-        "-c",
-        "from localai_cluster.kit import clock\n"
-        "from nodes.downloads.imports import request_import\n"
-        "from nodes.sources.plans import from_payload\n"
-        "from operations.ledger.admission import Requester\n"
-        f"request_import(from_payload({plan!r}), by=Requester('test'), now=clock.now())",
-    )
+    request_import(cluster, ImportPlan("tiny", text, files, "import", "the hub"))
     until_ended(cluster, "tiny")
 
 

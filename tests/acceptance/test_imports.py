@@ -18,7 +18,11 @@ def request(cluster: Cluster, source: Source, name: str, data: bytes, path: str)
     """Ask for a model with this file."""
     file = SourceFile(path, source.url("/m.gguf"), len(data), sha256_of(data))
     text = f"name: {name}\nbackend: echo\nparameters:\n  model: {path}\n"
-    plan = ImportPlan(name, text, (file,), "import", "a source").as_payload()
+    request_import(cluster, ImportPlan(name, text, (file,), "import", "a source"))
+
+
+def request_import(cluster: Cluster, plan: ImportPlan) -> None:
+    """Ask a running cluster for the import that the plan describes."""
     cluster.manage(
         "shell",
         "--no-imports",
@@ -27,7 +31,7 @@ def request(cluster: Cluster, source: Source, name: str, data: bytes, path: str)
         "from nodes.downloads.imports import request_import\n"
         "from nodes.sources.plans import from_payload\n"
         "from operations.ledger.admission import Requester\n"
-        f"request_import(from_payload({plan!r}), by=Requester('test'), now=clock.now())",
+        f"request_import(from_payload({plan.as_payload()!r}), by=Requester('test'), now=clock.now())",
     )
 
 

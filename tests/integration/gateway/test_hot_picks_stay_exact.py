@@ -258,7 +258,6 @@ def test_removal_races_with_picks() -> None:
     assert sorted(NodeModel.objects.values_list("state", flat=True)) == ["loaded", "unloading"]
 
 
-@pytest.mark.flaky(reruns=3)  # beside other tests the count was late or wrong; not yet understood
 @pytest.mark.rule("C39")
 def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs enforces no limit of its own; the request goes on over another connection."""
