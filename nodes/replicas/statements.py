@@ -273,7 +273,8 @@ null without a ratio) and one for each valid key (null, null, hash, user's name,
 and nulls).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
-after that pass the insert fails on the missing process.
+after that pass the insert fails on the missing process. A statement that was given up may still run beside a
+settlement and write what it had read before; the sum is then wrong until the state pass recounts it.
 
 Its cost does not grow with the tables: it is planned once, without knowing what it will be asked for, so
 `OFFSET 0` and `= ANY(ARRAY(...))` leave only one way to find a row, its key. A replica of rank k has k - 1
