@@ -10,7 +10,7 @@ own.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,11 @@ class InstalledOn:
     @property
     def build(self) -> Build:
         return Build(self.node.get("version", ""), self.node.get("digest", ""))
+
+    @property
+    def is_upgradable(self) -> bool:
+        """True unless its node refuses every upgrade of it."""
+        return not self.is_system and not self.node.get("from_address", False)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -105,7 +110,15 @@ def merge(rows: Iterable[tuple[str, InstalledOn]]) -> list[InstalledBackend]:
 
 def _place(values: tuple[Any, ...]) -> InstalledOn:
     _, is_system, is_meta, gallery_url = values[len(WHERE.columns) :]
-    return InstalledOn(WHERE.row(values), is_system, is_meta, gallery_url)
+    node = WHERE.row(values)
+    if is_from_address(node.get("uri", ""), gallery_url, node.get("version", "")):
+        node["from_address"] = True
+    return InstalledOn(node, is_system, is_meta, gallery_url)
+
+
+def is_from_address(uri: str, gallery_url: str, version: str) -> bool:
+    """Return True for an install by an address alone: no gallery has it, so it is not upgraded."""
+    return bool(uri) and not gallery_url and not version
 
 
 @dataclass(frozen=True)
@@ -133,20 +146,24 @@ def is_image(uri: str) -> bool:
 
 
 def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:
-    """Return the backends with an upgrade, in their order; `offered` is by folded name.
+    """Return the backends with an upgrade, in their order, without the places that refuse it.
 
-    System backends are left out, backends without metadata, a stable build whose development twin is
-    installed, and names that no gallery offers.
+    `offered` is by folded name. System backends are left out, backends without metadata, a stable build whose
+    development twin is installed, and names that no gallery offers.
     """
-    backends_by_name = [(folded(backend.name), backend) for backend in installed]
+    backends_by_name = [(folded(backend.name), _upgradable_part(backend)) for backend in installed]
     names = {name for name, _ in backends_by_name}
     candidates = (
         (backend, offered[name])
         for name, backend in backends_by_name
-        if name in offered and not backend.is_system and backend.metadata and name + DEVELOPMENT not in names
+        if name in offered and backend.metadata and name + DEVELOPMENT not in names
     )
     verdicts = (_verdict(backend, offer) for backend, offer in candidates)
     return [verdict for verdict in verdicts if verdict is not None]
+
+
+def _upgradable_part(backend: InstalledBackend) -> InstalledBackend:
+    return replace(backend, places=tuple(place for place in backend.places if place.is_upgradable))
 
 
 def behind(build: Build, offer: Offered) -> bool:

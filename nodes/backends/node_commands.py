@@ -25,6 +25,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import decode_galleries, encode_galleries
 from nodes.backends import inventory
+from nodes.backends.installed import is_from_address
 from nodes.backends.intents import Ended, Intent, ListedBuild
 from nodes.commands.commands import DELETE_TIMEOUT, Worker
 from nodes.commands.outcomes import CommandFailed, Done, NotSent, Outcome, Refused, StillRunning
@@ -309,7 +310,7 @@ def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: st
         raise CommandFailed(f"{backend} is not installed on {node.name}")
     if entry.is_system:
         raise CommandFailed(f"{backend} came with the machine of {node.name} and is not upgraded")
-    if entry.uri and not entry.gallery_url and not entry.version:
+    if is_from_address(entry.uri, entry.gallery_url, entry.version):
         raise CommandFailed(
             f"{backend} was installed on {node.name} by its address; install it from there again"
         )

@@ -10,7 +10,7 @@ import { SilenceNotice } from "../operations/lines";
 import { progressTimes } from "../operations/silence";
 import { phrase, place, stateOf } from "../operations/words";
 import { Tip } from "../ui/tip";
-import { backendAddress, pendingOf, short, target, type Row } from "./installed-model";
+import { backendAddress, FROM_ADDRESS, pendingOf, short, target, type Row } from "./installed-model";
 
 export function BackendLink({ name }: { name: string }): ReactNode {
   return (
@@ -26,10 +26,22 @@ export function Marks({ row }: { row: Row }): ReactNode {
     <>
       {row.upgrade !== null && <span className="pill info">update{target(row.upgrade) === "" ? " available" : ` to ${target(row.upgrade)}`}</span>}
       {row.drifted > 0 && <span className="pill warn">{count(row.drifted, "node differs", "nodes differ")}</span>}
+      {row.byAddress && <FromAddress />}
       {row.isSystem && <span className="tag">system</span>}
       {row.isVariant && <span className="tag">build</span>}
       {row.isDevelopment && <span className="tag">pre-release</span>}
     </>
+  );
+}
+
+/** Why there is no update. */
+export function FromAddress(): ReactNode {
+  return (
+    <Tip text={FROM_ADDRESS}>
+      <span className="tag" tabIndex={0}>
+        from an address
+      </span>
+    </Tip>
   );
 }
 

@@ -19,7 +19,7 @@ import { PageHead } from "../ui/title";
 import "../nodes/detail/detail.css";
 import "./backends.css";
 import { runsOn, summary, useCatalogue, type Catalogue, type Entry, type Runs } from "./catalogue";
-import { BackendLink, Failure, Marks, Version, WorkPills, workOn } from "./cells";
+import { BackendLink, Failure, FromAddress, Marks, Version, WorkPills, workOn } from "./cells";
 import type { Verb } from "./installed-calls";
 import { useInstalled, type InstalledData } from "./installed-data";
 import { ChangeDialog, type Change } from "./installed-dialog";
@@ -243,7 +243,7 @@ export function sizes(places: readonly Pick<Place, "size">[]): string {
 function samePlace(before: Place, after: Place): boolean {
   return (
     before.node.id === after.node.id && before.node.status === after.node.status && before.version === after.version && before.digest === after.digest &&
-    before.differs === after.differs && before.size === after.size && before.installedAt === after.installedAt
+    before.differs === after.differs && before.fromAddress === after.fromAddress && before.size === after.size && before.installedAt === after.installedAt
   );
 }
 
@@ -263,9 +263,9 @@ const PLACES: readonly Column<Place>[] = [
     key: "version",
     title: "Version",
     value: ({ version }) => version || null,
-    cell: ({ version, digest, differs }) => (
+    cell: ({ version, digest, differs, fromAddress }) => (
       <>
-        <Version version={version} digest={digest} /> {differs && <span className="pill warn">differs</span>}
+        <Version version={version} digest={digest} /> {differs && <span className="pill warn">differs</span>} {fromAddress && <FromAddress />}
       </>
     ),
   },

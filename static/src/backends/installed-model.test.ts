@@ -6,7 +6,7 @@ import { filterAddress, outdated, pendingOf, rowsOf, short, shownRows, tallies, 
 const NODES = new Map(["a", "b", "c"].map((name) => [name, node(name, name === "c" ? { status: "offline" } : {})]));
 const NO_FILTER: InstalledFilter = { term: "", state: "all", variants: false, development: false };
 
-function installed(Name: string, on: Record<string, { version?: string; digest?: string }>, overrides: Partial<Installed> = {}): Installed {
+function installed(Name: string, on: Record<string, { version?: string; digest?: string; from_address?: boolean }>, overrides: Partial<Installed> = {}): Installed {
   const nodes = Object.entries(on).map(([id, version]) => ({ node_id: id, node_name: id, node_status: "healthy" as const, ...version }));
   return { Name, RunFile: "", IsMeta: false, IsSystem: false, Metadata: { name: Name }, nodes, ...overrides };
 }
@@ -86,6 +86,12 @@ describe("an upgrade", () => {
 
   it("is for all of them if it cannot be told which", () => {
     expect(entries(upgrade("2"), { a: { version: "2" }, b: { version: "2" } })).toEqual(["a", "b"]);
+  });
+
+  it("is never for a node that refuses it, because it has the backend from an address", () => {
+    const mixed = { a: { from_address: true }, b: { version: "1" }, c: { version: "2" } };
+    expect(entries(upgrade("2"), mixed)).toEqual(["b"]);
+    expect(entries(upgrade("1"), { a: { from_address: true }, b: { version: "1" } })).toEqual(["b"]);
   });
 
   it("says what it brings (UI-0.19)", () => {

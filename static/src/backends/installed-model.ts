@@ -22,6 +22,8 @@ export interface Place {
   alias: string;
   /** Bytes of its files; 0 if the worker does not report it. */
   size: number;
+  /** Installed by an address: its node refuses upgrades. */
+  fromAddress: boolean;
   differs: boolean;
 }
 
@@ -43,8 +45,8 @@ export interface Row {
 }
 
 const DEVELOPMENT = "-development";
-/** Why it cannot be installed from a gallery again. */
-export const FROM_ADDRESS = "Installed from an address: install it from there again";
+/** Why it can neither be upgraded nor be installed from a gallery again. */
+export const FROM_ADDRESS = "Installed from an address: to update it, install it from there again";
 
 /** The address of the page of a backend. */
 export function backendAddress(name: string): string {
@@ -92,8 +94,8 @@ function same(left: Build, right: Build): boolean {
 function placesOf(backend: Installed, nodes: NodesById): Omit<Place, "differs">[] {
   return backend.nodes.flatMap((where: Where) => {
     const node = nodes.get(where.node_id);
-    const { version = "", digest = "", installed_at: installedAt = "", alias = "", size = 0 } = where;
-    return node === undefined ? [] : [{ node, version, digest, installedAt, alias, size }];
+    const { version = "", digest = "", installed_at: installedAt = "", alias = "", size = 0, from_address: fromAddress = false } = where;
+    return node === undefined ? [] : [{ node, version, digest, installedAt, alias, size, fromAddress }];
   });
 }
 
@@ -195,9 +197,10 @@ export function tallies(rows: readonly Row[]): Readonly<Record<State, number>> {
 /** The nodes that an upgrade changes: those without the offered version or digest; without either, those that differ. */
 export function outdated(row: Row): LiveNode[] {
   const { available_version: version = "", available_digest: digest = "" } = row.upgrade ?? {};
-  const old = row.places.filter((place) => (version !== "" ? place.version !== version : digest !== "" ? place.digest !== digest : place.differs));
+  const upgradable = row.places.filter((place) => !place.fromAddress);
+  const old = upgradable.filter((place) => (version !== "" ? place.version !== version : digest !== "" ? place.digest !== digest : place.differs));
   // A node of another platform has a digest of its own: then no node is left out.
-  return (old.length > 0 ? old : row.places).map(({ node }) => node);
+  return (old.length > 0 ? old : upgradable).map(({ node }) => node);
 }
 
 /** The result of an upgrade: `v1.2`, the beginning of a digest, or equal nodes. */

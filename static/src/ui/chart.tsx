@@ -74,7 +74,8 @@ function options(width: number, labels: readonly string[], { top, current, onHov
   return {
     width,
     height: HEIGHT,
-    padding: [8, 8, 0, 0],
+    // On the right: half of a time below the last mark.
+    padding: [8, 24, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: true, y: false, setScale: false } },
     scales: { x: { time: true }, y: { range: (_, __, max) => [0, top ?? (Math.max(max, 0) * 1.05 || 1)] } },

@@ -112,6 +112,18 @@ def test_a_node_with_another_build_is_named(gallery: Write) -> None:
     assert (found["installed_version"], found["available_version"]) == ("1.0.0", "1.0.0")
 
 
+@pytest.mark.rule("R6.34", "http-4.4")
+def test_an_install_by_an_address_has_no_upgrade_and_its_node_says_why(gallery: Write) -> None:
+    """Its worker would refuse it: `test_upgrading_deleting.py` has that."""
+    gallery(minilm="1.1.0")
+    keep(api.make_node("a"), m.InstalledBackend("minilm", uri="/srv/minilm"))
+    assert check()
+    assert upgrades() == {}
+    (backend,) = answer("/backends")
+    assert "upgrade_available" not in backend
+    assert [node["from_address"] for node in backend["nodes"]] == [True]
+
+
 @pytest.mark.rule("A87", "O101", "http-4.4")
 def test_a_new_version_is_visible_at_once(gallery: Write) -> None:
     """The check reads the gallery, and so does every process's catalogue after it; nothing is restarted."""

@@ -28,6 +28,11 @@ def on(node: str, **said: str) -> InstalledOn:
     return InstalledOn({"node_id": node, "node_name": node, "node_status": "healthy", **said})
 
 
+def by_address(node: str) -> InstalledOn:
+    place = on(node, uri="/srv/minilm")
+    return dataclasses.replace(place, node={**place.node, "from_address": True})
+
+
 def system(node: str, **said: str) -> InstalledOn:
     return dataclasses.replace(on(node, **said), is_system=True)
 
@@ -135,6 +140,17 @@ def test_a_system_backend_of_one_node_is_no_drift_of_the_others() -> None:
     installed = minilm(on("a", version="1"), on("b", version="1"), system("c"))
     assert told(installed, minilm=Offered("1")) == []
     assert not installed[0].is_system
+
+
+@pytest.mark.rule("R6.34")
+def test_a_place_that_refuses_upgrades_is_neither_offered_one_nor_counted() -> None:
+    """A node refuses to upgrade an install by an address; the others decide about theirs."""
+    assert told(minilm(by_address("a")), minilm=Offered("2")) == []
+    several = minilm(by_address("a"), by_address("b"), on("c", version="1"))
+    assert told(several, minilm=Offered("1")) == []
+    upgrade = only(several, Offered("2"))
+    assert [place.node["node_name"] for place in upgrade.backend.places] == ["c"]
+    assert upgrade.backend.majority.version == "1"
 
 
 def test_two_platforms_of_one_image_are_no_drift() -> None:
