@@ -18,14 +18,8 @@ export default tseslint.config(
     },
   },
   {
-    files: ["src/**/*.ts"],
-    ignores: ["src/**/*.test.ts"],
+    files: ["src/**/*.ts", "src/**/*.tsx"],
+    ignores: ["src/**/*.test.ts", "src/**/*.test.tsx"],
     rules: { "max-lines-per-function": ["error", { max: 50, skipBlankLines: true, skipComments: true }] },
-  },
-  // Components.
-  {
-    files: ["src/**/*.tsx"],
-    ignores: ["src/**/*.test.tsx"],
-    rules: { "max-lines-per-function": ["error", { max: 60, skipBlankLines: true, skipComments: true }] },
   },
 );

@@ -1,7 +1,7 @@
 // Asks before backends are upgraded, installed again or deleted: names the nodes and, on each, the replicas that stop.
 // An upgrade of several nodes goes in waves unless said otherwise; nodes that the server refuses are named, and the others can go on; a model's last replica is confirmed by name.
 import { useRef, useState, type ReactNode, type SubmitEvent } from "react";
-import { useAction } from "../api/action";
+import { useAction, type Action } from "../api/action";
 import { compareNames, count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
 import { usersOf } from "../nodes/detail/words";
@@ -15,7 +15,7 @@ import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { pendingOf } from "./installed-model";
 import { changeAll, type BackendRequest, type Outcome, type Verb } from "./installed-calls";
-import { ONE_BY_ONE, WaveFields, waveProblem, wavesOf } from "./wave-fields";
+import { ONE_BY_ONE, WaveFields, waveProblem, wavesOf, type WaveChoice } from "./wave-fields";
 import "../nodes/shared/shared.css";
 
 /** The change: backends, and the nodes of each. */
@@ -35,12 +35,29 @@ const KIND = { upgrade: "primary", reinstall: "primary", delete: "danger" } as c
 
 const NOTHING: Outcome = { started: [], lastReplicas: new Map(), refused: new Map(), failed: new Map() };
 
-export function ChangeDialog({ change: { verb, backends: requested }, onClose }: { change: Change; onClose: () => void }): ReactNode {
-  const cancel = useRef<HTMLButtonElement>(null);
-  const [waveChoice, setWaveChoice] = useState(ONE_BY_ONE);
+interface DialogProps {
+  change: Change;
+  onClose: () => void;
+}
+
+interface Submission {
+  /** Without the nodes that the server has refused. */
+  backends: Change["backends"];
+  /** The nodes that can take it, and those that cannot, with the names of their backends. */
+  fit: ReturnType<typeof byNode>;
+  skipped: ReturnType<typeof byNode>;
+  /** Models whose last replica would stop. */
+  toConfirm: readonly string[];
+  /** Why it cannot be sent yet; "" if it can. */
+  why: string;
+  outcome: Outcome;
+  request: Action;
+}
+
+/** What is sent next, and what has become of what was sent. */
+function useSubmission({ change: { verb, backends: requested }, onClose }: DialogProps, waveChoice: WaveChoice, confirmed: ReadonlySet<string>): Submission {
   const [outcome, setOutcome] = useState(NOTHING);
   const backends = withoutRefused(requested, outcome.refused);
-  const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
   const namesByNode = byNode(backends);
   const fit = namesByNode.filter(([node]) => refusal("install", node) === "");
   const skipped = namesByNode.filter(([node]) => refusal("install", node) !== "");
@@ -49,7 +66,7 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
   const requests = nextRequests(backendRequests(backends, (backend) => (outcome.lastReplicas.get(backend) ?? []).filter((model) => confirmed.has(model))), outcome);
   const toConfirm = waves !== null ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
   const why = problemOf(fit, toConfirm, confirmed) || (several && verb === "upgrade" ? waveProblem(waveChoice) : "");
-  const submission = useAction(
+  const request = useAction(
     () => changeAll(verb, requests, waves),
     (now) => {
       const after = merged(outcome, now);
@@ -59,14 +76,24 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
       onClose();
     },
   );
+  return { backends, fit, skipped, toConfirm, why, outcome, request };
+}
+
+export function ChangeDialog(props: DialogProps): ReactNode {
+  const { change: { verb, backends: requested }, onClose } = props;
+  const cancel = useRef<HTMLButtonElement>(null);
+  const [waveChoice, setWaveChoice] = useState(ONE_BY_ONE);
+  const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
+  const { backends, fit, skipped, toConfirm, why, outcome, request } = useSubmission(props, waveChoice, confirmed);
+  const nodes = [...fit, ...skipped];
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    if (why === "" && !submission.busy) submission.run();
+    if (why === "" && !request.busy) request.run();
   };
   const subject = backends.length === 1 ? (backends[0]?.name ?? "") : count(backends.length, "backend");
   const title = (
     <>
-      {LABEL[verb]} <bdi>{subject}</bdi> on {namesByNode.length === 1 ? <bdi>{namesByNode[0]?.[0].name}</bdi> : count(fit.length, "node")}
+      {LABEL[verb]} <bdi>{subject}</bdi> on {nodes.length === 1 ? <bdi>{nodes[0]?.[0].name}</bdi> : count(fit.length, "node")}
     </>
   );
   return (
@@ -77,14 +104,14 @@ export function ChangeDialog({ change: { verb, backends: requested }, onClose }:
         <Refused refused={outcome.refused} named={requested.length > 1} />
         <Waits backends={backends} />
         <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
-        {verb === "upgrade" && several && (
+        {verb === "upgrade" && fit.length > 1 && (
           <WaveFields choice={waveChoice} onChange={setWaveChoice} inWaves="In waves: each node after its requests end. After failures the upgrade waits for you." atOnce="All at once: requests in flight end with an error." />
         )}
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
-        <ResultMessage outcome={outcome} error={submission.error} named={backends.length > 1} />
+        <ResultMessage outcome={outcome} error={request.error} named={backends.length > 1} />
         <div className="row wrap">
-          <Button type="submit" kind={KIND[verb]} refusal={why} busy={submission.busy}>
-            {LABEL[verb]} {namesByNode.length > 1 && count(fit.length, "node")}
+          <Button type="submit" kind={KIND[verb]} refusal={why} busy={request.busy}>
+            {LABEL[verb]} {nodes.length > 1 && count(fit.length, "node")}
           </Button>
           <Button ref={cancel} onClick={onClose}>
             Cancel

@@ -7,7 +7,7 @@ import { useLive, useNow } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Empty, Loading } from "../ui/empty";
-import { useSelection } from "../ui/rows";
+import { useSelection, type Selection } from "../ui/rows";
 import "./backends.css";
 import { useCatalogue } from "./catalogue";
 import { ChooseBackend } from "./choose-backend";
@@ -89,18 +89,11 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
   const [filter, setFilter] = useState("");
   const [draining, setDraining] = useState(false);
   const [waveChoice, setWaveChoice] = useState({ ...ONE_BY_ONE, inWaves: false });
-  /** The nodes that are left of a request of which the server has refused some. */
-  const [others, setOthers] = useState<readonly string[]>([]);
   useForgetDone(backend, rows);
   const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
   const listed = listedRows(rows, { requested: new Set(nodeIds), selected, draining }).filter((row) => row.mine || matches(row.node, filter));
   const hidden = chosen.filter((row) => !listed.includes(row)).length;
-  const send = async (ids: readonly string[]) => {
-    selection.toggle(ids.filter((id) => selected.has(id)));
-    const remaining = await runs.start(backend, ids, ids.length > 1 ? wavesOf(waveChoice) : null);
-    setOthers(remaining);
-    if (remaining.length > 0) selection.toggle(remaining);
-  };
+  const { others, send } = useInstall(backend, selection, waveChoice);
   const retry = useCallback((id: string) => void runs.start(backend, [id]), [backend]);
   if (rows.length === 0) return <NoNodes />;
   const healthy = listed.filter((row) => row.open && row.node.status === "healthy").map((row) => row.node.id);
@@ -119,11 +112,7 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
       {listed.length === 0 ? <p className="muted">No matching nodes.</p> : <NodeTable rows={listed} selection={selection} onRetry={retry} />}
       <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
       {chosen.length > 1 && <Waves choice={waveChoice} onChange={setWaveChoice} />}
-      {others.length > 0 && (
-        <p className="problem" role="alert">
-          Nothing has started: some nodes cannot take it, as their lines say. The other {count(others.length, "node")} {others.length === 1 ? "is" : "are"} still selected.
-        </p>
-      )}
+      <Others number={others.length} />
       <Footer
         rows={rows}
         chosen={chosen}
@@ -134,6 +123,27 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
         onClose={onClose}
       />
     </>
+  );
+}
+
+/** `others`: the nodes that are left of a request of which the server has refused some. */
+function useInstall(backend: string, selection: Selection, waveChoice: WaveChoice): { others: readonly string[]; send: (ids: readonly string[]) => Promise<void> } {
+  const [others, setOthers] = useState<readonly string[]>([]);
+  const send = async (ids: readonly string[]) => {
+    selection.toggle(ids.filter((id) => selection.ids.has(id)));
+    const remaining = await runs.start(backend, ids, ids.length > 1 ? wavesOf(waveChoice) : null);
+    setOthers(remaining);
+    if (remaining.length > 0) selection.toggle(remaining);
+  };
+  return { others, send };
+}
+
+function Others({ number }: { number: number }): ReactNode {
+  if (number === 0) return null;
+  return (
+    <p className="problem" role="alert">
+      Nothing has started: some nodes cannot take it, as their lines say. The other {count(number, "node")} {number === 1 ? "is" : "are"} still selected.
+    </p>
   );
 }
 

@@ -1,6 +1,6 @@
 // The what-if page: where replicas would go on the fleet, also with more nodes, and why. It asks
 // the server, which decides as it would for a load and changes nothing.
-import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { useId, useRef, useState, type ReactNode, type RefObject, type SubmitEvent } from "react";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useDefinitions } from "../models/data";
@@ -50,7 +50,6 @@ interface FormProps {
 }
 
 function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): ReactNode {
-  const fileId = useId();
   const fileInput = useRef<HTMLInputElement>(null);
   const [sent, setSent] = useState(false);
   const { data = [] } = useDefinitions();
@@ -63,17 +62,19 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
   const field: Field = (name, label, description) => (
     <TextField label={label} description={description} value={form[name]} problem={sent ? problems[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { suggestions: data.map(({ id }) => id) } : {})} onChange={(text) => onChange({ ...form, [name]: text })} />
   );
+  const clear = () => {
+    setSent(false);
+    onFile(null);
+    if (fileInput.current !== null) fileInput.current.value = "";
+    onChange(BLANK);
+  };
   return (
     <form className="nd-panel" noValidate onSubmit={submit}>
       <div className="cap-wish">
         <fieldset>
           <legend>To be placed</legend>
           {field("model", "Model", "A defined model. Its own need and rule apply.")}
-          <div className="field">
-            <label htmlFor={fileId}>Or a GGUF file of this computer</label>
-            <input ref={fileInput} id={fileId} className="input" type="file" accept=".gguf" disabled={form.model.trim() !== ""} aria-describedby={`${fileId}-said`} onChange={(event) => onFile(event.target.files?.[0] ?? null)} />
-            <FieldMessage id={`${fileId}-said`} problem="" description="Only its first 16 MiB are sent." />
-          </div>
+          <FileField input={fileInput} disabled={form.model.trim() !== ""} onFile={onFile} />
           {file !== null && field("context", "Context, tokens", "Empty: 8,192.")}
           {file === null && form.model.trim() === "" && (
             <div className="rule-pair">
@@ -90,18 +91,26 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
         <Button type="submit" kind="primary" busy={busy}>
           Plan
         </Button>
-        <Button
-          onClick={() => {
-            setSent(false);
-            onFile(null);
-            if (fileInput.current !== null) fileInput.current.value = "";
-            onChange(BLANK);
-          }}
-        >
-          Clear
-        </Button>
+        <Button onClick={clear}>Clear</Button>
       </div>
     </form>
+  );
+}
+
+interface FileFieldProps {
+  input: RefObject<HTMLInputElement | null>;
+  disabled: boolean;
+  onFile: (file: File | null) => void;
+}
+
+function FileField({ input, disabled, onFile }: FileFieldProps): ReactNode {
+  const id = useId();
+  return (
+    <div className="field">
+      <label htmlFor={id}>Or a GGUF file of this computer</label>
+      <input ref={input} id={id} className="input" type="file" accept=".gguf" disabled={disabled} aria-describedby={`${id}-said`} onChange={(event) => onFile(event.target.files?.[0] ?? null)} />
+      <FieldMessage id={`${id}-said`} problem="" description="Only its first 16 MiB are sent." />
+    </div>
   );
 }
 

@@ -16,17 +16,6 @@ interface ComposerProps {
 
 export function Composer({ conversation, chat, busy, refusal, field, onSend, onStop }: ComposerProps): ReactNode {
   const id = useId();
-  const press = (event: KeyboardEvent<HTMLTextAreaElement>) => {
-    if (event.nativeEvent.isComposing) return;
-    if (event.key === "Enter" && !event.shiftKey) {
-      event.preventDefault();
-      if (!busy) onSend();
-    } else if (event.key === "Escape" && (busy || chat.editing)) {
-      event.preventDefault();
-      if (busy) conversation.stop();
-      else conversation.leaveEdit();
-    }
-  };
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     onSend();
@@ -42,21 +31,7 @@ export function Composer({ conversation, chat, busy, refusal, field, onSend, onS
         </div>
       )}
       <div className="chat-line">
-        <label className="visually-hidden" htmlFor={id}>
-          Message
-        </label>
-        <textarea
-          ref={field}
-          id={id}
-          className="input"
-          rows={1}
-          dir="auto"
-          placeholder="Message"
-          aria-describedby={`${id}-keys`}
-          value={chat.draft}
-          onChange={(event) => conversation.set({ draft: event.target.value })}
-          onKeyDown={press}
-        />
+        <Question conversation={conversation} chat={chat} busy={busy} field={field} keysId={`${id}-keys`} onSend={onSend} />
         {busy ? (
           <Button kind="danger" onClick={onStop}>
             Stop
@@ -71,5 +46,35 @@ export function Composer({ conversation, chat, busy, refusal, field, onSend, onS
         Enter to send, Shift+Enter for a new line, Esc to stop
       </p>
     </form>
+  );
+}
+
+type QuestionProps = Omit<ComposerProps, "refusal" | "onStop"> & { /** The text that describes the keys. */ keysId: string };
+
+function Question({ conversation, chat, busy, field, keysId, onSend }: QuestionProps): ReactNode {
+  const press = (event: KeyboardEvent<HTMLTextAreaElement>) => {
+    if (event.nativeEvent.isComposing) return;
+    if (event.key === "Enter" && !event.shiftKey) {
+      event.preventDefault();
+      if (!busy) onSend();
+    } else if (event.key === "Escape" && (busy || chat.editing)) {
+      event.preventDefault();
+      if (busy) conversation.stop();
+      else conversation.leaveEdit();
+    }
+  };
+  return (
+    <textarea
+      ref={field}
+      className="input"
+      rows={1}
+      dir="auto"
+      aria-label="Message"
+      placeholder="Message"
+      aria-describedby={keysId}
+      value={chat.draft}
+      onChange={(event) => conversation.set({ draft: event.target.value })}
+      onKeyDown={press}
+    />
   );
 }

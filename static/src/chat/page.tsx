@@ -1,6 +1,6 @@
 // The page to try a deployment: choose a model, watch it load, talk to it, see what each answer took. What is said is in
 // the memory of this tab only (`conversation.ts`).
-import { useContext, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
+import { useContext, useEffect, useMemo, useRef, useState, type ReactNode, type RefObject } from "react";
 import { Link, useSearchParams } from "react-router";
 import { isLoaded, useThrottledNodes } from "../backends/throttled-nodes";
 import { LiveContext, useLive } from "../live/hooks";
@@ -38,7 +38,7 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
   const chat = useChat(conversation);
   const last = chat.turns.at(-1);
   const busy = last !== undefined && isOpen(last.answer);
-  const field = useRef<HTMLTextAreaElement>(null);
+  const { field, stop, edit, retry } = useActions(conversation);
   const [open, setOpen] = useState(false);
   const { away, jump } = useFollow(chat.turns);
   const problems = wrongIn(chat.settings);
@@ -50,19 +50,6 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
     jump();
     field.current?.focus();
   };
-  const stop = () => {
-    conversation.stop();
-    field.current?.focus();
-  };
-  const [edit] = useState(() => () => {
-    conversation.edit();
-    field.current?.focus();
-  });
-  const [retry] = useState(() => () => {
-    conversation.retry();
-    // The button goes.
-    field.current?.focus();
-  });
   return (
     <div className="chat">
       <PageHead title="Chat" note="Try a model. Messages stay in this tab.">
@@ -92,6 +79,25 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
       </div>
     </div>
   );
+}
+
+interface Actions {
+  field: RefObject<HTMLTextAreaElement | null>;
+  stop: () => void;
+  edit: () => void;
+  retry: () => void;
+}
+
+/** Each action gives the focus to the field for questions, because its own button goes. The functions stay the same. */
+function useActions(conversation: Conversation): Actions {
+  const field = useRef<HTMLTextAreaElement>(null);
+  return useMemo(() => {
+    const focusAfter = (act: () => void) => () => {
+      act();
+      field.current?.focus();
+    };
+    return { field, stop: focusAfter(conversation.stop), edit: focusAfter(() => conversation.edit()), retry: focusAfter(() => conversation.retry()) };
+  }, [conversation]);
 }
 
 function refusalOf({ model, draft }: Chat, invalid: boolean): string {

@@ -50,22 +50,28 @@ export function CodeArea({ label, text, errors = [], onChange }: CodeAreaProps):
         />
       </div>
       <div id={id} role="status">
-        <ul className="code-errors">
-        {errors.map((error, index) => (
-          <li key={index}>
-            {error.line > 0 ? (
-              <button type="button" className="link" onClick={() => go(error)}>
-                Line {error.line}
-                {error.column > 0 && `, column ${error.column}`}
-              </button>
-            ) : (
-              <code>{error.path}</code>
-            )}{" "}
-            <bdi>{error.message}</bdi>
-          </li>
-        ))}
-        </ul>
+        <Errors errors={errors} onGo={go} />
       </div>
     </div>
+  );
+}
+
+function Errors({ errors, onGo }: { errors: readonly TextError[]; onGo: (error: TextError) => void }): ReactNode {
+  return (
+    <ul className="code-errors">
+      {errors.map((error, index) => (
+        <li key={index}>
+          {error.line > 0 ? (
+            <button type="button" className="link" onClick={() => onGo(error)}>
+              Line {error.line}
+              {error.column > 0 && `, column ${error.column}`}
+            </button>
+          ) : (
+            <code>{error.path}</code>
+          )}{" "}
+          <bdi>{error.message}</bdi>
+        </li>
+      ))}
+    </ul>
   );
 }

@@ -45,10 +45,24 @@ export function InlineEdit(props: InlineEditProps): ReactNode {
   );
 }
 
-function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
-  const { name, value, check, action, onClose } = props;
+type EditorProps = InlineEditProps & { onClose: () => void };
+
+interface Edit {
+  text: string;
+  change: (typed: string) => void;
+  submit: () => void;
+  /** The value without a further question. */
+  save: (value: string) => void;
+  /** The problem with the text; "" if there is none. */
+  problem: string;
+  /** A failure for another reason than the text. */
+  failure: Error | null;
+  question: ReactNode;
+  withdraw: () => void;
+}
+
+function useEdit({ value, check, action, confirm, onClose }: EditorProps): Edit {
   const [text, setText] = useState(value);
-  const [opened] = useState(value);
   const [refusal, setRefusal] = useState("");
   const [question, setQuestion] = useState<ReactNode>(null);
   const { run, forget, busy, error } = action;
@@ -64,7 +78,7 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
     if (decision.kind === "close") onClose();
     else if (decision.kind === "refuse") setRefusal(decision.why);
     else {
-      const question = props.confirm?.(decision.value) ?? null;
+      const question = confirm?.(decision.value) ?? null;
       if (question === null) save(decision.value);
       else setQuestion(question);
     }
@@ -74,26 +88,20 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
     setRefusal("");
     if (error !== null) forget();
   };
-  const atField = refusal || (error instanceof ApiError && error.status === 400 ? error.message : "");
+  const problem = refusal || (error instanceof ApiError && error.status === 400 ? error.message : "");
+  return { text, change, submit, save, problem, failure: problem === "" ? error : null, question, withdraw: () => setQuestion(null) };
+}
+
+function Editor(props: EditorProps): ReactNode {
+  const { name, value, action } = props;
+  const { text, change, submit, save, problem, failure, question, withdraw } = useEdit(props);
+  const [opened] = useState(value);
+  const moved = overtaken(opened, value) ? `Changed meanwhile to ${value === "" ? "empty" : value}.` : "";
   return (
     <>
-      <EditForm
-        {...props}
-        text={text}
-        problem={atField}
-        busy={busy}
-        moved={overtaken(opened, value) ? `Changed meanwhile to ${value === "" ? "empty" : value}.` : ""}
-        onChange={change}
-        onSubmit={submit}
-      />
-      {error !== null && atField === "" && <Problem error={error} onRetry={submit} />}
-      <Confirm
-        open={question !== null}
-        onClose={() => setQuestion(null)}
-        title={`Save ${name}?`}
-        action="Save"
-        onConfirm={() => save(text.trim())}
-      >
+      <EditForm {...props} text={text} problem={problem} busy={action.busy} moved={moved} onChange={change} onSubmit={submit} />
+      <Problem error={failure} onRetry={submit} />
+      <Confirm open={question !== null} onClose={withdraw} title={`Save ${name}?`} action="Save" onConfirm={() => save(text.trim())}>
         {question}
       </Confirm>
     </>

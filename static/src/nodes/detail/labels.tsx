@@ -6,7 +6,7 @@ import { announce } from "../../ui/announce";
 import { Button, IconButton } from "../../ui/button";
 import { goOnAt } from "../../ui/move-focus";
 import { Problem } from "../../ui/problem";
-import { FieldMessage } from "../../ui/text-field";
+import { FieldMessage, TextInput } from "../../ui/text-field";
 import { Tip } from "../../ui/tip";
 import { isAutomatic, keyProblem, listedLabels, valueProblem, written } from "../shared/labels";
 import { mergeLabels, removeLabel } from "../shared/verbs";
@@ -180,24 +180,16 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
     if (problem === "" && !add.busy) add.run(label);
   };
   const previous = Object.hasOwn(node.labels, label.key) ? node.labels[label.key] : undefined;
-  const inputAttributes = { "aria-describedby": messageId, autoComplete: "off" };
   return (
     <form ref={form} className="stack" onSubmit={submit}>
       <div className="nd-add">
         <label className="field">
           <span>Key</span>
-          <input
-            {...inputAttributes}
-            ref={keyInput}
-            className="input"
-            value={draft.key}
-            aria-invalid={shownProblem !== "" || undefined}
-            onChange={(event) => change({ key: event.target.value })}
-          />
+          <TextInput ref={keyInput} value={draft.key} aria-invalid={shownProblem !== "" || undefined} aria-describedby={messageId} onChange={(key) => change({ key })} />
         </label>
         <label className="field">
           <span>Value</span>
-          <input {...inputAttributes} className="input" value={draft.value} onChange={(event) => change({ value: event.target.value })} />
+          <TextInput value={draft.value} aria-describedby={messageId} onChange={(value) => change({ value })} />
         </label>
         <Button type="submit" busy={add.busy} refusal={problem}>
           {previous === undefined ? "Add" : "Change"}

@@ -10,6 +10,7 @@ import { Button } from "../../ui/button";
 import { Command } from "../../ui/copy";
 import { Problem } from "../../ui/problem";
 import { Select } from "../../ui/select";
+import { TextInput } from "../../ui/text-field";
 import { ApproveDialog, RejectDialog } from "../shared/dialogs";
 import { IdentityFacts, Risk } from "../shared/identity";
 import { refusal } from "../shared/verbs";
@@ -67,19 +68,11 @@ function TokenForm({ onMade }: { onMade: (token: MadeJoinToken) => void }): Reac
         <Select label="Valid for" value={String(lifetime)} options={joining.LIFETIMES.map(([seconds, words]) => [String(seconds), words])} onChange={(seconds) => setLifetime(Number(seconds))} />
         <label className="field">
           <span>Machines</span>
-          <input
-            className="input"
-            inputMode="numeric"
-            size={5}
-            value={uses}
-            aria-invalid={problem !== "" || undefined}
-            aria-describedby={problem === "" ? undefined : `${id}-uses`}
-            onChange={(event) => setUses(event.target.value)}
-          />
+          <TextInput inputMode="numeric" size={5} value={uses} aria-invalid={problem !== "" || undefined} aria-describedby={problem === "" ? undefined : `${id}-uses`} onChange={setUses} />
         </label>
         <label className="field grow">
           <span>Note (optional)</span>
-          <input className="input" value={note} maxLength={joining.LONGEST_NOTE} autoComplete="off" onChange={(event) => setNote(event.target.value)} />
+          <TextInput value={note} maxLength={joining.LONGEST_NOTE} onChange={setNote} />
         </label>
       </div>
       {problem !== "" && (

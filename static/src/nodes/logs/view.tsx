@@ -1,6 +1,6 @@
 // The lines on the screen. They are drawn in parts, of which only the last changes; the browser leaves out the
 // painting of those that are not seen. While the reader is at the end, the newest line stays in sight.
-import { memo, useCallback, useEffect, useLayoutEffect, useMemo, useRef, type ReactNode } from "react";
+import { memo, useCallback, useEffect, useLayoutEffect, useMemo, useRef, type ReactNode, type RefObject } from "react";
 import { alike, chunks, pieces, timeOf, type Line } from "./lines";
 
 interface ViewProps {
@@ -18,22 +18,8 @@ const NEAR = 24;
 const UPWARDS: ReadonlySet<string> = new Set(["ArrowUp", "PageUp", "Home"]);
 
 export function LogView({ lines, term, details, isFollowing, onFollowing, label }: ViewProps): ReactNode {
-  const box = useRef<HTMLDivElement>(null);
-  const content = useRef<HTMLDivElement>(null);
   const parts = useMemo(() => chunks(lines), [lines]);
-  const toEnd = useCallback(() => {
-    if (box.current !== null) box.current.scrollTop = box.current.scrollHeight;
-  }, []);
-  useLayoutEffect(() => {
-    if (isFollowing) toEnd();
-  }, [isFollowing, lines, details, toEnd]);
-  useEffect(() => {
-    // A part gets its true height when it is painted for the first time.
-    if (!isFollowing || content.current === null) return;
-    const observer = new ResizeObserver(toEnd);
-    observer.observe(content.current);
-    return () => observer.disconnect();
-  }, [isFollowing, toEnd]);
+  const { box, content } = useEndInSight(isFollowing, lines, details);
   const top = useRef(0);
   // Upwards only a reader goes: new lines and other heights leave the place, or move it to the end.
   const scrolled = () => {
@@ -74,6 +60,26 @@ export function LogView({ lines, term, details, isFollowing, onFollowing, label 
       </div>
     </div>
   );
+}
+
+/** Keeps the newest line in sight while `isFollowing`, also when lines or their details change. */
+function useEndInSight(isFollowing: boolean, lines: readonly Line[], details: boolean): Record<"box" | "content", RefObject<HTMLDivElement | null>> {
+  const box = useRef<HTMLDivElement>(null);
+  const content = useRef<HTMLDivElement>(null);
+  const toEnd = useCallback(() => {
+    if (box.current !== null) box.current.scrollTop = box.current.scrollHeight;
+  }, []);
+  useLayoutEffect(() => {
+    if (isFollowing) toEnd();
+  }, [isFollowing, lines, details, toEnd]);
+  useEffect(() => {
+    // A part gets its true height when it is painted for the first time.
+    if (!isFollowing || content.current === null) return;
+    const observer = new ResizeObserver(toEnd);
+    observer.observe(content.current);
+    return () => observer.disconnect();
+  }, [isFollowing, toEnd]);
+  return { box, content };
 }
 
 function atEnd(box: HTMLElement): boolean {
