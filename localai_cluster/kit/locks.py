@@ -5,7 +5,7 @@ try-lock returns at once. Only migrations (R1.9) and locks by name block. The nu
 (`contract/scheduling.md` §0), so both can share a database without conflicts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -71,8 +71,19 @@ def lock_name(name: str) -> None:
 
     Names with equal hashes share a lock, which costs only a wait.
     """
+    lock_names([name])
+
+
+def lock_names(names: Collection[str]) -> None:
+    """Take the locks of these names as `lock_name` does, in the order of their hashes; one statement."""
+    if not names:
+        return
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_NAMED, name])
+        cursor.execute(
+            "SELECT pg_advisory_xact_lock(%s, hash) FROM"
+            " (SELECT DISTINCT hashtext(name) AS hash FROM unnest(%s::text[]) AS name ORDER BY hash) h",
+            [_NAMED, list(names)],
+        )
 
 
 @contextmanager

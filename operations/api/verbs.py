@@ -1,7 +1,7 @@
 """Verbs of operations of all kinds: cancel, pause, retry (`contract/http-api.md` §3.3, §3.4)."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -15,6 +15,7 @@ from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
+from operations import targets
 from operations.api.jobs import found
 from operations.api.serializers import (
     STARTED,
@@ -26,6 +27,7 @@ from operations.api.serializers import (
 )
 from operations.kinds import kind_of
 from operations.ledger import admission
+from operations.ledger.retries import Outcome, Retry, retry_many
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 MOST_OPERATIONS = 2000
@@ -83,7 +85,10 @@ def retry_operation(
     rules = kind_of(operation).targets
     if operation.by_parts and rules is not None:
         return rules.retry(operation.id, nodes=nodes, requester=by, now=clock.now())
-    return _as_a_whole(operation, nodes, by)
+    (outcome,) = _retry_as_a_whole([operation], nodes, by)
+    if isinstance(outcome, errors.ClusterError):
+        raise outcome
+    return outcome
 
 
 class CancelView(APIView):
@@ -145,15 +150,19 @@ class RetryView(APIView):
         return Response(started_body(retry_operation(operation, chosen, asked), AGAIN))
 
 
-def _as_a_whole(operation: Operation, only: Sequence[UUID], by: admission.Requester) -> admission.Admission:
-    """Repeat the request where it did not succeed, without the traces of earlier attempts.
+def _runs_by_targets(operation: Operation) -> bool:
+    return operation.by_parts and kind_of(operation).targets is not None
+
+
+def _retry_of(
+    operation: Operation, parts: Sequence[OperationTarget], only: Sequence[UUID], by: admission.Requester
+) -> Retry:
+    """Return the request that repeats the operation where it did not succeed, without traces of attempts.
 
     Raise InvalidInput for nodes of other operations, and Conflict if nothing can be repeated.
     """
     if operation.status in ACTIVE or operation.status == Status.COMPLETED:
         raise errors.Conflict(f"the operation is {operation.status}", field="status")
-    now = clock.now()
-    parts = list(OperationTarget.objects.filter(operation=operation))
     if strange := sorted(str(id) for id in set(only) - {part.node_id for part in parts}):
         raise errors.InvalidInput(
             f"nodes: the operation has no target on {', '.join(strange)}", field="nodes"
@@ -167,7 +176,7 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: admission.Reques
     if kind.retry_identity is not None:
         key, element = kind.retry_identity(operation, [part.node_id for part in chosen])
     limit = timedelta(seconds=conf.cluster().install_timeout)
-    asked = admission.OperationRequest(
+    request = admission.OperationRequest(
         operation.kind,
         key=key,
         element=element,
@@ -175,17 +184,26 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: admission.Reques
         payload={k: v for k, v in operation.payload.items() if k not in kind.attempt_keys},
         node=(operation.node_id, operation.node_name) if operation.node_id and parts else None,
         targets=[(part.node_id, part.node_name) for part in chosen],
-        needed_until=now + limit if kind.expires else None,
+        needed_until=clock.now() + limit if kind.expires else None,
     )
-    result = admission.admit(asked, now=now)
-    if operation.status == Status.FAILED:
-        said = f"tried again as operation {result.operation.id}"
-        failed = [part.node_id for part in parts if part.status == TargetStatus.ERROR]
-        tried = [part.node_id for part in chosen if part.node_id in failed]
-        # A failure on another node still needs a decision.
-        if tried or not failed:
-            admission.dismiss(operation.id, actor=by.actor, now=now, comment=said, nodes=tried)
-    return result
+    return Retry(operation, request)
+
+
+def _retry_as_a_whole(
+    operations: Sequence[Operation], only: Sequence[UUID], by: admission.Requester
+) -> list[Outcome]:
+    """Repeat the operations in one transaction; return the outcomes in their order."""
+    parts, outcomes = targets.of(operations), dict[UUID, Outcome]()
+    retries = []
+    for operation in operations:
+        try:
+            retries.append(_retry_of(operation, parts.get(operation.id, ()), only, by))
+        except errors.ClusterError as refusal:
+            outcomes[operation.id] = refusal
+    if retries:
+        results = retry_many(retries, now=clock.now())
+        outcomes |= {retry.operation.id: result for retry, result in zip(retries, results, strict=True)}
+    return [outcomes[operation.id] for operation in operations]
 
 
 class OperationCountsSerializer(serializers.Serializer[Any]):
@@ -209,11 +227,42 @@ class BulkOperationsSerializer(NullIsAbsent):
     comment = Text(required=False, max_length=admission.LONGEST_COMMENT, help_text="Of a dismissal.")
 
 
-_VERBS: Mapping[str, Callable[[Operation, admission.Requester], object]] = {
-    "cancel": lambda operation, by: cancel_operation(operation, actor=by.actor),
-    "retry": lambda operation, by: retry_operation(operation, (), by),
+Results = Mapping[UUID, errors.ClusterError | None]
+"""The refusals by operation; None if the verb was carried out."""
+
+
+def _one_by_one(operations: Iterable[Operation], run: Callable[[Operation], object]) -> Results:
+    """Run the verb for one operation after the other: each needs the locks of its own key and nodes."""
+    results: dict[UUID, errors.ClusterError | None] = {}
+    for operation in operations:
+        try:
+            run(operation)
+            results[operation.id] = None
+        except errors.ClusterError as refusal:
+            results[operation.id] = refusal
+    return results
+
+
+def _cancel_all(operations: Sequence[Operation], by: admission.Requester) -> Results:
+    return _one_by_one(operations, lambda operation: cancel_operation(operation, actor=by.actor))
+
+
+def _retry_all(operations: Sequence[Operation], by: admission.Requester) -> Results:
+    """Retry operations that run as a whole together, those that run by their targets one by one."""
+    others = [op for op in operations if _runs_by_targets(op)]
+    whole = [op for op in operations if not _runs_by_targets(op)]
+    outcomes = _retry_as_a_whole(whole, (), by)
+    results = {
+        operation.id: outcome if isinstance(outcome, errors.ClusterError) else None
+        for operation, outcome in zip(whole, outcomes, strict=True)
+    }
+    return results | dict(_one_by_one(others, lambda operation: retry_operation(operation, (), by)))
+
+
+_VERBS: Mapping[str, Callable[[Sequence[Operation], admission.Requester], Results]] = {
+    "cancel": _cancel_all,
+    "retry": _retry_all,
 }
-"""Verbs that are run for one operation after the other: each needs the locks of its own key and nodes."""
 
 
 class BulkOperationsView(APIView):
@@ -250,29 +299,18 @@ def _counts(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
     return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
 
 
-def _run(verb: str, ids: list[Any], by: admission.Requester) -> dict[str, Any]:
-    done, ended, refusals = 0, 0, list[str]()
-    for id in dict.fromkeys(ids):
-        operation = Operation.objects.filter(pk=id).first()
-        try:
-            if operation is None:
-                ended += 1
-                continue
-            _VERBS[verb](operation, by)
-            done += 1
-        except errors.ClusterError as refusal:
-            if _has_ended(verb, id):
-                ended += 1
-            else:
-                refusals.append(refusal.message)
-    return _counts(done, ended, refusals)
+def _run(verb: str, ids: list[UUID], by: admission.Requester) -> dict[str, Any]:
+    rows = Operation.objects.in_bulk(set(ids))
+    results = _VERBS[verb]([rows[id] for id in dict.fromkeys(ids) if id in rows], by)
+    refusals = {id: refusal for id, refusal in results.items() if refusal is not None}
+    now = Operation.objects.in_bulk(refusals) if refusals else {}
+    causes = [refusals[id].message for id in refusals if id in now and not _has_ended(verb, now[id])]
+    done = len(results) - len(refusals)
+    return _counts(done, len(set(ids)) - done - len(causes), causes)
 
 
-def _has_ended(verb: str, id: Any) -> bool:
+def _has_ended(verb: str, operation: Operation) -> bool:
     """Return True if there is nothing left to do: a cancelled operation has ended, a failure is dismissed."""
-    operation = Operation.objects.filter(pk=id).first()
-    if operation is None:
-        return True
     if verb == "cancel":
         return operation.status not in ACTIVE
     return operation.status == Status.COMPLETED or operation.dismissed_at is not None

@@ -38,8 +38,8 @@ _LONGEST_ACTOR = 150
 LONGEST_COMMENT = 500
 
 
-_DISMISSAL = ("dismissed_at", "dismissed_by", "dismissed_comment")
-_ONE_ACTIVE = "operation_one_active_a_key"
+DISMISSAL = ("dismissed_at", "dismissed_by", "dismissed_comment")
+ONE_ACTIVE = "operation_one_active_a_key"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
         try:
             return Admission(_create(request, now), created=True)
         except IntegrityError as error:
-            if _ONE_ACTIVE not in str(error):
+            if ONE_ACTIVE not in str(error):
                 raise
             # A concurrent request was faster: join its operation, unless that has ended meanwhile.
     raise errors.Unavailable(f"operations on {request.key} are too frequent", retry_after=1)
@@ -115,7 +115,7 @@ def _join(existing: Operation, request: OperationRequest) -> Admission:
     if existing.kind != request.kind:
         raise in_progress(existing)
     if request.needed_until is not None:
-        need_until(existing.id, request.needed_until)
+        need_until([existing.id], request.needed_until)
     return Admission(existing, created=False)
 
 
@@ -160,7 +160,22 @@ def made(
     A step of the caller's transaction: the caller emits all of them. The failures leave the live list and
     stay in the history. `by_parts`: see `Operation`.
     """
-    operation = Operation.objects.create(
+    operation = new_operation(request, now, by_parts=by_parts, id=id)
+    operation.save(force_insert=True)
+    failures = Operation.objects.filter(key=request.key, status=Status.FAILED, dismissed_at__isnull=True)
+    superseded = list(failures.order_by("pk").select_for_update(no_key=True))
+    for failure in superseded:
+        supersede(failure, operation, request.by.actor, now)
+    Operation.objects.bulk_update(superseded, DISMISSAL)
+    audit.record(changed("asked", operation), at=now)
+    return operation, superseded
+
+
+def new_operation(
+    request: OperationRequest, now: datetime, *, by_parts: bool = False, id: UUID | None = None
+) -> Operation:
+    """Return the operation of a request, which is not saved."""
+    return Operation(
         id=id or uuid4(),
         kind=request.kind,
         key=request.key,
@@ -178,14 +193,17 @@ def made(
         created_at=now,
         updated_at=now,
     )
-    failures = Operation.objects.filter(key=request.key, status=Status.FAILED, dismissed_at__isnull=True)
-    superseded = list(failures.order_by("pk").select_for_update(no_key=True))
-    for failure in superseded:
-        failure.dismissed_at, failure.dismissed_by = now, request.by.actor
-        failure.dismissed_comment = f"tried again as operation {operation.id}"
-    Operation.objects.bulk_update(superseded, _DISMISSAL)
-    audit.record(changed("asked", operation), at=now)
-    return operation, superseded
+
+
+def supersede(failure: Operation, successor: Operation, actor: str, now: datetime) -> None:
+    """Dismiss the failure, which is not saved, because another operation does the same."""
+    failure.dismissed_at, failure.dismissed_by = now, actor
+    failure.dismissed_comment = retry_comment(successor)
+
+
+def retry_comment(successor: Operation) -> str:
+    """Return the comment of a dismissed failure that another operation repeats."""
+    return f"tried again as operation {successor.id}"
 
 
 def changed(did: str, operation: Operation, detail: str = "") -> Change:
@@ -247,7 +265,7 @@ def _dismiss(failures: Collection[Operation], actor: str, now: datetime, comment
     for failure in failures:
         failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
         failure.dismissed_comment = comment[:LONGEST_COMMENT]
-    Operation.objects.bulk_update(failures, _DISMISSAL)
+    Operation.objects.bulk_update(failures, DISMISSAL)
     audit.record(*(changed("dismissed", failure, comment) for failure in failures), at=now)
 
 
@@ -314,8 +332,8 @@ def cancel(
     return operation
 
 
-def need_until(operation_id: UUID, until: datetime) -> None:
-    """Extend the time until which a request needs the operation; it is never shortened."""
+def need_until(operation_ids: Collection[UUID], until: datetime) -> None:
+    """Extend the time until which requests need the operations; it is never shortened."""
     sooner = Q(needed_until__isnull=True) | Q(needed_until__lt=until)
     with committed("ledger.need"):
-        Operation.objects.active().filter(sooner, pk=operation_id).update(needed_until=until)
+        Operation.objects.active().filter(sooner, pk__in=operation_ids).update(needed_until=until)

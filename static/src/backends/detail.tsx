@@ -265,7 +265,8 @@ const PLACES: readonly Column<Place>[] = [
     value: ({ version }) => version || null,
     cell: ({ version, digest, differs, fromAddress }) => (
       <>
-        <Version version={version} digest={digest} /> {differs && <span className="pill warn">differs</span>} {fromAddress && <FromAddress />}
+        <Version version={version} digest={digest} /> {differs && <span className="pill warn">differs</span>}
+        {fromAddress && <FromAddress />}
       </>
     ),
   },

@@ -7,7 +7,9 @@ from uuid import UUID, uuid4
 
 import pytest
 from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 
+from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock, conf
 from operations.ledger import retention
 from operations.models import Operation, OperationTarget
@@ -67,6 +69,83 @@ def test_chosen_nodes_are_tried_again_if_they_are_parts() -> None:
     assert (strange.status_code, retry(failed, done).status_code) == (400, 409)
     assert "nodes" in strange.content.decode()
     assert nodes(Operation.objects.get(pk=retry(failed, one).json()["jobID"])) == [one]
+
+
+def bulk_retry(*operations: Operation) -> Any:
+    body = {"verb": "retry", "ids": [str(operation.id) for operation in operations]}
+    answer = api.admin().post("/api/operations/bulk", body, content_type="application/json")
+    assert answer.status_code == 200, answer.content
+    return answer.json()
+
+
+def successor(failed: Operation) -> Operation:
+    """The operation that the dismissal of a failure names."""
+    failed.refresh_from_db()
+    return Operation.objects.get(pk=failed.dismissed_comment.removeprefix("tried again as operation "))
+
+
+@pytest.mark.rule("O52", "A38")
+def test_many_failures_are_retried_with_the_statements_of_a_few() -> None:
+    """Loads, imports without targets and operations on nodes, each with its dismissal and its audit entry."""
+    costs = []
+    for size in (2, 40):
+        loads = [
+            ended("failed", "model_load", payload={"setbacks": {"x": 1}, "number": number})
+            for number in range(size)
+        ]
+        unloads = [ended("failed", "model_unload", "success", "error", "error") for _ in range(size)]
+        with CaptureQueriesContext(connection) as made:
+            answer = bulk_retry(*loads, *unloads)
+        assert answer == {"done": 2 * size, "ended": 0, "refused": 0, "reasons": []}
+        costs.append(len(made))
+        for number, failed in enumerate(loads):
+            newer = successor(failed)
+            assert (newer.key, newer.status, newer.payload) == (failed.key, "pending", {"number": number})
+            assert newer.needed_until is not None
+        for failed in unloads:
+            assert nodes(successor(failed), "queued") == nodes(failed, "error")
+        assert AuditEntry.objects.filter(kind="operation.asked").count() == 2 * size
+        AuditEntry.objects.all().delete()
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.rule("O34")
+def test_each_retry_of_many_has_its_own_outcome() -> None:
+    """What runs again is joined, what is excluded is refused by name, and what is over is not done twice."""
+    first, second = ended("failed"), ended("failed")
+    Operation.objects.filter(pk=second.pk).update(key=first.key, dismissed_at=clock.now())
+    owner, excluded = "model:m", ended("failed", "model_load")
+    Operation.objects.filter(pk=excluded.pk).update(key=f"{owner}#1")
+    running = Operation.objects.create(kind="model_unload", key=f"{owner}#", element="m")
+    joined = ended("failed", "model_load")
+    active = Operation.objects.create(kind="model_load", key=joined.key, element="m")
+    completed, pending = ended("completed"), Operation.objects.create(kind="model_load", key="k", element="m")
+    answer = bulk_retry(first, second, excluded, joined, completed, pending)
+    assert (answer["done"], answer["ended"], answer["refused"]) == (3, 1, 2)
+    assert set(answer["reasons"]) == {
+        f"model_unload of m is in progress (operation {running.id}, pending)",
+        "the operation is pending",
+    }
+    assert successor(joined) == active
+    active.refresh_from_db()
+    assert active.needed_until is not None
+    assert Operation.objects.active().filter(key=first.key).count() == 1
+    excluded.refresh_from_db()
+    assert excluded.dismissed_at is None
+
+
+def test_a_failure_on_a_node_that_is_not_retried_stays() -> None:
+    """Chosen nodes of an operation whose retry has a key of its own."""
+    failed = ended("failed", "node_drain", "error", "error", payload={"options": {}})
+    one, other = nodes(failed)
+    assert retry(failed, one).status_code == 200
+    failed.refresh_from_db()
+    assert failed.dismissed_at is None
+    open_targets = OperationTarget.objects.filter(operation=failed, dismissed_at=None)
+    assert [target.node_id for target in open_targets] == [other]
+    assert retry(failed).status_code == 200
+    failed.refresh_from_db()
+    assert failed.dismissed_at is not None
 
 
 def test_the_inbox_comes_in_pages() -> None:
