@@ -311,6 +311,14 @@ def vram_needed(node: Candidate, need: Need) -> int:
     return need.vram_on(node.card_vram)
 
 
+def describe_vram_needed(node: Candidate, need: Need) -> str:
+    """Return the memory that a replica needs of the node, or the share of a GPU if it reports none."""
+    if need.vram_share and not node.card_vram:
+        of_cards = "a GPU" if need.cards == 1 else f"each of {need.cards} GPUs"
+        return f"{need.vram_share:.0%} of {of_cards}"
+    return gib_rounded_up(vram_needed(node, need))
+
+
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
     """Return the bytes that a replica would take of each GPU; None if the memory is lacking."""
     return need.shares(node.free_vram, node.gpus, vram_needed(node, need))
@@ -443,7 +451,12 @@ def _lacks_by_reason(
         key=lambda n: (n.other_models_bytes - n.disk_quota, n.name),
     )
     if by_memory:
-        free_by_node = [f"{n.name} has {format_gib(n.free_vram)} free" for n in by_memory]
+        free_by_node = [
+            f"{n.name} reports no GPU"
+            if need.lacks_card(n.card_vram)
+            else f"{n.name} has {format_gib(n.free_vram)} free"
+            for n in by_memory
+        ]
         descriptions[Reason.MEMORY] = _with_nodes(_most_needed(by_memory, need), free_by_node)
         descriptions[Reason.MEMORY] += _context_hint(by_memory, need)
     if by_gpus:
@@ -465,8 +478,8 @@ def _lacks_by_reason(
 
 
 def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
-    amount = gib_rounded_up(max(vram_needed(node, need) for node in nodes))
-    return describe_need(amount, need.terms, " for ")
+    largest = max(nodes, key=lambda node: vram_needed(node, need))
+    return describe_need(describe_vram_needed(largest, need), need.terms, " for ")
 
 
 def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:

@@ -31,6 +31,7 @@ from nodes.placement.choose import (
     Reason,
     Selector,
     choose_node,
+    describe_vram_needed,
     find_refusal,
     format_context,
     format_free_gpus,
@@ -239,7 +240,7 @@ TERMS: Mapping[str, Term] = {
         "it lacks the VRAM needed",
         lambda _, node, need: (
             f"{format_free_gpus(node) or format_gib(node.free_vram)} free of"
-            f" {gib_rounded_up(vram_needed(node, need))} needed"
+            f" {describe_vram_needed(node, need)} needed"
         ),
     ),
     "gpus": Term("on the fewest GPUs", "on more GPUs", lambda rank, *_: str(rank.gpus)),
@@ -424,6 +425,9 @@ def _node_memory(
     needed, usable = vram_needed(node, need), max(usable_bytes(node, need), 0)
     if refusal is not None:
         return NodeMemory(node, MemoryVerdict.REFUSED, needed, usable, reason=str(refusal))
+    if need.lacks_card(node.card_vram):
+        reason = f"it reports no GPU, and the model needs {describe_vram_needed(node, need)}"
+        return NodeMemory(node, MemoryVerdict.REFUSED, needed, usable, reason=reason)
     if not needed or not node.reports_memory:
         return NodeMemory(node, MemoryVerdict.UNKNOWN, needed, usable)
     if has_memory(node, need):

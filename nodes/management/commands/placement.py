@@ -70,7 +70,8 @@ class Command(VerbCommand):
 
 def _plan_arguments(parser: CommandParser) -> None:
     subject = parser.add_mutually_exclusive_group(required=True)
-    subject.add_argument("--model", help="a defined model")
+    subject.add_argument("positional_model", metavar="MODEL", nargs="?", help="a defined model")
+    subject.add_argument("--model", help="the same")
     subject.add_argument("--vram", type=_bytes, metavar="GIB", help="what a replica needs instead")
     subject.add_argument(
         "--file",
@@ -165,8 +166,8 @@ def plan(options: Options) -> str:
     body: dict[str, Any] = {"replicas": options["replicas"], "nodes": options["node"]}
     if options["rule"] is not None:
         body["rule"] = _rule(options["rule"])
-    elif options["model"] is not None:
-        body["model"] = options["model"]
+    elif (model := options["positional_model"] or options["model"]) is not None:
+        body["model"] = model
     elif options["file"] is not None or options["size"] is not None:
         body["file"] = _file(options["file"], options["size"], options["context"])
     else:

@@ -37,7 +37,7 @@ export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
           ))}
         </Panel>
       )}
-      <Panel title="Replicas" aside={row.rate !== null && <span className="muted">{rateText(row.rate)} requests in the last minute</span>}>
+      <Panel title="Replicas" aside={row.rate !== null && <span className="muted">Requests in the last minute: {rateText(row.rate)}</span>}>
         {row.places.length === 0 ? (
           <NotRunning row={row} />
         ) : (

@@ -2,6 +2,7 @@
 // its times: the arrows move it, and the values at its place are written below the drawing and spoken.
 import { useCallback, useEffect, useId, useMemo, useRef, useState, type KeyboardEvent, type ReactNode } from "react";
 import type uPlot from "uplot";
+import { bytes } from "../lib/format";
 import { colour, usePlot } from "./plot";
 
 export interface ChartLine {
@@ -38,8 +39,10 @@ const COLOURS = ["--bar-used", "--bar-reserved", "--good", "--bar-tight", "--bar
 // A format takes longer to make than to use.
 const DATE = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" });
 const TIME = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
-const TO_THE_SECOND = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
-const TO_THE_MINUTE = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
+const TO_THE_SECOND = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium", hourCycle: "h23" });
+const TO_THE_MINUTE = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short", hourCycle: "h23" });
+/** Distances of two marks on a scale of bytes, which are shown in binary units. */
+const POWERS_OF_TWO = Array.from({ length: 60 }, (_, power) => 2 ** power);
 const NO_EVENTS: readonly ChartEvent[] = [];
 
 function colourOf(index: number): string {
@@ -80,8 +83,8 @@ function options(width: number, labels: readonly string[], { top, current, onHov
     cursor: { y: false, drag: { x: true, y: false, setScale: false } },
     scales: { x: { time: true }, y: { range: (_, __, max) => [0, top ?? (Math.max(max, 0) * 1.05 || 1)] } },
     axes: [
-      { ...axis, values: (_, splits, __, ___, every) => splits.map((at) => timeLabel(at, every)) },
-      { ...axis, size: 72, values: (_, splits) => splits.map((value) => current().format(value)) },
+      { ...axis, size: 28, values: (_, splits, __, ___, every) => splits.map((at) => timeLabel(at, every)) },
+      { ...axis, size: 72, ...(current().format === bytes ? { incrs: POWERS_OF_TWO } : {}), values: (_, splits) => splits.map((value) => current().format(value)) },
     ],
     series: [
       {},

@@ -541,6 +541,15 @@ class TestCommandLine:
             nodes=[{"count": 2, "vram_gib": 24}],
         )
 
+    def test_a_plan_names_its_model_as_explain_does(self) -> None:
+        """By its place or by the option, but not by both."""
+        hot.node("a", available_vram=20 * GIB)
+        assert run("plan", "m") == run("plan", "--model", "m")
+        with pytest.raises(CommandError, match="not allowed with argument"):
+            run("plan", "m", "--model", "m")
+        with pytest.raises(CommandError, match="MODEL"):
+            run("plan")
+
     def test_it_reads_as_text(self) -> None:
         node = hot.node("a", available_vram=20 * GIB)
         hot.replica(node, "m")

@@ -14,9 +14,9 @@ import pytest
 from nodes.decisions.snapshot_log import encode, find_changes, restore
 from nodes.loading.load_snapshots import decode_load, encode_load
 from nodes.placement import fit
-from nodes.placement.choose import Candidate, Need, Reason, find_refusal
+from nodes.placement.choose import Candidate, Need, Reason, choose_node, find_refusal
 from nodes.placement.evict import Eviction, ProtectionRules, Resident
-from nodes.placement.explain import Explanation, FleetView
+from nodes.placement.explain import Explanation, FleetView, explain_memory
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load, simulate_placements
 from tests.unit.placement.test_choose import view
 from tests.unit.placement.test_fit import files_of, folder
@@ -136,6 +136,19 @@ def test_no_load_is_placed_on_a_node_without_the_card_that_it_takes_a_share_of()
     for residents in ((), (resident(served=1000),)):
         explanation, eviction = decided([node()], share, *residents)
         assert (explanation.node, eviction) == (None, None)
+
+
+@pytest.mark.parametrize(("cards", "amount"), [(1, "90% of a GPU"), (2, "90% of each of 2 GPUs")])
+def test_a_share_of_a_card_is_not_given_in_bytes_where_there_is_no_card(cards: int, amount: str) -> None:
+    """It read "(0.0 GiB: n1 has 0.0 GiB free)"; nodes with a card still have their figures."""
+    share = Need(vram_required=True, vram_share=0.9, cards=cards)
+    sentence = f"1 without the VRAM it needs ({amount}: n1 reports no GPU)"
+    assert choose_node([node()], need=share).describe_refusals().endswith(sentence)
+    memory = explain_memory(FleetView([node()], share), (), ProtectionRules("m", NOW, {}, {}))
+    assert memory.describe() == f"not on n1: it reports no GPU, and the model needs {amount}"
+    with_card = node(2, free_vram=2**30, card_vram=10 * 2**30)
+    refusals = choose_node([node(), with_card], need=share).describe_refusals()
+    assert f"({9 * cards}.0 GiB: n2 has 1.0 GiB free, n1 reports no GPU)" in refusals
 
 
 @pytest.mark.rule("R2.41")
