@@ -487,6 +487,13 @@ def failing_load(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.ask(name)
 
 
+def failed_load_retried_by(sweep: Sweep, name: str, victim: Any) -> None:
+    """Once its engine has exited; it exits again."""
+    failing_load(sweep, name, None)
+    sweep.until(name, "failed")
+    retry(sweep, name, victim)
+
+
 def away(sweep: Sweep, name: str, victim: Any) -> None:
     """The worker leaves."""
     sweep.stop_worker()

@@ -26,7 +26,7 @@ export function Marks({ row }: { row: Row }): ReactNode {
     <>
       {row.upgrade !== null && <span className="pill info">update{target(row.upgrade) === "" ? " available" : ` to ${target(row.upgrade)}`}</span>}
       {row.drifted > 0 && <span className="pill warn">{count(row.drifted, "node differs", "nodes differ")}</span>}
-      {row.byAddress && <FromAddress />}
+      {row.byAddress && row.upgrade === null && <FromAddress />}
       {row.isSystem && <span className="tag">system</span>}
       {row.isVariant && <span className="tag">build</span>}
       {row.isDevelopment && <span className="tag">pre-release</span>}

@@ -40,7 +40,7 @@ export function ActivityPage(): ReactNode {
         ))}
         <input
           type="search"
-          className="input grow"
+          className="input activity-search"
           aria-label="Find operations"
           placeholder="Name, node, user, error or ID"
           value={choice.q}
