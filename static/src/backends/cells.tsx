@@ -10,7 +10,7 @@ import { SilenceNotice } from "../operations/lines";
 import { progressTimes } from "../operations/silence";
 import { phrase, place, stateOf } from "../operations/words";
 import { Tip } from "../ui/tip";
-import { backendAddress, FROM_ADDRESS, pendingOf, short, target, type Row } from "./installed-model";
+import { backendAddress, FROM_ADDRESS, pendingOf, short, target, versionText, type Row } from "./installed-model";
 
 export function BackendLink({ name }: { name: string }): ReactNode {
   return (
@@ -49,7 +49,7 @@ export function FromAddress(): ReactNode {
 export function Version({ version, digest }: { version: string; digest: string }): ReactNode {
   return (
     <>
-      <bdi>{version === "" ? "–" : `v${version.replace(/^v/, "")}`}</bdi>
+      <bdi>{versionText(version) || "–"}</bdi>
       {digest !== "" && (
         <Tip text={digest}>
           <code className="muted" tabIndex={0}>

@@ -23,7 +23,7 @@ import { BackendLink, Failure, FromAddress, Marks, Version, WorkPills, workOn } 
 import type { Verb } from "./installed-calls";
 import { useInstalled, type InstalledData } from "./installed-data";
 import { ChangeDialog, type Change } from "./installed-dialog";
-import { FROM_ADDRESS, outdated, rowsOf, target, type Place, type Row } from "./installed-model";
+import { FROM_ADDRESS, outdated, rowsOf, target, versionText, type Place, type Row } from "./installed-model";
 import { InstallPicker } from "./picker";
 import { byName } from "./runs";
 import { isLoaded, useThrottledNodes, type NodesById } from "./throttled-nodes";
@@ -187,7 +187,7 @@ function Facts({ row, offers }: { row: Row | undefined; offers: readonly Entry[]
   const [offer] = offers;
   const facts: readonly (readonly [name: string, value: ReactNode])[] = [
     ["Installed", row !== undefined && <Version version={row.version} digest={row.digest} />],
-    ["Available", row?.upgrade != null ? target(row.upgrade) || "another build" : each(offers.map(({ version }) => version))],
+    ["Available", row?.upgrade != null ? target(row.upgrade) || "another build" : each(offers.map(({ version }) => versionText(version)))],
     ["Size", row !== undefined && sizes(row.places)],
     ["Licence", each(offers.map(({ license }) => license))],
     ["Gallery", each(offers.map(({ gallery }) => gallery))],
@@ -264,10 +264,13 @@ const PLACES: readonly Column<Place>[] = [
     title: "Version",
     value: ({ version }) => version || null,
     cell: ({ version, digest, differs, fromAddress }) => (
-      <>
-        <Version version={version} digest={digest} /> {differs && <span className="pill warn">differs</span>}
+      <div className="row wrap">
+        <span>
+          <Version version={version} digest={digest} />
+        </span>{" "}
+        {differs && <span className="pill warn">differs</span>}
         {fromAddress && <FromAddress />}
-      </>
+      </div>
     ),
   },
   { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size || null, cell: ({ size }) => (size > 0 ? bytes(size) : "–") },

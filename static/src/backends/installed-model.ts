@@ -205,9 +205,14 @@ export function outdated(row: Row): LiveNode[] {
 
 /** The result of an upgrade: `v1.2`, the beginning of a digest, or equal nodes. */
 export function target(upgrade: UpgradeInfo): string {
-  if (upgrade.available_version !== "") return `v${upgrade.available_version.replace(/^v/, "")}`;
+  if (upgrade.available_version !== "") return versionText(upgrade.available_version);
   if (upgrade.available_digest !== undefined) return short(upgrade.available_digest);
   return "";
+}
+
+/** `v1.2.3`; "" without a version. */
+export function versionText(version: string): string {
+  return version === "" ? "" : `v${version.replace(/^v/, "")}`;
 }
 
 /** The beginning of a digest, enough to distinguish two. */

@@ -21,7 +21,7 @@ import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import "./backends.css";
 import { addressOfSearch, installedOn, runsOn, runsOnText, search, searchIn, summary, useCatalogue, type Catalogue, type Entry } from "./catalogue";
-import { BackendLink } from "./cells";
+import { BackendLink, Version } from "./cells";
 import { InstalledView } from "./installed";
 import { InstallPicker } from "./picker";
 import { isLoaded, useThrottledNodes } from "./throttled-nodes";
@@ -170,7 +170,7 @@ function List({ entries, capabilities, onInstall }: ListProps): ReactNode {
   const columns = useMemo(
     (): readonly Column<Entry>[] => [
       { key: "backend", title: "Backend", value: nameOf, cell: (entry) => <Name entry={entry} /> },
-      { key: "version", title: "Version", value: ({ version }) => version || null, cell: ({ version }) => (version === "" ? "–" : <bdi>{version}</bdi>) },
+      { key: "version", title: "Version", value: ({ version }) => version || null, cell: ({ version }) => <Version version={version} digest="" /> },
       { key: "license", title: "Licence", value: ({ license }) => license || null, cell: ({ license }) => (license === "" ? "–" : <bdi>{license}</bdi>) },
       { key: "able", title: "Runs on", largestFirst: true, value: (entry) => runsOn(entry, capabilities).able, cell: (entry) => <span className="muted">{runsOnText(runsOn(entry, capabilities))}</span> },
       {
