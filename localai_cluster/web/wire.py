@@ -1,18 +1,19 @@
-"""Requests and responses of raw routes: bodies, headers, the error envelope of inference."""
+"""Requests and responses of raw routes: bodies, headers, slow clients, the error envelope of inference."""
 
+import asyncio
 import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 import msgspec
 import orjson
 from django.utils.functional import Promise
 from msgspec import UNSET, UnsetType
 
-from localai_cluster.kit import untrusted
+from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 
 Message = MutableMapping[str, Any]
@@ -144,6 +145,66 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
 
 
 MALFORMED = "invalid request body"
+
+
+class CancelScope:
+    """A block that `cancel` ends with an error: the block's task is cancelled, and the block raises it."""
+
+    _error: Exception | None = None
+    _has_ended = False
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        return self
+
+    def cancel(self, error: Exception) -> None:
+        """End the block with this error; do nothing if it has ended, as a late callback may ask."""
+        if self._error is None and not self._has_ended:
+            self._error = error
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._has_ended = True
+        if self._error is not None:
+            # Whoever else has cancelled the task goes first.
+            is_ours = self._task.uncancel() <= self._cancelling
+            if is_ours and kind is asyncio.CancelledError:
+                raise self._error from None
+
+
+class Outgoing(CancelScope):
+    """The connection to the client; raises Disconnected when that reads nothing for the silence limit."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    def __enter__(self) -> Self:
+        stall = conf.cluster().stream_stall
+        self._limit = clock.SilenceTimer(stall, math.inf, lambda: self.cancel(Disconnected()))
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._limit.close()
+        super().__exit__(kind)
+
+    async def head(self, headers: list[Header]) -> None:
+        """Send status and headers."""
+        await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def body(self, events: bytes) -> None:
+        """Send a piece of the body."""
+        await self._send_message({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, last: bytes) -> None:
+        """Send the last piece of the body."""
+        await self._send_message({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_message(self, message: Message) -> None:
+        self._limit.begin()
+        await self._send(message)
+        self._limit.pause()
 
 
 def is_json(content_type: str) -> bool:

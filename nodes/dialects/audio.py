@@ -21,7 +21,6 @@ from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendFailed, Unimplemented
 from localai_cluster.rpc.messages import (
     Reply,
@@ -185,12 +184,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
             StreamFormat(_Pieces(), DONE),
             _stream_transcript(request, upload, call_options),
         )
-
-    async def work(engine: BackendClient) -> TranscriptResult:
-        async with _stored_call(request, upload, call_options) as call:
-            return await engine.transcribe(call, request.deadline - clock.monotonic())
-
-    result = await gateway.current().run(request, work)
+    result = await _transcribe(request, upload, call_options)
     granularities = body.timestamp_granularities or ["segment"]
     content, kind = render_transcript(
         body.response_format or "json", result, "word" in granularities, "segment" in granularities
@@ -228,12 +222,22 @@ async def _stored_call(
         yield call
 
 
+async def _transcribe(
+    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
+) -> TranscriptResult:
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine, _stored_call(request, upload, call_options) as call:
+            return await engine.transcribe(call, request.deadline - clock.monotonic())
+
+
 async def _stream_transcript(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncGenerator[TextDelta, None]:
     """Yield pieces as they arrive, and at the end the complete text if the engine reports it, else ""."""
-    for attempt in gateway.current().attempts(request):
-        async with attempt as engine, _stored_call(request, upload, call_options) as call:
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine, _stored_call(request, upload, call_options) as call:
             transcript, first = "", request.deadline - clock.monotonic()
             replies = engine.transcribe_stream(call).within(first, conf.cluster().stream_stall)
             try:
@@ -338,7 +342,7 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spok
                 _stream_speech(request, call, body.response_format != "pcm"),
                 lambda: [(b"content-type", kind), *headers()],
             )
-        file = await gateway.current().run(request, lambda engine: _synthesize(request, engine, call))
+        file = await _synthesize(request, call)
         format_name = format_of(file.read(_HEAD))
         if body.response_format not in (None, format_name):
             file.close()
@@ -380,22 +384,25 @@ def _engine_request(body: SpeechBody, model: str) -> TTSRequest:
     return call
 
 
-async def _synthesize(request: InferenceRequest, engine: BackendClient, template: TTSRequest) -> IO[bytes]:
-    async with open_files(request) as files:
-        call = TTSRequest()
-        call.CopyFrom(template)
-        call.dst = await files.temp()
-        result = await engine.speak(call, request.deadline - clock.monotonic())
-        if not result.success:
-            raise BackendFailed(result.message or None)
-        return await files.fetch(call.dst)
+async def _synthesize(request: InferenceRequest, template: TTSRequest) -> IO[bytes]:
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine, open_files(request) as files:
+            call = TTSRequest()
+            call.CopyFrom(template)
+            call.dst = await files.temp()
+            result = await engine.speak(call, request.deadline - clock.monotonic())
+            if not result.success:
+                raise BackendFailed(result.message or None)
+            return await files.fetch(call.dst)
 
 
 async def _stream_speech(
     request: InferenceRequest, call: TTSRequest, has_header: bool
 ) -> AsyncGenerator[bytes, None]:
-    for attempt in gateway.current().attempts(request):
-        async with attempt as engine:
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine:
             first, rate = request.deadline - clock.monotonic(), USUAL_RATE
             replies = engine.speak_stream(call).within(first, conf.cluster().stream_stall)
             async with aclosing(replies):

@@ -10,7 +10,6 @@ import msgspec
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendFailed
 from localai_cluster.rpc.messages import GenerateImageRequest
 from localai_cluster.web import wire
@@ -99,7 +98,7 @@ async def generate(request: InferenceRequest) -> Answer:
     definition = await find_definition(body.model)
     request.model = definition.name
     calls = _calls(body, definition.model, definition.generation.defaults)
-    images = await gateway.current().run(request, lambda engine: _draw_images(request, engine, calls))
+    images = await _draw_images(request, calls)
     content = await asyncio.to_thread(
         render_response, request.request_id, int(clock.now().timestamp()), images
     )
@@ -139,25 +138,25 @@ def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) ->
     ]
 
 
-async def _draw_images(
-    request: InferenceRequest, engine: BackendClient, calls: Sequence[GenerateImageRequest]
-) -> list[bytes]:
+async def _draw_images(request: InferenceRequest, calls: Sequence[GenerateImageRequest]) -> list[bytes]:
     """Generate the images sequentially: each one occupies the whole engine."""
-    images: list[bytes] = []
-    async with open_files(request) as files:
-        for template in calls:
-            call = GenerateImageRequest()
-            call.CopyFrom(template)
-            call.dst = await files.temp()
-            result = await engine.draw(call, request.deadline - clock.monotonic())
-            if not result.success:
-                raise BackendFailed(result.message or None)
-            remaining = LARGEST_ANSWER - sum(map(len, images))
-            with await files.fetch(call.dst) as file:
-                images.append(file.read(remaining + 1))
-            if len(images[-1]) > remaining:
-                raise BackendFailed(f"the images have more than {LARGEST_ANSWER} bytes")
-    return images
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine, open_files(request) as files:
+            images: list[bytes] = []
+            for template in calls:
+                call = GenerateImageRequest()
+                call.CopyFrom(template)
+                call.dst = await files.temp()
+                result = await engine.draw(call, request.deadline - clock.monotonic())
+                if not result.success:
+                    raise BackendFailed(result.message or None)
+                remaining = LARGEST_ANSWER - sum(map(len, images))
+                with await files.fetch(call.dst) as file:
+                    images.append(file.read(remaining + 1))
+                if len(images[-1]) > remaining:
+                    raise BackendFailed(f"the images have more than {LARGEST_ANSWER} bytes")
+            return images
 
 
 def render_response(identifier: str, created: int, images: Sequence[bytes]) -> bytes:

@@ -15,7 +15,6 @@ from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Forbidden, NotFound, Unavailable
-from localai_cluster.rpc.client import BackendClient
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.definitions import files, folder
@@ -331,7 +330,7 @@ async def _load_or_unload(
         await _unload(request, definition.name)
     else:
         request.model = definition.name
-        await gateway.current().run(request, _nothing)
+        await _load(request)
     end = {
         "model": body.model,
         "created_at": ollama.format_time(int(clock.now().timestamp())),
@@ -342,8 +341,12 @@ async def _load_or_unload(
     return _answer([end], body.stream)
 
 
-async def _nothing(engine: BackendClient) -> None:
-    """Do no work: the pick has loaded the model."""
+async def _load(request: InferenceRequest) -> None:
+    """Pick a replica, which loads the model if none serves it, and make no call."""
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts:
+            return
 
 
 async def _unload(request: InferenceRequest, model: str) -> None:

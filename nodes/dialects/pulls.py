@@ -13,12 +13,12 @@ import msgspec
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Forbidden
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer, Send
+from localai_cluster.web.wire import Answer, Outgoing, Send
 from nodes.dialects import ollama
 from nodes.dialects.models import PullBody
 from nodes.downloads.imports import request_import
 from nodes.gateway import gateway
-from nodes.gateway.endpoint import Outgoing, Played, confirm
+from nodes.gateway.endpoint import Played, confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.sources import inspection

@@ -143,15 +143,22 @@ async def compute_embeddings(
     if "numpy" not in sys.modules:  # it takes 100 ms and 10 MB, and only embeddings need it
         await asyncio.to_thread(import_module, "numpy")
     try:
-        results = await gateway.current().run(
-            request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
-        )
+        results = await _call_replica(request, options, body.inputs)
     except InvalidInput as refusal:
         refusal.field = refusal.field or field
         raise
     for result in results:
         _check_result(result, body.dimensions)
     return results
+
+
+async def _call_replica(
+    request: InferenceRequest, options: PredictOptions, texts: Sequence[Input]
+) -> Sequence[EmbeddingResult]:
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine:
+            return await _call_engine(engine, options, texts, request.deadline)
 
 
 async def _call_engine(
@@ -358,11 +365,10 @@ async def _rank(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
     call = RerankRequest(
         query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model
     )
-
-    async def work(engine: BackendClient) -> RerankResult:
-        return await engine.rerank(call, request.deadline - clock.monotonic())
-
-    return body, await gateway.current().run(request, work)
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine:
+            return body, await engine.rerank(call, request.deadline - clock.monotonic())
 
 
 class CohereEntry(ResponseBody):

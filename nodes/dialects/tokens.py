@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 
 from localai_cluster.kit import clock
-from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
@@ -55,11 +54,14 @@ async def tokenize(request: InferenceRequest) -> Answer:
     definition = await find_definition(body.model)
     request.model = definition.name
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
+    return wire.json_answer(TokensResponse(tokens=await _token_ids(request, options)))
 
-    async def work(engine: BackendClient) -> list[int]:
-        return list((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
 
-    return wire.json_answer(TokensResponse(tokens=await gateway.current().run(request, work)))
+async def _token_ids(request: InferenceRequest, options: PredictOptions) -> list[int]:
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine:
+            return list((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
 
 
 async def detokenize(request: InferenceRequest) -> Answer:
@@ -68,11 +70,11 @@ async def detokenize(request: InferenceRequest) -> Answer:
     definition = await find_definition(body.model)
     request.model = definition.name
     call = DetokenizeRequest(tokens=body.tokens)
-
-    async def work(engine: BackendClient) -> str:
-        return (await engine.detokenize(call, request.deadline - clock.monotonic())).content
-
-    return wire.json_answer(TextResponse(content=await gateway.current().run(request, work)))
+    attempts = gateway.attempts(request)
+    while True:
+        async with attempts as engine:
+            text = (await engine.detokenize(call, request.deadline - clock.monotonic())).content
+            return wire.json_answer(TextResponse(content=text))
 
 
 async def count_tokens(request: InferenceRequest) -> Answer:
@@ -85,8 +87,4 @@ async def count_tokens(request: InferenceRequest) -> Answer:
     if prompt.rendered is None:
         texts = [message.content for message in prompt.messages]
         options.Prompt = "\n".join([*texts, prompt.tools] if prompt.tools else texts)
-
-    async def work(engine: BackendClient) -> int:
-        return len((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
-
-    return wire.json_answer(CountResponse(input_tokens=await gateway.current().run(request, work)))
+    return wire.json_answer(CountResponse(input_tokens=len(await _token_ids(request, options))))

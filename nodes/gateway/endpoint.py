@@ -20,11 +20,10 @@ import asyncio
 import base64
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
@@ -33,7 +32,7 @@ from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailab
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import bodies, throttle, wire
-from localai_cluster.web.wire import Answer, Header, Receive, Scope, Send
+from localai_cluster.web.wire import Answer, CancelScope, Outgoing, Receive, Scope, Send
 from nodes.gateway import gateway
 from nodes.gateway.request import InferenceRequest
 
@@ -63,33 +62,6 @@ class Played(Protocol):
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
-
-
-class CancelScope:
-    """A block that `cancel` ends with an error: the block's task is cancelled, and the block raises it."""
-
-    _error: Exception | None = None
-    _has_ended = False
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        return self
-
-    def cancel(self, error: Exception) -> None:
-        """End the block with this error; do nothing if it has ended, as a late callback may ask."""
-        if self._error is None and not self._has_ended:
-            self._error = error
-            self._task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._has_ended = True
-        if self._error is not None:
-            # Whoever else has cancelled the task goes first.
-            is_ours = self._task.uncancel() <= self._cancelling
-            if is_ours and kind is asyncio.CancelledError:
-                raise self._error from None
 
 
 class _Unanswered(CancelScope):
@@ -146,39 +118,6 @@ class _UntilDisconnected(CancelScope):
             self._watch.remove_done_callback(self._end)
             self._watch.cancel()
         super().__exit__(kind)
-
-
-class Outgoing(CancelScope):
-    """The connection to the client; raises Disconnected when that reads nothing for the silence limit."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    def __enter__(self) -> Self:
-        stall = conf.cluster().stream_stall
-        self._limit = clock.SilenceTimer(stall, math.inf, lambda: self.cancel(wire.Disconnected()))
-        return super().__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._limit.close()
-        super().__exit__(kind)
-
-    async def head(self, headers: list[Header]) -> None:
-        """Send status and headers."""
-        await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def body(self, events: bytes) -> None:
-        """Send a piece of the body."""
-        await self._send_message({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end(self, last: bytes) -> None:
-        """Send the last piece of the body."""
-        await self._send_message({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send_message(self, message: dict[str, Any]) -> None:
-        self._limit.begin()
-        await self._send(message)
-        self._limit.pause()
 
 
 @dataclass(frozen=True)

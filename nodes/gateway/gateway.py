@@ -6,13 +6,10 @@ all release the replica. If a replica is dead, the next one is tried.
 """
 
 import asyncio
-import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
 
 from django.db import Error as DatabaseError
 
@@ -71,17 +68,12 @@ async def find_definition(name: str) -> Definition:
     return definition
 
 
-T = TypeVar("T")
-
 MAX_REPLICAS = 4
 """Limit on the replicas that one request tries."""
 MAX_LOADS = 3
 """Loads that succeed without yielding a replica before a request gives up (C34)."""
 PROBE_SECONDS = 2.0
 """Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
-
-Work = Callable[[BackendClient], Awaitable[T]]
-"""The calls to one engine; they must finish by the request's `deadline`."""
 
 
 def wait_until(*, is_patient: bool = False) -> float:
@@ -103,17 +95,6 @@ class Gateway:
         self._loads = loads
         self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
         """Running health calls, by (address, token); concurrent failures there share one call."""
-
-    def attempts(self, request: InferenceRequest) -> "Attempts":
-        """Return the attempts of a request."""
-        return Attempts(self, request)
-
-    async def run(self, request: InferenceRequest, work: "Work[T]") -> T:
-        """Return the result of `work` on one replica; raise ClusterErrors as `Attempts` does."""
-        for attempt in self.attempts(request):
-            async with attempt as engine:
-                return await work(engine)
-        raise AssertionError("the last attempt returns or raises")
 
     async def acquire(self, request: InferenceRequest) -> Replica:
         """Pick a replica and count the request in; wait for a load if none is loaded."""
@@ -181,9 +162,10 @@ class Gateway:
 
 
 class Attempts:
-    """The attempts of one request: `for attempt in attempts: async with attempt as engine: return …`.
+    """The attempts of one request: `while True: async with attempts as engine: return …`.
 
-    Entering an attempt picks a replica. The body makes the calls; leaving it counts the request out. A
+    Entering picks a replica. The body makes the calls, which must finish by the request's `deadline`; leaving
+    it counts the request out. A
     replica that did no work (dead, busy, or holding another model) is followed by an attempt on the next one
     or on a loaded one. A replica whose connection broke during the call is replaced only once, because the
     request itself may have crashed it. Any other error is raised, and every error is once the response has
@@ -198,9 +180,6 @@ class Attempts:
         self._request = request
         self._count = self._losses = 0
         request.wait_until = wait_until(is_patient=request.is_patient)
-
-    def __iter__(self) -> Iterator["Attempts"]:
-        return itertools.repeat(self)
 
     async def __aenter__(self) -> BackendClient:
         request = self._request
@@ -260,6 +239,11 @@ def current() -> Gateway:
     if _running is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
     return _running.gateway
+
+
+def attempts(request: InferenceRequest) -> Attempts:
+    """Return the attempts of a request in this process."""
+    return Attempts(current(), request)
 
 
 def wake_ups() -> WakeUps:

@@ -276,10 +276,10 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
     """Return the deltas of a complete response, made by one replica."""
     try:
         calls = await _prepare(request, generation)
-        for attempt in gateway.current().attempts(request):
-            async with attempt as engine:
+        attempts = gateway.attempts(request)
+        while True:
+            async with attempts as engine:
                 return [delta async for delta in await calls.start(engine)]
-        raise AssertionError("the last attempt returns or raises")
     except InvalidInput as refusal:
         raise rename_field(refusal, generation) from None
 
@@ -288,8 +288,9 @@ async def stream(request: InferenceRequest, generation: Generation) -> AsyncGene
     """Yield the deltas of a response. Once the reader sets `request.begun`, no other replica is tried."""
     try:
         calls = await _prepare(request, generation)
-        for attempt in gateway.current().attempts(request):
-            async with attempt as engine, aclosing(await calls.start(engine)) as deltas:
+        attempts = gateway.attempts(request)
+        while True:
+            async with attempts as engine, aclosing(await calls.start(engine)) as deltas:
                 async for delta in deltas:
                     yield delta
                 return

@@ -17,9 +17,9 @@ from typing import IO
 
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer, Header, Send
+from localai_cluster.web.wire import Answer, Header, Outgoing, Send
 from nodes.gateway import generate
-from nodes.gateway.endpoint import Outgoing, until_stop
+from nodes.gateway.endpoint import until_stop
 from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
@@ -67,7 +67,7 @@ class EventStream:
             if producer.cancel():
                 await asyncio.gather(producer, return_exceptions=True)
 
-    async def _send_all(self, client: "Outgoing", producer: "asyncio.Future[None]") -> tuple[int, bytes]:
+    async def _send_all(self, client: Outgoing, producer: "asyncio.Future[None]") -> tuple[int, bytes]:
         last = await self._send_deltas(client)
         try:
             await self._check_end(producer)
@@ -119,7 +119,7 @@ class EventStream:
         self._is_quiet = True
         self._ticker = asyncio.get_running_loop().call_later(QUIET, self._tick)
 
-    async def _send_deltas(self, client: "Outgoing") -> bytes:
+    async def _send_deltas(self, client: Outgoing) -> bytes:
         """Send deltas until their production has ended or failed; return the events of the last ones."""
         while True:
             deltas = await self._pipe.take()
@@ -136,7 +136,7 @@ class EventStream:
             else:
                 await self._keep_alive(client)
 
-    async def _keep_alive(self, client: "Outgoing") -> None:
+    async def _keep_alive(self, client: Outgoing) -> None:
         """Send a keep-alive if a replica is working; until then errors still set the status."""
         if not self._has_started and (
             self._request.replica is None or self._quiet_replica != self._request.replica
@@ -146,7 +146,7 @@ class EventStream:
         await self._begin(client)
         await client.body(self._rendering.keep_alive)
 
-    async def _begin(self, client: "Outgoing") -> None:
+    async def _begin(self, client: Outgoing) -> None:
         if not self._has_started:
             self._has_started = True
             kind = (b"content-type", self._rendering.kind)

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from localai_cluster.web.wire import Disconnected
-from nodes.gateway.endpoint import CancelScope
+from localai_cluster.web.wire import CancelScope, Disconnected
 
 
 @pytest.mark.rule("R2.73")

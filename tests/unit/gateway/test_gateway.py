@@ -24,8 +24,9 @@ from localai_cluster.rpc.errors import (
     Refused,
     Rejected,
 )
-from nodes.gateway import endpoint, gateway
-from nodes.gateway.gateway import MAX_REPLICAS, Gateway
+from localai_cluster.web import wire
+from nodes.gateway import gateway
+from nodes.gateway.gateway import MAX_REPLICAS, Attempts, Gateway
 from nodes.gateway.picks import Picker
 from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.gateway.request import InferenceRequest, Replica
@@ -75,11 +76,17 @@ class Played:
 
     def run(self) -> str:
         """The answer, or the error that the caller gets."""
-        picker, clients = cast(Picker, self.replicas), cast(ClientPool, self.replicas)
         try:
-            return asyncio.run(Gateway(picker, clients, cast(Loads, None)).run(self.request, self.work))
+            return asyncio.run(self._answer())
         finally:
             assert self.replicas.acquired == self.replicas.released
+
+    async def _answer(self) -> str:
+        picker, clients = cast(Picker, self.replicas), cast(ClientPool, self.replicas)
+        attempts = Attempts(Gateway(picker, clients, cast(Loads, None)), self.request)
+        while True:
+            async with attempts as engine:
+                return await self.work(engine)
 
 
 @pytest.mark.parametrize("error", [Rejected, BackendFailed, DeadlineExceeded])
@@ -169,7 +176,7 @@ async def test_a_block_is_ended_with_an_error_but_a_foreign_cancellation_goes_fi
     assert task is not None
 
     async def nested() -> None:
-        with endpoint.CancelScope() as outer, endpoint.CancelScope():
+        with wire.CancelScope() as outer, wire.CancelScope():
             outer.cancel(Unavailable("outer"))
             await asyncio.sleep(0)
 
@@ -178,7 +185,7 @@ async def test_a_block_is_ended_with_an_error_but_a_foreign_cancellation_goes_fi
     assert task.cancelling() == 0
 
     async def work() -> None:
-        with endpoint.CancelScope() as scope:
+        with wire.CancelScope() as scope:
             asyncio.get_running_loop().call_soon(scope.cancel, Unavailable("ours"))
             await asyncio.Event().wait()
 
