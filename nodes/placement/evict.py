@@ -237,7 +237,7 @@ def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
     free, gpus = add_freed_memory(
         node.free_vram,
         node.gpus,
-        ((resident.vram, resident.gpus) for resident in freed),
+        [(resident.vram, resident.gpus) for resident in freed],
         most=node.most_vram,
         gpu_totals=node.gpu_totals,
     )

@@ -114,7 +114,7 @@ def _after_stops(
     return add_freed_memory(
         free,
         rooms,
-        ((replica.vram, replica.gpus) for replica in soon),
+        [(replica.vram, replica.gpus) for replica in soon],
         most=fleet_cache.most_free(vars(node)),
         gpu_totals=fleet_cache.gpu_totals(vars(node)),
     )

@@ -197,7 +197,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
             operation.progress = operation.current_bytes = operation.total_bytes = 0
             operation.file_index = operation.total_files = operation.bytes_per_second = 0
             operation.last_progress_at, operation.time_limit_at = now, None
-        targets.restart_targets(operation for operation in due if operation.fence > 1)
+        targets.restart_targets([operation for operation in due if operation.fence > 1])
         update_rows(due, _CLAIMED)
         emit(due)
     return due
