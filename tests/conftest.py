@@ -188,10 +188,10 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
-    from nodes.decisions import snapshot_log
+    from nodes.decisions import decision_log
     from nodes.loading import load_explanation  # noqa: F401 - not within a test, whose calls are counted
 
-    snapshot_log.start_new_base()
+    decision_log.start_new_base()
 
 
 def _unusable() -> bool:

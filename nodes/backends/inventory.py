@@ -34,7 +34,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
-from nodes.replicas.engine_ends import end_unlisted
+from nodes.replicas.engines import end_unlisted
 from nodes.replicas.evidence import Running
 from nodes.replicas.reserved_memory import CLOCKS_DIFFER
 from operations.changes import events

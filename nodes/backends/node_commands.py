@@ -31,7 +31,7 @@ from nodes.commands.commands import DELETE_TIMEOUT, Worker
 from nodes.commands.outcomes import CommandFailed, Done, NotSent, Outcome, Refused, StillRunning
 from nodes.commands.shared_commands import OnProgress
 from nodes.models import BackendNode, NodeBackend
-from nodes.replicas import engine_ends
+from nodes.replicas import engines
 from operations.executor.work import in_thread
 from operations.ledger.progress import Tick
 
@@ -320,11 +320,11 @@ async def _run_and_retire(
     bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]
 ) -> Outcome[R]:
     """Run a command that stops engines; remove their rows and return its outcome."""
-    before = await in_thread(engine_ends.engine_ids, node.id)
+    before = await in_thread(engines.engine_ids, node.id)
     outcome = await command()
     if isinstance(outcome, Done | Refused):
         keys = outcome.reply.stopped_process_keys if outcome.reply.reports_stopped_processes else ()
-        retired = await in_thread(engine_ends.end_stopped, node.id, keys, among=before) if keys else []
+        retired = await in_thread(engines.end_stopped, node.id, keys, among=before) if keys else []
         if retired:
             log.info("node %s stopped %s", node.name, ", ".join(retired))
         with contextlib.suppress(TimeoutError):

@@ -14,9 +14,8 @@ from uuid import UUID
 
 import msgspec
 
-from nodes.decisions import decision_log, snapshot_log
-from nodes.decisions.decision_log import DecisionRecord
-from nodes.decisions.snapshot_log import Section, SnapshotRef, State
+from nodes.decisions import decision_log
+from nodes.decisions.decision_log import DecisionRecord, Section, SnapshotRef, State
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
 from nodes.scheduling.snapshot import (
@@ -47,7 +46,7 @@ def record_decisions(
     if not new:
         return None
     rules_of_new = {decision.model: rules[decision.model] for decision in new}
-    snapshot = snapshot_log.store_snapshot(encode_rules(fleet, rules_of_new, now, tick=tick), now=now)
+    snapshot = decision_log.store_snapshot(encode_rules(fleet, rules_of_new, now, tick=tick), now=now)
     decision_log.record_all((_new_record(one, snapshot, outcome(one)) for one in new), now=now)
     return snapshot
 

@@ -48,7 +48,7 @@ from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.registry import dial_targets
-from nodes.replicas import engine_ends, fleet_queries, slots
+from nodes.replicas import engines, fleet_queries, slots
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, WakeUps, Work, in_thread
 from operations.ledger.admission import Requester
@@ -237,7 +237,7 @@ class LoadModel:
         check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
-            engine_ends.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
+            engines.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
         ):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(retired))
         return engine

@@ -17,8 +17,8 @@ from django.db.models import Q
 
 from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.web.shapes import Row
-from nodes.decisions import decision_log, fleet_cache, scale_records, snapshot_log
-from nodes.decisions.snapshot_log import SnapshotRef, State
+from nodes.decisions import decision_log, fleet_cache, scale_records
+from nodes.decisions.decision_log import SnapshotRef, State
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import folder
 from nodes.loading import load_attempts, load_info, load_request, load_snapshots
@@ -348,7 +348,7 @@ def replay(record: PlacementRecord) -> ReplayedDecision | None:
         return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
-    state = snapshot_log.read_snapshot(SnapshotRef(record.base, record.position))
+    state = decision_log.read_snapshot(SnapshotRef(record.base, record.position))
     if state is None:
         return None
     if record.kind == DecisionKind.SCALE:

@@ -22,9 +22,8 @@ from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import INSTALL
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
-from nodes.decisions import decision_log, fleet_cache, snapshot_log
-from nodes.decisions.decision_log import DecisionRecord
-from nodes.decisions.snapshot_log import SnapshotSections
+from nodes.decisions import decision_log, fleet_cache
+from nodes.decisions.decision_log import DecisionRecord, SnapshotSections
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts, load_request
 from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
@@ -206,7 +205,7 @@ def _reserve(
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None
     now, definition, layers = clock.now(), wanted.definition, explanation.gpu_layers
-    snapshot_ref = snapshot_log.store_snapshot(
+    snapshot_ref = decision_log.store_snapshot(
         encode_load(str(load), definition.name, question, victims), now=now
     )
     return slots.reserve(
@@ -274,7 +273,7 @@ async def _no_node(
 
 def _record(operation: Operation, explanation: Explanation, fleet_sections: SnapshotSections) -> None:
     now = clock.now()
-    snapshot_ref = snapshot_log.store_snapshot(fleet_sections, now=now)
+    snapshot_ref = decision_log.store_snapshot(fleet_sections, now=now)
     decision_log.record(DecisionRecord(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 

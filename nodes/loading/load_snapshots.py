@@ -17,7 +17,7 @@ from uuid import UUID
 
 import msgspec
 
-from nodes.decisions.snapshot_log import Section, State
+from nodes.decisions.decision_log import Section, State
 from nodes.placement.choose import Candidate
 from nodes.placement.evict import Eviction, Resident
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion

@@ -194,7 +194,7 @@ def _consistent() -> list[models.CheckConstraint]:
 class NodeModel(models.Model):
     """One replica: a backend process that serves one model on one node (R1.4, R1.5).
 
-    No cascade deletes it: a node is removed after its engines (`nodes/replicas/engine_ends.py`).
+    No cascade deletes it: a node is removed after its engines (`nodes/replicas/engines.py`).
     """
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)

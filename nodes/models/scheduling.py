@@ -231,7 +231,7 @@ class PlacementRecord(models.Model):
 
 
 class PlacementLog(models.Model):
-    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`snapshot_log.py`)."""
+    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`decision_log.py`)."""
 
     id = models.BigAutoField(primary_key=True)
     base = models.UUIDField(default=uuid.uuid4)

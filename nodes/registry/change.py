@@ -27,7 +27,7 @@ from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts, facts_of
 from nodes.registry.timeline import Entry
-from nodes.replicas import engine_ends, fleet_queries
+from nodes.replicas import engines, fleet_queries
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Change:
         if ended_replicas == "all" or (
             ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):
-            engine_ends.depart(self.node.id, now=self.now)
+            engines.depart(self.node.id, now=self.now)
 
 
 def save_all(changes: Sequence[Change]) -> None:
@@ -284,7 +284,7 @@ def remove_all(nodes: BackendNodeQuerySet, actor: Actor, *, now: datetime, reaso
         ids = [node.id for node in removed]
         if not ids:
             return set()
-        engine_ends.forget_nodes(*ids)
+        engines.forget_nodes(*ids)
         bus_credentials.revoke(ids, now)
         if users := [node.auth_user_id for node in removed if node.auth_user_id is not None]:
             get_user_model().objects.filter(pk__in=users).delete()
@@ -324,6 +324,6 @@ def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:
         return
     ids = [entry.node_id for entry in entries]
     if states.TRANSITIONS[event].replicas == "all":
-        engine_ends.depart(*ids, now=now)
+        engines.depart(*ids, now=now)
     timeline.record(*entries, at=now)
     events.notify(events.NODES, *map(str, ids))

@@ -36,7 +36,7 @@ from nodes.registry import (
 from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_all
 from nodes.registry.labels import check_labels, reported_labels
 from nodes.registry.states import Event, facts_of
-from nodes.replicas import engine_ends
+from nodes.replicas import engines
 from nodes.replicas.states import STARTS_WITHIN
 from nodes.scheduling.passes import clear_cooldowns
 
@@ -436,7 +436,7 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
         keep = [row.pk for row in rows[node.id] if _still_runs(row, registration, node.weak_identity)]
         ended = [row.pk for row in rows[node.id] if _has_ended(row, registration, now)]
         if len(keep) < len(rows[node.id]):
-            engine_ends.depart(node.id, now=now, keep=keep, ended=ended)
+            engines.depart(node.id, now=now, keep=keep, ended=ended)
 
 
 def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:

@@ -20,7 +20,7 @@ from django.db.models import Q
 from localai_cluster.kit.leases import claim_rows, update_rows
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import engine_ends, terminations
+from nodes.replicas import engines, terminations
 from nodes.replicas.evidence import CheckResult, Suspect
 from nodes.replicas.statements import Rows
 from operations.changes import events
@@ -101,7 +101,7 @@ def record_results(findings: Mapping[Suspect, CheckResult], *, now: datetime) ->
             row.exit_reported = finding.exit_reported
         update_rows([row for row, finding in results if not finding.gone], _RESULT_COLUMNS)
         ended_rows = [row for row, finding in results if finding.gone]
-        engine_ends.end_confirmed([row for row, finding in results if finding.gone and finding.confirmed])
+        engines.end_confirmed([row for row, finding in results if finding.gone and finding.confirmed])
         if silent := [row.pk for row, finding in results if finding.gone and not finding.confirmed]:
             terminations.lose_all(silent, now=now)
     return [missed[row.pk] for row in ended_rows]

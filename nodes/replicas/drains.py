@@ -17,8 +17,8 @@ from django.db.models.functions import Cast, Least
 from localai_cluster.kit.leases import lock_free
 from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import lifecycle
-from nodes.replicas.lifecycle import Engine
+from nodes.replicas import engines
+from nodes.replicas.engines import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations import targets
 from operations.changes import events
@@ -67,11 +67,11 @@ def drain_for_upgrade(
         if last_of:
             return UpgradeDrain(last_of=tuple(sorted(last_of)))
         if draining:
-            lifecycle.apply_event(
+            engines.apply_event(
                 NodeModel.objects.filter(pk__in=[row.pk for row in draining]),
                 ReplicaEvent.DRAINED,
-                **lifecycle.owned_by(OwnerKind.INTENT, intent_id),
-                **lifecycle.drain_until(deadline),
+                **engines.owned_by(OwnerKind.INTENT, intent_id),
+                **engines.drain_until(deadline),
                 reason=PhaseReason.UPGRADE,
             )
             events.notify(events.NODES, str(node_id))
@@ -99,10 +99,10 @@ def hand_to_upgrade(rows: Sequence[NodeModel]) -> set[UUID]:
     for intent in busy if rows else ():
         mine = NodeModel.objects.filter(pk__in=[row.pk for row in rows], node_id=intent.node_id)
         ids = set(mine.of_backend(intent.backend).values_list("pk", flat=True))
-        lifecycle.apply_event(
+        engines.apply_event(
             NodeModel.objects.filter(pk__in=ids),
             ReplicaEvent.HANDED_BACK,
-            **lifecycle.owned_by(OwnerKind.INTENT, intent.pk),
+            **engines.owned_by(OwnerKind.INTENT, intent.pk),
             reason=PhaseReason.UPGRADE,
         )
         kept |= ids
@@ -124,7 +124,7 @@ def _return_drained(rows: NodeModelQuerySet) -> int:
 
 def _return_to_picks(rows: Sequence[NodeModel]) -> None:
     returned = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
-    lifecycle.apply_event(returned, ReplicaEvent.RETURNED, **lifecycle.SERVES)
+    engines.apply_event(returned, ReplicaEvent.RETURNED, **engines.SERVES)
     if rows:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
 
@@ -163,11 +163,11 @@ def drain_for_unload(
     found = unloadable(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
     rows = list(found.select_for_update(of=("self",)))
     serving = [row for row in rows if row.phase == Phase.SERVING]
-    owner = lifecycle.owned_by(OwnerKind.OPERATION, operation_id)
+    owner = engines.owned_by(OwnerKind.OPERATION, operation_id)
     mine = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
     returns = Q(phase=Phase.DRAINING) & ~Q(owner_kind=OwnerKind.CONTROLLERS)
     earlier = Least(F("deadline"), Value(deadline))
-    lifecycle.apply_event(
+    engines.apply_event(
         mine.filter(
             Q(phase__in=(Phase.TERMINATING, Phase.STOPPING))
             | Q(phase=Phase.DRAINING, reason=PhaseReason.LOST)
@@ -177,28 +177,28 @@ def drain_for_unload(
         reason=PhaseReason.UNLOAD,
         deadline=Case(When(phase=Phase.STOPPING, then=F("deadline")), default=earlier),
     )
-    lifecycle.apply_event(
+    engines.apply_event(
         mine.filter(returns), ReplicaEvent.DRAINED, **owner, reason=PhaseReason.UNLOAD, deadline=earlier
     )
-    lifecycle.apply_event(
+    engines.apply_event(
         mine.filter(phase=Phase.SERVING),
         ReplicaEvent.DRAINED,
         **owner,
-        **lifecycle.drain_until(deadline),
+        **engines.drain_until(deadline),
         reason=PhaseReason.UNLOAD,
         updated_at=now,
     )
     events.notify(events.NODES, *sorted({str(row.node_id) for row in serving}))
-    return [lifecycle.engine_of(row) for row in rows]
+    return [engines.engine_of(row) for row in rows]
 
 
 def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
     """Take a locked replica on which nothing runs out of the picks for an operation."""
-    lifecycle.apply_event(
+    engines.apply_event(
         NodeModel.objects.filter(pk=row.pk),
         ReplicaEvent.DRAINED,
-        **lifecycle.owned_by(OwnerKind.OPERATION, operation_id),
-        **lifecycle.drain_until(now),
+        **engines.owned_by(OwnerKind.OPERATION, operation_id),
+        **engines.drain_until(now),
         reason=PhaseReason.UNLOAD,
         updated_at=now,
     )
@@ -237,7 +237,7 @@ def return_abandoned() -> list[Engine]:
         kept = hand_to_upgrade(rows)
         back = [row for row in rows if row.pk not in kept]
         _return_to_picks(back)
-    return [lifecycle.engine_of(row) for row in back]
+    return [engines.engine_of(row) for row in back]
 
 
 def has_no_operation() -> Q:

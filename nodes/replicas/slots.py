@@ -32,8 +32,8 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import NO_NEED, Candidate, Need, lowest_free_index
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
-from nodes.replicas import engine_ends, eviction, lifecycle, reserved_memory, states, terminations
-from nodes.replicas.lifecycle import Engine
+from nodes.replicas import engines, eviction, reserved_memory, states, terminations
+from nodes.replicas.engines import Engine
 from nodes.replicas.reserved_memory import GpuShare
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
@@ -105,7 +105,7 @@ def reserve(
             model_name=model_name,
             replica_index=index,
             phase=Phase.RESERVED,
-            **lifecycle.owned_by(OwnerKind.OPERATION, *attempt),
+            **engines.owned_by(OwnerKind.OPERATION, *attempt),
             deadline=now + states.LOAD_WITHIN,
             backend_type=backend,
             last_used=now,
@@ -183,17 +183,17 @@ def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
         if row is None or node is None:
             return None
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
-        if others.exclude(pk=slot.id).filter(lifecycle.has_running_attempt()).exists():
+        if others.exclude(pk=slot.id).filter(engines.has_running_attempt()).exists():
             return False
         node_files.check_quota(node, row.model_name, files)
-        return bool(lifecycle.apply_event(mine, ReplicaEvent.STAGING_BEGUN, files_needed=files)) or None
+        return bool(engines.apply_event(mine, ReplicaEvent.STAGING_BEGUN, files_needed=files)) or None
 
 
 def end_staging(slot: Slot, *, attempt: Attempt) -> bool:
     """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
         # The record of its files counts from now on.
-        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
+        return bool(engines.apply_event(_of(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
 
 
 def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
@@ -202,7 +202,7 @@ def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
     Return False when the attempt does not own the slot any more: then it must not start an engine.
     """
     with committed("load.start"):
-        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
+        return bool(engines.apply_event(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
@@ -244,10 +244,10 @@ def publish(
         except LeaseLost:
             return False
         former = _locked_beside(slot, replaces)
-        published = lifecycle.apply_event(
+        published = engines.apply_event(
             _of(slot, attempt),
             ReplicaEvent.PUBLISHED,
-            **lifecycle.SERVES,
+            **engines.SERVES,
             start_answered=True,
             address=address,
             model_options=options | slot.options,
@@ -273,7 +273,7 @@ def _record_load(slot: Slot, **columns: Any) -> None:
 
 
 def _of(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
-    return NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id)
+    return NodeModel.objects.filter(engines.of_attempt(attempt), pk=slot.id)
 
 
 def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
@@ -289,7 +289,7 @@ def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None
     """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
     with committed("load.ended"):
         ended = _end_loads(_of(slot, attempt), now)
-    return next((lifecycle.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
+    return next((engines.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
 
 
 def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
@@ -300,7 +300,7 @@ def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list
     cancelled. Rows that may have an engine are stopped by the controllers.
     """
     rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
-    abandoned = rows.filter(Q(deadline__lte=now) | ~Q(lifecycle.has_running_attempt()))
+    abandoned = rows.filter(Q(deadline__lte=now) | ~Q(engines.has_running_attempt()))
     if not abandoned.filter(phase__in=LOADING_PHASES).exists():
         return []
     with committed("load.abandoned"):
@@ -311,16 +311,16 @@ def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
     """Free the slots of these loads, and have the engines stopped that may exist. Needs a transaction."""
     rows = list(loads.order_by("id").select_for_update(of=("self",)).select_related("node"))
     started = [row for row in rows if row.phase not in states.WITHOUT_ENGINE]
-    lifecycle.apply_event(
+    engines.apply_event(
         NodeModel.objects.filter(pk__in=[row.pk for row in started]),
         ReplicaEvent.LOAD_ENDED,
-        **lifecycle.CONTROLLERS,
-        **lifecycle.stop_from(now),
+        **engines.CONTROLLERS,
+        **engines.stop_from(now),
         reason=PhaseReason.LOAD_FAILED,
     )
     for row in started:
         row.phase, row.reason = Phase.STOPPING, PhaseReason.LOAD_FAILED
-    engine_ends.end_rows([row for row in rows if row not in started])
+    engines.end_rows([row for row in rows if row not in started])
     if started:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in started}))
     return rows

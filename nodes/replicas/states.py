@@ -3,7 +3,7 @@
 One row of `node_models` is one engine. `PHASES` states for each phase the owner that moves the row on, what
 its deadline means, and what moves it on. `TRANSITIONS` states for each event the phases in which it is
 allowed and the phase that follows; None stands for no row. The diagram in `docs/replica-states.md` is
-generated from both. Nothing here reads a clock or a database: `lifecycle.py` turns a transition into an
+generated from both. Nothing here reads a clock or a database: `engines.py` turns a transition into an
 UPDATE, and constraints of the table keep phase and columns consistent.
 """
 

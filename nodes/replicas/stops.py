@@ -40,8 +40,8 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.models import BackendNode, NodeModel, NodeType, OwnerKind, Phase, PhaseReason
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import dial_targets
-from nodes.replicas import drains, engine_ends, lifecycle, slots, states, terminations
-from nodes.replicas.lifecycle import Engine
+from nodes.replicas import drains, engines, slots, states, terminations
+from nodes.replicas.engines import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 from operations.executor.work import in_thread
@@ -151,9 +151,9 @@ def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
     is_left = Q(reason__in=_NO_UNLOADS) | drains.has_no_operation()
-    engines = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
-    claimed = claim_rows(engines, limit=limit, **lifecycle.CONTROLLERS, claimed_until=now + _CLAIMED_FOR)
-    return [lifecycle.engine_of(row) for row in claimed]
+    rows = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
+    claimed = claim_rows(rows, limit=limit, **engines.CONTROLLERS, claimed_until=now + _CLAIMED_FOR)
+    return [engines.engine_of(row) for row in claimed]
 
 
 def record_sent(engine: Engine, *, now: datetime) -> bool:
@@ -164,11 +164,9 @@ def record_sent(engine: Engine, *, now: datetime) -> bool:
     first = now + states.REPORTED_AFTER
     deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
     seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
-    engines = seen.filter(Q(phase__in=_STOPPABLE) | _is_quiet(now), pk=engine.id)
+    rows = seen.filter(Q(phase__in=_STOPPABLE) | _is_quiet(now), pk=engine.id)
     attempts = F("stop_attempts") + 1
-    return bool(
-        lifecycle.apply_event(engines, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline)
-    )
+    return bool(engines.apply_event(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
 
 
 def is_due(engine: Engine) -> bool:
@@ -187,13 +185,13 @@ async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | No
 def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
     """The engine may still run: keep the reason, and the time of the next stop."""
     with transaction.atomic():
-        engines = NodeModel.engines.filter(pk=engine.id)
-        row = engines.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
+        rows = NodeModel.engines.filter(pk=engine.id)
+        row = rows.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
         if row is None:
             return
         pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_LONGEST_PAUSE)
-        lifecycle.apply_event(
-            engines,
+        engines.apply_event(
+            rows,
             ReplicaEvent.STOP_FAILED,
             stop_error=names.plain(error[:_LONGEST_ERROR]),
             next_stop_at=now + timedelta(seconds=pause),
@@ -226,16 +224,16 @@ class Stopper(PeriodicTask):
         now = clock.now()
         for row in await in_thread(slots.end_abandoned_loads, now=now):
             log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
-        for row in await in_thread(engine_ends.forget_departed, now=now):
+        for row in await in_thread(engines.forget_departed, now=now):
             log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
         for engine in await in_thread(drains.return_abandoned):
             log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
         if not self._bus.connected:
             return 0
-        engines = await in_thread(claim_due, AT_ONCE, now=now)
+        due = await in_thread(claim_due, AT_ONCE, now=now)
         nodes = await in_thread(claim_drained_nodes, AT_ONCE, now=now)
         stops = [
-            *(self._stop(engine) for engine in engines),
+            *(self._stop(engine) for engine in due),
             *(stop_engines(self._bus, node) for node in nodes),
         ]
         for failure in await asyncio.gather(*stops, return_exceptions=True):
@@ -258,7 +256,7 @@ class Stopper(PeriodicTask):
         if stopped is None:
             return
         if stopped.gone and not engine.may_still_start(clock.now()):
-            await in_thread(engine_ends.confirm, engine.id, stop_sent=stopped.sent_at)
+            await in_thread(engines.confirm_end, engine.id, stop_sent=stopped.sent_at)
             return
         if stopped.reason:
             log.info("engine %s on %s: %s", engine.process_key, name, stopped.reason)

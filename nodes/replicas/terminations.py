@@ -13,8 +13,8 @@ from django.db import transaction
 
 from localai_cluster.kit import clock, conf
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason
-from nodes.replicas import lifecycle, statements
-from nodes.replicas.lifecycle import Engine
+from nodes.replicas import engines, statements
+from nodes.replicas.engines import Engine
 from nodes.replicas.states import REPORTED, ReplicaEvent
 from operations.changes import events
 
@@ -43,8 +43,8 @@ def _terminate(
     ids: Collection[UUID], event: ReplicaEvent, reason: PhaseReason, *, deadline: datetime, now: datetime
 ) -> None:
     rows = NodeModel.objects.filter(pk__in=ids)
-    columns = {**lifecycle.CONTROLLERS, **lifecycle.drain_until(deadline)}
-    lifecycle.apply_event(rows, event, **columns, reason=reason, updated_at=now)
+    columns = {**engines.CONTROLLERS, **engines.drain_until(deadline)}
+    engines.apply_event(rows, event, **columns, reason=reason, updated_at=now)
     events.notify(events.NODES, *map(str, rows.values_list("node_id", flat=True).distinct()))
 
 
@@ -74,7 +74,7 @@ def restore_lost(engine: Engine) -> bool:
         pk=engine.id, reason=PhaseReason.LOST, owner_kind=OwnerKind.CONTROLLERS, stop_attempts=0
     )
     with transaction.atomic():
-        returned = lifecycle.apply_event(rows, ReplicaEvent.RETURNED, **lifecycle.SERVES)
+        returned = engines.apply_event(rows, ReplicaEvent.RETURNED, **engines.SERVES)
         if returned:
             events.notify(events.NODES, str(engine.node_id))
     return bool(returned)

@@ -33,15 +33,14 @@ from nodes.commands.outcomes import (
     StillRunning,
     Unreadable,
 )
-from nodes.decisions import decision_log, snapshot_log
-from nodes.decisions.decision_log import DecisionRecord
-from nodes.decisions.snapshot_log import Section, State
+from nodes.decisions import decision_log
+from nodes.decisions.decision_log import DecisionRecord, Section, State
 from nodes.models import BEING_LOADED, BackendNode, BroughtModel, DecisionKind, NodeModel, NodeType
 from nodes.models.replica import ALL_SUFFIX, NodeModelQuerySet, load_key
 from nodes.placement.evict import join_names
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
-from nodes.replicas import drains, engine_ends, stops, terminations
-from nodes.replicas.lifecycle import Engine
+from nodes.replicas import drains, engines, stops, terminations
+from nodes.replicas.engines import Engine
 from nodes.replicas.stops import StopResult
 from operations import targets
 from operations.executor.work import Work, in_thread
@@ -73,7 +72,7 @@ def record_unload(
         "node": None if node_id is None else str(node_id),
         "index": index,
     }
-    snapshot_ref = snapshot_log.store_snapshot(
+    snapshot_ref = decision_log.store_snapshot(
         {f"held/{model_name}": Section(replicas), f"unload/{operation_id}": Section(of_operation)}, now=now
     )
     explanation = decision_log.explanation_without_fleet(
@@ -378,7 +377,7 @@ class UnloadModel:
         if stopped is None:
             return await in_thread(_reason_not_stopped, part, replica)
         if stopped.gone:
-            await in_thread(engine_ends.confirm, replica.id, stop_sent=stopped.sent_at)
+            await in_thread(engines.confirm_end, replica.id, stop_sent=stopped.sent_at)
             return ""
         await in_thread(stops.record_failure, replica, stopped.reason, now=clock.now())
         return f"{replica.process_key} may still run: {stopped.reason}"

@@ -141,20 +141,20 @@ class Decisions:
 
     def recorded(self) -> None:
         """On the rows; the record is stored in a transaction of its own."""
-        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions import decision_log
         from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
 
         (name, asked), load = self.turn(), uuid4()
         view, decision = self.mirror.decide(name, asked)
         question = LoadQuestion(view)
-        seen = snapshot_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
+        seen = decision_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
         told = decide_load(question, decision)
         decision_log.record(decision_log.DecisionRecord(name, load, told, seen), now=clock.now())
 
     def taken(self) -> None:
         """As a load does it: the slot, the memory and the record in one transaction."""
-        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions import decision_log
         from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
         from nodes.replicas import slots
@@ -164,7 +164,7 @@ class Decisions:
         assert decision.node is not None
         question = LoadQuestion(view)
         told = decide_load(question, decision)
-        seen = snapshot_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
+        seen = decision_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
         slots.reserve(
             decision.node,
             name,

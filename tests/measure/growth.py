@@ -134,14 +134,14 @@ class Works:
 
     def decide(self) -> None:
         """Choose a node for a model that is loaded nowhere, and store the reasons."""
-        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions import decision_log
         from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
 
         load, now = uuid4(), clock.now()
         view, decision = self.fleet.decide("new", self.view)
         question = LoadQuestion(view)
-        seen = snapshot_log.store_snapshot(encode_load(str(load), "new", question), now=now)
+        seen = decision_log.store_snapshot(encode_load(str(load), "new", question), now=now)
         reasons = decision_log.DecisionRecord("new", load, decide_load(question, decision), seen)
         decision_log.record(reasons, now=now)
 

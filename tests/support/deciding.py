@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from uuid import UUID, uuid4
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_cache, snapshot_log
+from nodes.decisions import decision_log, fleet_cache
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.loading.load_snapshots import encode_load
 from nodes.placement.choose import NO_NEED, Candidate
@@ -18,5 +18,5 @@ def decided(
     """What a load that looks at all nodes, or at these, would decide; its snapshot is kept."""
     fleet = fleet_cache.read_fleet(model) if nodes is None else nodes
     question, id = LoadQuestion(FleetView(fleet, NO_NEED)), operation or uuid4()
-    seen = snapshot_log.store_snapshot(encode_load(str(id), model, question), now=clock.now())
+    seen = decision_log.store_snapshot(encode_load(str(id), model, question), now=clock.now())
     return DecisionRecord(model, id, decide_load(question, question.view.decide()), seen)

@@ -44,7 +44,7 @@ from nodes.registry import lifecycle, registration
 from nodes.replicas import (
     checks,
     drains,
-    engine_ends,
+    engines,
     eviction,
     slots,
     statements,
@@ -215,7 +215,7 @@ class Cluster:
                 if is_overdue or not drain.running:
                     break
                 pause("sleep")
-        before = call(engine_ends.engine_ids, node.id)
+        before = call(engines.engine_ids, node.id)
         try:
             keys = self.world.upgrade(node.id)
         except RequestTimeout:
@@ -223,7 +223,7 @@ class Cluster:
             return PutBack("no answer", 1.0, busy=True)
         except BusError:
             return PutBack("no worker", 1.0)
-        call(engine_ends.end_stopped, node.id, keys, among=before)
+        call(engines.end_stopped, node.id, keys, among=before)
         asyncio.run(inventory.compare_replicas(self.world, node.id, node.name))
         return Ended()
 

@@ -17,17 +17,16 @@ from nodes.placement.choose import lowest_free_index
 from nodes.placement.evict import Resident
 from nodes.replicas import (
     drains,
-    engine_ends,
+    engines,
     eviction,
-    lifecycle,
     reserved_memory,
     slots,
     statements,
     stops,
     terminations,
 )
+from nodes.replicas.engines import Engine
 from nodes.replicas.evidence import Running
-from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from nodes.replicas.stops import GONE
 from nodes.replicas.stops import stop_exactly as genuine_stop
@@ -42,15 +41,15 @@ def _drops_the_fence(patch: pytest.MonkeyPatch) -> None:
 
     def publish(slot: slots.Slot, **named: Any) -> bool:
         rows = NodeModel.engines.filter(pk=slot.id).exclude(phase="serving")
-        columns = {**lifecycle.SERVES, "phase": "serving", "address": named["address"]}
+        columns = {**engines.SERVES, "phase": "serving", "address": named["address"]}
         return genuine(slot, **named) or bool(rows.update(**columns))
 
     patch.setattr(slots, "publish", publish)
 
 
 def _releases_twice(patch: pytest.MonkeyPatch) -> None:
-    genuine = engine_ends._release
-    patch.setattr(engine_ends, "_release", lambda rows: (genuine(rows), genuine(rows)))
+    genuine = engines._release
+    patch.setattr(engines, "_release", lambda rows: (genuine(rows), genuine(rows)))
 
 
 def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
@@ -68,7 +67,7 @@ def _late_note(patch: pytest.MonkeyPatch) -> None:
 
     def restore_lost(engine: Engine) -> bool:
         rows = NodeModel.engines.filter(pk=engine.id).exclude(address="")
-        return bool(rows.update(**lifecycle.SERVES, phase=Phase.SERVING))
+        return bool(rows.update(**engines.SERVES, phase=Phase.SERVING))
 
     patch.setattr(terminations, "restore_lost", restore_lost)
 
@@ -79,7 +78,7 @@ def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
 
     def free_index(node: Any, model_name: str) -> int | None:
         stale = NodeModel.engines.of(model_name).filter(node=node, phase="stopping", stop_attempts__gt=0)
-        engine_ends.end_rows(list(stale.select_for_update(of=("self",))))
+        engines.end_rows(list(stale.select_for_update(of=("self",))))
         return genuine(node, model_name)
 
     patch.setattr(slots, "_free_index", free_index)
@@ -87,12 +86,12 @@ def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
 
 def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
     """Replicas wait for their requests forever."""
-    genuine = lifecycle.drain_until
+    genuine = engines.drain_until
 
     def drain_until(deadline: datetime) -> dict[str, Any]:
         return genuine(deadline + timedelta(days=30))
 
-    patch.setattr(lifecycle, "drain_until", drain_until)
+    patch.setattr(engines, "drain_until", drain_until)
 
 
 def _confirms_early(patch: pytest.MonkeyPatch) -> None:
@@ -110,22 +109,22 @@ def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
         with transaction.atomic():
-            mine = NodeModel.engines.filter(lifecycle.of_attempt(attempt), pk=slot.id)
-            engine_ends.end_rows(list(mine.select_for_update(of=("self",))))
+            mine = NodeModel.engines.filter(engines.of_attempt(attempt), pk=slot.id)
+            engines.end_rows(list(mine.select_for_update(of=("self",))))
 
     patch.setattr(slots, "end_attempt", give_up)
 
 
 def _leaving_ends(patch: pytest.MonkeyPatch) -> None:
     """The engines of a node that leaves count as ended."""
-    genuine = engine_ends.depart
+    genuine = engines.depart
 
     @wraps(genuine)
     def depart(*node_ids: Any, now: datetime, keep: Any = (), ended: Any = ()) -> int:
         every = NodeModel.engines.filter(node_id__in=node_ids).values_list("pk", flat=True)
         return genuine(*node_ids, now=now, keep=keep, ended=list(every))
 
-    patch.setattr(engine_ends, "depart", depart)
+    patch.setattr(engines, "depart", depart)
 
 
 def _counts_out_twice(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +138,7 @@ def _returns_stopped(patch: pytest.MonkeyPatch) -> None:
 
     def return_abandoned() -> list[Engine]:
         gone = NodeModel.objects.filter(drains.has_no_operation(), phase="stopping", owner_kind="operation")
-        gone.exclude(address="").update(**lifecycle.SERVES, phase=Phase.SERVING)
+        gone.exclude(address="").update(**engines.SERVES, phase=Phase.SERVING)
         return genuine()
 
     patch.setattr(drains, "return_abandoned", return_abandoned)
@@ -150,7 +149,7 @@ def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
     genuine = stops.record_failure
 
     def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
-        lifecycle.apply_event(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
+        engines.apply_event(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
         genuine(engine, error, now=now)
 
     patch.setattr(stops, "record_sent", lambda engine, *, now: True)
@@ -173,7 +172,7 @@ def _forgets_departed_indices(patch: pytest.MonkeyPatch) -> None:
 def _any_attempt_runs(patch: pytest.MonkeyPatch) -> None:
     """The row of a lost attempt counts as owned while a later attempt of the operation runs."""
     running = Operation.objects.filter(pk=OuterRef("owner_id"), status=Status.PROCESSING)
-    patch.setattr(lifecycle, "has_running_attempt", lambda: Exists(running))
+    patch.setattr(engines, "has_running_attempt", lambda: Exists(running))
 
 
 def _evicts_busy(patch: pytest.MonkeyPatch) -> None:
@@ -188,7 +187,7 @@ def _evicts_busy(patch: pytest.MonkeyPatch) -> None:
 
 def _believes_old_lists(patch: pytest.MonkeyPatch) -> None:
     """A worker's list ends engines that were published after it was sent."""
-    genuine = engine_ends.end_unlisted
+    genuine = engines.end_unlisted
 
     def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
         return genuine(node_id, running, before=before + timedelta(days=1))

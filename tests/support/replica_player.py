@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit.errors import ClusterError
-from nodes.decisions import snapshot_log
+from nodes.decisions import decision_log
 from nodes.models import (
     BackendNode,
     NodeModel,
@@ -82,7 +82,7 @@ class History:
         for actor in everybody:
             actor.skew = timedelta()
         cleaner.run()
-        snapshot_log.start_new_base()  # its rows are gone
+        decision_log.start_new_base()  # its rows are gone
         self.invariants = Invariants(self.world, self.cluster)
 
     def play(self, numbers: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import Attempt
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import slots
-from nodes.replicas.lifecycle import owned_by
+from nodes.replicas.engines import owned_by
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import WITHOUT_ENGINE
 from operations.models import Operation

@@ -15,7 +15,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NoResponders
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel
-from nodes.replicas import engine_ends, hooks
+from nodes.replicas import engines, hooks
 from nodes.replicas.hooks import RemovedReplica
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -123,7 +123,7 @@ def test_a_replica_of_later_than_the_question_stays(monkeypatch: pytest.MonkeyPa
     hot.replica(node, index=3, state="loading", address="", updated_at=asked_at - EARLIER)
     told: list[RemovedReplica] = []
     monkeypatch.setattr(hooks, "on_removed", [told.append])
-    gone = engine_ends.end_unlisted(node.id, {("echo#1", "50001")}, before=asked_at)
+    gone = engines.end_unlisted(node.id, {("echo#1", "50001")}, before=asked_at)
     assert gone == ["echo#0"]
     assert told == [RemovedReplica("echo", node.id, 0)]
     assert rows(node) == ["echo#1", "echo#2", "echo#3"]

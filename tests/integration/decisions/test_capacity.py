@@ -20,7 +20,7 @@ from nodes.loading import load_explanation
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import NO_NEED, Need, Reason, choose_node
 from nodes.registry import heartbeats
-from nodes.replicas import drains, engine_ends, fleet_queries, reserved_memory, slots, unload_requests
+from nodes.replicas import drains, engines, fleet_queries, reserved_memory, slots, unload_requests
 from nodes.replicas.slots import Slot
 from tests.support import api, hot
 from tests.support.effort import EFFORT
@@ -202,7 +202,7 @@ def test_a_node_that_never_reports_free_memory_gets_it_back_when_a_replica_ends(
         published(slot, f"{model}:1")
         assert (column(node), free(node)) == (10 * GB, 6 * GB)
         NodeModel.objects.update(**columns("unloading"))
-        assert engine_ends.confirm(slot.id, stop_sent=clock.now())
+        assert engines.confirm_end(slot.id, stop_sent=clock.now())
         assert (column(node), free(node)) == (0, 16 * GB)
 
 
@@ -218,7 +218,7 @@ async def test_the_end_of_a_replica_gives_nothing_back_that_a_reading_has_cleare
     await read(database, node, 12 * GB)
     await sync_to_async(begun)(node, "other", 4 * GB)
     await sync_to_async(NodeModel.objects.filter(pk=slot.id).update)(**columns("unloading"))
-    assert await sync_to_async(engine_ends.confirm)(slot.id, stop_sent=stop_sent)
+    assert await sync_to_async(engines.confirm_end)(slot.id, stop_sent=stop_sent)
     assert await sync_to_async(column)(node) == 4 * GB
     assert await sync_to_async(free)(node) == 12 * GB
 

@@ -20,7 +20,7 @@ from nodes.models import BackendNode, NodeLabel, NodeModel
 from nodes.placement.choose import NO_NEED, Candidate, Need, Selector, choose_node
 from nodes.placement.explain import FleetView
 from nodes.replicas import reserved_memory
-from nodes.replicas.lifecycle import SERVES
+from nodes.replicas.engines import SERVES
 from tests.support import hot
 from tests.support.effort import EFFORT
 from tests.support.replicas import columns

@@ -12,8 +12,8 @@ from django.db import IntegrityError, OperationalError, transaction
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from nodes.decisions import decision_log, fleet_cache, snapshot_log
-from nodes.decisions.snapshot_log import Section, SnapshotRef
+from nodes.decisions import decision_log, fleet_cache
+from nodes.decisions.decision_log import Section, SnapshotRef
 from nodes.loading import load_explanation
 from nodes.models import PlacementLog, PlacementRecord
 from nodes.reconcilers import tasks
@@ -29,11 +29,11 @@ MINUTE = timedelta(minutes=1)
 
 
 def remember(now: datetime, **rows: Any) -> SnapshotRef:
-    return snapshot_log.store_snapshot({"nodes": Section(rows)}, now=now)
+    return decision_log.store_snapshot({"nodes": Section(rows)}, now=now)
 
 
 def recalled(seen: SnapshotRef) -> Any:
-    state = snapshot_log.read_snapshot(seen)
+    state = decision_log.read_snapshot(seen)
     return None if state is None else state["nodes"]
 
 
@@ -71,7 +71,7 @@ def test_a_clock_that_was_set_back_and_an_hour_begin_a_base() -> None:
 
 
 def test_a_log_that_has_grown_larger_than_its_base_ends() -> None:
-    now, large = clock.now(), "x" * snapshot_log.MIN_LOG_SIZE
+    now, large = clock.now(), "x" * decision_log.MIN_LOG_SIZE
     first = remember(now, a="")
     assert remember(now, a=large).base == first.base
     assert remember(now, a="").base != first.base
@@ -126,7 +126,7 @@ def test_a_kill_between_base_and_log_or_between_log_and_record_harms_no_other() 
     hot.node("a")
     decision_log.record(decided(), now=now)
     unused = remember(now, a=1)
-    snapshot_log.start_new_base()  # as in a process that has just begun
+    decision_log.start_new_base()  # as in a process that has just begun
     hot.node("b")
     decision_log.record(decided(), now=now)
     bases = set(PlacementRecord.objects.values_list("base", flat=True))
@@ -144,9 +144,9 @@ def test_two_processes_write_at_once() -> None:
     for number in range(20):
         hot.node(f"n{number}")
         at = number % 2
-        snapshot_log._log = logs[at]
+        decision_log._log = logs[at]
         decision_log.record(decided(), now=now)
-        logs[at] = snapshot_log._log
+        logs[at] = decision_log._log
     assert PlacementLog.objects.values("base").distinct().count() == 2
     records = list(PlacementRecord.objects.order_by("id"))
     assert [load_explanation.replay(one) for one in records] == [
@@ -198,7 +198,7 @@ def test_it_is_kept_as_long_as_the_settings_say(settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, snapshot_retention=86400.0)
     now = clock.now()
     for age in (0, 23, 25):
-        snapshot_log.start_new_base()
+        decision_log.start_new_base()
         told = decided(f"m{age}")
         assert told.snapshot is not None
         decision_log.record(told, now=now)
@@ -221,4 +221,4 @@ def test_a_thousand_nodes_are_bounded() -> None:
     base, entry = (len(bytes(row.body)) for row in PlacementLog.objects.order_by("id"))
     assert base < 200_000
     assert entry < 1_000
-    assert snapshot_log.restore([b"{}"]) == {}
+    assert decision_log.restore([b"{}"]) == {}

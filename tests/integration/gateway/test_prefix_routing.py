@@ -24,7 +24,7 @@ from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 from nodes.reconcilers import replicas
-from nodes.replicas import engine_ends, hooks
+from nodes.replicas import engines, hooks
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.scheduling import pressure, store
 from nodes.scheduling.rules import Rule
@@ -129,7 +129,7 @@ def test_a_removed_replica_is_forgotten_by_every_process() -> None:
     def remove() -> None:
         node = hot.node(id=NODE)
         gone = hot.replica(node, "m", state="unloading")
-        assert engine_ends.confirm(gone.pk)
+        assert engines.confirm_end(gone.pk)
 
     async def scenario() -> None:
         async with hot.serving(prefixes):

@@ -33,7 +33,7 @@ from nodes.models import BackendNode, ModelLoadInfo, NodeBackend, NodeModel, Pla
 from nodes.placement.choose import Need
 from nodes.placement.fit import MOST_READINGS
 from nodes.reconcilers import replicas, tasks
-from nodes.replicas import engine_ends, slots
+from nodes.replicas import engines, slots
 from nodes.replicas.slots import Slot
 from operations.executor.work import in_thread
 from tests.support import hot
@@ -104,7 +104,7 @@ class Device:
         del self.allocated[slot]
         NodeModel.engines.filter(pk=slot.id).update(updated_at=self.now)
         listed = {(str(row), row.address.rpartition(":")[2]) for row in NodeModel.objects.exclude(pk=slot.id)}
-        engine_ends.end_unlisted(self.node.pk, listed, before=self.now + timedelta(seconds=1))
+        engines.end_unlisted(self.node.pk, listed, before=self.now + timedelta(seconds=1))
         NodeModel.engines.filter(pk=slot.id).delete()
 
     def learn(self) -> int:

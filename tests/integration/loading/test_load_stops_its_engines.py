@@ -21,7 +21,7 @@ from nodes.loading import load
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
-from nodes.replicas import engine_ends, slots
+from nodes.replicas import engines, slots
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread, write_batch
@@ -164,7 +164,7 @@ async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controlle
 
     @transaction.atomic
     def leaves() -> None:
-        engine_ends.depart(stage.one.id, now=clock.now())
+        engines.depart(stage.one.id, now=clock.now())
 
     loads.append(leaves)
     ended = await stage.play()

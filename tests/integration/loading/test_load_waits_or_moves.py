@@ -23,7 +23,7 @@ from nodes.loading import load, load_placement
 from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeBackend, NodeModel
 from nodes.placement.node_backoff import from_payload
-from nodes.replicas import engine_ends
+from nodes.replicas import engines
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Abandoned, Postpone, WakeUps, in_thread
 from operations.models import Operation
@@ -156,7 +156,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
         if not stage.bus.asked[messages.subject("backend.install", str(stage.one.id))]:
             return False
         with transaction.atomic():
-            return engine_ends.depart(stage.one.id, now=clock.now()) > 0
+            return engines.depart(stage.one.id, now=clock.now()) > 0
 
     ended = await stage.play(silent)
     assert isinstance(ended, Postpone), ended

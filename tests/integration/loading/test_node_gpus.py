@@ -26,9 +26,9 @@ from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
-from nodes.replicas import engine_ends, slots
+from nodes.replicas import engines, slots
 from nodes.replicas import stops as engine_stops
-from nodes.replicas.lifecycle import engine_of
+from nodes.replicas.engines import engine_of
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
 from tests.support import api, hot, pages
@@ -299,7 +299,7 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     assert engine_stops.record_sent(engine_of(victim), now=clock.now())
     with CaptureQueriesContext(connection) as asked:
         later = clock.now() + timedelta(seconds=2)
-        assert engine_ends.confirm(room.victims[0].id, stop_sent=later)
+        assert engines.confirm_end(room.victims[0].id, stop_sent=later)
     assert len([one for one in asked if one["sql"].startswith('UPDATE "node_models"')]) == 1
     for free in (6, 22, 12, 2):  # the victim still shows; it is gone; the new engine takes half, then all
         read(node, 4, free)

@@ -25,7 +25,7 @@ from nodes.models import (
 from nodes.reconcilers.liveness import Limits, Plan, apply
 from nodes.registry import lifecycle
 from nodes.registry.registration import Running
-from nodes.replicas.lifecycle import SERVES
+from nodes.replicas.engines import SERVES
 from nodes.replicas.slots import Slot, reserve
 from tests.support.fleet import (
     NOW,

@@ -14,7 +14,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.messages import decode
 from nodes.decisions import fleet_cache
-from nodes.decisions.snapshot_log import encode, find_changes, restore
+from nodes.decisions.decision_log import encode, find_changes, restore
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest

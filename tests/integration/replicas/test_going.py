@@ -33,7 +33,7 @@ from nodes.reconcilers import replicas, tasks
 from nodes.registry import lifecycle
 from nodes.replicas import (
     drains,
-    engine_ends,
+    engines,
     eviction,
     reserved_memory,
     slots,
@@ -41,7 +41,7 @@ from nodes.replicas import (
     unload_requests,
 )
 from nodes.replicas import stops as stops_of_engines
-from nodes.replicas.lifecycle import engine_of
+from nodes.replicas.engines import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
@@ -278,7 +278,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
     row = hot.replica(node, loaded_at=clock.now() if state == "unloading" else None, **fields)
     if state == "unloading":
-        assert engine_ends.confirm(row.pk, stop_sent=clock.now())
+        assert engines.confirm_end(row.pk, stop_sent=clock.now())
     else:
         slots.end_attempt(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
     assert not NodeModel.objects.exists()

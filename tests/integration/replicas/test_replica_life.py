@@ -25,10 +25,10 @@ from nodes.models.replica import load_key
 from nodes.registry import lifecycle
 from nodes.registry import lifecycle as node_drains
 from nodes.registry.registration import Running
-from nodes.replicas import drains, engine_ends, hooks, slots, states, terminations, unload_requests
+from nodes.replicas import drains, engines, hooks, slots, states, terminations, unload_requests
 from nodes.replicas import stops as engine_stops
+from nodes.replicas.engines import engine_of
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
-from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
 from nodes.replicas.stops import Stopper
@@ -216,7 +216,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
     (view,) = await in_thread(fleet_cache.read_fleet, "echo")
     assert (view.used_indices, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
-    await in_thread(lambda: engine_ends.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
+    await in_thread(lambda: engines.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"
 
 
@@ -271,8 +271,8 @@ def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
     hot.replica(node)
     lifecycle.deactivate(node.pk, now=clock.now())
     now = clock.now()
-    assert engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
-    assert len(engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
+    assert engines.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
+    assert len(engines.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
     assert phases() == []
 
 
@@ -283,7 +283,7 @@ def test_a_node_that_comes_and_goes_does_not_extend_the_deadline_of_its_departed
     for hours in range(3):
         hot.replica(node, index=1 + hours)
         with transaction.atomic():
-            assert engine_ends.depart(node.pk, now=now + timedelta(hours=hours)) == (2 if hours == 0 else 1)
+            assert engines.depart(node.pk, now=now + timedelta(hours=hours)) == (2 if hours == 0 else 1)
     deadlines = NodeModel.engines.order_by("replica_index").values_list("deadline", flat=True)
     assert [deadline - now - states.CONFIRMED_AFTER for deadline in deadlines if deadline] == [
         timedelta(hours=hours) for hours in (0, 0, 1, 2)
@@ -332,7 +332,7 @@ def test_a_replica_that_returned_is_not_ended_by_a_late_confirmation() -> None:
     terminations.lose_all([row.pk], now=clock.now())
     row.refresh_from_db()
     assert terminations.restore_lost(engine_of(row))
-    assert not engine_ends.confirm(row.pk, stop_sent=clock.now())
+    assert not engines.confirm_end(row.pk, stop_sent=clock.now())
     assert phases() == ["serving"]
 
 
@@ -395,10 +395,10 @@ def test_an_attempt_that_is_over_ends_no_engine_at_its_former_address() -> None:
         model_name="other",
         **columns(phase="starting", address=ADDRESS, started_at=early + timedelta(seconds=30)),
     )
-    assert engine_ends.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
+    assert engines.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
     assert slots.end_attempt(over, attempt=owner, now=clock.now())
     NodeModel.engines.filter(pk=later.pk).update(started_at=early - timedelta(seconds=30))
-    assert engine_ends.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
+    assert engines.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
     assert phases() == ["starting", "stopping"]
 
 
@@ -407,10 +407,10 @@ def test_an_upgrade_ends_no_engine_that_was_started_after_its_command() -> None:
     node = hot.node()
     slot = reserved(node, owner := attempt("a:1"))
     assert slots.start(slot, attempt=owner, now=clock.now())
-    before = engine_ends.engine_ids(node.pk)
+    before = engines.engine_ids(node.pk)
     assert slots.start(slot, attempt=owner, now=clock.now())
     slots.record_answer(slot, ADDRESS)
-    assert engine_ends.end_stopped(node.pk, ["echo#0"], among=before) == []
+    assert engines.end_stopped(node.pk, ["echo#0"], among=before) == []
     assert phases() == ["starting"]
 
 

@@ -14,7 +14,7 @@ from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import lifecycle
-from nodes.replicas import engine_ends, hooks, slots
+from nodes.replicas import engines, hooks, slots
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.slots import Slot
 from tests.support import hot
@@ -109,8 +109,8 @@ def test_removing_one_replica_leaves_its_sibling(heard: list[RemovedReplica]) ->
     """The hooks hear the exact index, once."""
     node = hot.node()
     first, second = (hot.replica(node, "chat", index, state="unloading") for index in (0, 1))
-    assert engine_ends.confirm(first.pk)
-    assert not engine_ends.confirm(first.pk)
+    assert engines.confirm_end(first.pk)
+    assert not engines.confirm_end(first.pk)
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [second.pk]
     assert heard == [RemovedReplica("chat", node.pk, 0)]
 
@@ -124,7 +124,7 @@ def test_removing_all_of_a_node_leaves_other_nodes(heard: list[RemovedReplica]) 
     hot.replica(node, "embed")
     kept = hot.replica(other, "chat")
     with transaction.atomic():
-        assert engine_ends.depart(node.pk, now=clock.now()) == 3
+        assert engines.depart(node.pk, now=clock.now()) == 3
         assert heard == []
     assert sorted(heard) == [
         RemovedReplica("chat", node.pk, ALL_REPLICAS),
@@ -139,14 +139,14 @@ def test_removals_need_no_hook_and_serve_every_hook(monkeypatch: pytest.MonkeyPa
     """Without one nothing fails; of several each is called, also after one that fails."""
     node = hot.node()
     monkeypatch.setattr(hooks, "on_removed", [])
-    assert engine_ends.confirm(hot.replica(node, index=0, state="unloading").pk)
+    assert engines.confirm_end(hot.replica(node, index=0, state="unloading").pk)
     told: list[str] = []
 
     def broken(_: RemovedReplica) -> None:
         raise RuntimeError("this one cannot")
 
     monkeypatch.setattr(hooks, "on_removed", [lambda _: told.append("a"), broken, lambda _: told.append("b")])
-    assert engine_ends.confirm(hot.replica(node, index=1, state="unloading").pk)
+    assert engines.confirm_end(hot.replica(node, index=1, state="unloading").pk)
     assert told == ["a", "b"]
 
 
@@ -276,7 +276,7 @@ def marked_offline(node: BackendNode) -> None:
 
 
 def not_listed(node: BackendNode) -> None:
-    assert engine_ends.end_unlisted(node.pk, [], before=clock.now() + timedelta(seconds=1))
+    assert engines.end_unlisted(node.pk, [], before=clock.now() + timedelta(seconds=1))
 
 
 @pytest.mark.rule("R1.92", "R1.100", "T-REG-102", "T-REG-131", "T-REG-132")
@@ -297,7 +297,7 @@ def test_how_a_model_was_loaded_outlives_its_replicas() -> None:
     loaded(node, "chat", "10.0.0.1:1", ContextSize=2048)
     loaded(node, "chat", "10.0.0.1:2", ContextSize=4096)
     with transaction.atomic():
-        assert engine_ends.depart(node.pk, now=clock.now()) == 2
+        assert engines.depart(node.pk, now=clock.now()) == 2
     (info,) = ModelLoadInfo.objects.all()
     assert (info.model_name, info.backend_type) == ("chat", "llama-cpp")
     assert info.model_options == {"ContextSize": 4096}

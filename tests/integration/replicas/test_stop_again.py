@@ -10,7 +10,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.models import NodeModel
 from nodes.replicas import stops as engine_stops
-from nodes.replicas.lifecycle import engine_of
+from nodes.replicas.engines import engine_of
 from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from tests.integration.replicas.test_going import TERMINATED, bus_of, stops

@@ -23,7 +23,7 @@ from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import lifecycle, registration
-from nodes.replicas import engine_ends, slots, stops
+from nodes.replicas import engines, slots, stops
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import CANNOT_TELL, Stopper
 from operations.executor.work import in_thread
@@ -135,7 +135,7 @@ class TestEngineOfAnEndedAttempt:
         slot = await in_thread(partial(stage.note, address=""))
 
         async def taken_over() -> m.StopModelReply:
-            assert await in_thread(engine_ends.confirm, slot.id)
+            assert await in_thread(engines.confirm_end, slot.id)
             await in_thread(lambda: stage.note(stage.attempt(), address=""))
             return m.StopModelReply(matched=True, address="127.0.0.1:7001")
 

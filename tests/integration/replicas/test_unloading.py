@@ -23,7 +23,7 @@ from nodes.gateway.request import InferenceRequest
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import lifecycle
 from nodes.replicas import drains, unload_requests
-from nodes.replicas.lifecycle import SERVES
+from nodes.replicas.engines import SERVES
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
 from operations.executor.work import Recorder, Work, in_thread, write_batch

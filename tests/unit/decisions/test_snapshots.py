@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodes.decisions import decision_log
 from nodes.decisions import scale_records as scheduling
-from nodes.decisions import snapshot_log
-from nodes.decisions.snapshot_log import Section
+from nodes.decisions.decision_log import Section
 from nodes.loading import load_snapshots
 from nodes.placement.choose import Candidate, Need
 from nodes.placement.evict import ProtectionRules, Resident
@@ -38,19 +38,19 @@ SEEN = st.dictionaries(
 )
 
 
-def read_back(*seen: snapshot_log.SnapshotSections) -> snapshot_log.State:
+def read_back(*seen: decision_log.SnapshotSections) -> decision_log.State:
     """What another process restores from the log of these decisions."""
-    state: snapshot_log.State = {}
+    state: decision_log.State = {}
     entries = []
     for one in seen:
-        found = snapshot_log.find_changes(state, one)
-        snapshot_log.apply_changes(state, found)
-        entries.append(snapshot_log.encode(found))
-    return snapshot_log.restore(entries)
+        found = decision_log.find_changes(state, one)
+        decision_log.apply_changes(state, found)
+        entries.append(decision_log.encode(found))
+    return decision_log.restore(entries)
 
 
 @given(st.lists(SEEN, max_size=5))
-def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_log.SnapshotSections]) -> None:
+def test_a_log_ends_with_what_was_seen_last(seen: list[decision_log.SnapshotSections]) -> None:
     """A whole section replaces, another one adds; nothing that did not change is written twice."""
     expected: dict[str, dict[str, Any]] = {}
     for one in seen:
@@ -62,7 +62,7 @@ def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_log.SnapshotSect
         name: rows for name, rows in expected.items() if rows
     }
     if seen:
-        assert snapshot_log.find_changes(state, seen[-1]) == {}
+        assert decision_log.find_changes(state, seen[-1]) == {}
 
 
 @pytest.mark.rule("I14", "R2.30")
@@ -163,16 +163,16 @@ def test_what_did_not_change_is_not_written_again() -> None:
     """A thousand nodes are written once; then one entry has the node that changed, and the load itself."""
     fleet = [view(id=UUID(int=n), name=f"n{n}", free_vram=n) for n in range(1000)]
     first = load_snapshots.encode_load("1", "m", LoadQuestion(FleetView(fleet, Need())))
-    state: snapshot_log.State = {}
-    whole = snapshot_log.find_changes(state, first)
-    snapshot_log.apply_changes(state, whole)
+    state: decision_log.State = {}
+    whole = decision_log.find_changes(state, first)
+    decision_log.apply_changes(state, whole)
     moved = [replace(fleet[0], free_vram=9), *fleet[1:]]
-    second = snapshot_log.find_changes(
+    second = decision_log.find_changes(
         state, load_snapshots.encode_load("2", "other", LoadQuestion(FleetView(moved, Need())))
     )
     assert set(second) == {"nodes", "load/2"}
     assert list(second["nodes"][0]) == ["n0"]
-    assert len(snapshot_log.encode(second)) < 1000 < len(snapshot_log.encode(whole)) < 200_000
+    assert len(decision_log.encode(second)) < 1000 < len(decision_log.encode(whole)) < 200_000
 
 
 def test_a_reader_of_another_version_takes_what_it_knows() -> None:
@@ -196,7 +196,7 @@ def test_entries_of_an_earlier_version_replay() -> None:
     stored = orjson.loads((DATA / "decisions/snapshots.json").read_bytes())
     entries = [orjson.dumps(entry) for entry in stored["entries"]]
     for position, expected in enumerate(stored["loads"], 1):
-        state = snapshot_log.restore(entries[:position])
+        state = decision_log.restore(entries[:position])
         known = load_snapshots.decode_load(state, expected["load"], expected["model"])
         assert known is not None
         question, decision = known.question, known.question.view.decide()
@@ -207,7 +207,7 @@ def test_entries_of_an_earlier_version_replay() -> None:
         assert (str(explanation.node.id) if explanation.node else None) == expected["node_id"]
         victims = [victim.name for victim in eviction.victims] if eviction is not None else []
         assert victims == expected["victims"]
-    state = snapshot_log.restore(entries)
+    state = decision_log.restore(entries)
     for expected in stored["rules"]:
         decoded = scheduling.decode_rule(state, expected["model"])
         assert decoded is not None

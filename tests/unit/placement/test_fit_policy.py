@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 
-from nodes.decisions.snapshot_log import encode, find_changes, restore
+from nodes.decisions.decision_log import encode, find_changes, restore
 from nodes.loading.load_snapshots import decode_load, encode_load
 from nodes.placement import fit
 from nodes.placement.choose import Candidate, Need, Reason, choose_node, find_refusal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
-from nodes.decisions.snapshot_log import encode, find_changes, restore
+from nodes.decisions.decision_log import encode, find_changes, restore
 from nodes.definitions.files import parse_definition
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load, load_request

@@ -1,28 +1,129 @@
-"""The ends of engines, and the only code that deletes rows of replicas.
+"""The life of an engine: the one writer of its columns, and the only code that deletes rows of replicas.
 
-An engine ends when that is confirmed: its worker has confirmed the stop (`confirm`), or does not list it any
-more, reports it stopped, or has given its address to another one. When a node leaves, its replicas depart:
-they count for nobody, and their rows stay until the end is confirmed or the node is removed. What counted as
-a replica is announced once, when it departs or ends, after commit. Rows are locked in the order of their ids,
-as the hot path does it (`statements.py`), or two transactions would wait for each other.
+Each change is an event of the table in `states.py`, and its UPDATE names the phases in which the event is
+allowed. So a change that comes late, after another one has moved the row on, changes nothing. The statement
+that takes a lost replica out of the picks (`statements.LOSE`) follows the same table without the ORM.
+
+An engine ends when that is confirmed: its worker has confirmed the stop (`confirm_end`), or does not list it
+any more, reports it stopped, or has given its address to another one. When a node leaves, its replicas
+depart: they count for nobody, and their rows stay until the end is confirmed or the node is removed. What
+counted as a replica is announced once, when it departs or ends, after commit. Rows are locked in the order of
+their ids, as the hot path does it (`statements.py`), or two transactions would wait for each other.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from django.db import connection, transaction
-from django.db.models import Case, F, Q, When
+from django.db.models import Case, CharField, Exists, F, OuterRef, Q, Value, When
 
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.messaging.messages import split_process_key
-from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
+from localai_cluster.kit.leases import Attempt
+from localai_cluster.messaging.messages import process_key, split_process_key
+from nodes.models import BEING_LOADED, LOADING_PHASES, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import hooks, lifecycle, reserved_memory, states
+from nodes.replicas import hooks, reserved_memory, states
 from nodes.replicas.evidence import Running, is_listed
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
+from operations.models import Operation, Status
+
+NO_OWNER: Mapping[str, Any] = {"owner_kind": "", "owner_id": None, "owner_fence": None}
+CONTROLLERS: Mapping[str, Any] = {**NO_OWNER, "owner_kind": OwnerKind.CONTROLLERS}
+_NO_STOP: Mapping[str, Any] = {
+    "claimed_until": None,
+    "next_stop_at": None,
+    "stop_attempts": 0,
+    "stop_error": "",
+}
+SERVES: Mapping[str, Any] = {**NO_OWNER, **_NO_STOP, "reason": "", "deadline": None}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine that is to be stopped: a snapshot of its row."""
+
+    id: UUID
+    node_id: UUID
+    model_name: str
+    replica_index: int
+    address: str
+    """Empty until the worker has answered the start."""
+    phase: Phase
+    is_lost: bool = False
+    """It did not answer a request, and may live."""
+    started_at: datetime | None = None
+    start_answered: bool = True
+
+    @property
+    def process_key(self) -> str:
+        """The engine process on its worker."""
+        return process_key(self.model_name, self.replica_index)
+
+    def may_still_start(self, now: datetime) -> bool:
+        """Return True if its start may still be on its way to the worker."""
+        started = self.started_at
+        return started is not None and not self.start_answered and now < started + states.STARTS_WITHIN
+
+
+def engine_of(row: NodeModel) -> Engine:
+    """Return the snapshot of a row."""
+    return Engine(
+        row.id,
+        row.node_id,
+        row.model_name,
+        row.replica_index,
+        row.address,
+        Phase(row.phase),
+        row.reason == "lost",
+        row.started_at,
+        row.start_answered,
+    )
+
+
+def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
+    """Let `event` happen to those of the rows to which the table allows it; return how many.
+
+    Writes the phase that follows and `columns`. `end_rows` deletes the rows that the event ends.
+    """
+    follows = states.MOVES[event]
+    columns["phase"] = Case(
+        *(When(phase=source, then=Value(target)) for source, target in follows.items()),
+        output_field=CharField(),
+    )
+    return rows.filter(phase__in=follows).order_by().update(**columns)
+
+
+def drain_until(deadline: datetime) -> dict[str, Any]:
+    """Return the columns of a row that begins to drain or to terminate."""
+    return {**_NO_STOP, "deadline": deadline}
+
+
+def stop_from(now: datetime) -> dict[str, Any]:
+    """Return the columns of a row that begins to stop."""
+    return {**_NO_STOP, "deadline": now + states.REPORTED_AFTER}
+
+
+def owned_by(kind: OwnerKind, id: UUID, fence: int | None = None) -> dict[str, Any]:
+    """Return the columns of a row that this operation or intent owns; of a load, its attempt `fence`."""
+    return {"owner_kind": kind, "owner_id": id, "owner_fence": fence}
+
+
+def of_attempt(attempt: Attempt) -> Q:
+    """The rows of loads that the attempt owns."""
+    return Q(**owned_by(OwnerKind.OPERATION, *attempt), phase__in=LOADING_PHASES)
+
+
+def has_running_attempt() -> Exists:
+    """True for rows whose owner is an attempt that is being executed."""
+    running = Operation.objects.filter(
+        pk=OuterRef("owner_id"), fence=OuterRef("owner_fence"), status=Status.PROCESSING
+    )
+    return Exists(running)
 
 
 def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
@@ -37,10 +138,10 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     over = [row for row in rows if row.phase in states.WITHOUT_ENGINE or row.pk in ended]
     staying = {row.pk for row in rows} - {row.pk for row in over}
     ReplicaUse.objects.filter(replica__in=staying).delete()
-    lifecycle.apply_event(
+    apply_event(
         NodeModel.engines.filter(pk__in=staying),
         ReplicaEvent.NODE_LEFT,
-        **lifecycle.CONTROLLERS,
+        **CONTROLLERS,
         deadline=Case(When(phase=Phase.DEPARTED, then=F("deadline")), default=now + states.CONFIRMED_AFTER),
         reason=PhaseReason.NODE_LEFT,
         claimed_until=None,
@@ -126,7 +227,7 @@ def _is_former(row: NodeModel, new: NodeModel) -> bool:
     return row.started_at is None or (new.started_at is not None and row.started_at < new.started_at)
 
 
-def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
+def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
     """End an engine whose worker has confirmed the stop; False when the row was gone already.
 
     Loads that took a slot on its node without the memory have been waiting for what it gives back.
