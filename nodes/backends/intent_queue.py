@@ -52,7 +52,7 @@ from nodes.commands.outcomes import (
     Unreadable,
 )
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
-from nodes.placement.deadlines import load_limit
+from nodes.placement.load_times import load_limit
 from nodes.registry import lifecycle
 from nodes.replicas import drains
 from nodes.replicas.drains import UpgradeDrain

@@ -46,7 +46,7 @@ from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
-from nodes.placement.deadlines import MARGIN, load_limit
+from nodes.placement.load_times import MARGIN, load_limit
 from nodes.registry import dial_targets
 from nodes.replicas import engines, fleet_queries, slots
 from nodes.replicas.slots import Slot
@@ -125,7 +125,7 @@ class LoadModel:
         load_needs = load_placement.LoadNeeds(
             definition, need, await self._definitions.conflicting(definition)
         )
-        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=work.attempt)
+        placement = await load_placement.reserve_slot(self._bus, work, load_needs)
         slot, listed = placement.slot, placement.listed
         worker = Worker(
             self._bus,

@@ -25,7 +25,7 @@ from nodes.definitions.files import Definition
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
-from nodes.placement.node_backoff import NodeBackoffs, add_failure, into_payload
+from nodes.placement.load_times import NodeBackoffs, add_failure, into_payload
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, retry_delay
 from operations.ledger.progress import Tick

@@ -50,7 +50,7 @@ from nodes.placement.explain import (
     nearest_by_memory,
 )
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load, simulate_placements
-from nodes.placement.node_backoff import backed_off_nodes, from_payload
+from nodes.placement.load_times import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction, fleet_queries, unload_requests
 from nodes.scheduling.plan import plan as plan_replicas

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from typing import assert_never
 from uuid import UUID
 
-from localai_cluster.kit import cancellation, clock, conf, leases
+from localai_cluster.kit import cancellation, clock, conf
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import INSTALL
@@ -34,7 +34,7 @@ from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
 from nodes.placement.evict import Eviction, choose_victims, join_names
 from nodes.placement.explain import DecisionOutcome, Explanation, FleetView
 from nodes.placement.load_decision import LoadQuestion, decide_load
-from nodes.placement.node_backoff import (
+from nodes.placement.load_times import (
     NodeBackoff,
     NodeBackoffs,
     add_failure,
@@ -105,7 +105,7 @@ class Placement:
     """The node's backends, as its worker has just listed them; None if they must be listed again."""
 
 
-async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leases.Attempt) -> Placement:
+async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Placement:
     """Reserve a slot on the best node whose worker answers.
 
     Raises Postpone, LoadFailed or Abandoned if there is none.
@@ -134,8 +134,9 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leas
             excluded_nodes |= answer.silent
             if answer.node is not None:
                 listings[answer.node.id] = answer.listed
-            continue
-        slot = await in_thread(_reserve, work.id, wanted, question, victims, explanation, attempt)
+            if answer.node is None or answer.node.id != explanation.node.id:
+                continue  # otherwise the decision holds: its reservation checks the node again
+        slot = await in_thread(_reserve, work, wanted, question, victims, explanation)
         if isinstance(slot, Slot):
             _warn(explanation.node, wanted)
             room = pending_eviction(None if slot.gpu_layers else victims)
@@ -195,28 +196,23 @@ def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
 
 
 def _reserve(
-    load: UUID,
-    wanted: LoadNeeds,
-    question: LoadQuestion,
-    victims: Eviction | None,
-    explanation: Explanation,
-    attempt: leases.Attempt,
+    work: Work, wanted: LoadNeeds, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Slot | NoSlot:
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None
     now, definition, layers = clock.now(), wanted.definition, explanation.gpu_layers
     snapshot_ref = decision_log.store_snapshot(
-        encode_load(str(load), definition.name, question, victims), now=now
+        encode_load(str(work.id), definition.name, question, victims), now=now
     )
     return slots.reserve(
         explanation.node,
         definition.name,
-        attempt=attempt,
+        attempt=work.attempt,
         backend=definition.backend,
         now=now,
         need=wanted.need.with_layers(layers),
         room=None if layers else victims,
-        why=DecisionRecord(definition.name, load, explanation, snapshot_ref),
+        why=DecisionRecord(definition.name, work.id, explanation, snapshot_ref),
         gpu_layers=layers,
     )
 

@@ -20,7 +20,7 @@ from nodes.definitions.files import Definition
 from nodes.definitions.sizes import ModelFiles
 from nodes.models import LOADING_PHASES, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement import deadlines, fit, memory
+from nodes.placement import fit, load_times, memory
 from nodes.placement.choose import Need
 from nodes.placement.sizes import STATED
 from operations.executor.work import Work, in_thread
@@ -72,14 +72,14 @@ def request_of(operation: Operation) -> LoadRequest:
     )
 
 
-_AT_MOST_EVERY = deadlines.STALL / 20
+_AT_MOST_EVERY = load_times.STALL / 20
 """Seconds between two writes of the deadline."""
 
 
 def initial_seconds() -> float:
     """Return the initial progress deadline of a scale-up, in seconds."""
     cluster = conf.cluster()
-    return deadlines.progress_deadline(cluster.install_timeout, cluster.model_load_timeout)
+    return load_times.progress_deadline(cluster.install_timeout, cluster.model_load_timeout)
 
 
 class ProgressDeadline:
@@ -94,14 +94,14 @@ class ProgressDeadline:
         """Extend the deadline to `STALL` from now if there are more bytes than before."""
         if current_bytes > self._bytes and clock.monotonic() >= self._moved_at + _AT_MOST_EVERY:
             self._bytes, self._moved_at = current_bytes, clock.monotonic()
-            await self.extend_for(min(deadlines.STALL, initial_seconds()))
+            await self.extend_for(min(load_times.STALL, initial_seconds()))
 
     async def extend_for(self, seconds: float) -> None:
         """Extend the deadline for a step that begins now and may take `seconds`."""
         operation, now = self._work.operation, clock.now()
         if request_of(operation).is_scale_up:
             age = (now - operation.created_at).total_seconds()
-            remaining = deadlines.extend_deadline(age, seconds, initial_seconds())
+            remaining = load_times.extend_deadline(age, seconds, initial_seconds())
             await in_thread(admission.need_until, [operation.id], now + timedelta(seconds=remaining))
 
 

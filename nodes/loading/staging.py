@@ -26,7 +26,6 @@ from django.db import IntegrityError
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.quantities import format_gib
 from nodes.commands.commands import first
-from nodes.decisions.node_files import OverQuota
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
@@ -54,12 +53,12 @@ from nodes.loading.transfer import (
 )
 from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
-from nodes.placement import deadlines, memory
+from nodes.placement import load_times, memory
 from nodes.placement.sizes import describe_disk_need
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots
-from nodes.replicas.slots import Slot
+from nodes.replicas.slots import OverQuota, Slot
 from operations.executor.work import Postpone, WakeUps, in_thread
 from operations.ledger.progress import Tick
 
@@ -127,7 +126,7 @@ class ModelTransfer:
     node_id: UUID
     limits: TransferLimits
     meter: UploadMeter
-    stall: float = deadlines.STALL
+    stall: float = load_times.STALL
     sources: Mapping[str, FileSource] = field(default_factory=dict)
     """By path: the files that the worker is to fetch from their sources."""
     unreached: dict[str, datetime] = field(default_factory=dict)
@@ -314,7 +313,7 @@ async def _wait_for_turn(attempt: Attempt, files: int) -> None:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         message = f"another load brings the files of {name} to {attempt.slot.node_name}"
         await attempt.work.report(attempt.tick(PHASE, message))
-        await deadline.extend_for(deadlines.STALL)
+        await deadline.extend_for(load_times.STALL)
         await asyncio.sleep(_TURN_POLL)
 
 
@@ -326,7 +325,7 @@ async def _send_in_time(
     Raise FilesAtSource, but not for those that were `downloaded`: these are sent, not fetched again.
     """
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
-    limit = asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0))
+    limit = asyncio.timeout(max(load_times.LONGEST_HOLD - age, 0))
     try:
         async with limit:
             return await _send(attempt, planned, limits, downloaded)
@@ -337,7 +336,7 @@ async def _send_in_time(
     except OSError as error:
         if not limit.expired():
             raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
-        hours = deadlines.LONGEST_HOLD / 3600
+        hours = load_times.LONGEST_HOLD / 3600
         raise LoadFailed(
             f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
         ) from None
@@ -406,8 +405,9 @@ async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResu
 
 def _check_disk_space(slot: Slot, missing: int) -> None:
     """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
-    node = BackendNode.objects.filter(pk=slot.node_id).first()
-    needed = memory.required_disk(missing) if missing else 0
+    if not missing:
+        return
+    node, needed = BackendNode.objects.filter(pk=slot.node_id).first(), memory.required_disk(missing)
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
         free = format_gib(node.available_disk)
         problem = f"{free} of disk space free, {describe_disk_need(missing, needed)} needed"

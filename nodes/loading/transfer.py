@@ -24,7 +24,7 @@ from localai_cluster.kit.quantities import human_bytes
 from nodes.loading import worker_fetch
 from nodes.loading.source_files import CHUNK, LocalFile, OpenedFile, hash_of, path_of
 from nodes.loading.worker_fetch import FileSource
-from nodes.placement import deadlines
+from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
 
@@ -437,12 +437,12 @@ class Transfer:
     def _worker_hashes(self) -> None:
         """Extend the stall limit: the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
-        self._until(self._moved_at + self._stall + deadlines.hashing_limit(self.file.size))
+        self._until(self._moved_at + self._stall + load_times.hashing_limit(self.file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
             seconds = clock.monotonic() - self._hashing_since
-            self._moved_at += min(seconds, deadlines.hashing_limit(self.file.size))
+            self._moved_at += min(seconds, load_times.hashing_limit(self.file.size))
             self._hashing_since = None
             self._until(self._moved_at + self._stall)
 

@@ -23,7 +23,7 @@ from localai_cluster.kit import clock, conf, names, untrusted
 from localai_cluster.kit.outbound import host_of
 from nodes.definitions.files import Definition
 from nodes.models import UnreachedSource
-from nodes.placement import deadlines
+from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
 
 CAN_FETCH = "X-File-Fetch"
@@ -130,7 +130,7 @@ async def fetch(
     Raise FetchFailed.
     """
     body = {"url": source.url, "size": size, "sha256": source.sha256}
-    limit, position = STALL + deadlines.hashing_limit(size), 0
+    limit, position = STALL + load_times.hashing_limit(size), 0
     try:
         async with (
             asyncio.timeout(limit) as watch,

@@ -247,7 +247,7 @@ class NodeModel(models.Model):
     Empty if its node reports none, or its need is unknown."""
     files_needed = models.BigIntegerField(default=0, db_default=0)
     """Bytes of the model's files that its load brings to the node, 0 = none or unknown. They count toward the
-    node's disk quota until the files are recorded (`decisions/node_files.py`)."""
+    node's disk quota until the files are recorded (`decisions/fleet_cache.py`)."""
     vram_seen_at = models.DateTimeField(null=True, blank=True)
     """Time of that reading; null = there was none."""
     loaded_at = models.DateTimeField(null=True, blank=True)

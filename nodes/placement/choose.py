@@ -19,8 +19,8 @@ from uuid import UUID
 
 from localai_cluster.kit.quantities import format_bytes, format_gib, gib_rounded_up
 from nodes.placement.fit import LARGEST, Pairs
+from nodes.placement.load_times import NodeBackoffs
 from nodes.placement.memory import BytesByGpu, FreeByGpu, fit_gpus, fit_stated_gpus
-from nodes.placement.node_backoff import NodeBackoffs
 from nodes.placement.sizes import QUOTA_HINT, describe_disk_need, describe_need, describe_quota
 
 Labels = frozenset[tuple[str, str]]

@@ -45,7 +45,7 @@ from nodes.placement.choose import (
 )
 from nodes.placement.evict import ProtectionRules, Resident, choose_victims, join_names
 from nodes.placement.fit import Terms
-from nodes.placement.node_backoff import NodeBackoffs
+from nodes.placement.load_times import NodeBackoffs
 from nodes.placement.sizes import describe_need
 
 MOST_BYTES = 16 * 1024

@@ -27,7 +27,7 @@ from nodes.placement.choose import (
     rank_node,
 )
 from nodes.placement.explain import FleetView
-from nodes.placement.node_backoff import NodeBackoffs
+from nodes.placement.load_times import NodeBackoffs
 
 MOST_ROWS = 64_000
 """Most nodes in all rankings together; the least recently used rankings are dropped."""

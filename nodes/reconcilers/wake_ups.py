@@ -19,7 +19,7 @@ from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
-from nodes.placement.node_backoff import backed_off_nodes, from_payload
+from nodes.placement.load_times import backed_off_nodes, from_payload
 from nodes.reconcilers import intents
 from nodes.replicas import fleet_queries
 from operations.executor.work import in_thread

@@ -12,11 +12,11 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Q
+from django.db.models import Case, F, Q, Value, When
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
-from nodes.decisions import decision_log, node_files
+from nodes.decisions import decision_log, fleet_cache
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.models import (
     BEING_LOADED,
@@ -32,12 +32,17 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import NO_NEED, Candidate, Need, lowest_free_index
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
+from nodes.placement.sizes import QUOTA_HINT, describe_quota
 from nodes.replicas import engines, eviction, reserved_memory, states, terminations
 from nodes.replicas.engines import Engine
 from nodes.replicas.reserved_memory import GpuShare
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 from operations.ledger import attempts
+
+
+class OverQuota(Exception):
+    """The files do not fit into the node's disk quota; the text has the figures and what helps."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ def reserve(
         if (index := _free_index(node, model_name)) is None:
             return NoSlot(RefusalReason.FULL)
         try:
-            node_files.check_quota(node, model_name, need.files)
-        except node_files.OverQuota as lack:
+            _check_quota(node, model_name, need.files)
+        except OverQuota as lack:
             return NoSlot(str(lack))
         memory = _memory(node, need, model_name, room, now)
         if isinstance(memory, NoSlot):
@@ -118,6 +123,18 @@ def reserve(
         if why is not None:
             decision_log.record(why.at_index(index), now=now, victims=room.victims if room else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
+
+
+def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
+    """Raise OverQuota unless so many bytes of the model's files fit. Needs the node's lock; one query."""
+    quota = node.disk_quota_bytes
+    if not quota or not files:
+        return
+    read = fleet_cache.read_file_bytes([model_name], [node.pk])
+    staged = read.staged(model_name).get(node.pk, 0)
+    others = read.others(model_name, [node.pk]).get(node.pk, 0)
+    if files > staged and others + files > quota:
+        raise OverQuota(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")
 
 
 def _after_reading(node: BackendNode, now: datetime) -> datetime:
@@ -185,7 +202,7 @@ def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
         if others.exclude(pk=slot.id).filter(engines.has_running_attempt()).exists():
             return False
-        node_files.check_quota(node, row.model_name, files)
+        _check_quota(node, row.model_name, files)
         return bool(engines.apply_event(mine, ReplicaEvent.STAGING_BEGUN, files_needed=files)) or None
 
 
@@ -211,10 +228,9 @@ def record_answer(slot: Slot, address: str = "") -> None:
     The row is this engine's whatever its phase is now, so after a late answer a stop names the right address.
     """
     rows = NodeModel.engines.filter(pk=slot.id, started_at__isnull=False).exclude(phase=Phase.SERVING)
+    kept = Case(When(address="", then=Value(address)), default=F("address"))
     with committed("load.answer"):
-        rows.update(start_answered=True)
-        if address:
-            rows.filter(address="").update(address=address)
+        rows.update(start_answered=True, address=kept)
 
 
 def publish(
@@ -269,7 +285,12 @@ def publish(
 
 def _record_load(slot: Slot, **columns: Any) -> None:
     model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
-    ModelLoadInfo.objects.update_or_create(model_name=model_name, defaults=columns)
+    ModelLoadInfo.objects.bulk_create(
+        [ModelLoadInfo(model_name=model_name, **columns)],
+        update_conflicts=True,
+        unique_fields=["model_name"],
+        update_fields=list(columns),
+    )
 
 
 def _of(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:

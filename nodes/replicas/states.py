@@ -13,9 +13,9 @@ from datetime import timedelta
 from enum import StrEnum
 
 from nodes.models.replica import REASONS_OF, OwnerKind, Phase, PhaseReason
-from nodes.placement import deadlines
+from nodes.placement import load_times
 
-LOAD_WITHIN = timedelta(seconds=deadlines.LONGEST_HOLD + deadlines.LONGEST_LOAD)
+LOAD_WITHIN = timedelta(seconds=load_times.LONGEST_HOLD + load_times.LONGEST_LOAD)
 """The longest time from the reservation of a slot to its publication (C31, C28)."""
 STARTS_WITHIN = timedelta(seconds=60)
 """The time in which an unanswered start may still reach its worker: "no such process" is no proof yet."""

@@ -89,7 +89,7 @@ async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_
         if name != silent:
             bus.replies[messages.subject("backend.list", str(id))] = m.ListReply(())
     what = load_placement.LoadNeeds(definition(), need)
-    return await load_placement.reserve_slot(bus, work, what, attempt=(work.id, work.operation.fence))
+    return await load_placement.reserve_slot(bus, work, what)
 
 
 def kept() -> list[PlacementRecord]:

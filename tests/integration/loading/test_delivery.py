@@ -17,7 +17,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache
-from nodes.decisions.node_files import read_file_bytes
+from nodes.decisions.fleet_cache import read_file_bytes
 from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.load_attempts import LoadFailed, NodeRefused, refusals
 from nodes.loading.source_files import OpenedFile, plan_files

@@ -14,7 +14,7 @@ from pytest_django import Settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_cache, node_files
+from nodes.decisions import fleet_cache
 from nodes.decisions.fleet_cache import FleetQuestion
 from nodes.loading import load_request, staging
 from nodes.models import BackendNode, BroughtModel, NodeModel
@@ -150,7 +150,7 @@ async def test_of_two_stagings_at_once_one_gets_the_last_bytes(stage: Stage) -> 
 
     results = await asyncio.gather(*(in_thread(begin, number) for number in (0, 1)), return_exceptions=True)
     (refusal,) = [result for result in results if result is not True]
-    assert isinstance(refusal, node_files.OverQuota)
+    assert isinstance(refusal, slots.OverQuota)
     assert await in_thread(lambda: NodeModel.objects.filter(phase="staging").count()) == 1
 
 

@@ -236,7 +236,7 @@ async def placed(work: Work) -> load_placement.Placement:
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[messages.subject("backend.list", str(id))] = m.ListReply(())
     wanted = load_placement.LoadNeeds(definition(), NO_NEED)
-    return await load_placement.reserve_slot(bus, work, wanted, attempt=(work.id, work.operation.fence))
+    return await load_placement.reserve_slot(bus, work, wanted)
 
 
 class TestPlacing:

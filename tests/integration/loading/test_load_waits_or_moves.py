@@ -22,7 +22,7 @@ from nodes.definitions.folder import Folder
 from nodes.loading import load, load_placement
 from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeBackend, NodeModel
-from nodes.placement.node_backoff import from_payload
+from nodes.placement.load_times import from_payload
 from nodes.replicas import engines
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Abandoned, Postpone, WakeUps, in_thread

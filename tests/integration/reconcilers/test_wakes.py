@@ -17,7 +17,7 @@ from nodes.backends.intents import Failed, record_outcomes
 from nodes.loading import load_request
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
-from nodes.placement.node_backoff import add_failure, into_payload
+from nodes.placement.load_times import add_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import labels as registry
 from operations.executor.work import WakeUps

@@ -3,7 +3,7 @@
 import pytest
 
 from nodes.loading.transfer import UploadMeter
-from nodes.placement import deadlines
+from nodes.placement import load_times
 
 MIB = 2**20
 
@@ -44,5 +44,5 @@ def test_a_meter_of_empty_files_divides_by_nothing() -> None:
 
 @pytest.mark.rule("worker-13")
 def test_a_large_file_may_be_read_for_longer_than_a_stall() -> None:
-    assert deadlines.hashing_limit(0) == 0
-    assert deadlines.hashing_limit(64 * 2**30) > deadlines.STALL
+    assert load_times.hashing_limit(0) == 0
+    assert load_times.hashing_limit(64 * 2**30) > load_times.STALL

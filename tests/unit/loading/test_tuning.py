@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nodes.loading.load import Machine, fingerprint, tune_options
-from nodes.placement import deadlines
+from nodes.placement import load_times
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ def test_equal_options_have_one_fingerprint() -> None:
     ],
 )
 def test_a_load_model_has_time_by_the_size_of_its_files(gib: int, given: float, seconds: float) -> None:
-    assert deadlines.load_limit(gib * GIB, given) == seconds
+    assert load_times.load_limit(gib * GIB, given) == seconds
 
 
 @pytest.mark.rule("R2.24", "R2.25", "C29", "T-DL-8", "T-DL-9", "T-DL-10", "T-DL-11", "T-DL-12")
@@ -87,13 +87,13 @@ def test_a_load_model_has_time_by_the_size_of_its_files(gib: int, given: float, 
     [(15, 5, 25), (15, 45, 65), (40, 5, 50), (1, 1, 25), (0, -1, 25)],
 )
 def test_a_load_is_wanted_for_an_installation_and_a_load(install: float, load: float, minutes: float) -> None:
-    assert deadlines.progress_deadline(install * 60, load * 60) == minutes * 60
+    assert load_times.progress_deadline(install * 60, load * 60) == minutes * 60
 
 
 @pytest.mark.rule("R2.24", "C31", "T-DL-4", "T-DL-13", "T-DL-15", "T-DL-17")
 def test_what_moves_is_wanted_for_longer_but_not_for_ever() -> None:
     day = 24 * 3600.0
-    assert deadlines.extend_deadline(3600, 300, 1500) == 300
-    assert deadlines.extend_deadline(day - 100, 300, 1500) == 100
-    assert deadlines.extend_deadline(day + 100, 300, 1500) == 0
-    assert deadlines.extend_deadline(day + 100, 300, 2 * day) == 300
+    assert load_times.extend_deadline(3600, 300, 1500) == 300
+    assert load_times.extend_deadline(day - 100, 300, 1500) == 100
+    assert load_times.extend_deadline(day + 100, 300, 1500) == 0
+    assert load_times.extend_deadline(day + 100, 300, 2 * day) == 300

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import memory, node_backoff
+from nodes.placement import load_times, memory
 from nodes.placement.choose import (
     ANY_NODE,
     Candidate,
@@ -18,7 +18,7 @@ from nodes.placement.choose import (
     find_refusal,
     free_index,
 )
-from nodes.placement.node_backoff import NodeBackoff
+from nodes.placement.load_times import NodeBackoff
 from nodes.placement.sizes import describe_disk_need
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -272,25 +272,25 @@ def test_a_nodes_rest_doubles_up_to_a_limit_and_delays_no_other() -> None:
     """The back-off belongs to the node: another one that fails for the first time starts at the beginning."""
     one, other, known, rests = UUID(int=1), UUID(int=2), dict[UUID, NodeBackoff](), []
     for _ in range(12):
-        known = node_backoff.add_failure(known, one, NOW)
+        known = load_times.add_failure(known, one, NOW)
         rests.append((known[one].until - NOW).total_seconds())
     assert rests == [1, 2, 4, 8] + [15] * 8
-    known = node_backoff.add_failure(known, other, NOW)
-    assert (known[other].times, node_backoff.seconds_until_retry(known, NOW)) == (1, 1)
+    known = load_times.add_failure(known, other, NOW)
+    assert (known[other].times, load_times.seconds_until_retry(known, NOW)) == (1, 1)
     later = NOW + timedelta(seconds=1)
-    assert node_backoff.backed_off_nodes(known, NOW) == {one, other}
-    assert node_backoff.backed_off_nodes(known, later) == {one}
-    assert node_backoff.seconds_until_retry(known, later) == pytest.approx(14)
-    assert node_backoff.seconds_until_retry({}, NOW) is None
+    assert load_times.backed_off_nodes(known, NOW) == {one, other}
+    assert load_times.backed_off_nodes(known, later) == {one}
+    assert load_times.seconds_until_retry(known, later) == pytest.approx(14)
+    assert load_times.seconds_until_retry({}, NOW) is None
 
 
 def test_setbacks_survive_the_payload() -> None:
     """The next attempt may be another controller's; what else the payload says stays."""
-    known = node_backoff.add_failure({}, UUID(int=1), NOW)
-    payload = node_backoff.into_payload({"model": "m"}, known)
-    assert node_backoff.from_payload(payload) == known
+    known = load_times.add_failure({}, UUID(int=1), NOW)
+    payload = load_times.into_payload({"model": "m"}, known)
+    assert load_times.from_payload(payload) == known
     assert payload["model"] == "m"
-    assert node_backoff.from_payload({}) == {}
+    assert load_times.from_payload({}) == {}
 
 
 def test_the_reason_names_what_to_do() -> None:

@@ -14,7 +14,7 @@ from nodes.placement import explain, load_decision
 from nodes.placement.choose import ANY_NODE, NO_NEED, Candidate, Need, Rank, Reason, Selector
 from nodes.placement.explain import AROUND, MOST_BYTES, FleetView
 from nodes.placement.load_decision import LoadQuestion
-from nodes.placement.node_backoff import NodeBackoff
+from nodes.placement.load_times import NodeBackoff
 from tests.unit.placement.test_choose import GIB, fleets, needs, selectors, view
 
 LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nodes.placement import ranking
 from nodes.placement.choose import Candidate, Need, Selector, choose_node, find_refusal
 from nodes.placement.explain import FleetView
-from nodes.placement.node_backoff import NodeBackoff
+from nodes.placement.load_times import NodeBackoff
 from nodes.placement.ranking import ModelFacts, RankedFleet
 from tests.support.effort import EFFORT
 
