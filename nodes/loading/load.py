@@ -35,15 +35,15 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import admission, backend_requests, node_commands
-from nodes.commands.commands import Worker, first
+from nodes.commands.commands import first
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from nodes.loading import load_attempts, load_info, load_placement, load_request, staging
+from nodes.loading import load_attempts, load_info, load_placement, staging
 from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.load_placement import PendingEviction, wait_until_evicted
-from nodes.loading.load_request import ProgressDeadline, request_of
+from nodes.loading.load_placement import wait_until_evicted
+from nodes.loading.load_request import request_of
 from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
 from nodes.placement.load_times import MARGIN, load_limit
@@ -102,9 +102,9 @@ class LoadModel:
             and await in_thread(fleet_queries.loaded_revision, replaced) == definition.revision
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
-        attempt, eviction = await self._place(work, definition)
+        attempt = await self._place(work, definition)
         try:
-            address, options, without = await first(_slot_lost(attempt), self._run(attempt, eviction))
+            address, options, without = await first(_slot_lost(attempt), self._run(attempt))
             # After the watch of the slot: the attempt does not own a published row any more.
             result = await _publish(attempt, address, options, without)
         except Exception as error:
@@ -118,45 +118,18 @@ class LoadModel:
         learning.add_done_callback(self._learning.discard)
         return result
 
-    async def _place(self, work: Work, definition: Definition) -> tuple[Attempt, PendingEviction | None]:
-        files = await self._definitions.sizes.of(definition)
-        readings = await in_thread(load_info.readings_of, definition)
-        need = load_request.estimate_need(definition, files, readings)
-        load_needs = load_placement.LoadNeeds(
-            definition, need, await self._definitions.conflicting(definition)
-        )
-        placement = await load_placement.reserve_slot(self._bus, work, load_needs)
-        slot, listed = placement.slot, placement.listed
-        worker = Worker(
-            self._bus,
-            str(slot.node_id),
-            slot.node_name,
-            listed.instance if listed is not None else "",
-            answered=listed is not None,
-        )
-        attempt = Attempt(
-            work,
-            definition,
-            slot,
-            worker,
-            placement.backoffs,
-            placement.why,
-            ProgressDeadline(work),
-            files.payload,
-            listed,
-        )
-        return attempt, placement.eviction
+    async def _place(self, work: Work, definition: Definition) -> Attempt:
+        wanted = await load_placement.read_needs(self._definitions, definition)
+        return await load_placement.reserve_slot(self._bus, work, wanted)
 
-    async def _run(
-        self, attempt: Attempt, eviction: PendingEviction | None
-    ) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
+    async def _run(self, attempt: Attempt) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
         """Load the engine; return its address, its options and what it is loaded without."""
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         options |= attempt.slot.options
         located, without = await staging.stage_files(attempt, options, self._transfer_limits, self._wake_ups)
-        if eviction is not None:
-            await wait_until_evicted(eviction, attempt.work, attempt.slot)
+        if attempt.eviction is not None:
+            await wait_until_evicted(attempt, attempt.eviction)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
         return engine.address, options, without

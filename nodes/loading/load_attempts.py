@@ -26,6 +26,7 @@ from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
 from nodes.placement.load_times import NodeBackoffs, add_failure, into_payload
+from nodes.replicas import eviction
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, retry_delay
 from operations.ledger.progress import Tick
@@ -117,6 +118,16 @@ _EXPECTED = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Postpone)
 
 
 @dataclass(frozen=True)
+class PendingEviction:
+    """The replicas that must stop before the engine starts, and the sentence for the operation."""
+
+    replicas: tuple[UUID, ...]
+    why: str
+    seconds: float = eviction.STOPS_WITHIN.total_seconds()
+    """Limit for their stops, with the requests that run there."""
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One claimed attempt of a load with its reserved slot."""
 
@@ -133,6 +144,8 @@ class Attempt:
     """Bytes of the model's files; 0 = unknown."""
     listed: messages.ListReply | None = None
     """The worker's backends, if it has listed them since the slot was free."""
+    eviction: PendingEviction | None = None
+    """The replicas that must stop on the node first; None if there are none."""
 
     @property
     def process_key(self) -> str:

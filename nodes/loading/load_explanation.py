@@ -23,7 +23,7 @@ from nodes.definitions.files import Definition
 from nodes.definitions.folder import folder
 from nodes.loading import load_attempts, load_info, load_request, load_snapshots
 from nodes.loading.load_attempts import refusals
-from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
+from nodes.loading.load_placement import LoadNeeds, decide, find_eviction, read_needs
 from nodes.loading.load_request import ANYWHERE, KIND, request_of
 from nodes.loading.reason_shapes import (
     EXPLAINED,
@@ -54,7 +54,6 @@ from nodes.placement.load_times import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction, fleet_queries, unload_requests
 from nodes.scheduling.plan import plan as plan_replicas
-from operations.executor.work import in_thread
 from operations.models import Operation, Status
 
 GIB = 2**30
@@ -203,20 +202,13 @@ def explain_model(model_name: str, now: datetime) -> Row:
 async def needs_of(model_name: str) -> LoadNeeds | None:
     """Return the needs and conflicts of a replica by the model's definition; None if it is not defined."""
     definition = await load_info.find_definition(folder(), model_name)
-    return None if definition is None else await _needs_by(definition)
+    return None if definition is None else await read_needs(folder(), definition)
 
 
 @async_to_sync
 async def needs_by(definition: Definition) -> LoadNeeds:
     """Return the needs and conflicts of a replica by this definition, which may not be in force."""
-    return await _needs_by(definition)
-
-
-async def _needs_by(definition: Definition) -> LoadNeeds:
-    models = folder()
-    files, readings = await models.sizes.of(definition), await in_thread(load_info.readings_of, definition)
-    need = load_request.estimate_need(definition, files, readings)
-    return LoadNeeds(definition, need, await models.conflicting(definition))
+    return await read_needs(folder(), definition)
 
 
 def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[Row], now: datetime) -> Row:

@@ -25,9 +25,18 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.decisions import decision_log, fleet_cache
 from nodes.decisions.decision_log import DecisionRecord, SnapshotSections
 from nodes.definitions.files import Definition
-from nodes.loading import load_attempts, load_request
-from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
-from nodes.loading.load_request import LACKS_ROOM, TURN, LoadRequest, request_of
+from nodes.definitions.folder import Folder
+from nodes.loading import load_attempts, load_info, load_request
+from nodes.loading.load_attempts import (
+    Attempt,
+    Cause,
+    PendingEviction,
+    WorkerGone,
+    refusals,
+    refused_by_all,
+    retry_or_end,
+)
+from nodes.loading.load_request import LACKS_ROOM, TURN, LoadRequest, ProgressDeadline, request_of
 from nodes.loading.load_snapshots import encode_load
 from nodes.models import NodeBackend, ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
@@ -46,7 +55,6 @@ from nodes.placement.load_times import (
 from nodes.replicas import eviction, fleet_queries, slots
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Work, in_thread
-from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, TargetStatus
 
 log = logging.getLogger(__name__)
@@ -61,16 +69,6 @@ EVICTION_POLL = 0.5
 _REMEMBERED_FOR = timedelta(minutes=10)
 """The time for which a failed installation of a backend ranks its node last."""
 _NO_BUS = "this controller is not connected to the message bus"
-
-
-@dataclass(frozen=True)
-class PendingEviction:
-    """The replicas that must stop before the engine starts, and the sentence for the operation."""
-
-    replicas: tuple[UUID, ...]
-    why: str
-    seconds: float = eviction.STOPS_WITHIN.total_seconds()
-    """Limit for their stops, with the requests that run there."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +88,20 @@ class LoadNeeds:
     definition: Definition
     need: Need
     conflicts: frozenset[str] = frozenset()
+    payload: int = 0
+    """Bytes of the model's files; 0 = unknown."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A reserved slot, the reason for it, and the nodes that failed this load so far or did not answer."""
-
-    slot: Slot
-    backoffs: NodeBackoffs
-    why: str
-    eviction: PendingEviction | None = None
-    """The replicas that must stop on the node first; None if there are none."""
-    listed: ListReply | None = None
-    """The node's backends, as its worker has just listed them; None if they must be listed again."""
+async def read_needs(definitions: Folder, definition: Definition) -> LoadNeeds:
+    """Read what a load by this definition needs."""
+    files = await definitions.sizes.of(definition)
+    readings = await in_thread(load_info.readings_of, definition)
+    need = load_request.estimate_need(definition, files, readings)
+    return LoadNeeds(definition, need, await definitions.conflicting(definition), files.payload)
 
 
-async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Placement:
-    """Reserve a slot on the best node whose worker answers.
+async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
+    """Reserve a slot on the best node whose worker answers; return the attempt to load the model there.
 
     Raises Postpone, LoadFailed or Abandoned if there is none.
     """
@@ -139,8 +134,14 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Placement:
         slot = await in_thread(_reserve, work, wanted, question, victims, explanation)
         if isinstance(slot, Slot):
             _warn(explanation.node, wanted)
-            room = pending_eviction(None if slot.gpu_layers else victims)
-            return Placement(slot, backoffs, explanation.sentence, room, listings[explanation.node.id])
+            listed = listings[explanation.node.id]
+            instance = listed.instance if listed is not None else ""
+            worker = Worker(bus, str(slot.node_id), slot.node_name, instance, answered=listed is not None)
+            deadline, pending = ProgressDeadline(work), pending_eviction(None if slot.gpu_layers else victims)
+            why, payload = explanation.sentence, wanted.payload
+            return Attempt(
+                work, wanted.definition, slot, worker, backoffs, why, deadline, payload, listed, pending
+            )
         # The next snapshot shows the reason too, so this node is refused then.
         log.info("no place for %s on %s: %s", wanted.definition.name, explanation.node.name, slot.reason)
 
@@ -337,16 +338,16 @@ def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
     return PendingEviction(tuple(replica.id for replica in replicas), victims.why, seconds)
 
 
-async def wait_until_evicted(pending: PendingEviction, work: Work, slot: Slot) -> None:
+async def wait_until_evicted(attempt: Attempt, pending: PendingEviction) -> None:
     """Return when all replicas have stopped; raise WorkerGone if one stays or serves again."""
-    deadline = clock.monotonic() + pending.seconds
-    await work.report(Tick("loading", pending.why, node_id=slot.node_id, node_name=slot.node_name))
+    deadline, node_name = clock.monotonic() + pending.seconds, attempt.slot.node_name
+    await attempt.report("loading", pending.why)
     while remaining := await in_thread(_remaining, pending):
         if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
-            raise WorkerGone(f"{join_names(serving)} on {slot.node_name} serves again")
+            raise WorkerGone(f"{join_names(serving)} on {node_name} serves again")
         if clock.monotonic() >= deadline:
             names = join_names(name for name, _ in remaining)
-            raise WorkerGone(f"{names} on {slot.node_name} did not stop within {pending.seconds:.0f} s")
+            raise WorkerGone(f"{names} on {node_name} did not stop within {pending.seconds:.0f} s")
         await asyncio.sleep(EVICTION_POLL)
 
 

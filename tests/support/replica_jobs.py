@@ -31,8 +31,7 @@ from nodes.definitions.folder import Folder
 from nodes.loading import load_request
 from nodes.loading.load import LoadModel
 from nodes.loading.load_attempts import Attempt as PlacedAttempt
-from nodes.loading.load_attempts import LoadFailed
-from nodes.loading.load_placement import PendingEviction
+from nodes.loading.load_attempts import LoadFailed, PendingEviction
 from nodes.loading.load_request import ProgressDeadline
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, PendingBackendOp, PhaseReason, ReplicaUse
 from nodes.models.replica import load_key
@@ -86,9 +85,7 @@ class PlacedLoad(LoadModel):
         super().__init__(world, cast(Folder, _Definitions()), WakeUps())
         self._world = world
 
-    async def _place(
-        self, work: Work, definition: Definition
-    ) -> tuple[PlacedAttempt, PendingEviction | None]:
+    async def _place(self, work: Work, definition: Definition) -> PlacedAttempt:
         payload = work.operation.payload
         definition = replace(definition, model="files" if payload["stages"] else "")
         slot, victims = await executor_work.in_thread(self._reserve, work, definition.name)
@@ -97,8 +94,9 @@ class PlacedLoad(LoadModel):
         )
         listed = m.ListReply((m.InstalledBackend("echo"),))
         worker = commands.Worker(self._world, str(slot.node_id), slot.node_name, answered=True)
-        attempt = PlacedAttempt(work, definition, slot, worker, {}, "", ProgressDeadline(work), 0, listed)
-        return attempt, PendingEviction(tuple(victims), "evicts") if victims else None
+        pending = PendingEviction(tuple(victims), "evicts") if victims else None
+        deadline = ProgressDeadline(work)
+        return PlacedAttempt(work, definition, slot, worker, {}, "", deadline, 0, listed, pending)
 
     @staticmethod
     def _reserve(work: Work, model: str) -> tuple[Slot, list[UUID]]:

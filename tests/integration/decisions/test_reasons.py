@@ -26,6 +26,7 @@ from localai_cluster.messaging import messages as m
 from nodes.decisions import decision_log, fleet_cache
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_explanation, load_placement, load_request
+from nodes.loading.load_attempts import Attempt
 from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import (
     BackendNode,
@@ -82,7 +83,7 @@ def claimed() -> Work:
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_placement.Placement:
+async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> Attempt:
     bus = PlayedBus()
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:

@@ -18,6 +18,7 @@ from localai_cluster.messaging import messages as m
 from nodes.decisions import fleet_cache
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_placement, load_request
+from nodes.loading.load_attempts import Attempt
 from nodes.loading.load_request import (
     SCALE_UP,
     active_loads,
@@ -231,7 +232,7 @@ def claimed(operation: Operation) -> Work:
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work) -> load_placement.Placement:
+async def placed(work: Work) -> Attempt:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[messages.subject("backend.list", str(id))] = m.ListReply(())
