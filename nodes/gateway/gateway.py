@@ -165,11 +165,10 @@ class Attempts:
     """The attempts of one request: `while True: async with attempts as engine: return …`.
 
     Entering picks a replica. The body makes the calls, which must finish by the request's `deadline`; leaving
-    it counts the request out. A
-    replica that did no work (dead, busy, or holding another model) is followed by an attempt on the next one
-    or on a loaded one. A replica whose connection broke during the call is replaced only once, because the
-    request itself may have crashed it. Any other error is raised, and every error is once the response has
-    begun.
+    it counts the request out. A replica that did no work (dead, busy, or holding another model) is followed
+    by an attempt on the next one or on a loaded one. A replica whose connection broke during the call is
+    replaced only once, because the request itself may have crashed it. Any other error is raised, and every
+    error is once the response has begun.
 
     The request's deadline is set with its first replica and covers all further replicas. For a streamed
     response it is the limit of the first piece.
