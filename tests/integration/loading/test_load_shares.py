@@ -253,6 +253,26 @@ class TestPlacing:
         work = await hot.in_thread(given)
         assert (await placed(work)).slot.node_name == "b"
 
+    async def test_a_load_whose_best_node_answers_decides_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each decision reads the fleet; the reservation checks the node again under its lock."""
+        decided, genuine = [], load_placement.decide
+
+        def decide(*arguments: Any) -> Any:
+            decided.append(genuine(*arguments))
+            return decided[-1]
+
+        monkeypatch.setattr(load_placement, "decide", decide)
+
+        def given() -> Work:
+            labelled("a", tier="fast")
+            labelled("b", tier="fast")
+            return claimed(joined().operation)
+
+        attempt = await placed(await hot.in_thread(given))
+        ((_, decision),) = decided
+        assert decision.node is not None
+        assert decision.node.id == attempt.slot.node_id
+
     @pytest.mark.parametrize(
         ("selector", "said"),
         [
