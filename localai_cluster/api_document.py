@@ -179,13 +179,13 @@ class DocsView(SpectacularSwaggerView):
 
     def handle_exception(self, exc: Exception) -> Any:
         """Redirect browsers to the sign-in, or to the change of a generated password; else refuse."""
-        if "text/html" in self.request.headers.get("accept", "") and (first := _where_first(exc)):
+        if "text/html" in self.request.headers.get("accept", "") and (first := _redirect_target(exc)):
             return HttpResponseRedirect(f"{first}?{urlencode({'next': self.request.get_full_path()})}")
         refusal = exception_handler(exc, {"view": self})
         return _as_json(refusal) if refusal is not None else super().handle_exception(exc)
 
 
-def _where_first(exc: Exception) -> str:
+def _redirect_target(exc: Exception) -> str:
     if isinstance(exc, PasswordChangeRequired):
         return settings.PASSWORD_URL
     return settings.LOGIN_URL if isinstance(exc, exceptions.NotAuthenticated) else ""

@@ -67,4 +67,4 @@ def count_tasks() -> None:
 
 def _count(sender: Any, task: dict[str, Any], **more: Any) -> None:
     name = str(get_func_repr(task["func"])).rpartition(".")[2]
-    passes.ended(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))
+    passes.record_pass(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))

@@ -36,19 +36,19 @@ GITHUB_URL = "https://raw.githubusercontent.com"
 """Default base of the files that `github:` addresses name."""
 _GITHUB = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)
 _REF_LIMIT = 1024
-"""Longest name in bytes in a file `.ref`."""
+"""Maximum bytes of the name in a `.ref` file."""
 CLUSTER = "cluster:"
 """Prefix of a URL of the control plane's own gallery."""
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 """Suffixes of an archive's name."""
-_SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+_SERVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 ResolvePath = Callable[[Path], Path]
 """Resolves a local path; raises ValueError for one that must not be read."""
 
 
 class WebClient(Protocol):
-    """What is needed of an `httpx.AsyncClient`."""
+    """The part of `httpx.AsyncClient` that reading an index needs."""
 
     def stream(
         self, method: str, url: str, *, headers: Any, follow_redirects: bool
@@ -115,7 +115,7 @@ def folded(name: str) -> str:
 
 
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
-    """Return the entries of an index; skip anything else in it. GalleryUnreadable."""
+    """Return the entries of an index; skip anything else in it. Raise GalleryUnreadable."""
     try:
         listed = untrusted.load_yaml(text, untrusted.BoundedLoader)
     except untrusted.InvalidYAML as error:
@@ -234,7 +234,7 @@ def name_of(uri: str) -> str:
 
 
 def served_name(url: str) -> str | None:
-    """Return the file that a `cluster:` URL names, None for any other URL. ValueError for an invalid name."""
+    """Return the file of a `cluster:` URL, None for any other URL. Raise ValueError."""
     if not url.startswith(CLUSTER):
         return None
     name = url.removeprefix(CLUSTER)
@@ -245,7 +245,7 @@ def served_name(url: str) -> str | None:
 
 def is_served_name(name: str) -> bool:
     """Return True if this can be a file directly in the folder of the control plane's gallery."""
-    return _SERVED.fullmatch(name) is not None
+    return _SERVED_NAME.fullmatch(name) is not None
 
 
 def open_served(folder: Path, name: str) -> BinaryIO:
@@ -282,7 +282,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 async def body_bounded(answer: httpx.Response) -> bytes:
     """Return the body of an open response with status 200 that is not encoded.
 
-    A small encoded body can unpack to gigabytes at once. ValueError for another status or a longer body.
+    Encoded bodies can unpack to gigabytes. Raise ValueError for another status or a longer body.
     """
     if answer.status_code != 200:
         raise ValueError(f"HTTP status {answer.status_code}")

@@ -26,7 +26,7 @@ from localai_cluster.messaging.servers import parse_url
 
 T = TypeVar("T")
 
-LIMIT = 1.0
+CHECK_LIMIT = 1.0
 NOT_REACHABLE = "not reachable"
 OVERDUE = timedelta(seconds=30)
 
@@ -54,21 +54,21 @@ def readyz(request: HttpRequest) -> JsonResponse:
     body = {"status": "ready" if ready else "not ready", "checks": states}
     if ready:
         return JsonResponse(body)
-    return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * LIMIT:.0f}"})
+    return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * CHECK_LIMIT:.0f}"})
 
 
 def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
     """Check all dependencies, or these; return by name `ok` or the problem."""
     selected_checks = {name: check for name, check in CHECKS.items() if names is None or name in names}
     futures = {name: _threads.submit(check) for name, check in selected_checks.items()}
-    deadline = clock.monotonic() + LIMIT
+    deadline = clock.monotonic() + CHECK_LIMIT
     states: dict[str, str] = {}
     for name, future in futures.items():
         try:
             future.result(timeout=max(deadline - clock.monotonic(), 0))
             states[name] = "ok"
         except OutOfTime:
-            states[name] = f"no answer within {LIMIT:.0f} s"
+            states[name] = f"no answer within {CHECK_LIMIT:.0f} s"
         except NotReady as reason:
             states[name] = str(reason)
         except Exception as error:
@@ -78,9 +78,9 @@ def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
 
 
 def within_limit(question: Callable[[], T]) -> T | None:
-    """Return the result of `question`; None after `LIMIT` seconds or for an OSError."""
+    """Return the result of `question`; None after `CHECK_LIMIT` seconds or for an OSError."""
     try:
-        return _threads.submit(question).result(timeout=LIMIT)
+        return _threads.submit(question).result(timeout=CHECK_LIMIT)
     except (OutOfTime, OSError):
         return None
 
@@ -103,7 +103,7 @@ def _disk() -> None:
 
 def _channel_layer() -> None:
     client = redis.Redis.from_url(
-        conf.cluster().redis_url, socket_timeout=LIMIT, socket_connect_timeout=LIMIT
+        conf.cluster().redis_url, socket_timeout=CHECK_LIMIT, socket_connect_timeout=CHECK_LIMIT
     )
     try:
         client.ping()
@@ -117,7 +117,9 @@ def _nats() -> None:
     for server in parse_url(conf.cluster().nats_url).urls:
         url = urlsplit(server)
         try:
-            with socket.create_connection((url.hostname or "", url.port or 4222), timeout=LIMIT) as link:
+            with socket.create_connection(
+                (url.hostname or "", url.port or 4222), timeout=CHECK_LIMIT
+            ) as link:
                 if link.recv(64).startswith(b"INFO "):
                     return
             reasons.append(NotReady("something else than NATS answers there"))

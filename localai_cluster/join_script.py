@@ -36,11 +36,11 @@ class Wheel:
     path: Path
     sha256: str
     requirements: str = ""
-    """What it needs, as pip's requirements with hashes; a package of an earlier version has none."""
+    """Dependencies as pip's requirements with hashes; empty for a wheel of an earlier version."""
 
 
 def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
-    """Return why the line for `url` may not work on another machine, or what it risks.
+    """Return the problems and risks of the line for `url` on another machine.
 
     The server listens on `host`. The list is empty if nothing is known against the line.
     """

@@ -35,7 +35,7 @@ from operations.models import TERMINAL, ControllerBeat, Operation
 
 log = logging.getLogger(__name__)
 
-LIMIT = 5.0
+SCRAPE_LIMIT = 5.0
 """Seconds; a scraper waits for ten by default."""
 RECENTLY = timedelta(hours=1)
 HEARD_WITHIN = timedelta(seconds=30)
@@ -240,10 +240,12 @@ class RowReader:
             # By the time it fails, no scrape may wait for it any more.
             self._task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            async with asyncio.timeout(LIMIT):
+            async with asyncio.timeout(SCRAPE_LIMIT):
                 metrics = await asyncio.shield(self._task)
         except (TimeoutError, DatabaseError) as error:
-            log.warning("figures of the cluster left out: %s", error or f"no answer within {LIMIT:.0f} s")
+            log.warning(
+                "figures of the cluster left out: %s", error or f"no answer within {SCRAPE_LIMIT:.0f} s"
+            )
             return [READABLE.of((0,))]
         return [READABLE.of((1,)), *metrics]
 

@@ -14,7 +14,7 @@ from localai_cluster.web.openapi import extend_schema, refusals, response_exampl
 
 
 class FeaturesSerializer(serializers.Serializer[Any]):
-    """What this product has of what the reference may have."""
+    """The features of the reference, each with true if this product has it."""
 
     agents = serializers.BooleanField()
     mcp = serializers.BooleanField()

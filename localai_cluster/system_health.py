@@ -114,7 +114,7 @@ class SystemHealthView(APIView):
 
 def read(now: datetime) -> Facts:
     """Read all facts in ten queries; while the database is away, only those that need no database."""
-    probes = _probed(now)
+    probes = _probe_dependencies(now)
     # A database that was only slow to respond is queried all the same.
     if not probes["database"][0].startswith(health.NOT_REACHABLE):
         try:
@@ -164,7 +164,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
     )
 
 
-def _probed(now: datetime) -> dict[str, tuple[str, datetime]]:
+def _probe_dependencies(now: datetime) -> dict[str, tuple[str, datetime]]:
     results = health.check_dependencies(set(_PROBES.values()))
     for id, name in _PROBES.items():
         _notice(id, results.get(name, "not asked"), now)

@@ -118,10 +118,10 @@ class Facts:
 def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
     """Return the verdict of every part, in the order of the page."""
     if facts.is_database_away:
-        return [_database_away(facts), *_reached(facts), _disk(facts)]
+        return [_database_away(facts), *_dependency_verdicts(facts), _disk(facts)]
     return [
         Verdict("database", "Database", State.OK, facts.database, since=facts.database_since),
-        *_reached(facts),
+        *_dependency_verdicts(facts),
         _web(facts, now),
         _controllers(facts, now),
         _tasks(facts, now),
@@ -142,7 +142,7 @@ def _database_away(facts: Facts) -> Verdict:
     return Verdict("database", "Database", State.ERROR, text, hint, since)
 
 
-def _reached(facts: Facts) -> list[Verdict]:
+def _dependency_verdicts(facts: Facts) -> list[Verdict]:
     return [
         _probe(
             facts, "nats", "NATS", "Commands to workers are paused. Check the server and LOCALAI_NATS_URL."

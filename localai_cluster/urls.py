@@ -22,7 +22,7 @@ handler404 = "localai_cluster.web.page.not_found"
 handler500 = "localai_cluster.web.envelopes.server_error"
 
 
-def _moved(target: str) -> Callable[..., HttpResponseBase]:
+def _redirect_to(target: str) -> Callable[..., HttpResponseBase]:
     """Return a redirect to the page's new address; it changes nothing, so a POST is refused by its method."""
     return csrf_exempt(require_safe(RedirectView.as_view(url=target, permanent=True, query_string=True)))
 
@@ -38,9 +38,9 @@ def _document(request: HttpRequest, view: str) -> HttpResponseBase:
 
 urlpatterns: list[URLPattern | URLResolver] = [
     path("", root),
-    path("browse", _moved("/app")),
-    path("browse/<path:rest>", _moved("/app/%(rest)s")),
-    path("favicon.svg", _moved("/static/favicon.svg")),
+    path("browse", _redirect_to("/app")),
+    path("browse/<path:rest>", _redirect_to("/app/%(rest)s")),
+    path("favicon.svg", _redirect_to("/static/favicon.svg")),
     path("app", page),
     path("app/<path:path>", page),
     path("login", page),

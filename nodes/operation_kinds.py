@@ -88,10 +88,10 @@ _BACKEND_TASKS = {
 
 
 class NodeHooks:
-    """What the API and the command line of operations need to know about nodes and waves."""
+    """The operations on nodes and waves that the API and command line of `operations` call."""
 
     def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
-        """Complete the entries with what they wait for."""
+        """Add to each entry the reason for its wait."""
         wait_reasons.annotate(list(entries), now=now)
 
     def choose_waves(

@@ -39,16 +39,20 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
     @admin.action(description="Pause the selected schedules", permissions=["change"])
     def pause(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
         """Pause the schedules until they are resumed."""
-        self.message_user(request, f"Paused: {_changed('paused', queryset.exclude(repeats=0), repeats=0)}")
+        self.message_user(
+            request, f"Paused: {_change_schedules('paused', queryset.exclude(repeats=0), repeats=0)}"
+        )
 
     @admin.action(description="Resume the selected schedules", permissions=["change"])
     def resume(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
         """Resume the schedules: they run now, and then as planned."""
         rows = queryset.filter(repeats=0)
-        self.message_user(request, f"Resumed: {_changed('resumed', rows, repeats=-1, next_run=clock.now())}")
+        self.message_user(
+            request, f"Resumed: {_change_schedules('resumed', rows, repeats=-1, next_run=clock.now())}"
+        )
 
 
-def _changed(action: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
+def _change_schedules(action: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
     """Change the rows and record that in the audit; return their number."""
     with transaction.atomic():
         schedules = list(rows.select_for_update(of=("self",)).order_by("pk"))

@@ -1,4 +1,4 @@
-"""Causes of failures: what is left of an error without the parts that differ from node to node. Pure."""
+"""Causes of failures: errors without the parts that differ from node to node. Pure."""
 
 import re
 from collections.abc import Collection
@@ -39,7 +39,7 @@ _VARIABLE = re.compile(
     ),
     re.IGNORECASE,
 )
-_QUOTED = re.compile(rf"([\"']){_GAP}\1")
+_QUOTED_GAP = re.compile(rf"([\"']){_GAP}\1")
 _LIST = re.compile(rf"{_GAP}(?:, {_GAP})+")
 
 
@@ -63,7 +63,7 @@ def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
     for name in names:
         text = _without_name(text, name, 1 if every_name else _SHORT_NAME)
     text = _VARIABLE.sub(lambda match: match["kept"] or _GAP, text)
-    text = _LIST.sub(_GAP, _QUOTED.sub(_GAP, text)).strip()
+    text = _LIST.sub(_GAP, _QUOTED_GAP.sub(_GAP, text)).strip()
     if len(text) > LONGEST_CAUSE:
         text = text[: LONGEST_CAUSE - 1] + _GAP
     return text or UNKNOWN

@@ -19,7 +19,7 @@ from operations.models import Operation
 
 @dataclass(frozen=True)
 class HandlerContext:
-    """What the handlers of a controller share."""
+    """The objects that all handlers of a controller share."""
 
     bus: Bus
     wake_ups: WakeUps
@@ -42,7 +42,7 @@ class OperationKind(KindFacts):
     """One kind of operation: what clients see of it, and how it runs."""
 
     handler: Callable[[HandlerContext], Handler] | None = None
-    """Makes the handler of a controller; None: its targets run by themselves."""
+    """Makes the handler of a controller; None: each target runs as an intent."""
     targets: Targets | None = None
     """The rules of operations that run by their targets; None: it is cancelled and retried as a whole."""
     retry_identity: Callable[[Operation, Sequence[UUID]], tuple[str, str]] | None = None
@@ -54,10 +54,10 @@ class OperationKind(KindFacts):
 
 
 class Hooks(Protocol):
-    """What the API and the command line of operations need to know about nodes and waves."""
+    """The functions on nodes and waves that the API and command line of `operations` call."""
 
     def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
-        """Complete the entries of operations that are shown with what they wait for."""
+        """Add to each entry of an operation the reason for its wait."""
 
     def choose_waves(
         self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime

@@ -94,7 +94,7 @@ def _end_of(parts: Sequence[OperationTarget], progress: float, attempts: int) ->
     return State(Status.CANCELLED, parts[0].reason or "cancelled", progress=progress, attempts=attempts)
 
 
-def held(part: OperationTarget) -> bool:
+def awaits_wave(part: OperationTarget) -> bool:
     """Return True if its wave has not opened for it yet."""
     return part.wave is not None and part.intent_id is None and part.status not in ENDED
 
@@ -120,7 +120,7 @@ def _count(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarge
     if not waves:
         return text
     # If all unfinished targets are held, the operation waits for the reason of the first.
-    reason = f"; {unfinished[0].reason}" if all(map(held, unfinished)) else ""
+    reason = f"; {unfinished[0].reason}" if all(map(awaits_wave, unfinished)) else ""
     return f"{waves_in_words(parts)[min(waves)]}: {text}{reason}"
 
 

@@ -150,7 +150,7 @@ def failed_keys(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     """And failed API keys likewise."""
     own = throttle.process_counts("test-failed-keys", throttle.MOST_ADDRESSES)
     own.clear()
-    counts = throttle.Failures(None, own, throttle.LIMIT, "API keys")
+    counts = throttle.Failures(None, own, throttle.DEFAULT_LIMIT, "API keys")
     monkeypatch.setattr(throttle, "api_keys", lambda: counts)
     return counts
 

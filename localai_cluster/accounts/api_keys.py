@@ -85,7 +85,7 @@ class CreatedApiKeySerializer(ApiKeySerializer):
 
 
 class NewApiKeySerializer(NullIsAbsent):
-    """What the key is for."""
+    """A new API key and its purpose."""
 
     name = Text(max_length=_LONGEST_NAME)
 

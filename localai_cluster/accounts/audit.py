@@ -26,7 +26,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
 
 PEOPLE = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
-_LONGEST = 255
+_MAX_LENGTH = 255
 _FLAGS: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
 _COLUMNS = (
     "id",
@@ -109,9 +109,9 @@ def record(*changes: Change, at: datetime | None = None) -> None:
             actor=str(actor),
             address=address,
             request_id="" if identifier == "-" else identifier,
-            subject=change.subject[:_LONGEST],
+            subject=change.subject[:_MAX_LENGTH],
             subject_id=change.subject_id[:64],
-            detail=change.detail[:_LONGEST],
+            detail=change.detail[:_MAX_LENGTH],
         )
         for change in changes
     )

@@ -33,7 +33,7 @@ machine has a token to register with, and may fetch the files that joining needs
 KEY_PREFIX = "lac-"
 AGENT_PREFIX = "lai-"
 """Prefix of agent nodes' keys; the reference's form, because its agents parse it (§1.1)."""
-_SHOWN = 12
+_SHOWN_CHARACTERS = 12
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
 
 
 def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
-    row = ApiKey.objects.create(user=user, name=name, prefix=plain[:_SHOWN], key_hash=hash_secret(plain))
+    row = ApiKey.objects.create(
+        user=user, name=name, prefix=plain[:_SHOWN_CHARACTERS], key_hash=hash_secret(plain)
+    )
     return row, plain
 
 

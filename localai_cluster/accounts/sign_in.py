@@ -50,7 +50,7 @@ class PersonSerializer(serializers.Serializer[Any]):
 
 
 class StatusSerializer(serializers.Serializer[Any]):
-    """Whether anybody is signed in, and how to."""
+    """The signed-in person, if any, and the ways to sign in."""
 
     authEnabled = serializers.BooleanField()
     staticApiKeyRequired = serializers.BooleanField()

@@ -269,7 +269,7 @@ def build_wheel() -> bool:
 
 
 def _built(folder: Path) -> list[Path]:
-    """The wheel that pip builds there from what is installed, without a network."""
+    """Build the wheel in `folder` with pip, from installed packages and without a network."""
     words = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", str(ROOT), *words, "--wheel-dir", str(folder)],

@@ -61,11 +61,11 @@ def user_prefix() -> tuple[str, ...]:
         return ()
     named = next((uid for uid in (1000, _NOBODY) if _known(uid)), None)
     namespace = ("unshare", "--user", f"--map-user={named}", f"--map-group={named}")
-    if named and shutil.which("unshare") and _runs(*namespace, "true"):
+    if named and shutil.which("unshare") and _succeeds(*namespace, "true"):
         return namespace
     other_user = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups")
     reach = ("test", "-x", str(binaries() / "postgres"))
-    if not own and _known(_NOBODY) and shutil.which("setpriv") and _runs(*other_user, *reach):
+    if not own and _known(_NOBODY) and shutil.which("setpriv") and _succeeds(*other_user, *reach):
         return other_user
     who = "as a user without a name" if own else "as root"
     raise SetupError(
@@ -82,7 +82,7 @@ def _known(uid: int) -> bool:
     return True
 
 
-def _runs(*argv: str) -> bool:
+def _succeeds(*argv: str) -> bool:
     return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 

@@ -64,7 +64,7 @@ def public_host(certificate: Path, preferred: str) -> str:
 
 
 def is_self_signed(certificate: Path) -> bool:
-    """Return True if the certificate is its own authority."""
+    """Return True if the certificate signs itself."""
     found = _read(certificate)
     return found.issuer == found.subject
 
@@ -125,7 +125,7 @@ class Layout:
     secrets: Secrets
     sockets: Path
     certificate: Path | None = None
-    """What the web process proves itself by; None: it serves HTTP."""
+    """Certificate of the web process; None: it serves HTTP."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
@@ -162,7 +162,7 @@ class Layout:
 
     @property
     def open_to_others(self) -> bool:
-        """Whether other machines can reach the cluster."""
+        """True if other machines can reach the cluster."""
         return self.host not in LOOPBACK
 
     @property
@@ -178,7 +178,7 @@ class Layout:
 
     @cached_property
     def probe_trust(self) -> ssl.SSLContext | bool:
-        """What probes of this process trust, for httpx."""
+        """Value of httpx's `verify` for probes from this process."""
         return ssl_context_for(self.certificate) if self.certificate else True
 
     @property
@@ -210,7 +210,7 @@ class Layout:
         return conf.load(self.environ)[0].wheel_dir
 
     def given(self, name: str) -> bool:
-        """Whether the operator has set NAME or NAME_FILE."""
+        """Return True if the operator has set NAME or NAME_FILE."""
         return bool(self.environ.get(name) or self.environ.get(f"{name}_FILE"))
 
     def servers(self) -> dict[str, EmbeddedServer]:
@@ -284,7 +284,7 @@ class Layout:
         shutil.rmtree(self.data_dir / "nats" / "accounts", ignore_errors=True)
 
     def bootstrap_environment(self, *, copied: bool = False) -> dict[str, str]:
-        """What `manage.py bootstrap` needs in addition.
+        """The additional environment of `manage.py bootstrap`.
 
         The node to enrol with its secret, whether the admin's password was generated, whether the folder was
         `copied`, and where the line goes that adds other machines.
@@ -351,7 +351,7 @@ class Layout:
 
 
 def linked(file: Path, place: Path) -> None:
-    """The same file under another name; a copy of it where the file system offers no links."""
+    """Link the file under another name; copy it where the file system has no links."""
     try:
         place.hardlink_to(file)
     except OSError:

@@ -54,7 +54,7 @@ def _boot_id() -> str:
 
 
 REAPER_SECONDS = 60.0
-"""How long the process reaper of a killed run may take to stop its processes."""
+"""Seconds that the process reaper of a killed run may take to stop its processes."""
 
 
 class DataLock:
@@ -127,11 +127,11 @@ def end_leftovers(mark: str) -> int:
     Usually its process reaper is already doing so and only needs time. If it was killed too, the
     processes get SIGTERM, then SIGKILL.
     """
-    left = list(processes.marked(mark))
+    left = list(processes.marked_processes(mark))
     if not left:
         return 0
     if not processes.reaper_of(mark):
         processes.kill(set(left), signal.SIGTERM)
-    if not wait_for(lambda: not any(processes.marked(mark)), REAPER_SECONDS):
+    if not wait_for(lambda: not any(processes.marked_processes(mark)), REAPER_SECONDS):
         processes.sweep(mark)
     return len(left)

@@ -35,7 +35,7 @@ class BusKeys:
 
     @classmethod
     def of(cls, operator: str, system: str, account: str) -> "BusKeys":
-        """From their seeds; ValueError."""
+        """Return the keys of these seeds. Raise ValueError."""
         return cls(
             nkeys.from_seed(operator, "operator"),
             nkeys.from_seed(system, "account"),
@@ -56,7 +56,7 @@ class BusKeys:
                 write_private(file, account_token(self.operator, key, name, now=now))
 
     def configuration(self, resolver: Path) -> dict[str, Any]:
-        """What a server's configuration needs to know of them; `resolver` is the folder of the accounts.
+        """Return the configuration of a server with these keys; `resolver` is the folder of the accounts.
 
         NATS accepts JSON as configuration; JSON quoting is safe for any value.
         """

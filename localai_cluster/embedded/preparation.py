@@ -113,7 +113,7 @@ class Preparation:
         self._read(until=CHECKED)
 
     def migrate(self) -> None:
-        """Have it migrate the database; `SetupError` if it fails."""
+        """Have the process migrate the database. Raise SetupError if it fails."""
         assert self._child.stdin
         with suppress(BrokenPipeError):  # it has ended, and its output says why
             self._child.stdin.write(b"\n")
@@ -121,7 +121,7 @@ class Preparation:
         self._read(until=MIGRATED)
 
     def finish(self) -> str:
-        """Wait for the rest of the preparation; return what it printed. `SetupError` if it fails."""
+        """Wait for the rest of the preparation; return its output. Raise SetupError if it fails."""
         return self._read()
 
     def _read(self, until: str = "") -> str:
@@ -151,7 +151,7 @@ class Preparation:
         processes.end_child(self._child, processes.group_of(self._child.pid))
 
     def close(self) -> None:
-        """End it if it still waits."""
+        """End the process if it still waits."""
         if self._child.poll() is None:
             processes.end_child(self._child, processes.group_of(self._child.pid))
         for pipe in (self._child.stdin, self._child.stdout):

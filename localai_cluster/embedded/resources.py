@@ -17,7 +17,7 @@ _LONGEST_SOCKET_NAME = len("/.s.PGSQL.5432.lock")
 
 
 class SetupError(Exception):
-    """An error that the operator can fix: what is wrong, and a hint on what to do."""
+    """An error that the operator can fix, with a hint."""
 
     def __init__(self, message: str, hint: str) -> None:
         self.hint = hint
@@ -51,7 +51,7 @@ def runtime_directory(data_dir: Path) -> Path:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen there now."""
+    """Return True if a server could listen there now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -51,7 +51,7 @@ SERVERS_SECONDS = 30.0
 READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
-_COPIED = (
+_COPIED_NOTICE = (
     "this data folder is a copy of another one: this cluster gets new keys for its message bus, and its nodes"
     " are offline until their workers register here"
 )
@@ -167,7 +167,7 @@ class Cluster:
             EmbeddedPostgres(self.layout.data_dir / "postgres").end_leftovers()
             end_leftovers(before["mark"])
         if self._copied:
-            self.log.say("run", _COPIED)
+            self.log.say("run", _COPIED_NOTICE)
             self.layout.forget_original()
 
     def _check(self) -> None:

@@ -48,7 +48,7 @@ class Secrets:
                 ensure(self.directory / name, _KEYS.get(name))
 
     def given(self, name: str) -> bool:
-        """Whether the operator has set this secret."""
+        """Return True if the operator has set this secret."""
         variable = GIVEN_BY.get(name, "")
         return bool(variable) and bool(self._environ.get(variable) or self._environ.get(f"{variable}_FILE"))
 

@@ -41,7 +41,7 @@ class EmbeddedServer(ABC):
     polite: int = signal.SIGTERM
     seconds: float = 10.0
     whole = False
-    """Whether the polite signal goes to the whole process group or to the server's first process only."""
+    """True if the stop signal goes to the whole process group, False if to the server's first process."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -63,13 +63,13 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether it answers. Returns within a second and never raises."""
+        """Return True if it answers, within a second. Never raises."""
 
     def settle(self) -> None:  # noqa: B027 - most servers have nothing to settle
         """Runs once, after the first successful start."""
 
     def keeps_line(self, line: str) -> bool:
-        """Whether a line of its output belongs in the common log."""
+        """Return True if a line of its output belongs in the common log."""
         return bool(line)
 
     @property
@@ -154,7 +154,7 @@ def _always(*_: str) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """What to run: `prepare` runs before each start, `settle` once after the first."""
+    """A program to run: `prepare` runs before each start, `settle` once after the first."""
 
     name: str
     argv: Sequence[str]
@@ -272,7 +272,7 @@ class Supervisor:
             self._reaper.discard(child.pid)
         return killed
 
-    def _mark(self, program: Program) -> str:
+    def _mark_of(self, program: Program) -> str:
         return f"{self._reaper.mark}/{program.name}"
 
     def _spawn(self, kept: _Supervised) -> None:
@@ -284,7 +284,7 @@ class Supervisor:
             try:
                 child = processes.spawn(
                     program.argv,
-                    env={**program.env, processes.MARK_VARIABLE: self._mark(program)},
+                    env={**program.env, processes.MARK_VARIABLE: self._mark_of(program)},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )
@@ -319,14 +319,14 @@ class Supervisor:
             )
             # Its children may have outlived it, some of them in their own sessions.
             processes.end(group, self._hurry.is_set)
-            processes.sweep(self._mark(kept.program))
+            processes.sweep(self._mark_of(kept.program))
             self._reaper.discard(child.pid)
             failures = self._restart(kept, failures)
             if self._stopping.is_set():
                 return
 
     def _restart(self, kept: _Supervised, failures: int) -> int:
-        """Start it anew until that succeeds; return the failures in a row."""
+        """Restart the program until a start succeeds; return the consecutive failures."""
         while not self._stopping.wait(restart_delay(failures)):
             try:
                 self._spawn(kept)

@@ -42,7 +42,7 @@ class Foreground:
                 os.tcsetpgrp(sys.stdin.fileno(), self._before)
 
     def orphaned(self) -> bool:
-        """Whether the `make` that started this process has ended."""
+        """True if the `make` that started this process has ended."""
         return bool(os.environ.get("MAKELEVEL")) and os.getppid() != self._parent
 
 
@@ -69,7 +69,7 @@ class Log:
 
     @property
     def terminal(self) -> bool:
-        """Whether the output is a terminal."""
+        """True if the output is a terminal."""
         return self._stream.isatty()
 
     def say(self, name: str, text: str) -> None:

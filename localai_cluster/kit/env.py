@@ -71,7 +71,7 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class Format:
-    """What the text of a setting is, and how it becomes a value of the field's type."""
+    """The format of a setting's text, and its conversion to a value of the field's type."""
 
     fix: str
     """The fix for a wrong value, after "Use"."""
@@ -212,7 +212,7 @@ ServerUrl = Annotated[str, Format(SERVER_URL, addresses.parse_base_url)]
 Mirror = Annotated[str, Format("the URL of a mirror", _mirror)]
 Seconds = Annotated[float, duration(1)]
 Duration = Annotated[float, duration(0)]
-"""Seconds of which 0 has a meaning of its own."""
+"""Seconds; 0 has a special meaning that the setting states."""
 Retention = Annotated[float, duration(3600)]
 Interval = Annotated[float, Format("a duration such as 10s", lambda text: parse_duration(text) or 10.0)]
 Port = Annotated[int, Meta(ge=1, le=65535, description="a port between 1 and 65535")]
@@ -284,7 +284,7 @@ class Table:
     """Base of the tables of settings."""
 
     def problems(self) -> Iterable[Problem]:
-        """Return what is wrong with the combination of the settings."""
+        """Return the problems of the combination of the settings."""
         return ()
 
 

@@ -199,7 +199,7 @@ def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list
 
 
 def lock_attempts(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> dict[UUID, L]:
-    """Return the rows of the attempts that still own theirs, locked in the order of their ids."""
+    """Return the rows that these attempts still own, locked in the order of their ids."""
     named = leased.filter(pk__in={id for id, _ in attempts}).order_by("pk")
     return {row.id: row for row in named.select_for_update(no_key=True) if (row.id, row.fence) in attempts}
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from django.db import connection, transaction
 
-_NAMED = 1
+_NAMED_LOCKS = 1
 """First key of the locks by name; locks with two keys never conflict with locks with one."""
 
 
@@ -82,7 +82,7 @@ def lock_names(names: Collection[str]) -> None:
         cursor.execute(
             "SELECT pg_advisory_xact_lock(%s, hash) FROM"
             " (SELECT DISTINCT hashtext(name) AS hash FROM unnest(%s::text[]) AS name ORDER BY hash) h",
-            [_NAMED, list(names)],
+            [_NAMED_LOCKS, list(names)],
         )
 
 

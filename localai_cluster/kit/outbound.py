@@ -1,4 +1,4 @@
-"""HTTP requests to the sources of models: the addresses that are dialled, and who gets a credential.
+"""HTTP requests to sources of models: checks of the dialled addresses, and the use of credentials.
 
 The addresses come from users and from files that others wrote. A host that the operator has configured
 (`allowed_hosts`: mirrors, galleries, registries) may be anywhere. The name of any other host is resolved
@@ -35,8 +35,8 @@ CONNECT_LIMIT, NEXT_ADDRESS_AFTER = 10.0, 2.0
 """Seconds until a connection must be open, and after which the next address of a name is tried."""
 HEADERS_LIMIT, STALL_LIMIT = 60.0, 60.0
 """Seconds until the headers of a response must have arrived, and without a byte of its body."""
-SLOWEST = 4096
-"""Bytes per second that a server must send; what it lacks counts as waiting, up to `STALL_LIMIT`."""
+MIN_BYTES_PER_SECOND = 4096
+"""Bytes per second that a server must send; a shortfall counts as time stalled, up to `STALL_LIMIT`."""
 BODY_LIMIT = 60.0
 """Seconds for a document that is read as a whole."""
 MOST_REDIRECTS = 5
@@ -56,7 +56,7 @@ for _logger in ("httpx", "httpcore"):
 
 
 class SourceError(ClusterError):
-    """A source cannot be read; the message has its own words. `permanent`: False if a retry can help."""
+    """A source cannot be read; the message quotes it. `permanent`: False if a retry can help."""
 
     status = 502
     code = "source_failed"
@@ -285,7 +285,7 @@ async def paced(body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMI
         except (httpx.HTTPError, TimeoutError) as broken:
             data, error = None, broken
         # A byte now and then must not keep one of the few downloads at once.
-        patience += len(data or b"") / SLOWEST - (clock.monotonic() - waits_since)
+        patience += len(data or b"") / MIN_BYTES_PER_SECOND - (clock.monotonic() - waits_since)
         patience = min(max(patience, 0.0), stall)
         buffer += data or b""
         while len(buffer) >= size or (buffer and data is None):
@@ -420,7 +420,7 @@ def _origin(url: httpx.URL) -> tuple[str, str, int]:
 async def _problem_of(
     response: httpx.Response, authorization: str, *, was_redirected: bool
 ) -> SourceError | None:
-    """Return the error for a response that is no file, with the source's own words."""
+    """Return the error for a response that is no file; it quotes the source."""
     status, site = response.status_code, _site(response.url)
     if status < 300 or status in (304, 416):
         if response.headers.get("content-encoding", "identity") == "identity":
@@ -441,7 +441,7 @@ async def _problem_of(
 
 
 async def _words_of(response: httpx.Response, authorization: str) -> str:
-    """Return what a source says about its refusal, on one line and without our credential."""
+    """Return a source's reason for its refusal, on one line and without our credential."""
     words: Any = response.headers.get("x-error-message", "")
     try:
         async with asyncio.timeout(NEXT_ADDRESS_AFTER):

@@ -85,7 +85,7 @@ def same(process: Stat) -> bool:
     return now is not None and now.running and now.start == process.start
 
 
-def marked(mark: str) -> Iterator[Stat]:
+def marked_processes(mark: str) -> Iterator[Stat]:
     """Yield each running process whose environment carries `mark`, or `mark/<name>`.
 
     Processes whose environment we may not read are omitted; our own children are always readable.
@@ -97,7 +97,7 @@ def marked(mark: str) -> Iterator[Stat]:
                 yield process
 
 
-def family(group: Group) -> set[Stat]:
+def group_with_descendants(group: Group) -> set[Stat]:
     """Return the members of `group` and all their descendants, including those in other sessions.
 
     Another reaper among them is omitted: it has to clean up when its own owner ends.
@@ -153,14 +153,14 @@ def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
     Return True if the polite signal was enough. Block for at most `group.seconds` and a moment; `hurry` is
     called at each poll and cuts the wait short when it returns True.
     """
-    members = family(group)
+    members = group_with_descendants(group)
     if not members:
         return True
     ask(group, group.polite)
     polls, orphaned = round(group.seconds / POLL_SECONDS), False
     while polls > 0 and not hurry():
         # Read again at each poll: a member may have started further processes.
-        members |= family(group)
+        members |= group_with_descendants(group)
         members = {process for process in members if same(process)}
         if not members:
             return True
@@ -172,7 +172,7 @@ def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
         polls -= 1
         sleep(POLL_SECONDS)
     for _ in range(50):
-        kill(members | family(group))
+        kill(members | group_with_descendants(group))
         if not any(same(process) for process in members):
             break
         sleep(POLL_SECONDS)
@@ -183,7 +183,7 @@ def sweep(mark: str) -> int:
     """Send SIGKILL to every process that still carries `mark`; return their number."""
     killed = 0
     for _ in range(50):
-        remaining = set(marked(mark))
+        remaining = set(marked_processes(mark))
         if not remaining:
             break
         killed += len(remaining)
@@ -193,7 +193,7 @@ def sweep(mark: str) -> int:
 
 
 def parse(line: str, groups: dict[int, Group]) -> None:
-    """Apply one line of the owner to `groups`."""
+    """Add or remove the process group that one line from the owner names, in `groups`."""
     words = line[1:].split()
     if line.startswith("-"):
         groups.pop(int(words[0]), None)

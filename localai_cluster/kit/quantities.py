@@ -29,7 +29,7 @@ def gib_rounded_up(amount: int) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Format a size rounded up: in GiB, or in the largest smaller unit of which there is one."""
+    """Format a size rounded up: in GiB or, below one GiB, in the largest unit that it reaches."""
     if size >= 2**30:
         return gib_rounded_up(size)
     return next((f"{-(-size // 2**n)} {u}" for n, u in _UNITS if size >= 2**n), "0 B")

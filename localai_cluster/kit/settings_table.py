@@ -61,7 +61,7 @@ def _probes(values: env.Values) -> str:
 
 
 def _tls_problems(prefix: str, check: Callable[[], Any]) -> Iterator[Problem]:
-    """Return what is wrong with the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
+    """Return the problems of the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
     try:
         check()
     except WrongFile as error:
@@ -98,7 +98,7 @@ class SharedSettings(env.Table):
         return files.client(clock.now()) if files else None
 
     def problems(self) -> Iterator[Problem]:
-        """Return what is wrong with the files."""
+        """Return the problems of the files."""
         return _tls_problems("LOCALAI_NATS_TLS", lambda: self.nats_tls)
 
 
@@ -153,7 +153,7 @@ class ClusterSettings(SharedSettings):
     controller_metrics: env.Listener | None = setting("CLUSTER_CONTROLLER_METRICS_ADDRESS")
     """`host:port` on which the controller serves `/metrics`; each controller of a machine needs its own."""
     tasks_metrics: env.Listener | None = setting("CLUSTER_TASKS_METRICS_ADDRESS")
-    """The same for `manage.py qcluster`; `controller --tasks` counts tasks with its own."""
+    """`host:port` on which `manage.py qcluster` serves `/metrics`; unused with `controller --tasks`."""
     log_level: env.Level = setting("LOG_LEVEL", "INFO")
     """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
     debug: bool = setting("DEBUG", "false")
@@ -185,7 +185,7 @@ class ClusterSettings(SharedSettings):
     pending_nodes: env.Count = setting("CLUSTER_PENDING_NODES", "500")
     """Nodes that may await approval; then a new one without a join token gets 429."""
     pending_nodes_per_address: env.Count = setting("CLUSTER_PENDING_NODES_PER_ADDRESS", "100")
-    """The same for nodes from one address (the /64 of an IPv6 one); behind a proxy or NAT all share one."""
+    """Nodes from one address (an IPv6 /64) that may await approval; behind a proxy or NAT all share one."""
     galleries: env.Galleries = setting("LOCALAI_BACKEND_GALLERIES", group="Backends")
     """JSON list of `{"name", "url"}` sent with installs, or workers use theirs ([below](#galleries))."""
     gallery_dir: Folder | None = setting("CLUSTER_GALLERY_DIR", "", "`make run`: `build/gallery`")
@@ -215,7 +215,7 @@ class ClusterSettings(SharedSettings):
     model_load_wait: Duration = setting("LOCALAI_MODEL_LOAD_WAIT", "60s")
     """Longest wait of a request for a cold load (C32); 0 = no limit."""
     ollama_load_wait: Duration = setting("CLUSTER_OLLAMA_LOAD_WAIT", "5m")
-    """The same on Ollama's routes, whose clients do not repeat a refused request; 0 = no limit."""
+    """Time that a request on Ollama's routes waits for a load: clients do not repeat it; 0 = no limit."""
     model_load_timeout: Duration = setting("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", "0", "by size")
     """Time limit of one LoadModel; by size, 5 min and 20 s for each GiB of its files, at most 6 h (C28)."""
     load_failure_grace: Duration = setting("CLUSTER_LOAD_FAILURE_GRACE", "15s")
@@ -255,9 +255,9 @@ class ClusterSettings(SharedSettings):
     prefix_balance_abs: Annotated[int, Meta(ge=0, le=1_000_000)] = setting("CLUSTER_PREFIX_BALANCE_ABS", "2")
     """Requests more that may run on a preferred replica than on the idlest one (C42)."""
     prefix_balance_rel: env.Ratio = setting("CLUSTER_PREFIX_BALANCE_REL", "1.5")
-    """How many times as many, and one more (C42)."""
+    """Times as many requests, plus one, that may run on a preferred replica (C42)."""
     prefix_pressure: Annotated[int, Meta(ge=0, le=MOST_PRESSURE)] = setting("CLUSTER_PREFIX_PRESSURE", "20")
-    """Requests a minute kept from a preferred replica that add a replica (C44, [below](#pressure))."""
+    """Requests per minute diverted from busy replicas that add a replica (C44, [below](#pressure))."""
     node_stale_after: Seconds = setting("CLUSTER_NODE_STALE_AFTER", "60s", group="Time limits")
     """Silence after which a node is offline (C15)."""
     node_doubt_after: Seconds = setting("CLUSTER_NODE_DOUBT_AFTER", "5s")
@@ -291,7 +291,7 @@ class ClusterSettings(SharedSettings):
         return TlsFiles("", self.web_tls_cert, self.web_tls_key)
 
     def problems(self) -> Iterator[Problem]:
-        """Return what is wrong with the combination of the settings."""
+        """Return the problems of the combination of the settings."""
         yield from super().problems()
         if self.web_tls:
             yield from _tls_problems("CLUSTER_TLS", lambda: self.web_tls.server(clock.now()))
@@ -403,7 +403,7 @@ class WorkerSettings(SharedSettings):
         return TlsFiles(self.tls_ca).client(clock.now()) if self.tls_ca else None
 
     def problems(self) -> Iterator[Problem]:
-        """Return what is wrong with the files."""
+        """Return the problems of the files."""
         yield from super().problems()
         yield from _tls_problems("LOCALAI_WORKER_TLS", lambda: self.tls)
 

@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 LEVELS = 64
 """Deepest accepted nesting of lists and objects (`docs/configuration.md`)."""
-MOST = 100_000
+MAX_CONTAINERS = 100_000
 """Most lists and objects in a text. Four megabytes of empty ones need two hundred when they are parsed."""
 TOO_DEEP = f"nested more than {LEVELS} levels deep"
-TOO_MANY = f"made of more than {MOST} lists and objects"
+TOO_MANY = f"made of more than {MAX_CONTAINERS} lists and objects"
 
-_KEPT = b'"[]{}'
-_OTHERS = bytes(byte for byte in range(256) if byte not in _KEPT)
+_JSON_MARKS = b'"[]{}'
+_OTHER_BYTES = bytes(byte for byte in range(256) if byte not in _JSON_MARKS)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""As signed bytes: one level down, or one up."""
-_PIECE = 64 * 1024
+"""Steps of the nesting depth, as signed bytes: one level down, or one up."""
+_PIECE_BYTES = 64 * 1024
 
 
 def json_problem(text: bytes) -> str:
@@ -55,7 +55,7 @@ def json_problem(text: bytes) -> str:
     for brackets in _outside_strings(text):
         steps = brackets.translate(_STEPS)
         count += steps.count(1)
-        if count > MOST:
+        if count > MAX_CONTAINERS:
             return TOO_MANY
         levels = list(accumulate(array("b", steps), initial=level))
         if max(levels) > LEVELS:
@@ -67,10 +67,10 @@ def json_problem(text: bytes) -> str:
 def _outside_strings(text: bytes) -> Iterator[bytes]:
     """Yield the brackets of `text` outside of strings, in chunks."""
     # Remove escapes first, so that each remaining quote opens or closes a string; two in a row cancel out.
-    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS).replace(b'""', b"")
+    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHER_BYTES).replace(b'""', b"")
     inside = 0
-    for start in range(0, len(marks), _PIECE):
-        pieces = marks[start : start + _PIECE].split(b'"')
+    for start in range(0, len(marks), _PIECE_BYTES):
+        pieces = marks[start : start + _PIECE_BYTES].split(b'"')
         yield b"".join(pieces[inside::2])
         inside ^= (len(pieces) - 1) % 2
 
@@ -110,7 +110,7 @@ def load_yaml(text: str | bytes, loader: Any) -> Any:
 
 
 def compose_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the document's nodes, which have their places; None if it is empty. Raises InvalidYAML."""
+    """Return the document's nodes with line and column; None if it is empty. Raises InvalidYAML."""
     return _read_yaml(yaml.compose, text, loader)
 
 
@@ -230,7 +230,7 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
         self._level, self._left = 0, MOST_NODES
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node; YAMLError below the deepest accepted level."""
+        """Compose one node. Raise YAMLError below the deepest accepted level."""
         self._level += 1
         self._count(1)
         if self._level > LEVELS:

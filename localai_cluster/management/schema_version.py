@@ -32,7 +32,7 @@ class Schema:
 
     @classmethod
     def of(cls, connection: "psycopg.Connection[tuple[str, ...]]") -> "Schema":
-        """Read it; the connection is in autocommit mode. A new database has nothing."""
+        """Read the schema of a database in autocommit mode; a new database has no migrations."""
         table = connection.execute(
             "SELECT obj_description(oid, 'pg_class') FROM pg_class"
             " WHERE oid = to_regclass('django_migrations')"

@@ -181,11 +181,11 @@ class NatsBus:
 
     def _live_link(self) -> Link:
         if self._link is None or not self._link.alive:
-            raise NotConnected(f"the message bus at {self._where} is not connected")
+            raise NotConnected(f"the message bus at {self._server_addresses} is not connected")
         return self._link
 
     @property
-    def _where(self) -> str:
+    def _server_addresses(self) -> str:
         return ", ".join(self._servers.urls) if self._servers else "an unknown address"
 
     async def _keep_connected(self) -> None:
@@ -237,7 +237,7 @@ class NatsBus:
                 log.info("continues on the message bus with new credentials")
         finally:
             await link.discard()
-        log.warning("lost the connection to the message bus at %s; reconnecting", self._where)
+        log.warning("lost the connection to the message bus at %s; reconnecting", self._server_addresses)
         return True
 
     async def _wait_lost_or_changed(self, link: Link) -> bool:
@@ -258,7 +258,9 @@ class NatsBus:
             await link.dial(self._servers, self._name, echo=self._echo)
             return link
         except (nats.errors.Error, OSError) as error:
-            self.complain(f"cannot reach the message bus at {self._where}: {_reason(error)}; trying again")
+            self.complain(
+                f"cannot reach the message bus at {self._server_addresses}: {_reason(error)}; trying again"
+            )
             if is_auth_error(error):
                 self._on_refused()
         await link.discard()
@@ -281,7 +283,7 @@ class NatsBus:
         async with self._connection_changed:
             self._generation += 1
             self._connection_changed.notify_all()
-        log.info("connected to the message bus at %s", self._where)
+        log.info("connected to the message bus at %s", self._server_addresses)
 
 
 class _Subscription:

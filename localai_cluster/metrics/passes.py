@@ -11,18 +11,18 @@ PASS_SECONDS = seconds("pass_duration_seconds", "How long a pass took.", "name",
 FIGURES = (PASSES, PASS_SECONDS)
 
 
-def ended(name: str, took: float, *, ok: bool) -> None:
+def record_pass(name: str, took: float, *, ok: bool) -> None:
     """Count one pass that has ended."""
     PASSES.labels(name, "ok" if ok else "failed").inc()
     PASS_SECONDS.labels(name).observe(took)
 
 
 @contextmanager
-def counted(name: str) -> Iterator[None]:
+def count_pass(name: str) -> Iterator[None]:
     """Count the block as one pass; it has failed if it raises."""
     started_at, ok = clock.monotonic(), False
     try:
         yield
         ok = True
     finally:
-        ended(name, clock.monotonic() - started_at, ok=ok)
+        record_pass(name, clock.monotonic() - started_at, ok=ok)

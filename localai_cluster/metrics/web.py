@@ -99,7 +99,7 @@ _readers: dict[Gauge, Callable[[], float]] = {}
 
 
 def follow(figure: Gauge, read: Callable[[], float]) -> None:
-    """Have a gauge expose what `read` returns, of several processes at the last `refresh`."""
+    """Have a gauge expose `read()`; of other processes, the value of their last `refresh`."""
     figure.set_function(read)
     _readers[figure] = read
 
@@ -194,7 +194,7 @@ def request_ended(path: str, status: int | str, took: float) -> None:
 
 @dataclass(slots=True)
 class ModelCounts:
-    """What this process has counted for one model since the last `take_model_counts`."""
+    """The counts of this process for one model since the last `take_model_counts`."""
 
     requests: int = 0
     errors: int = 0

@@ -61,7 +61,7 @@ def default_config() -> Path:
 
 
 class Access:
-    """How to reach each registry. `config` is the path of a `config.json`, which is read at every use."""
+    """Credentials and addresses of registries. `config`: path of a `config.json`, read at every use."""
 
     def __init__(self, settings: Sequence[RegistrySetting] = (), config: Path | None = None) -> None:
         self._settings = {setting.host.lower(): setting for setting in settings}

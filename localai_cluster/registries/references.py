@@ -8,12 +8,12 @@ DOCKER_HUB = "docker.io"
 _KNOWN_HOSTS = (DOCKER_HUB, "quay.io", "ghcr.io")
 """Hosts whose images need neither a scheme nor a tag."""
 _HUB_NAMES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
-_LONGEST = 512
-_PART = r"[a-z0-9]+(?:(?:\.|_{1,2}|-{1,8})[a-z0-9]+)*"
+_MAX_LENGTH = 512
+_PATH_COMPONENT = r"[a-z0-9]+(?:(?:\.|_{1,2}|-{1,8})[a-z0-9]+)*"
 _REFERENCE = re.compile(
     r"(?:(?P<host>localhost|[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d)|\[[0-9A-Fa-f:.]+\])"
     r"(?P<port>:\d{1,5})?/)?"
-    rf"(?P<path>{_PART}(?:/{_PART})*)"
+    rf"(?P<path>{_PATH_COMPONENT}(?:/{_PATH_COMPONENT})*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
@@ -52,7 +52,7 @@ def parse(uri: str) -> ImageReference | None:
     be those of files. Without a host the image is one of Docker Hub.
     """
     scheme = next((scheme for scheme in SCHEMES if uri.startswith(scheme)), "")
-    if len(uri) > _LONGEST or (match := _REFERENCE.fullmatch(uri.removeprefix(scheme))) is None:
+    if len(uri) > _MAX_LENGTH or (match := _REFERENCE.fullmatch(uri.removeprefix(scheme))) is None:
         return None
     host, path = (match["host"] or DOCKER_HUB) + (match["port"] or ""), match["path"]
     has_version = match["digest"] or match["tag"]

@@ -83,7 +83,7 @@ _OPTIONS = (
 
 Response = TypeVar("Response")
 Piece = TypeVar("Piece")
-_NOTHING = HealthMessage()
+_EMPTY_HEALTH = HealthMessage()
 
 
 class BackendClient:
@@ -118,7 +118,7 @@ class BackendClient:
 
     async def health(self, timeout: float) -> bool:
         """Return True if the engine reports that it is ready."""
-        reply = await self._unary(self._stub.Health(_NOTHING, timeout=timeout, metadata=self._metadata))
+        reply = await self._unary(self._stub.Health(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
         return reply.message == HEALTHY
 
     async def load_model(self, options: ModelOptions, timeout: float) -> Result:
@@ -190,11 +190,11 @@ class BackendClient:
 
     async def status(self, timeout: float) -> StatusResponse:
         """Return the state and the memory of the engine."""
-        return await self._unary(self._stub.Status(_NOTHING, timeout=timeout, metadata=self._metadata))
+        return await self._unary(self._stub.Status(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def free(self, timeout: float) -> Result:
         """Free the memory of the loaded model."""
-        return await self._unary(self._stub.Free(_NOTHING, timeout=timeout, metadata=self._metadata))
+        return await self._unary(self._stub.Free(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def close(self, grace: float | None = None) -> None:
         """Close the connection; calls still running after `grace` seconds are cancelled."""

@@ -115,7 +115,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         raise grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     async def _wait(self) -> None:
-        """Wait for data or the end, and let the engine send what the reader has taken."""
+        """Wait for data or the end; open the flow-control window by the bytes that the reader has taken."""
         del self._buffer[: self._begin]
         self._begin = 0
         if not self._has_begun:
@@ -188,7 +188,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self.finish(status, reason)
 
     def finish(self, status: StatusCode, details: str, *, is_reset: bool = False) -> None:
-        """End the call once the reader has taken what has arrived; only the first end counts."""
+        """End the call once the reader has taken all received data; only the first end counts."""
         if self._status is not None:
             return
         self._status = status, details

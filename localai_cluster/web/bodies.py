@@ -312,7 +312,7 @@ async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: Clust
     return size
 
 
-class _Unnamed(FileUploadHandler):
+class _UnnamedFileHandler(FileUploadHandler):
     """Keeps files without a name on disk."""
 
     def new_file(self, *arguments: Any, **named: Any) -> None:
@@ -335,7 +335,7 @@ def _parse(body: IO[bytes], kind: str, size: int) -> Form:
     # Latin-1 decodes any bytes; `_decode` then refuses invalid UTF-8, which Django would replace.
     meta = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
     try:
-        fields, files = MultiPartParser(meta, cast(Any, body), [_Unnamed()], "latin-1").parse()
+        fields, files = MultiPartParser(meta, cast(Any, body), [_UnnamedFileHandler()], "latin-1").parse()
     except (MultiPartParserError, SuspiciousOperation, ValueError) as error:
         raise InvalidInput(f"the body is not a form that can be read: {error}") from error
     form = Form(files={_decode(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})

@@ -77,7 +77,7 @@ def translate_error(exc: Exception) -> errors.ClusterError | None:
         return errors.Conflict("changed by another request at the same time; try again")
     if outage.is_disk_full(exc):
         return errors.Unavailable("the database cannot write: its disk is full")
-    return next((make() for kind, make in _OTHERS if isinstance(exc, kind)), None)
+    return next((make() for kind, make in _OTHER_ERRORS if isinstance(exc, kind)), None)
 
 
 def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
@@ -89,7 +89,7 @@ def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
     return _with_status(exc.status_code, str(exc.detail))
 
 
-_OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] = (
+_OTHER_ERRORS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] = (
     (Http404, errors.NotFound),
     (PermissionDenied, errors.Forbidden),
     (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),

@@ -88,7 +88,7 @@ class RefusalSerializer(serializers.Serializer[Any]):
     """A refused request, nested envelope (§0.4)."""
 
     class Inner(serializers.Serializer[Any]):
-        """What went wrong."""
+        """The error."""
 
         code = serializers.IntegerField()
         message = serializers.CharField()

@@ -131,7 +131,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         return False
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
-        """Ignore what the client sends."""
+        """Ignore the client's messages."""
 
     async def _watch(self) -> None:
         try:
@@ -239,6 +239,6 @@ def query_text(scope: Scope, name: str) -> str:
 
 
 def query_number(scope: Scope, name: str) -> int | None:
-    """Return a sequence number of the query; None if it is absent or not such a number."""
+    """Return a sequence number of the query; None if it is absent or invalid."""
     text = query_text(scope, name)
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

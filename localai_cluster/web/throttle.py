@@ -30,7 +30,7 @@ from localai_cluster.kit import clock, conf, errors
 
 log = logging.getLogger(__name__)
 
-LIMIT = 30
+DEFAULT_LIMIT = 30
 """Failures that an address may have in one window, by default: those of five workers with default retries."""
 SIGN_INS = 5
 """Wrong passwords that an address may have in one window (§5.4)."""
@@ -75,7 +75,7 @@ class Failures:
         self,
         shared: BaseCache | None,
         local: BaseCache,
-        limit: int = LIMIT,
+        limit: int = DEFAULT_LIMIT,
         credentials: str = "tokens or secrets",
     ) -> None:
         self._shared, self._local, self._limit, self._credentials = shared, local, limit, credentials

@@ -53,7 +53,7 @@ class ResponseBody(msgspec.Struct):
 
 
 class LoadProgress(ResponseBody):
-    """Where the load stands, when the wait for it is over but the load goes on."""
+    """The progress of a load that goes on after the wait for it has ended."""
 
     model: str | UnsetType = UNSET
     state: (
@@ -84,7 +84,7 @@ class ErrorDetail(ResponseBody):
 
 
 class ErrorBody(ResponseBody):
-    """The body of a refusal; `loading` says where a load stands that the request has waited for."""
+    """The body of a refusal; `loading`: the progress of a load that the request has waited for."""
 
     error: ErrorDetail
     loading: LoadProgress | UnsetType = UNSET

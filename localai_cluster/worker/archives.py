@@ -30,7 +30,7 @@ from typing import IO, Any, cast
 import zstandard
 
 from localai_cluster.worker import source_files
-from localai_cluster.worker.source_files import CHUNK, ENDED, BadSource, OnBytes, Stopped, Throttle
+from localai_cluster.worker.source_files import CHUNK, SHUTDOWN_MESSAGE, BadSource, OnBytes, Stopped, Throttle
 
 MOST_BYTES = 64 * 1024**3
 MOST_ENTRIES = 100_000
@@ -143,7 +143,7 @@ class _ForwardReader:
 
     def _take(self, size: int) -> bytes:
         if self._stopped.is_set():
-            raise Stopped(ENDED)
+            raise Stopped(SHUTDOWN_MESSAGE)
         data = self._file.read(size)
         self._position += len(data)
         return data
@@ -262,7 +262,7 @@ class _Survey:
             self._put(path, layer, _File(layer, (layer, number), entry.size, entry.mode & 0o755 | 0o600))
 
     def _remove(self, whiteout: PurePosixPath, layer: int) -> None:
-        """Remove what a whiteout names from the layers below `layer`."""
+        """Remove the entry that a whiteout names from the layers below `layer`."""
         folder = self._find(whiteout.parent)
         if not isinstance(folder, _Folder):
             return
@@ -442,7 +442,7 @@ class _Writer:
                 self._done += size
                 self._on_bytes(self._done, self._files.total, path)
                 if self._stopped.wait(self._throttle.pause(size)):
-                    raise Stopped(ENDED)
+                    raise Stopped(SHUTDOWN_MESSAGE)
             if remaining:
                 raise BadSource("the archive is damaged: it ends inside of a file")
             os.fchmod(writer.fileno(), file.mode)
@@ -471,7 +471,7 @@ class _EntryCopy:
         self._descriptor, self._offset = descriptor, offset
 
     def copy(self, size: int) -> int:
-        """Copy at most `size` bytes; return how many, 0 at the end of the layer."""
+        """Copy at most `size` bytes; return their number, 0 at the end of the layer."""
         if self._descriptor is not None:
             try:
                 copied = os.copy_file_range(self._descriptor, self._writer.fileno(), size, self._offset)

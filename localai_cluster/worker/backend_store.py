@@ -19,7 +19,7 @@ from localai_cluster.messaging.messages import decode, omitted
 from localai_cluster.worker.hardware import preferred_tokens
 
 STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"
-LIMIT = 200
+MAX_BACKENDS = 200
 
 
 def strip_gallery(name: str) -> str:
@@ -32,7 +32,12 @@ def folder_name(name: str) -> str:
     folder = name.replace("/", "__")
     if not folder:
         raise InvalidInput("backend name is empty", field="backend")
-    if folder.startswith(".") or "\\" in folder or not folder.isprintable() or len(folder.encode()) > LIMIT:
+    if (
+        folder.startswith(".")
+        or "\\" in folder
+        or not folder.isprintable()
+        or len(folder.encode()) > MAX_BACKENDS
+    ):
         raise InvalidInput(f"not a backend name: {name[:80]!r}", field="backend")
     if folder.lower().endswith((STAGED, BACKUP)):
         raise InvalidInput(f"not a backend name: {name[:80]!r} is reserved", field="backend")
@@ -46,7 +51,7 @@ def printable(text: str) -> str:
 
 def model_name(name: str) -> str:
     """Check a model id for use in a process key; empty is allowed. Raise InvalidInput."""
-    if len(name) > LIMIT * 2 or not (name.isprintable() or not name):
+    if len(name) > MAX_BACKENDS * 2 or not (name.isprintable() or not name):
         raise InvalidInput("not a model id: too long or not printable", field="model_id")
     return name
 

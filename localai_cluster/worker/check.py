@@ -32,7 +32,7 @@ from localai_cluster.worker.registration import hint
 
 
 class Problem(str):
-    """A line of the report that names what is wrong and the fix."""
+    """A line of the report that names a problem and its fix."""
 
 
 async def machine(config: Config) -> list[str]:

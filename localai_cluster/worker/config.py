@@ -76,11 +76,11 @@ class Config(WorkerSettings):
 
     @property
     def registry_access(self) -> Access:
-        """How to reach each registry."""
+        """The credentials and addresses of registries."""
         return Access(self.registries, self.registry_config or default_config())
 
     def problems(self) -> Iterator[Problem]:
-        """Return what is missing, and what is wrong with the combination of the settings."""
+        """Return the missing settings, and the problems of their combination."""
         if not self.register_to:
             yield Problem("LOCALAI_REGISTER_TO", "is not set", f"Use {env.SERVER_URL}.")
         required = self.registration_require_auth or self.distributed_require_auth

@@ -272,11 +272,11 @@ class ControlPlane:
             is_rejected = refusal.is_credential_refused or refusal.http_status == 429
             if not is_rejected or not self._identity.successor:
                 raise
-            response = await self._with_successor(call, refusal)
+            response = await self._call_with_successor(call, refusal)
         await self._promote()
         return response
 
-    async def _with_successor(self, call: Callable[[str], Awaitable[Any]], refusal: CallFailed) -> Any:
+    async def _call_with_successor(self, call: Callable[[str], Awaitable[Any]], refusal: CallFailed) -> Any:
         try:
             return await call(self._identity.successor)
         except CallFailed as error:

@@ -36,7 +36,7 @@ from localai_cluster.worker.cancellation import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.source_files import (
     CHUNK,
-    ENDED,
+    SHUTDOWN_MESSAGE,
     BadSource,
     DiskFull,
     OnBytes,
@@ -102,7 +102,7 @@ class _Range:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Where a response begins in its archive, the archive's size, and the hash of all bytes before."""
+    """The offset of a response in its archive, the archive's size, and the hash of all earlier bytes."""
 
     offset: int
     total: int
@@ -293,7 +293,7 @@ def sha256_of(path: Path, stopped: threading.Event) -> str:
     with open(path, "rb") as file:
         while piece := file.read(CHUNK):
             if stopped.is_set():
-                raise Stopped(ENDED)
+                raise Stopped(SHUTDOWN_MESSAGE)
             digest.update(piece)
     return digest.hexdigest()
 
@@ -306,7 +306,7 @@ def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
     with open(archive.partial, "rb") as file:
         while size and (piece := file.read(min(CHUNK, size))):
             if halt.is_set():
-                raise Stopped(ENDED)
+                raise Stopped(SHUTDOWN_MESSAGE)
             digest.update(piece)
             size -= len(piece)
     return digest
@@ -427,7 +427,7 @@ class Images:
         await self._downloads.fetch(archive, show, halt)
 
     async def _image(self, reference: ImageReference) -> Image:
-        """Read the manifest; retry what may pass."""
+        """Read the manifest; retry transient failures."""
         for pause in (*PAUSES[:3], None):
             try:
                 return await self._registries.image(reference)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from localai_cluster.kit import clock
 
-MOST = 32
+MAX_REPORTS = 32
 """Maximum number of reports in one heartbeat; a control plane accepts twice as many."""
 REPEAT_SECONDS = 15.0
 """Seconds after the end during which every heartbeat repeats the report."""
@@ -67,7 +67,7 @@ class Exits:
         """Return the exits for the next heartbeat, those without an answered report first."""
         limit = clock.monotonic() - GIVEN_UP_AFTER
         self._exits = [ended for ended in self._exits if ended.at > limit]
-        return sorted(self._exits, key=lambda ended: ended.is_reported)[:MOST]
+        return sorted(self._exits, key=lambda ended: ended.is_reported)[:MAX_REPORTS]
 
     def answered(self, reported: Sequence[Exit], sent_at: float) -> None:
         """Record the answer to a heartbeat that was sent at `sent_at` with these exits."""

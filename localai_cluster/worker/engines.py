@@ -437,7 +437,7 @@ async def _open_pipe() -> tuple[_Pipe, int]:
 
 
 def _end_processes(engine: Engine, hurry: Callable[[], bool] = lambda: False) -> None:
-    """End the engine's process group, then kill what has left it. Block."""
+    """End the engine's process group, then kill processes that have left the group. Blocks."""
     processes.end(engine.group, hurry)
     processes.sweep(engine.mark)
 

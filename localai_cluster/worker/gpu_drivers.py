@@ -16,11 +16,11 @@ import pynvml
 
 log = logging.getLogger(__name__)
 
-MOST = 64
+MAX_GPUS = 64
 """Maximum number of GPUs."""
 LONGEST_NAME, LONGEST_UUID, LONGEST_DRIVER = 128, 96, 48
 GIB = 2**30
-_REPORTED = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
+_REPORTED_FIELDS = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
 _REPORTED_IF_KNOWN = ("temperature", "power", "power_limit", "ecc_errors", "driver")
 _NO_DRIVER = frozenset(
     {
@@ -67,7 +67,7 @@ class Gpu:
     def report(self) -> dict[str, Any]:
         """The fields of the GPU that registrations and heartbeats report."""
         known = {name: getattr(self, name) for name in _REPORTED_IF_KNOWN}
-        return {name: getattr(self, name) for name in _REPORTED} | {
+        return {name: getattr(self, name) for name in _REPORTED_FIELDS} | {
             name: value for name, value in known.items() if value not in (None, "")
         }
 
@@ -105,7 +105,7 @@ class Nvml:
             if not self._open:
                 self._library.nvmlInit()
                 self._open = True
-            count, driver = min(self._library.nvmlDeviceGetCount(), MOST), self._driver()
+            count, driver = min(self._library.nvmlDeviceGetCount(), MAX_GPUS), self._driver()
             return [gpu for index in range(count) if (gpu := self._gpu(index, driver)) is not None]
         except pynvml.NVMLError as error:
             self._close()
@@ -200,7 +200,7 @@ class SysfsGpus:
         )
         if not cards:
             raise NoDriver(f"there is no GPU of vendor {self.vendor}")
-        gpus = [self._gpu(index, card) for index, (_, card) in enumerate(cards[:MOST])]
+        gpus = [self._gpu(index, card) for index, (_, card) in enumerate(cards[:MAX_GPUS])]
         return [gpu for gpu in gpus if gpu is not None]
 
     def _gpu(self, index: int, card: Path) -> Gpu | None:
@@ -319,8 +319,8 @@ def simulation(text: str) -> Simulation:
     for group in groups.split("+"):
         count, size = _group(group)
         sizes += [size] * count
-    if len(sizes) > MOST:
-        raise ValueError(f"more than {MOST} GPUs")
+    if len(sizes) > MAX_GPUS:
+        raise ValueError(f"more than {MAX_GPUS} GPUs")
     return Simulation(tuple(sizes), _group(f"1x{engine}")[1] if colon else 0)
 
 

@@ -36,7 +36,7 @@ from localai_cluster.worker.gpu_drivers import (
 
 log = logging.getLogger(__name__)
 
-LIMIT = 5.0
+READ_LIMIT = 5.0
 """Seconds for reading all GPUs."""
 LONGEST_FACT = 128
 
@@ -57,12 +57,12 @@ class GpuReader:
         Raise NoDriver only if no GPU was ever read: then NVML does not apply to this machine.
         """
         if self._reading is None or self._reading.done():
-            self._reading, self._deadline = _in_thread(self._source.read), clock.monotonic() + LIMIT
+            self._reading, self._deadline = _in_thread(self._source.read), clock.monotonic() + READ_LIMIT
         try:
             async with asyncio.timeout(max(self._deadline - clock.monotonic(), 0.0)):
                 gpus = await asyncio.wrap_future(self._reading)
         except TimeoutError:
-            self._warn(f"the GPUs have not answered within {LIMIT:g} s")
+            self._warn(f"the GPUs have not answered within {READ_LIMIT:g} s")
             return None
         except NoDriver as error:
             if not self.last:
@@ -77,7 +77,7 @@ class GpuReader:
         return tuple(gpus)
 
     async def read_anew(self) -> tuple[Gpu, ...] | None:
-        """Return the GPUs by a read that begins now, after the end of one that runs. Raise NoDriver."""
+        """Return the GPUs by a new read, which waits for the end of a running one. Raise NoDriver."""
         if self._reading is not None and not self._reading.done():
             await self.read()
         return await self.read()
@@ -139,15 +139,15 @@ class Gpus:
     """The individual GPUs; None if only the totals are available."""
 
     @classmethod
-    def of(cls, each: Sequence[Gpu]) -> "Gpus":
+    def of(cls, gpus: Sequence[Gpu]) -> "Gpus":
         """Sum up these GPUs."""
-        total, reported = sum(gpu.total_vram for gpu in each), [gpu.free_vram for gpu in each]
+        total, reported = sum(gpu.total_vram for gpu in gpus), [gpu.free_vram for gpu in gpus]
         known = [free for free in reported if free is not None]
         free = sum(known) if len(known) == len(reported) else None
-        vendor, capability = (each[0].vendor, each[0].compute_capability) if each else ("", "")
+        vendor, capability = (gpus[0].vendor, gpus[0].compute_capability) if gpus else ("", "")
         # ROCm counts GPUs in an order of its own: without an id, one cannot be given to an engine.
-        by_id = all(gpu.uuid or gpu.vendor == "nvidia" for gpu in each)
-        return cls(total, free, vendor, capability, tuple(each) if by_id else None)
+        by_id = all(gpu.uuid or gpu.vendor == "nvidia" for gpu in gpus)
+        return cls(total, free, vendor, capability, tuple(gpus) if by_id else None)
 
 
 @dataclass(frozen=True)

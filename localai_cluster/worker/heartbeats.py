@@ -19,9 +19,9 @@ from localai_cluster.worker.registration import GaveUp, hint
 log = logging.getLogger(__name__)
 
 REMIND_EVERY = 60.0
-SOON = 1.0
+EXIT_DELAY = 1.0
 """Seconds between the report of an exit and new figures, as the driver needs time to free the memory."""
-COPIED = (
+COPIED_NOTICE = (
     "This worker's data folder has been copied, and the copy has registered since. Stop one of"
     " the two workers."
     " To make this one a separate node, delete the file node-secret before the next start"
@@ -88,7 +88,9 @@ class HeartbeatLoop:
             except Exception:
                 # A failed measurement must not stop the engines of this machine.
                 log.exception("heartbeat failed")
-            due_at = min(due_at, clock.monotonic() + SOON) if hurried else clock.monotonic() + self._interval
+            due_at = (
+                min(due_at, clock.monotonic() + EXIT_DELAY) if hurried else clock.monotonic() + self._interval
+            )
 
     async def send(self, *, hurried: bool = False) -> None:
         """Send one heartbeat, or log the reason for not sending it.
@@ -126,7 +128,7 @@ class HeartbeatLoop:
         elif error.http_status == 409:
             self.problem = "another process has registered with this node's secret"
             await self._unsubscribe()
-            self._log_reminder("copied", f"heartbeat refused: {error}. {COPIED}", logging.ERROR)
+            self._log_reminder("copied", f"heartbeat refused: {error}. {COPIED_NOTICE}", logging.ERROR)
         else:
             self._pause(error.wait)
             self._log_reminder("failed", f"heartbeat failed: {error}")

@@ -54,7 +54,7 @@ from localai_cluster.worker.download import (
 from localai_cluster.worker.galleries import Galleries
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.source_files import (
-    ENDED,
+    SHUTDOWN_MESSAGE,
     DiskFull,
     OnBytes,
     Stopped,
@@ -113,7 +113,7 @@ class _InstallContext:
     halt: Halt
 
 
-def _unverified(source: _Source) -> str:
+def _reason_unverified(source: _Source) -> str:
     """Return why nothing verifies a download; "" if something does, and for folders (worker.md §18.3)."""
     reference, path = references.parse(source.location), gallery_index.local_path(source.location)
     if reference and source.is_signed:
@@ -235,7 +235,7 @@ class Installer:
 
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
         """Fetch the files and swap them in; at most one install at a time works on a folder."""
-        if problem := await in_thread(_unverified, source):
+        if problem := await in_thread(_reason_unverified, source):
             problem = f"{gallery_index.public_url(source.location)} {problem}"
             if self._require_integrity:
                 raise InstallFailed(
@@ -366,7 +366,7 @@ class Installer:
             (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_size_of(staged))))
             failpoints.passed("worker.install:staged")
             if halt.is_set():
-                raise Stopped(ENDED)
+                raise Stopped(SHUTDOWN_MESSAGE)
             swap(staged, target)
             failpoints.passed("worker.install:swapped")
         except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from localai_cluster.kit.errors import ClusterError
 CHUNK = 1024 * 1024
 RATE_STEPS = 20  # pieces per second under a limit, so that progress moves evenly
 HEADROOM = 64 * 1024 * 1024
-ENDED = "the worker is shutting down; the install was cancelled"
+SHUTDOWN_MESSAGE = "the worker is shutting down; the install was cancelled"
 
 OnBytes = Callable[[int, int, str], None]
 """Called with the bytes copied, the total bytes, and the current file."""
@@ -127,7 +127,7 @@ class _Copy:
         with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
             while piece := reader.read(self._throttle.piece):
                 if self._stopped.wait(self._throttle.pause(len(piece))):
-                    raise Stopped(ENDED)
+                    raise Stopped(SHUTDOWN_MESSAGE)
                 writer.write(piece)
                 self._done += len(piece)
                 self.show(name)
@@ -139,7 +139,7 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
     pending = [Path()]
     while pending:
         if stopped.is_set():
-            raise Stopped(ENDED)
+            raise Stopped(SHUTDOWN_MESSAGE)
         folder = pending.pop()
         plan.folders.append((folder, stat.S_IMODE(os.lstat(source / folder).st_mode) & 0o777))
         with os.scandir(source / folder) as entries:

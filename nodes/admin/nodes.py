@@ -222,7 +222,7 @@ class DecisionForm(forms.Form):
 
 
 def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Actor, reason: str) -> str:
-    """Run the action if the node still has this revision; return its name and what is shown only once.
+    """Run the action if the node still has this revision; return its name and the values shown only once.
 
     Raises NotFound, Conflict or InvalidInput.
     """
@@ -330,7 +330,7 @@ class BackendNodeAdmin(ModelAdmin):
 
     @admin.display(description="identity", ordering="weak_identity")
     def identity(self, node: BackendNode) -> str:
-        """Return the fingerprint as people compare it, or what the node proves itself with instead."""
+        """Return the fingerprint in readable groups, or the name of another proof of identity."""
         if node.weak_identity:
             return "weak: the shared token only"
         return grouped(node.fingerprint) or "none: the secret was revoked"
@@ -371,7 +371,7 @@ class BackendNodeAdmin(ModelAdmin):
         return None
 
     def _run(self, request: HttpRequest, action: Action, revisions: Mapping[str, int], reason: str) -> None:
-        """Decide on each node in a transaction of its own; report what was done and what was refused."""
+        """Decide on each node in a transaction of its own; report the results and refusals."""
         actor = of_principal(principals.of_user(request.user))
         refused = 0
         for node_id, revision in revisions.items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # generic for the type checker only
 else:
     TokenModelForm = forms.ModelForm
 
-_SHOWN = 4000
+_SHOWN_BYTES = 4000
 """Bytes of an entry of the placement log that its page shows."""
 
 
@@ -69,7 +69,7 @@ class JoinTokenAdmin(Observed):
 
     @admin.display(description="state")
     def state(self, token: JoinToken) -> str:
-        """Return what it can be used for now."""
+        """Return the token's state: usable, used up, expired or revoked."""
         return joining.state(token, clock.now()).replace("_", " ")
 
     def has_change_permission(self, request: HttpRequest, obj: JoinToken | None = None) -> bool:
@@ -156,7 +156,7 @@ class PlacementLogAdmin(Observed):
     @admin.display
     def entry(self, row: PlacementLog) -> str:
         """Return the beginning of the entry."""
-        return bytes(row.body[:_SHOWN]).decode(errors="replace")
+        return bytes(row.body[:_SHOWN_BYTES]).decode(errors="replace")
 
 
 admin.site.register(

@@ -70,7 +70,7 @@ class BulkSerializer(DrainRequestSerializer):
         return super().described(schema)
 
     def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
-        """Return them by node id as the registry writes it."""
+        """Return the fingerprints by node id, in the registry's spelling."""
         try:
             return {str(UUID(text)): fingerprint for text, fingerprint in (fingerprints or {}).items()}
         except ValueError:

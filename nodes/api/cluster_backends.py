@@ -84,23 +84,23 @@ class UpgradeSerializer(NodesSerializer):
         return attrs
 
 
-def _forced(effect: str) -> Flag:
+def _force_flag(effect: str) -> Flag:
     return Flag(required=False, help_text=effect)
 
 
 class InstallEverywhereSerializer(NodesSerializer):
     """For which nodes, and whether files that are there are replaced."""
 
-    force = _forced("Replace the files where it is installed: its engines stop, and their requests end.")
+    force = _force_flag("Replace the files where it is installed: its engines stop, and their requests end.")
 
 
 class ExternalSerializer(InstallSerializer, NodesSerializer):
-    """What to install from an address, and where."""
+    """A backend to install from an address, and the nodes."""
 
-    force = _forced("Stop engines of this name at once; without it, their requests may end first.")
+    force = _force_flag("Stop engines of this name at once; without it, their requests may end first.")
 
 
-def _chosen(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
+def _scope_of_request(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
     if not (ids := fields.get("nodes")):
         ready, left_out = everywhere(command)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
@@ -111,7 +111,7 @@ def _chosen(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -
 
 def check_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
     """Return the scope for the nodes of `fields`. Raise a refusal, which names the nodes or the models."""
-    origin = _chosen(by, command, fields)
+    origin = _scope_of_request(by, command, fields)
     if origin.all_nodes and command.kind == INSTALL and not command.uri:
         refuse_hardware_build(command)
     origin = with_waves(origin, fields)
@@ -282,7 +282,7 @@ class BackendChangeSerializer(BackendSerializer, NodesSerializer):
 
 
 class BackendChangesSerializer(NullIsAbsent):
-    """The same change of several backends; `waves` is for upgrades."""
+    """One change of several backends; `waves` is for upgrades."""
 
     verb = serializers.ChoiceField(choices=list(_CHANGES))
     backends = serializers.ListField(child=BackendChangeSerializer(), min_length=1, max_length=MOST_BACKENDS)
@@ -301,7 +301,7 @@ class BackendChangesSerializer(NullIsAbsent):
         return attrs
 
 
-def _refused(command: BackendRequest, error: errors.ClusterError) -> dict[str, Any]:
+def _refusal_row(command: BackendRequest, error: errors.ClusterError) -> dict[str, Any]:
     details = {name: error.data.get(name, []) for name in ("last_replicas", "refusals")}
     return {"backend": command.backend} | flat(error.message, error.field) | details
 
@@ -330,14 +330,14 @@ class ChangesView(_CommandView):
                 scopes.append((command, scope))
                 checked.append({"backend": command.backend})
             except errors.ClusterError as error:
-                checked.append(_refused(command, error))
+                checked.append(_refusal_row(command, error))
         if len(scopes) < len(checked):
             return Response(CHANGE_OUTCOMES.of(results=[CHANGE_OUTCOME.of(**outcome) for outcome in checked]))
         for command, scope in scopes:
             try:
                 outcome = {"backend": command.backend} | accepted_body(_admit(command, scope), kind)
             except errors.ClusterError as error:  # The state has changed since the check.
-                outcome = _refused(command, error)
+                outcome = _refusal_row(command, error)
             results.append(CHANGE_OUTCOME.of(**outcome))
         return Response(CHANGE_OUTCOMES.of(results=results))
 
@@ -366,7 +366,7 @@ REMOVED = Shape(
 
 
 class ApplySerializer(Described, NullIsAbsent):
-    """What to install on all nodes."""
+    """A backend to install on all nodes."""
 
     id = Text(max_length=255)
     force = Flag(required=False)
@@ -382,7 +382,7 @@ class ApplySerializer(Described, NullIsAbsent):
         return check_backend_name(value) or ""
 
 
-def _scheduled(request: Request, command: BackendRequest) -> Response:
+def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
     admission = admit_command(RequestScope((), requester_of(request)), command, {})
     job = str(admission.operation.id)
     return Response(
@@ -409,7 +409,7 @@ class ApplyView(_CommandView):
         """
         fields = validate_body(ApplySerializer, request)
         gallery, _, name = fields["id"].rpartition("@")
-        return _scheduled(
+        return _admit_scheduled(
             request, BackendRequest(INSTALL, name, gallery=gallery, force=fields.get("force", False))
         )
 
@@ -420,7 +420,7 @@ class PlainUpgradeView(_CommandView):
     @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
-        return _scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
+        return _admit_scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
 
 
 class PlainDeleteView(_CommandView):
@@ -429,7 +429,7 @@ class PlainDeleteView(_CommandView):
     @describe_command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
-        return _scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
+        return _admit_scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
 
 
 class DeleteAndWaitView(_CommandView):

@@ -110,7 +110,7 @@ def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
 
 
 def actors_of(entries: Sequence[DefinitionEntry]) -> Mapping[str, str]:
-    """Return who saved the latest revision, by name; one query."""
+    """Return the user who saved the latest revision, by model name; one query."""
     latest = DefinitionRevision.objects.filter(
         definition__name__in=[entry.name for entry in entries if entry.stored is not None],
         definition__deleted_at__isnull=True,

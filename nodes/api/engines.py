@@ -136,7 +136,7 @@ class BackendModelSerializer(UnloadModelSerializer):
 
 
 class LoadModelSerializer(BackendModelSerializer):
-    """The same, and how many more replicas on which node; without both one serving replica is enough."""
+    """A model to load, optionally with replicas to add and a node; by default one replica is enough."""
 
     replicas = Whole(required=False, min_value=1, max_value=MOST_REQUESTED)
     node_id = Text(required=False, max_length=64)
@@ -191,7 +191,7 @@ class LoadView(APIView):
             needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
         )
         operation = admit(wanted_load, now=now).operation
-        return _loaded(model, [operation], wait=fields.get("wait", True))
+        return _load_response(model, [operation], wait=fields.get("wait", True))
 
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
         node = node_commands.find_node(require_node_id(fields["node_id"])) if fields.get("node_id") else None
@@ -201,10 +201,10 @@ class LoadView(APIView):
             node_id=None if node is None else node.pk,
             by=requester_of(request),
         )
-        return _loaded(fields["model"], operations, wait=fields.get("wait", True))
+        return _load_response(fields["model"], operations, wait=fields.get("wait", True))
 
 
-def _loaded(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
+def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
     """Return 200 after the end of the loads, 202 while one goes on; raise LoadFailed if one failed."""
     if wait:
         until = clock.monotonic() + HOLD

@@ -32,11 +32,11 @@ STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
 USUAL_POINTS, MOST_POINTS = 400, 1500
 MOST_EVENTS = 100
 SCOPES = ("cluster", "node", "model")
-FARTHEST = 366 * DAY
-_KEPT = {10: store.SAMPLES.kept, 60: store.HOURS.kept, 3600: store.DAYS.kept}
+MAX_AGE = 366 * DAY
+_RETENTION_BY_STEP = {10: store.SAMPLES.kept, 60: store.HOURS.kept, 3600: store.DAYS.kept}
 """By the least step: how long values of that step are kept."""
 _SLACK = 10 * MINUTE
-"""How much longer they stay at least."""
+"""Additional time for which figures are kept."""
 
 _UNITS = {
     "vram_used": "bytes",
@@ -182,7 +182,7 @@ def _span(parameters: listing.Parameters, now: datetime) -> Span:
     until, since = parameters.moment("to"), parameters.moment("from")
     end = now if until is None or until > now else until
     start = end - HOUR if since is None else since
-    if not now - FARTHEST <= start < end:
+    if not now - MAX_AGE <= start < end:
         raise errors.InvalidInput("from must be before to and now, and at most a year ago", field="from")
     seconds = parameters.number("step", STEPS[0], STEPS[-1]) or _usual_step(end - start, now - start)
     if seconds not in STEPS:
@@ -195,19 +195,19 @@ def _span(parameters: listing.Parameters, now: datetime) -> Span:
     return span
 
 
-def _kept(step: int) -> timedelta:
+def _retention_of(step: int) -> timedelta:
     """Return how long values of that step are there at least."""
-    return _KEPT[max(least for least in _KEPT if least <= step)] + _SLACK
+    return _RETENTION_BY_STEP[max(least for least in _RETENTION_BY_STEP if least <= step)] + _SLACK
 
 
 def _usual_step(length: timedelta, age: timedelta) -> int:
-    usual = (step for step in STEPS if length <= USUAL_POINTS * step * SECOND and age <= _kept(step))
+    usual = (step for step in STEPS if length <= USUAL_POINTS * step * SECOND and age <= _retention_of(step))
     return next(usual, STEPS[-1])
 
 
 def _first_kept(span: Span, now: datetime) -> int:
     """Return the index of the first step whose values are still kept."""
-    return max(-((span.start - now + _kept(span.step // SECOND)) // span.step), 0)
+    return max(-((span.start - now + _retention_of(span.step // SECOND)) // span.step), 0)
 
 
 def _figures(columns: Columns, first_kept: int) -> Iterator[Row]:

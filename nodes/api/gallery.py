@@ -26,7 +26,7 @@ from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import claims, identity
 
-PIECE = 256 * 1024
+PIECE_BYTES = 256 * 1024
 STALL_LIMIT = 60.0
 """Seconds that a client may take for one piece."""
 _PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/gallery/(?P<file>[^/]+)\Z")
@@ -161,7 +161,7 @@ async def _send(opened: _Opened, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": status, "headers": opened.headers})
         remaining = opened.length
         while remaining and not disconnection.done():
-            piece = await asyncio.to_thread(opened.file.read, min(PIECE, remaining))
+            piece = await asyncio.to_thread(opened.file.read, min(PIECE_BYTES, remaining))
             if not piece:
                 raise OSError("a file of the gallery became shorter while it was sent")
             remaining -= len(piece)

@@ -37,7 +37,7 @@ from nodes.replicas.statements import Rows
 
 log = logging.getLogger(__name__)
 
-LIMIT = 64 * 1024
+MAX_BODY = 64 * 1024
 INTERVAL = 1.0
 _PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
 
@@ -196,7 +196,7 @@ async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
         raise identity.WrongCredential("invalid node credential")
     node_id, at, instance = _node_in(scope["path"]), clock.now(), _instance(headers)
     try:
-        body = await wire.read_json_object(receive, headers.get(b"content-type", ""), LIMIT)
+        body = await wire.read_json_object(receive, headers.get(b"content-type", ""), MAX_BODY)
         figures, ended = heartbeats.read(body), heartbeats.read_ended(body)
     except errors.ClusterError as problem:
         return _Call(Beat(node_id, fingerprint, at, instance), problem=problem)
@@ -237,7 +237,7 @@ def _figure(meaning: str) -> Operation:
     return {"type": "integer", "format": "int64", "minimum": 0, "nullable": True, "description": meaning}
 
 
-_ENDED: Operation = {
+_GONE_OPERATION: Operation = {
     "type": "object",
     "required": list(heartbeats.ENDED_LENGTHS),
     "properties": {
@@ -272,7 +272,7 @@ HEARTBEAT: Operation = {
                         "maxItems": heartbeats.MOST_ENDED,
                         "description": "Engines that have ended by themselves. Their replicas are removed as"
                         " soon as the worker confirms that it does not run them.",
-                        "items": _ENDED,
+                        "items": _GONE_OPERATION,
                     },
                 },
             },

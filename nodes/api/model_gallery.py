@@ -239,12 +239,12 @@ class ApplyModelView(_GalleryView):
     def post(self, request: Request) -> Response:
         """Fetches its files and defines it; a definition of that name gets a new revision."""
         fields = validate_body(ApplyModelSerializer, request)
-        entry = _applied(fields)
+        entry = _requested_entry(fields)
         plan = inspection.plan_entry(entry, name=fields.get("name", ""))
         return _job(request, start(request, plan).operation.id)
 
 
-def _applied(fields: dict[str, Any]) -> GalleryEntry:
+def _requested_entry(fields: dict[str, Any]) -> GalleryEntry:
     """Return the entry that is to be installed, with the changes of the request."""
     url = fields.get("url") or fields.get("config_url", "")
     if model := fields.get("id", ""):
@@ -292,7 +292,7 @@ class ImportUriView(_GalleryView):
         return _job(request, start(request, plan).operation.id)
 
 
-def _started(admission: Admission, message: str) -> Row:
+def _accepted_body(admission: Admission, message: str) -> Row:
     fields = job_fields(admission, message, "/api/models/job")
     return STARTED.of(uuid=fields["jobID"], **fields)
 
@@ -314,7 +314,7 @@ class InstallModelView(_GalleryView):
         variant = Parameters(request.query_params, "variant").text("variant", 300)
         plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
         admission = start(request, plan)
-        return Response(_started(admission, import_message(admission, plan.name)))
+        return Response(_accepted_body(admission, import_message(admission, plan.name)))
 
 
 class EstimateView(_GalleryView):

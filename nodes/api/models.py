@@ -235,13 +235,13 @@ class UnloadModelSerializer(Described, NullIsAbsent):
 
 
 class UnloadReplicaSerializer(UnloadModelSerializer):
-    """The same, for one replica of the model or all of them."""
+    """A model to unload on one node: one replica or all of them."""
 
     replica_index = Whole(required=False, min_value=0, max_value=MOST_REPLICAS)
 
 
 class DeleteModelSerializer(UnloadModelSerializer):
-    """The same; the name becomes a path on the worker."""
+    """A model to unload and delete; its name becomes a path on the worker."""
 
     def validate_model_name(self, name: str) -> str:
         """Require a name that stays inside the models folder of a worker."""
@@ -309,10 +309,10 @@ def wait_for_end(operation: Operation, seconds: float) -> Operation:
     """
     if not connection.in_atomic_block:
         connection.close()  # the wait needs none, and there are fewer than requests
-    return async_to_sync(_ended)(operation.id, seconds)
+    return async_to_sync(_wait_for_end)(operation.id, seconds)
 
 
-async def _ended(operation_id: UUID, seconds: float) -> Operation:
+async def _wait_for_end(operation_id: UUID, seconds: float) -> Operation:
     until = clock.monotonic() + seconds
     with gateway.wake_ups().watch(operation_id) as watch:
         while True:
@@ -325,7 +325,7 @@ async def _ended(operation_id: UUID, seconds: float) -> Operation:
             await watch.changed(timeout=min(remaining, LOOK_EVERY))
 
 
-class NodeUnloadView(_ModelView):
+class NodeModelUnloadView(_ModelView):
     """`/api/nodes/:id/models/unload`."""
 
     @describe_waiting_command(
@@ -339,7 +339,7 @@ class NodeUnloadView(_ModelView):
         return self.execute(request, unload_requests.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
 
 
-class NodeDeleteView(_ModelView):
+class NodeModelDeleteView(_ModelView):
     """`/api/nodes/:id/models/delete`."""
 
     @describe_waiting_command(

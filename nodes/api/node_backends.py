@@ -53,7 +53,7 @@ def _text(length: int) -> Text:
 
 
 class InstallSerializer(Described, NullIsAbsent):
-    """What to install on a node (§2.10)."""
+    """A backend to install on a node (§2.10)."""
 
     backend = _text(255)
     uri = _text(1024)

@@ -60,7 +60,7 @@ _FILTERS = [
     ),
 ]
 _LABELS = {"gpu.vendor": "nvidia", "gpu.vram": "16GB", "node.name": "gpu-a", "node.replica-slots": "2"}
-_LISTED = {
+_NODE_EXAMPLE = {
     "id": NODE_ID,
     "name": "gpu-a",
     "node_type": "backend",
@@ -152,7 +152,7 @@ class NodesView(NodeView):
         "List nodes",
         tag="nodes",
         rows=NODE.many,
-        example=response_example([_LISTED]),
+        example=response_example([_NODE_EXAMPLE]),
         filters=_FILTERS,
     )
     def get(self, request: Request) -> Response:
@@ -172,7 +172,7 @@ class NodeDetailView(NodeView):
         summary="Show a node",
         tags=["nodes"],
         responses={200: NODE_DETAIL.ref, **refusals(401, 403, 404)},
-        examples=[response_example(_LISTED | _BEHIND)],
+        examples=[response_example(_NODE_EXAMPLE | _BEHIND)],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""

@@ -188,7 +188,7 @@ class ExplainView(NodeView):
 
 
 class PlanNeedSerializer(NullIsAbsent):
-    """What one replica needs of its node, in bytes; 0 means not known."""
+    """The bytes that one replica needs on its node; 0 = unknown."""
 
     vram = Whole(min_value=0, max_value=LARGEST, required=False)
     disk = Whole(min_value=0, max_value=LARGEST, required=False)

@@ -141,7 +141,7 @@ _AGENT = {"name": "agent-1", "node_type": "agent", "token": "tok"}
     ]
 )
 class RegistrationSerializer(Described, NullIsAbsent):
-    """What a worker says of itself; sizes in bytes."""
+    """A worker's description of itself; sizes in bytes."""
 
     name, node_type, address, http_address, token = _text(), _text(), _text(), _text(), _text()
     total_vram, available_vram = _bytes(), _bytes()
@@ -238,7 +238,7 @@ MOST_TOGETHER = 32
 PATIENCE = 1.0
 """Seconds for which a shared transaction waits for a row that another one holds."""
 CROWD, CROWD_DELAY = 4, 0.005
-"""After a transaction of so many registrations, those that wait for the next one wait so many seconds."""
+"""Registrations in a transaction after which the next transaction waits, and its wait in seconds."""
 _PRIVATE = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
 REGISTERED = Shape(

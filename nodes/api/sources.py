@@ -25,7 +25,7 @@ from operations.api.serializers import job_fields, requester_of
 from operations.ledger.admission import Admission
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 50
-LARGEST = 2**60
+MAX_SIZE = 2**60
 IMPORT_STARTED = Shape(
     "ImportStarted",
     "The import was admitted; `statusUrl` tells how it goes.",
@@ -109,7 +109,7 @@ class InspectSerializer(NullIsAbsent):
 
 
 class ChangesSerializer(serializers.Serializer[Any]):
-    """What is changed of the definition before it is saved; as in the form of definitions."""
+    """Changes of the definition before it is saved, as in the form of definitions."""
 
     context_size = serializers.JSONField(required=False)
     parallel = serializers.JSONField(required=False)
@@ -120,7 +120,7 @@ class ChangesSerializer(serializers.Serializer[Any]):
 
 
 class ImportSerializer(InspectSerializer):
-    """Which model, and what becomes of it."""
+    """The model to import, and the options of the import."""
 
     variant = Text(
         max_length=1024,
@@ -157,8 +157,8 @@ class InspectView(_SourceView):
     def post(self, request: Request) -> Response:
         """Reads the source, at most 16 MiB of a model's file; nothing is saved.
 
-        A name leads to `candidates`, everything else to `variants`. A source that refuses is a 4xx with its
-        own words.
+        A name leads to `candidates`, everything else to `variants`. A source that refuses is a 4xx that
+        quotes it.
         """
         text = validate_body(InspectSerializer, request)["text"]
         return Response(inspection.inspect(text, clock.now()))
@@ -240,7 +240,7 @@ class CatalogueView(_SourceView):
             query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
             query_parameter("licence", _SEARCH, "Only models of this licence."),
             query_parameter("gallery", _SEARCH, "Only models of this gallery."),
-            query_parameter("size", _WHOLE | {"maximum": LARGEST}, "Only models of at most so many bytes."),
+            query_parameter("size", _WHOLE | {"maximum": MAX_SIZE}, "Only models of at most so many bytes."),
             query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
             query_parameter("page", _WHOLE | {"maximum": FARTHEST, "default": 1}, "Which page."),
             query_parameter(
@@ -291,7 +291,7 @@ def _catalogue_query(request: Request) -> catalogue.Query:
     }
     return catalogue.Query(
         **texts,
-        most_bytes=parameters.number("size", 1, LARGEST) or 0,
+        most_bytes=parameters.number("size", 1, MAX_SIZE) or 0,
         fits=parameters.choice("fits", ("true", "false")) == "true",
         page=parameters.number("page", 1, FARTHEST) or 1,
         items=parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,

@@ -57,7 +57,7 @@ def _whole(default: int, least: int, most: int, help_text: str) -> Whole:
 
 
 class WaveOptionsSerializer(NullIsAbsent):
-    """How work goes over its nodes."""
+    """The waves in which work goes over its nodes."""
 
     max_unavailable = NodesAtOnce(
         required=False, default=1, help_text="Nodes at a time: a number, or a percentage."
@@ -89,7 +89,7 @@ def last_replicas_field() -> serializers.ListField:
 
 
 class ChoiceSerializer(NullIsAbsent):
-    """What becomes of work in waves."""
+    """The choice of an operator: work in waves continues or stops."""
 
     choice = serializers.ChoiceField(choices=wave_requests.CHOICES)
     last_replicas = last_replicas_field()

@@ -165,14 +165,14 @@ async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> erro
     """Return the refusal to send: a person gets 403, not 401; a wrong credential is counted."""
     if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
         return refusal
-    if await _from_a_person(scope):
+    if await _is_from_user(scope):
         return errors.Forbidden(WORKERS_ONLY)
     if isinstance(refusal, identity.WrongCredential):
         return await throttle.token_failures().noted(refusal, client_of(scope))
     return refusal
 
 
-async def _from_a_person(scope: Scope) -> bool:
+async def _is_from_user(scope: Scope) -> bool:
     """Return True if a user's key or a browser's session came with the request."""
     callers: list[Principal] = []
 

@@ -140,7 +140,7 @@ def _write_parts(
             ready = target if is_ready else ready
         new_targets.append(target)
     new_targets += [left_out.part(operation, now) for left_out in scope.left_out]
-    wave_requests.wait_for_turns(list(filter(targets.held, new_targets)), new_targets, now)
+    wave_requests.wait_for_turns(list(filter(targets.awaits_wave, new_targets)), new_targets, now)
     new_targets.sort(key=lambda target: target.node_name)
     insert_rows(new_targets)
     targets.adopt(operation, new_targets, now)
@@ -377,7 +377,7 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
         operation.message = reason
     update_rows([target], target_changes.TARGET_COLUMNS)
     update_rows([operation], target_changes.OPERATION_COLUMNS)
-    audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
+    audit.record(ledger.audit_entry("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = target_changes.Changed([operation], {operation.id: all_parts})
     waves.go_on(changed, now=now)
     emit(changed.operations, changed.parts)
@@ -408,7 +408,7 @@ def retry(
     if operation.status in ACTIVE and ids:
         with committed("backends.retry"):
             intents.nudge(ids, now=now)
-            audit.record(ledger.changed("tried_at_once", operation), at=now)
+            audit.record(ledger.audit_entry("tried_at_once", operation), at=now)
         return Admission(operation, created=False)
     nodes = BackendNode.objects.filter(pk__in=[target.node_id for target in chosen]).order_by("name")
     possible = [node for node in nodes if not node_commands.refusal(node)]

@@ -58,7 +58,7 @@ class BackendRequest:
         }
 
     def is_that_of(self, intent: PendingBackendOp) -> bool:
-        """Return True if the intent does what is requested; galleries do not count (R1.108)."""
+        """Return True if the intent has the same request; galleries are not compared (R1.108)."""
         # Galleries are refreshed in the row, so different ones are no different request.
         return self._is_met_by({name: getattr(intent, name) for name in self.columns()})
 
@@ -185,7 +185,7 @@ def unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> list[Back
 
 
 def refuse_unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
-    """Raise Conflict, which names the nodes, for an upgrade of what they do not list."""
+    """Raise Conflict, which names the nodes, for an upgrade of a backend that they do not list."""
     if lacking_nodes := unlisted(request, nodes):
         names = ", ".join(node.name for node in lacking_nodes)
         raise errors.Conflict(

@@ -284,7 +284,7 @@ async def read_gallery(gallery: Gallery, client: gallery_index.WebClient) -> gal
     try:
         async with asyncio.timeout(READ_WITHIN):
             return await gallery_index.fetch(
-                gallery, client, served=_served, github_url=conf.cluster().github_url
+                gallery, client, served=_read_served_file, github_url=conf.cluster().github_url
             )
     except GalleryUnreadable as error:
         return error.message
@@ -295,7 +295,7 @@ async def read_gallery(gallery: Gallery, client: gallery_index.WebClient) -> gal
         return f"gallery {gallery.name} cannot be read: {untrusted.yaml_reason(error)}"
 
 
-async def _served(name: str) -> bytes:
+async def _read_served_file(name: str) -> bytes:
     folder = conf.cluster().gallery_dir
     if folder is None:
         raise ValueError("CLUSTER_GALLERY_DIR is not set")
@@ -348,7 +348,7 @@ def entries(
 
 
 def parents(builds: Sequence[GalleryEntry]) -> dict[str, str]:
-    """Return the entry that resolves to a build, by the build's folded name."""
+    """Return the entry that resolves to a build, by the build's case-folded name."""
     parents_by_name: dict[str, str] = {}
     for build in builds:
         if build.is_meta:
@@ -369,7 +369,7 @@ def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -
 def variants(
     build: GalleryEntry, names: Collection[str], capabilities: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the build that nodes of each capability install; `names` are the concrete builds, folded."""
+    """Return the build that nodes of each capability install; `names` are the case-folded concrete builds."""
     chosen = []
     for capability in sorted(capabilities):
         why = gallery_index.reason(build, capability)
@@ -456,7 +456,7 @@ def count_by_capability() -> dict[str, int]:
 
 
 def installed_names() -> dict[str, str]:
-    """Return the backends on approved nodes, by folded name; one query."""
+    """Return the backends on approved nodes, by case-folded name; one query."""
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("name")
     return {folded(name): name for name in rows.values_list("name", flat=True).distinct()}
 

@@ -97,7 +97,7 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
     cluster = conf.cluster()
     patience = clock.monotonic() + cluster.install_timeout + load_limit(0, cluster.model_load_timeout)
     while True:
-        confirmed = await in_thread(_confirmed, intent)
+        confirmed = await in_thread(_confirmed_models, intent)
         withdrawal, is_overdue = await in_thread(_withdraw, intent, confirmed)
         if withdrawal.last_of:
             try:
@@ -132,12 +132,12 @@ async def settled(intent: Intent, settlement: Settlement) -> None:
 
 
 def _apply_late_confirmation(intent: Intent, settlement: AsksOperator) -> None:
-    if _confirmed(intent) != settlement.confirmed:
+    if _confirmed_models(intent) != settlement.confirmed:
         with committed("sparing.hear"):
             intents.nudge([intent.id], now=clock.now())
 
 
-def _confirmed(intent: Intent) -> Collection[str]:
+def _confirmed_models(intent: Intent) -> Collection[str]:
     """Return the models whose last replica may stop, by any of the active operations that share the intent.
 
     An operation that only drains protects none.
@@ -324,7 +324,7 @@ class IntentQueue:
             return Ended(error=f"internal error; the log has it under {request_id.get()}")
 
     async def _await_outcome(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
-        """Return the outcome, also after the time limit; PutBack if the node goes offline."""
+        """Return the outcome, also after the time limit, or PutBack if the node goes offline."""
         waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._offline_waiters.setdefault(intent.node.id, set()).add(waiter)
         try:
@@ -414,7 +414,7 @@ class IntentQueue:
 
 
 def _event(settlement: Settlement) -> Event:
-    """Return the event that metrics count for the settlement, as for operations."""
+    """Return the label under which metrics count the settlement, as for operations."""
     match settlement:
         case Ended(error):
             return Event.FAIL if error else Event.COMPLETE

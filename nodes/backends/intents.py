@@ -42,7 +42,7 @@ _DEAF = "it sends heartbeats, but does not answer on the bus"
 
 
 def gives_up_at(node: BackendNode) -> datetime | None:
-    """Return when work that waits for this absent node is given up; None, for at once, if it was never heard.
+    """Return the end of the wait for this absent node; None: at once, as it never sent a heartbeat.
 
     R1.118: the time counts from the last heartbeat, or from an earlier mark that the node still has.
     """
@@ -55,7 +55,7 @@ def gives_up_at(node: BackendNode) -> datetime | None:
 
 
 def sends_heartbeats(node: BackendNode) -> bool:
-    """Return True if an unhealthy node has been heard since it was marked."""
+    """Return True if an unhealthy node has sent a heartbeat since it was marked."""
     if node.status != NodeStatus.UNHEALTHY or node.unhealthy_at is None:
         return False
     return node.last_heartbeat is not None and node.last_heartbeat > node.unhealthy_at
@@ -90,7 +90,7 @@ MOST_ATTEMPTS = 10
 """R4.30, O76: an intent whose 10th attempt fails ends."""
 PER_NODE = 4
 """Number of intents of one node that run at the same time."""
-_PUT_BACK = [
+_REQUEUE_COLUMNS = [
     *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
 _NODE_COLUMNS = [
@@ -399,7 +399,7 @@ def record_outcomes(
             change, ends = _apply_outcome(row, outcome, now)
             changes[row.id] = target_changes.both(target_changes.report(ticks), change)
             (ended if ends else back).append(row)
-        update_rows(back, _PUT_BACK)
+        update_rows(back, _REQUEUE_COLUMNS)
         waves.conclude(changes, ended=[row.id for row in ended], now=now)
     return outcomes.keys() - {(row.id, row.fence) for row in rows.values()}
 
@@ -448,7 +448,7 @@ def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
             waits = target_changes.rest(reason_to_wait(row.node, now=now), until=None, node=True)
             changes[row.id] = change if ends else target_changes.both(change, waits)
             (ended if ends else back).append(row)
-        update_rows(back, _PUT_BACK)
+        update_rows(back, _REQUEUE_COLUMNS)
         if changes:
             waves.conclude(changes, ended=[row.id for row in ended], now=now)
     return len(changes)

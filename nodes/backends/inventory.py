@@ -57,16 +57,16 @@ log = logging.getLogger(__name__)
 
 CHANNEL = "cluster_inventory"
 """NOTIFY channel: a list that is due was requested by a reader."""
-EVERY = 300.0
+REFRESH_INTERVAL = 300.0
 """Seconds after which a list is refreshed."""
-LOOK_EVERY = 30.0
+POLL_INTERVAL = 30.0
 """Seconds between two passes over the due nodes when no wake-up arrives."""
 PARALLEL = 16
 MOST_IN_BATCH = 256
 """Lists that are stored in one transaction, which bounds its locks and its memory."""
-MOST = 500
+MAX_BACKENDS = 500
 """Maximum number of backends stored per node."""
-QUICK = 5.0
+SHORT_LIMIT = 5.0
 """Seconds that a caller with more important work waits for a list."""
 _CLAIMED_FOR = LIST_TIMEOUT + 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0
@@ -84,7 +84,7 @@ _LENGTHS = {
 }
 _FLAGS = ("is_system", "is_meta")
 COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
-_LARGEST = 2**63 - 1
+_MAX_SIZE = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Listed:
     asked_at: datetime
 
 
-def askable() -> BackendNodeQuerySet:
+def contactable_nodes() -> BackendNodeQuerySet:
     """Return the nodes whose worker may be reachable: approved, not offline, no agents."""
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
-def question(node: BackendNode) -> InventoryRequest:
+def request_for(node: BackendNode) -> InventoryRequest:
     """Create a request for one node outside the schedule.
 
     A due time that was moved after the node was read stays, so the node is queried once more.
@@ -125,7 +125,7 @@ def question(node: BackendNode) -> InventoryRequest:
 
 def claim(limit: int, *, now: datetime) -> list[InventoryRequest]:
     """Claim at most `limit` due nodes for this caller alone, the longest overdue first."""
-    due = askable().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
+    due = contactable_nodes().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
     until = now + timedelta(seconds=_CLAIMED_FOR)
     longest_overdue = due.order_by(F("inventory_due_at").asc(nulls_first=True))
     nodes = claim_rows(
@@ -135,8 +135,8 @@ def claim(limit: int, *, now: datetime) -> list[InventoryRequest]:
 
 
 def next_due(*, now: datetime) -> float:
-    """Return the seconds until a node is due, at most `LOOK_EVERY`."""
-    return seconds_until_due(askable(), "inventory_due_at", now=now, at_most=LOOK_EVERY)
+    """Return the seconds until a node is due, at most `POLL_INTERVAL`."""
+    return seconds_until_due(contactable_nodes(), "inventory_due_at", now=now, at_most=POLL_INTERVAL)
 
 
 def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: datetime) -> int:
@@ -147,7 +147,7 @@ def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: date
     """
     soon = now + timedelta(seconds=_CLAIMED_FOR)
     old = Q(inventory_at__isnull=True) | Q(inventory_at__lt=now - timedelta(seconds=older_than))
-    stale = askable().filter(old, inventory_due_at__gt=soon)
+    stale = contactable_nodes().filter(old, inventory_due_at__gt=soon)
     if node_ids is not None:
         stale = stale.filter(pk__in=node_ids)
     when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME)
@@ -182,7 +182,7 @@ def store(answers: Sequence[Listed]) -> set[UUID]:
             events.notify(events.NODES, *map(str, nodes_to_publish))
         for id, answer in accepted.items():
             node, at = nodes[id], answer.asked_at
-            _set_next_due(node, answer.asked, at + timedelta(seconds=EVERY))
+            _set_next_due(node, answer.asked, at + timedelta(seconds=REFRESH_INTERVAL))
             node.inventory_at, node.inventory_error = at, ""
         update_rows([nodes[id] for id in accepted], ["inventory_at", "inventory_error", "inventory_due_at"])
     return set(accepted)
@@ -209,7 +209,7 @@ def store_error(query: InventoryRequest, error: str, *, asked_at: datetime, paus
 def make_due(node_id: UUID, *, now: datetime) -> None:
     """Make the node's list due now."""
     with transaction.atomic():
-        if askable().filter(pk=node_id).update(inventory_due_at=now):
+        if contactable_nodes().filter(pk=node_id).update(inventory_due_at=now):
             events.notify(CHANNEL, "")
 
 
@@ -238,11 +238,11 @@ def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
     Entries without a name, or with the name of an earlier entry, are left out.
     """
     rows_by_name: dict[str, dict[str, Any]] = {}
-    for entry in listed[:MOST]:
+    for entry in listed[:MAX_BACKENDS]:
         row = {name: storable(getattr(entry, name), length) for name, length in _LENGTHS.items()}
         if row["name"].strip():
             flags = {name: getattr(entry, name) for name in _FLAGS}
-            rows_by_name.setdefault(row["name"], row | flags | {"size": min(max(entry.size, 0), _LARGEST)})
+            rows_by_name.setdefault(row["name"], row | flags | {"size": min(max(entry.size, 0), _MAX_SIZE)})
     return rows_by_name
 
 
@@ -330,14 +330,14 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
 
 
 async def refresh(bus: Bus, node: BackendNode) -> bool:
-    """Update one node's list after a change there. Never fail, and take at most `QUICK` seconds.
+    """Update one node's list after a change there. Never fail, and take at most `SHORT_LIMIT` seconds.
 
     Return True if the list was updated. Otherwise it is due at once.
     """
     with contextlib.suppress(DatabaseError):
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUICK):
-                if await ask(bus, question(node)):
+            async with asyncio.timeout(SHORT_LIMIT):
+                if await ask(bus, request_for(node)):
                     return True
         await in_thread(make_due, node.id, now=clock.now())
     return False
@@ -348,7 +348,7 @@ class Inventory(WorkPool[InventoryRequest]):
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(
-            "inventory", parallel=PARALLEL, interval=LOOK_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+            "inventory", parallel=PARALLEL, interval=POLL_INTERVAL, gather=_GATHER, retry_on=(DatabaseError,)
         )
         self._bus = bus
         self._silent: dict[UUID, tuple[str, int]] = {}
@@ -358,7 +358,7 @@ class Inventory(WorkPool[InventoryRequest]):
         """Claim due nodes while the bus is connected."""
         if not self._bus.connected:
             return []
-        with passes.counted("inventory"):
+        with passes.count_pass("inventory"):
             return await in_thread(claim, limit, now=clock.now())
 
     async def next_due(self) -> float:

@@ -134,7 +134,7 @@ class GalleryOffer:
 
     @property
     def encoded(self) -> str:
-        """The field of an install request; "" = the worker's own galleries (`contract/nats.md` §4.1)."""
+        """JSON of a request's `backend_galleries`; "" = the worker's own (`contract/nats.md` §4.1)."""
         return encode_galleries(self.galleries) if self.galleries else ""
 
     def explained(self, reason: str) -> str:
@@ -201,7 +201,7 @@ async def _send(
     if row.force and isinstance(outcome, Done | Refused):
         # The reply does not name the engines that the install stopped.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(inventory.QUICK):
+            async with asyncio.timeout(inventory.SHORT_LIMIT):
                 await inventory.compare_replicas(bus, node.id, node.name)
     return outcome
 
@@ -218,11 +218,11 @@ async def _conclude(
     return Ended()
 
 
-def _proven(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
+def _is_result_proven(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
     return listed is not None and intent.known is None and not intent.row.force
 
 
-COMMAND = Command(lambda: conf.cluster().install_timeout, _send, _conclude, _proven)
+COMMAND = Command(lambda: conf.cluster().install_timeout, _send, _conclude, _is_result_proven)
 
 
 log = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ async def _run_and_retire(
         if retired:
             log.info("node %s stopped %s", node.name, ", ".join(retired))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(inventory.QUICK):
+            async with asyncio.timeout(inventory.SHORT_LIMIT):
                 await inventory.compare_replicas(bus, node.id, node.name)
     return outcome
 

@@ -279,7 +279,7 @@ LOOK_EVERY = 30.0
 """Seconds between two polls for a due check when no wake-up arrives."""
 REST = 2.0
 """Seconds between two checks: an operation on a thousand nodes requests a thousand of them."""
-WITHIN = 120.0
+CHECK_LIMIT = 120.0
 """Time limit of a check in seconds; well within its claim."""
 _GATHER = 0.2
 
@@ -300,7 +300,7 @@ def picture() -> UpgradeOverview:
 
 
 def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[str, Offered]:
-    """Return the galleries' offers under these folded names; the first of two entries, as for an install."""
+    """Return the offers by case-folded name; of two entries of a name the first, as an install does."""
     offers: dict[str, Offered] = {}
     for entry in entries:
         if (name := folded(entry.name)) in names:
@@ -384,10 +384,10 @@ class UpgradeChecker(PeriodicTask):
     @staticmethod
     async def _bounded_look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
         try:
-            async with asyncio.timeout(WITHIN):
+            async with asyncio.timeout(CHECK_LIMIT):
                 return await look()
         except TimeoutError:
-            return {}, {"": f"the check took longer than {WITHIN:.0f} s"}, ""
+            return {}, {"": f"the check took longer than {CHECK_LIMIT:.0f} s"}, ""
         except DatabaseError:
             raise
         except Exception:

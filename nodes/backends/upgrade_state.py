@@ -136,7 +136,7 @@ def record_processed(completed: int) -> None:
 
 
 def offers() -> dict[str, Offered]:
-    """Return the galleries' offers by folded name; one query."""
+    """Return the galleries' offers by case-folded name; one query."""
     rows = BackendOffer.objects.defer("automatic_to", "automatic_nodes")
     return {row.name: offer_of(row) for row in rows}
 

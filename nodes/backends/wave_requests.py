@@ -90,7 +90,7 @@ def choose(
         operation.save()
         verb = "stopped" if choice == STOP else "continued"
         confirmed_now = f"last replicas: {', '.join(sorted(last_replicas))}" if last_replicas else ""
-        audit.record(admission.changed(verb, operation, confirmed_now), at=now)
+        audit.record(admission.audit_entry(verb, operation, confirmed_now), at=now)
         emit([operation])
     return operation
 
@@ -108,7 +108,7 @@ def _refuse(operation: Operation, choice: str, last_replicas: Collection[str]) -
 
 def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str, now: datetime) -> None:
     operation.waves = Waves.STOPPED
-    unopened = [target for target in all_parts if targets.held(target)]
+    unopened = [target for target in all_parts if targets.awaits_wave(target)]
     for target in unopened:
         target_changes.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
     update_rows(unopened, target_changes.TARGET_COLUMNS)
@@ -117,7 +117,7 @@ def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str
 
 def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> None:
     operation.waves = Waves.CONTINUED
-    unopened = [target for target in all_parts if targets.held(target)]
+    unopened = [target for target in all_parts if targets.awaits_wave(target)]
     wait_for_turns(unopened, all_parts, now)
     update_rows(unopened, target_changes.TARGET_COLUMNS)
     by_operation = {operation.id: all_parts}

@@ -146,7 +146,7 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
     ended = [f"{words[status]} on {_some(names)}" for status, names in names_by_status.items() if names]
     what = operation.kind.removeprefix("backend_")
     reason = f"the {what} {' and '.join(ended)}: continue with the next wave, or stop"
-    unopened = [target for target in all_parts if targets.held(target)]
+    unopened = [target for target in all_parts if targets.awaits_wave(target)]
     for target in unopened:
         target_changes.rest(reason, until=None)(target, now)
     _save([operation], {operation.id: all_parts}, unopened, now)
@@ -166,8 +166,8 @@ def _turn_after_pause(
 
     The targets of the next wave hold the end of the pause as their next check (`catch_up`).
     """
-    waves = [target.wave for target in all_parts if target.wave is not None and targets.held(target)]
-    opening = [target for target in all_parts if targets.held(target) and target.wave == min(waves)]
+    waves = [target.wave for target in all_parts if target.wave is not None and targets.awaits_wave(target)]
+    opening = [target for target in all_parts if targets.awaits_wave(target) and target.wave == min(waves)]
     pause_ends = [target.next_check_at for target in opening if target.next_check_at is not None]
     if options.pause_seconds and opening and not pause_ends:
         until = now + timedelta(seconds=options.pause_seconds)
@@ -181,12 +181,12 @@ def _turn_after_pause(
 
 def next_turn(operation: Operation, all_parts: Sequence[OperationTarget]) -> Turn | None:
     """Make the next wave the open one and return it; None if there is none."""
-    waves = [target.wave for target in all_parts if target.wave is not None and targets.held(target)]
+    waves = [target.wave for target in all_parts if target.wave is not None and targets.awaits_wave(target)]
     if not waves:
         return None
     operation.open_wave = min(waves)
     return operation, [
-        target for target in all_parts if target.wave == operation.open_wave and targets.held(target)
+        target for target in all_parts if target.wave == operation.open_wave and targets.awaits_wave(target)
     ]
 
 
@@ -288,7 +288,9 @@ def catch_up(*, now: datetime) -> int:
         for operation in operations:
             all_parts = targets_by_operation[operation.id]
             due = [
-                target for target in all_parts if targets.held(target) and target.wave == operation.open_wave
+                target
+                for target in all_parts
+                if targets.awaits_wave(target) and target.wave == operation.open_wave
             ]
             turns += [(operation, due)] if due else []
         attach(turns, targets_by_operation, now=now)

@@ -32,7 +32,7 @@ from nodes.registry.dial_targets import Contact, HttpServer, NotReachable
 ANSWER_LIMIT = 15.0
 """Seconds for a complete reply (operations-and-ui.md 1.19)."""
 HANDSHAKE_LIMIT = 10.0
-LARGEST = 16 * 1024 * 1024
+MAX_REPLY_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a reply or a message; our workers store less (`kit/settings_table.py`)."""
 QUEUE = 4
 """Number of messages that are read ahead of a slow reader."""
@@ -130,7 +130,7 @@ async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
                     close_timeout=1.0,
                     ping_interval=PING_EVERY,
                     ping_timeout=PONG_WITHIN,
-                    max_size=LARGEST,
+                    max_size=MAX_REPLY_BYTES,
                     max_queue=QUEUE,
                     compression=None,
                     proxy=None,
@@ -189,8 +189,10 @@ async def _read_bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> byt
     body = bytearray()
     async for piece in pieces:
         body += piece
-        if len(body) > LARGEST:
-            raise NotReachable(f"node {server.node}: its worker's answer is over {LARGEST // 2**20} MiB")
+        if len(body) > MAX_REPLY_BYTES:
+            raise NotReachable(
+                f"node {server.node}: its worker's answer is over {MAX_REPLY_BYTES // 2**20} MiB"
+            )
     return bytes(body)
 
 

@@ -85,15 +85,15 @@ def understood(request: Q) -> Q:
 PING_EVERY = 2.0
 PING_TIMEOUT = 5.0
 LIST_TIMEOUT = 30.0
-"""C24."""
+"""Seconds for `backend.list` (C24)."""
 RUNNING_TIMEOUT = 10.0
-"""C26."""
+"""Seconds for `models.running` (C26)."""
 STOP_TIMEOUT = 10.0
-"""C27."""
+"""Seconds for `model.stop` (C27)."""
 MODEL_TIMEOUT = 30.0
-"""C25."""
+"""Seconds for `model.unload` and `model.delete` (C25)."""
 DELETE_TIMEOUT = 120.0
-"""C23."""
+"""Seconds for `backend.delete` (C23)."""
 CANCEL_TIMEOUT = 6.0
 """A worker of ours replies within 5 s."""
 SETTLED_AFTER = 10.0

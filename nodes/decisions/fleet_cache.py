@@ -241,7 +241,7 @@ class _Rows:
         return [self.candidate(id) for id in self._nodes.by_node]
 
     def refresh(self, counts: Sequence[Any]) -> dict[UUID, Candidate | None]:
-        """Read what was written or deleted; return the changed nodes, None for a deleted one."""
+        """Read written and deleted rows; return the changed nodes, None for a deleted one."""
         changed = self._nodes.refresh(*counts[:2]) | self._labels.refresh(*counts[2:4])
         changed |= self._replicas.refresh(*counts[4:])
         return {id: self.candidate(id) if id in self._nodes.by_node else None for id in changed}

@@ -187,7 +187,7 @@ def _scalar(value: Any) -> Any:
 
 
 _RESOLVER, _TEXT = yaml.resolver.Resolver(), "tag:yaml.org,2002:str"
-"""What YAML 1.1 takes an unquoted value for: a text, or a number, date or switch."""
+"""YAML 1.1's resolver of an unquoted value's type: text, number, date or boolean."""
 
 
 def _edited(text: str, change: Any) -> str:

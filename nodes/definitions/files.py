@@ -40,7 +40,7 @@ Names = tuple[str, ...]
 
 
 def parse_use_cases(stated: object, backend: str, options: Mapping[str, Any]) -> tuple[Names, Names]:
-    """Return the use cases of a definition, and warnings about what it states.
+    """Return the use cases of a definition, and warnings about its statement of them.
 
     `stated` is its `known_usecases`: names with or without `FLAG_`, in any case.
     """
@@ -58,7 +58,7 @@ def parse_use_cases(stated: object, backend: str, options: Mapping[str, Any]) ->
 
 
 def engine_use_cases(backend: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what an engine does with these load options; an unknown engine answers with text."""
+    """Return the use cases of an engine with these load options; an unknown engine generates text."""
     if options.get("Embeddings"):
         return ("embeddings",)
     if options.get("Reranking"):
@@ -264,7 +264,7 @@ class Definition:
     generation: GenerationDefaults = NO_DEFAULTS
     """Prompt template and sampling defaults; not part of the revision."""
     use_cases: tuple[str, ...] = ()
-    """What the model is for (`USE_CASES`); not part of the revision."""
+    """The model's use cases (`USE_CASES`); not part of the revision."""
     takes_token_ids: bool = False
     """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
     vram: int = 0
@@ -272,7 +272,7 @@ class Definition:
     disabled: bool = False
     """`disabled`: never loaded while its file cannot be read; not part of the revision."""
     download_on: str = ""
-    """`download_on`: who downloads its files for a node, "" = by the setting; not part of the revision."""
+    """`download_on`: the side that downloads the files, "" = by the setting; not part of the revision."""
     auto_layers: bool = False
     """`gpu_layers: auto`: fewer layers go to the GPU where not all fit; not part of the revision."""
     files: RecordedFiles = field(default_factory=dict, compare=False)

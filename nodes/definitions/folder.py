@@ -454,7 +454,7 @@ def _is_unusable(content: Definition | UnusableDefinition) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the file's status, of a link that leads nowhere its own; None if the file has been removed."""
+    """Return the file's status, of a broken link that of the link; None if the file has been removed."""
     for stat in (path.stat, path.lstat):
         with suppress(OSError):
             return stat()

@@ -64,7 +64,7 @@ _VERSIONS = (2, 3)
 _INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "?", 10: "Q", 11: "q"}
 _WIDTHS = {code: struct.calcsize("<" + text) for code, text in _INTEGERS.items()} | {6: 4, 12: 8}
 _TEXT, _LIST = 8, 9
-_PIECE = 1024 * 1024
+_READ_BYTES = 1024 * 1024
 _ALIGNMENT = 32
 
 
@@ -83,7 +83,7 @@ def parse_header(content: bytes, size: int) -> Header:
 
 
 def parse_figures(content: bytes, size: int) -> Header:
-    """Parse the figures in the first bytes of a GGUF file of `size` bytes, as far as they reach.
+    """Parse the figures that the first bytes of a GGUF file of `size` bytes contain.
 
     The header has no tensors: their table comes after the vocabulary. Raise UnreadableHeader.
     """
@@ -141,7 +141,7 @@ class _GgufReader:
         return tensors, pairs
 
     def _add_values(self, pairs: int, values: dict[str, Figure | str]) -> None:
-        """Add the values of use; of a key that is there twice the first counts."""
+        """Add the values of the used keys; of a repeated key the first one counts."""
         for _ in range(pairs):
             key, value = self._name(), self._value(self._integer(4))
             if value is not None:
@@ -217,7 +217,7 @@ class _GgufReader:
         for _ in range(count):
             if position + 8 > len(content):
                 self._skip(max(position - len(content), 0))
-                content, position = content[position:] + self._file.read(_PIECE), 0
+                content, position = content[position:] + self._file.read(_READ_BYTES), 0
                 if len(content) < 8:
                     raise _EndsEarly("it ends early")
             position += 8 + int.from_bytes(content[position : position + 8], "little")
@@ -258,7 +258,7 @@ _CONFIG_KEYS = {
     "vocab_size": "vocab_size",
 }
 """Keys of a `config.json` and the figures of a GGUF file that say the same."""
-_SLIDING, _LINEAR = "sliding_attention", "linear_attention"
+_SLIDING_ATTENTION, _LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 
 
 def read_config(path: Path) -> Header | None:
@@ -293,10 +293,12 @@ def parse_config(config: object) -> Header:
     }
     layers = text.get("layer_types")
     if isinstance(layers, list) and len(layers) <= LONGEST_LIST:
-        figures["attention.sliding_window_pattern"] = tuple(int(kind == _SLIDING) for kind in layers)
+        figures["attention.sliding_window_pattern"] = tuple(
+            int(kind == _SLIDING_ATTENTION) for kind in layers
+        )
         heads = figures.get("attention.head_count_kv", 0)
-        if _LINEAR in layers and isinstance(heads, int):
-            figures["attention.head_count_kv"] = tuple(heads * (kind != _LINEAR) for kind in layers)
+        if _LINEAR_ATTENTION in layers and isinstance(heads, int):
+            figures["attention.head_count_kv"] = tuple(heads * (kind != _LINEAR_ATTENTION) for kind in layers)
     elif text.get("use_sliding_window", True) is False or "gemma" not in str(text.get("model_type")):
         figures.pop("attention.sliding_window", None)
     # The part of a model with images for text has the windows of the model (`gemma3_text`).

@@ -66,7 +66,7 @@ def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
 
 
 def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return those that are not in the folder, by the path that each would have there.
+    """Return the files that are not in the folder, by the path that each would have there.
 
     Blocks. Raise OSError for a folder that cannot be read: then nothing says that a file is not there.
     """

@@ -109,7 +109,7 @@ def _list_of(item: Schema) -> Schema:
 
 @dataclass(frozen=True)
 class TextProblem:
-    """What is wrong with a text, and where; line and column count from 1, 0 if they are not known."""
+    """An error in a text, with its line and column, which count from 1; 0 = unknown."""
 
     message: str
     path: str = ""
@@ -165,12 +165,12 @@ def check_text(text: str, source: str) -> CheckedText:
     return CheckedText(definition, found, warnings) if not found else CheckedText(None, found, warnings)
 
 
-_QUOTED = re.compile(r"`([\w.]+)`")
+_QUOTED_NAME = re.compile(r"`([\w.]+)`")
 
 
 def _of_parser(error: UnusableDefinition, tree: yaml.Node | None) -> TextProblem:
     """Return the parser's error; its message names the key."""
-    match = _QUOTED.search(str(error))
+    match = _QUOTED_NAME.search(str(error))
     path: Path = tuple(match[1].split(".")) if match else ()
     return TextProblem(names.plain(str(error)), ".".join(map(str, path)), *_place(tree, path))
 

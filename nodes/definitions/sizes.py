@@ -43,7 +43,7 @@ MEASURE_LIMIT = 10.0
 """Seconds that a measurement may take (C37)."""
 MOST_FILES = 100_000
 """Limit on the files of one folder; files beyond it do not count."""
-NAMED = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
+FILE_OPTIONS = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
 """R2.37: the options, besides the model, that name a file. Each entry of the list `ADAPTERS` does too."""
 ADAPTERS = "LoraAdapters"
 SIDES = (".sha256", ".sha256.target")
@@ -71,7 +71,7 @@ class ModelFiles:
 def measure(folder: Path, definition: Definition) -> ModelFiles:
     """Measure the files that the definition names; raise OSError."""
     options, at_source = definition.options, files_at_source(folder, definition.files)
-    named = {name: path_inside(folder, options.get(name)) for name in ("Model", *NAMED)}
+    named = {name: path_inside(folder, options.get(name)) for name in ("Model", *FILE_OPTIONS)}
     adapters = [path_inside(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
     payload = sum(size for _, size in files_of(folder, definition))
     weights, header = _weights(named["Model"], at_source)
@@ -84,7 +84,7 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
 def named_paths(folder: Path, definition: Definition) -> set[Path]:
     """Return the paths of files and folders that the definition names, present or not."""
     options = definition.options
-    texts = (*(options.get(name) for name in ("Model", *NAMED)), *options.get(ADAPTERS, ()))
+    texts = (*(options.get(name) for name in ("Model", *FILE_OPTIONS)), *options.get(ADAPTERS, ()))
     return {path for text in texts if (path := path_inside(folder, text)) is not None}
 
 

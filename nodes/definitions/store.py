@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MOST_REVISIONS = 200
 """Revisions of a definition that are kept, the latest ones."""
-KEPT = timedelta(days=365)
+RETENTION = timedelta(days=365)
 """Age after which `prune_revisions` and `prune_deleted` may delete."""
 LEAST_REVISIONS = 100
 """Revisions of a definition that stay at any age, the latest ones."""
@@ -72,7 +72,7 @@ def save(
         row = _locked(definition.name)
         revision = row.revision if row is not None else 0
         if (name is None and row is not None) or expected_revision not in (None, revision):
-            raise _moved(definition.name, revision)
+            raise _revision_conflict(definition.name, revision)
         fetched = list(map(dict, files))
         if row is not None and row.text == text:
             if fetched and row.files != fetched:
@@ -86,13 +86,13 @@ def save(
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
         row.files = fetched or _with_shared_records(row.files, inherited)
-        _changed(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
+        _save_change(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
         _add_revision(row, actor, reason, now)
     return row
 
 
 def records_for(definition: Definition) -> dict[str, RecordedFile]:
-    """Return what is recorded of the files that a definition without records names, by path; one query.
+    """Return the stored file records for a definition that has none, by path; one query.
 
     The records are those of all stored definitions, its own first and those of deleted ones last. So a copy
     of a definition, another one with the same file, or one that was deleted and is saved again can be loaded
@@ -125,7 +125,7 @@ def records_for(definition: Definition) -> dict[str, RecordedFile]:
 def _with_shared_records(
     entries: Sequence[Mapping[str, Any]], inherited: Mapping[str, RecordedFile]
 ) -> list[Mapping[str, Any]]:
-    """Return the entries of a row with those records that it lacks."""
+    """Return the entries, and the `inherited` records of paths that have no entry."""
     own = {entry.get("path") for entry in entries}
     return [*entries, *(file.as_entry() for path, file in inherited.items() if path not in own)]
 
@@ -169,7 +169,7 @@ def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition
         row = _existing(name)
         if row.disabled != disabled:
             row.disabled = disabled
-            _changed(row, "disabled" if disabled else "enabled", "", now)
+            _save_change(row, "disabled" if disabled else "enabled", "", now)
     return row
 
 
@@ -182,7 +182,7 @@ def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
         row = _locked(name)
         if row is not None and row.id == id:
             row.deleted_at = now
-            _changed(row, "deleted", "", now)
+            _save_change(row, "deleted", "", now)
             return row
         return ModelDefinition.objects.filter(pk=id).first()
 
@@ -294,12 +294,12 @@ def _existing(name: str) -> ModelDefinition:
     return row
 
 
-def _moved(name: str, revision: int) -> Conflict:
+def _revision_conflict(name: str, revision: int) -> Conflict:
     what = f"is at revision {revision}" if revision else "is not stored any more"
     return Conflict(f"the definition of {name} {what}", field="revision", revision=revision)
 
 
-def _changed(row: ModelDefinition, verb: str, detail: str, now: datetime) -> None:
+def _save_change(row: ModelDefinition, verb: str, detail: str, now: datetime) -> None:
     """Save the row with its audit entry and NOTIFY; this process reads it again after the commit."""
     row.change += 1
     row.updated_at = now

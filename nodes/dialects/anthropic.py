@@ -60,7 +60,7 @@ class ClientTool(msgspec.Struct, frozen=True):
 
 
 class ClientChoice(msgspec.Struct, frozen=True):
-    """Whether a tool is to be called, and which."""
+    """The client's choice of a tool: any, none, or a named one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -75,7 +75,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """How the answer is to be; `effort` is ignored."""
+    """The requested format of the answer; `effort` is ignored."""
 
     format: OutputFormat | None = None
 

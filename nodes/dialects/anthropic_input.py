@@ -32,7 +32,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text", frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """An image in itself. The cluster fetches nothing, and keeps no files: other types are refused."""
+    """An inline image. The cluster fetches nothing and keeps no files: other types are refused."""
 
     type: Literal["base64", "url", "file"]
     data: str | None = None
@@ -46,7 +46,7 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image", frozen=True):
 
 
 class DocumentSource(msgspec.Struct, frozen=True):
-    """A document in itself: plain text, or blocks of text. No engine here reads other kinds."""
+    """An inline document: plain text, or blocks of text. No engine here reads other kinds."""
 
     type: Literal["text", "content", "base64", "url", "file"]
     data: str | None = None
@@ -72,13 +72,13 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=Tru
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", frozen=True):
-    """What the model thought."""
+    """The model's reasoning."""
 
     thinking: str
 
 
 class HiddenThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", frozen=True):
-    """What the model thought, unreadable here: ignored."""
+    """The model's encrypted reasoning: ignored."""
 
 
 class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
@@ -90,7 +90,7 @@ class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
 
 
 class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=True):
-    """What came of a call."""
+    """The result of a tool call."""
 
     tool_use_id: Text
     content: (

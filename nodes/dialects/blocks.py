@@ -155,7 +155,7 @@ _LONGEST_END = 2000
 
 
 def _completed(text: str) -> str:
-    """Return cut JSON with what is open closed, without the member whose value is missing."""
+    """Return truncated JSON with its brackets closed, without the member whose value is missing."""
     closing: list[str] = []
     is_text = is_escaped = False
     for character in text:

@@ -232,7 +232,7 @@ async def show(request: InferenceRequest) -> Answer:
 
 
 async def _capabilities(definition: Definition) -> list[str]:
-    """Return Ollama's names for what the model can do; tools only if its template is known to have them."""
+    """Return Ollama's names of the model's capabilities; tools only if its template is known to have them."""
     cases, template = definition.use_cases, definition.generation.template
     generates = "chat" in cases or "completion" in cases
     has_tools = templates.has_tools(template) if template else await folder.folder().has_tools(definition)

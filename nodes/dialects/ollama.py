@@ -48,7 +48,7 @@ _NAMES = {"response_format": "format"}
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """How tokens are chosen. Other options of Ollama's are ignored."""
+    """Options of sampling. Other options of Ollama's are ignored."""
 
     num_predict: (
         Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)]
@@ -67,7 +67,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):
-    """Which function, and its arguments."""
+    """The called function and its arguments."""
 
     name: Text
     arguments: dict[str, Any]

@@ -136,14 +136,14 @@ def to_top_k(number: float | None) -> int | None:
     return None if number is None else max(int(number), 0)
 
 
-_UNUSED: tuple[Any, ...] = (None, False, "", "none", [], {})
+_UNUSED_VALUES: tuple[Any, ...] = (None, False, "", "none", [], {})
 """Values with which a client leaves a feature unused: some send every field of their form."""
 
 
 def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     """Raise InvalidInput for the first field of `reasons` that asks for its feature."""
     for name, reason in reasons.items():
-        if fields.get(name) not in _UNUSED:
+        if fields.get(name) not in _UNUSED_VALUES:
             raise wire.field_error(name, reason, "unsupported_parameter")
 
 

@@ -27,13 +27,13 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", frozen=True):
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", frozen=True):
-    """What the model said when it refused."""
+    """The text of the model's refusal."""
 
     refusal: str
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An image in itself: `data:image/png;base64,…`. The cluster fetches nothing."""
+    """An inline image: `data:image/png;base64,…`. The cluster fetches nothing."""
 
     url: Text
     detail: str | None = None
@@ -62,7 +62,7 @@ Part = TextPart | RefusalPart | ImagePart | AudioPart
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """Which function, and its arguments as JSON."""
+    """The called function and its arguments as JSON."""
 
     name: Text
     arguments: str

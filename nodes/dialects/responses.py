@@ -62,13 +62,13 @@ class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """How the text of the answer is to be; `verbosity` is ignored."""
+    """The requested format of the answer's text; `verbosity` is ignored."""
 
     format: TextFormat | None = None
 
 
 class ResponseObject(ResponseBody, kw_only=True):
-    """OpenAI's `response`, which also repeats what the request said."""
+    """OpenAI's `response`, which also repeats the request's parameters."""
 
     has_other_fields: ClassVar[bool] = True
     id: str
@@ -114,12 +114,12 @@ REFUSED = {
     "prompt": "no prompts are kept; send it as `instructions` and `input`",
     "moderation": "no engine here judges texts",
 }
-REFUSED_UNLESS_KEPT = {"previous_response_id": "nothing is kept; send the whole conversation as `input`"}
+REFUSED_WITHOUT_STORE = {"previous_response_id": "nothing is kept; send the whole conversation as `input`"}
 
 
 def parse_request(fields: Mapping[str, Any], earlier: Earlier = NOTHING) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED if earlier.is_kept else REFUSED | REFUSED_UNLESS_KEPT)
+    openai_common.refuse_fields(fields, REFUSED if earlier.is_kept else REFUSED | REFUSED_WITHOUT_STORE)
     known_fields = {**fields, "input": without_unknown(fields.get("input"))}
     body = wire.parse_struct(known_fields, ResponsesBody)
     tools = FunctionTools(body.tools or ())

@@ -39,8 +39,8 @@ from nodes.gateway.generation import (
 class Content(msgspec.Struct, frozen=True):
     """A part of an item: a text, a refusal, `input_image` or `input_file`.
 
-    An image is in itself: `data:image/png;base64,…`; so is a file, which must be plain text. The cluster
-    keeps no files.
+    Images (`data:image/png;base64,…`) and files are inline; a file must be plain text. The cluster keeps no
+    files.
     """
 
     type: str
@@ -55,7 +55,7 @@ Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MOST_PARTS)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A message, a call of a tool, what came of it, what the model thought, or a reference to one of these.
+    """A message, a tool call, its result, the model's reasoning, or a reference to one of these.
 
     Items about tools of OpenAI's servers are left out.
     """
@@ -72,7 +72,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
-_NEEDED = {
+_REQUIRED_FIELDS = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
@@ -80,8 +80,8 @@ _NEEDED = {
     "custom_tool_call_output": ("call_id", "output"),
     "item_reference": ("id",),
 }
-_USED = ("message", "function_call", "function_call_output", "reasoning")
-_KNOWN = frozenset({*_NEEDED, *_USED})
+_USED_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_KNOWN = frozenset({*_REQUIRED_FIELDS, *_USED_TYPES})
 _RESULTS = ("_output", "_response")
 """Ends of the types of items with which a client answers a model."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -176,7 +176,7 @@ def _readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
     """Yield the items that a model can read; raise InvalidInput for one that is incomplete or matters."""
     unread_result = ""
     for path, item in entries:
-        for name in _NEEDED.get(item.type, ()):
+        for name in _REQUIRED_FIELDS.get(item.type, ()):
             if getattr(item, name) is None:
                 raise field_error(f"{path}.{name}", f"an item of the type {item.type[:64]} needs it")
         if item.type == "custom_tool_call":
@@ -184,7 +184,7 @@ def _readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
             item = msgspec.structs.replace(item, type="function_call", arguments=arguments)
         elif item.type == "custom_tool_call_output":
             item = msgspec.structs.replace(item, type="function_call_output")
-        elif item.type not in _USED:
+        elif item.type not in _USED_TYPES:
             unread_result = path if item.type.endswith(_RESULTS) else unread_result
             continue
         if item.type == "message":
@@ -426,7 +426,7 @@ class FunctionTools:
         return functions, wanted.mode if functions else "none"
 
     def _names_of(self, name: str) -> list[str]:
-        """Return the names here of the function that the client calls by this name, its own first."""
+        """Return the client function's name, else the names in namespaces that have it as short name."""
         inner = [known for known, (_, short_name) in self.namespaces.items() if short_name == name]
         own = [tool.function.name for tool in self.functions if tool.function.name == name]
         return own or inner

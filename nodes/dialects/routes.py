@@ -291,7 +291,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
 }
 """Routes under `/v1` and without this prefix."""
 
-_OTHERS: dict[str, Route] = {
+_OTHER_ROUTES: dict[str, Route] = {
     "/v2/rerank": Route(
         name="cohere_rerank",
         summary="Order documents by relevance (Cohere)",
@@ -383,8 +383,8 @@ _OTHERS: dict[str, Route] = {
 }
 
 
-def _refused(name: str, summary: str, method: str) -> Route:
-    """Return a route of Ollama's that is refused for every caller."""
+def _refused_route(name: str, summary: str, method: str) -> Route:
+    """Return a route of Ollama's API that refuses every caller."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama): refused",
@@ -398,8 +398,10 @@ def _refused(name: str, summary: str, method: str) -> Route:
     )
 
 
-def _changing(name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any) -> Route:
-    """Return a route of Ollama's that changes models, for administrators."""
+def _admin_route(
+    name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any
+) -> Route:
+    """Return a route of Ollama's API that changes models; administrators only."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama)",
@@ -412,8 +414,8 @@ def _changing(name: str, summary: str, handler: Handler, body: type[msgspec.Stru
     )
 
 
-_OTHERS |= {
-    "/api/create": _changing(
+_OTHER_ROUTES |= {
+    "/api/create": _admin_route(
         "ollama_create",
         "Create a model from another one, or from a file that is here",
         ollama_models.create,
@@ -423,14 +425,14 @@ _OTHERS |= {
         " settings, and adapters, uploads and conversions are 501.",
         more_errors=(409, 501),
     ),
-    "/api/copy": _changing(
+    "/api/copy": _admin_route(
         "ollama_copy",
         "Copy a model",
         ollama_models.copy,
         ollama_models.CopyBody,
         description="Administrators only. Stores its definition under another name.",
     ),
-    "/api/delete": _changing(
+    "/api/delete": _admin_route(
         "ollama_delete",
         "Delete a model",
         ollama_models.delete,
@@ -453,19 +455,19 @@ _OTHERS |= {
         errors=(400, 401, 403, 404, 413, 429, 500, 502, 503),
     ),
     **{
-        f"/api/{verb}": _refused(f"ollama_{verb.partition('/')[0]}", summary, "POST")
+        f"/api/{verb}": _refused_route(f"ollama_{verb.partition('/')[0]}", summary, "POST")
         for verb, summary in models.REFUSED_VERBS.items()
     },
 }
-_OTHERS["/api/blobs/{digest}"] = replace(
-    _OTHERS["/api/blobs/{digest}"],
-    others=(_refused("ollama_find_blob", "Look for a file of a model", "HEAD"),),
+_OTHER_ROUTES["/api/blobs/{digest}"] = replace(
+    _OTHER_ROUTES["/api/blobs/{digest}"],
+    others=(_refused_route("ollama_find_blob", "Look for a file of a model", "HEAD"),),
 )
 
 ROUTES: Mapping[str, Route] = {
     **{f"/v1{path}": route for path, route in _WITH_PREFIX.items()},
     **_WITH_PREFIX,
-    **_OTHERS,
+    **_OTHER_ROUTES,
 }
 """Every inference route by its path, an OpenAPI template."""
 

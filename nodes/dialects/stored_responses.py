@@ -122,7 +122,7 @@ class Store:
         return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
 
     async def load(self, fields: Mapping[str, Any]) -> "Loaded":
-        """Return what the request refers to, with one statement if there is anything."""
+        """Return the responses that the request refers to, with one statement if there are any."""
         previous, references = fields.get("previous_response_id"), _references(fields.get("input"))
         previous = previous if isinstance(previous, str) else ""
         # An item's id begins with that of its response.
@@ -193,13 +193,13 @@ def _reachable() -> Iterator[None]:
 
 @dataclass
 class Record:
-    """What is to be stored of a request, and its response."""
+    """The stored parts of a request, and its response."""
 
     store: Store
     input: bytes
     used: Sequence[str]
     echo: dict[str, Any] = field(default_factory=dict)
-    """What the response repeats of its request; its `store` becomes false if it is not stored."""
+    """Fields of the request that the response repeats; `store` becomes false if it is not stored."""
 
     async def keep(self, head: Head, deltas: Sequence[TextDelta]) -> None:
         """Store the complete response; failures are logged."""

@@ -46,7 +46,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 MOST_FAILURES = 6
 """Failures in a row, without a mebibyte in between, after which the operation waits in the queue."""
 LONGEST_WAIT = 60.0
-"""A source that wants a longer pause than this number of seconds gets it from the queue."""
+"""Longest pause in seconds that a download waits for; a longer one puts the import back in the queue."""
 MOST_RESTARTS = 3
 
 
@@ -234,7 +234,7 @@ class Download:
         raise SourceError(f"{self._file.path}: {problem}, repeatedly", can_retry=True)
 
     async def _verify(self, partial: PartialFile) -> tuple[str, str]:
-        """Return what is wrong with the complete file ("" = nothing), and its hash."""
+        """Return the problem of the complete file ("" = none), and its hash."""
         if await in_staging_thread(lambda: partial.is_pointer):
             return "the source has a pointer of Git LFS in place of the file", ""
         self._meter.now = f"verifying {self._file.path}"
@@ -260,7 +260,7 @@ class Download:
             await self._receive_span(partial, self._pending.pop(0), group)
 
     async def _receive_span(self, partial: PartialFile, span: ByteSpan, group: asyncio.TaskGroup) -> None:
-        """Receive a span; retry what may pass. Raise SourceError and _StartOver."""
+        """Receive a span; retry transient failures. Raise SourceError and _StartOver."""
         failures = 0
         while True:
             before = span.at
@@ -279,7 +279,7 @@ class Download:
             await asyncio.sleep(pause)
 
     async def _read_span(self, partial: PartialFile, span: ByteSpan, group: asyncio.TaskGroup) -> None:
-        """Read what the source sends of the span."""
+        """Read the bytes of the span that the source sends."""
         length = FIRST_SPAN if span.missing is None else span.missing
         async with self._opener.open(self._file, span.at, length) as body:
             await in_staging_thread(self._compare, partial, span, body)

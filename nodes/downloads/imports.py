@@ -42,7 +42,7 @@ from nodes.replicas import fleet_queries
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SHARE, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger.admission import Admission, OperationRequest, Requester, admit, in_progress, locked
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit, exclusion_error, locked
 from operations.ledger.attempts import owned, remember
 from operations.ledger.progress import Tick
 from operations.models import Operation
@@ -51,13 +51,13 @@ KIND = IMPORT
 PLAN, LOAD, REVISION = "plan", "load", "revision"
 """Payload keys. The revision is that of the stored definition at the admission, 0 without one."""
 STALLED_SINCE, REACHED, FETCHED, SAVED = "stalled_since", "reached", "fetched", "saved"
-"""Payload keys of what attempts leave to later ones: since when none has got beyond so many bytes, files
+"""Payload keys that attempts leave to later ones: time and byte position of the last progress, files
 without a published hash, and id and revision of the definition that was saved."""
 AT_ONCE = 4
 """Imports that one controller runs at once; each has the connections of the setting."""
 REPORT_EVERY = 0.5
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
-"""Seconds in the queue after a failure that may pass, doubled each time."""
+"""Seconds in the queue after a transient failure, doubled each time."""
 NO_SIGN_LIMIT = 600.0
 """Seconds without any sign of progress after which the attempt ends: the models folder may hang."""
 GIVE_UP_AFTER = timedelta(hours=24)
@@ -83,7 +83,7 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
     admission = admit(request, now=now)
     if not admission.created:
         if _plan_of(admission.operation) != plan or FILES_ONLY in admission.operation.payload:
-            raise in_progress(admission.operation)
+            raise exclusion_error(admission.operation)
         if load:
             _load_too(admission.operation)
     return admission
@@ -111,10 +111,10 @@ class _Import:
     work: Work
     plan: ImportPlan
     files: Sequence[SourceFile]
-    """Those that are fetched."""
+    """Files that are fetched."""
     meter: DownloadMeter
     left: Sequence[SourceFile] = ()
-    """Those that stay at their sources."""
+    """Files that stay at their sources."""
 
     @classmethod
     def of(cls, work: Work) -> "_Import":
@@ -161,16 +161,16 @@ class ImportModel:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Run the import. Raise ClusterError, or Postpone for what may pass."""
+        """Run the import. Raise Postpone for a transient failure, ClusterError for any other."""
         attempt = _Import.of(work)
         try:
             return await self._run(attempt)
         except SourceError as error:
             if error.permanent:
                 raise
-            raise await _postponed(attempt, error) from error
+            raise await _postpone_or_fail(attempt, error) from error
         except FolderUnresponsive as error:
-            raise await _postponed(attempt, SourceError(error.message, can_retry=True)) from error
+            raise await _postpone_or_fail(attempt, SourceError(error.message, can_retry=True)) from error
 
     async def _run(self, attempt: _Import) -> Mapping[str, Any]:
         work = attempt.work
@@ -283,11 +283,11 @@ async def _report(attempt: _Import) -> NoReturn:
             sign, sign_at, moved_at = latest, clock.monotonic(), clock.now()
         elif clock.monotonic() - sign_at > NO_SIGN_LIMIT:
             reason = f"nothing has moved for {NO_SIGN_LIMIT:.0f} s ({meter.now}): does the folder answer?"
-            raise await _postponed(attempt, SourceError(reason, can_retry=True))
+            raise await _postpone_or_fail(attempt, SourceError(reason, can_retry=True))
         attempt.work.progress(attempt.tick(moved_at))
 
 
-async def _postponed(attempt: _Import, error: SourceError) -> Postpone | SourceError:
+async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | SourceError:
     """Return what puts the operation back, or its failure after `GIVE_UP_AFTER` without a new byte."""
     operation, now, reached = attempt.work.operation, clock.now(), attempt.meter.reached
     since, reached_before = operation.payload.get(STALLED_SINCE), operation.payload.get(REACHED, 0)
@@ -313,12 +313,12 @@ def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequen
     with committed("imports.save"):
         operation = owned(*work.attempt)
         if SAVED not in operation.payload:
-            row = _saved(operation, plan, fetched, left)
+            row = _save_definition(operation, plan, fetched, left)
             remember(*work.attempt, {SAVED: {"definition": str(row.id), "revision": row.revision}})
         return bool(operation.payload[LOAD])
 
 
-def _saved(
+def _save_definition(
     operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]
 ) -> ModelDefinition:
     files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]

@@ -25,7 +25,7 @@ from nodes.sources.probing import probe_file
 
 _CONFIGURATIONS = (".json", ".jinja", ".txt", ".yaml", ".yml")
 """Suffixes of files that are always fetched: the memory of a model in safetensors is read from one."""
-_HEADERS_OF = ("Model", "DraftModel")
+_OPTIONS_WITH_HEADER = ("Model", "DraftModel")
 """Options whose files' headers count for placement."""
 
 
@@ -61,7 +61,9 @@ async def record(
     if not files:
         return left
     options = parse_file(plan.text.encode(), SOURCE + plan.name).options
-    named = [path for name in _HEADERS_OF if (path := path_inside(Path(), options.get(name))) is not None]
+    named = [
+        path for name in _OPTIONS_WITH_HEADER if (path := path_inside(Path(), options.get(name))) is not None
+    ]
     for file in files:
         meter.now = f"reading the header of {file.path}"
         size, header = await probe_file(opener, file, with_header=_has_header(file, named))
@@ -99,9 +101,9 @@ def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]
 
 
 def check_saved_conflicts(plan: ImportPlan, models: Path) -> None:
-    """Raise FileConflict as `check_conflicts`, also against imports that have saved meanwhile; one query.
+    """Raise FileConflict as `check_conflicts` does, against the stored definitions; one query.
 
-    Within the transaction that saves: imports save one after the other.
+    Call it within the transaction that saves: its lock lets one import save at a time.
     """
     lock_name("files of imports")
     rows = ModelDefinition.objects.filter(deleted_at__isnull=True).exclude(name=plan.name).exclude(files=[])

@@ -35,7 +35,7 @@ FIRST_SPAN, MOST_SPANS = 32 * 2**20, 64
 """Bytes of the first span, which learns the file's size, and the most spans of one file."""
 HEADROOM = 256 * 2**20
 """Bytes that stay free on the disk of the models folder."""
-KEPT = timedelta(days=7)
+RETENTION = timedelta(days=7)
 """Age after which the bytes of a download that nobody resumes are removed."""
 _LONGEST_JOURNAL = 64 * 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -76,7 +76,7 @@ class ByteSpan(msgspec.Struct, array_like=True):
 
 
 class Journal(msgspec.Struct):
-    """What is there of which file. `total`: -1 = unknown. `boot` and `inode`: when and where it was true."""
+    """The received spans of a file. `total`: -1 = unknown. They hold for this `boot` and `inode` only."""
 
     path: str
     url: str
@@ -122,7 +122,7 @@ class PartialFile:
             raise
 
     def resume(self, url: str, sha256: str) -> None:
-        """Continue with what an earlier attempt has received, if it can be trusted, else start over."""
+        """Continue after the bytes of an earlier attempt if they can be trusted, else start over."""
         journal = _read_journal(self._data)
         own = self.journal.path
         status = os.fstat(self._descriptor)
@@ -368,7 +368,7 @@ def partial_files(models: Path) -> Iterator[tuple[Path, str, os.stat_result]]:
 
 
 def bytes_of_partials(models: Path) -> dict[str, int]:
-    """Return the bytes that are there of files that are being downloaded, by their path."""
+    """Return the received bytes of files that are being downloaded, by path."""
     journals = (_read_journal(data) for data, _, _ in partial_files(models))
     return {journal.path: journal.done for journal in journals if journal is not None}
 
@@ -387,14 +387,14 @@ def remove_partial(data: Path) -> bool:
 
 
 def remove_old_partials(models: Path, now: datetime, keep: Collection[str]) -> int:
-    """Remove the partial files that have not changed for `KEPT`; return their number.
+    """Remove the partial files that have not changed for `RETENTION`; return their number.
 
     A journal without its file was left by a process that was killed after it had published the file.
     """
     for journal in (models / FOLDER).glob(f"*{JOURNAL}"):
         if not (data := journal.with_suffix("")).exists():
             remove_partial(data)
-    cutoff = (now - KEPT).timestamp()
+    cutoff = (now - RETENTION).timestamp()
     old = [
         data for data, path, status in partial_files(models) if status.st_mtime < cutoff and path not in keep
     ]

@@ -109,14 +109,14 @@ def list_on_nodes(defined: Collection[str]) -> Mapping[tuple[UUID, str], list[Un
 
 @dataclass(frozen=True)
 class Selection:
-    """What to remove of the listed files: paths, those older than a time, or the oldest of so many bytes."""
+    """The files to remove of those listed: paths, those older than a time, or the oldest up to a size."""
 
     paths: Sequence[str] = ()
     before: datetime | None = None
     bytes_needed: int = 0
 
     def of(self, files: Sequence[UnusedFile]) -> list[UnusedFile]:
-        """Return the selected files of a list, the oldest first. NotFound for a path that it lacks."""
+        """Return the selected files of a list, the oldest first. Raise NotFound for a path that it lacks."""
         if self.paths:
             listed = {file.path: file for file in files}
             if missing := next((path for path in self.paths if path not in listed), None):
@@ -176,6 +176,6 @@ class RemoveFiles:
 
 
 def _remove_partials(models: Path, paths: Collection[str], in_use: FilesInUse) -> int:
-    """Remove those of the downloads that nobody writes; return their bytes."""
+    """Remove the partial downloads that nobody writes; return their bytes."""
     unused = [file for file in _unused_partials(models, in_use) if file.path in paths]
     return sum(file.size for file in unused if partial_files.remove_partial(models / file.path))

@@ -16,9 +16,11 @@ from localai_cluster.kit.locks import lock_name
 from nodes.figures.series import floor
 
 _STAMP = "%Y%m%d%H"
-_LISTED = "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = %s::regclass ORDER BY 1"
+_LIST_PARTITIONS = (
+    "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = %s::regclass ORDER BY 1"
+)
 # Not `to_regclass`: its cache does not learn of a table that another process has created a moment ago.
-_MISSING = """
+_FIND_MISSING = """
 SELECT name FROM unnest(%s::text[]) AS name WHERE NOT EXISTS (
     SELECT FROM pg_class WHERE relname = name AND relnamespace = current_schema()::regnamespace)
 """
@@ -40,7 +42,7 @@ class PartitionedTable:
     def starts(self) -> list[datetime]:
         """Return the beginnings of all partitions, the oldest first."""
         with connection.cursor() as cursor:
-            cursor.execute(_LISTED, [self.name])
+            cursor.execute(_LIST_PARTITIONS, [self.name])
             stamps = [name.rpartition("_")[2] for (name,) in cursor.fetchall()]
         return [datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC) for stamp in stamps]
 
@@ -60,7 +62,7 @@ class PartitionedTable:
         name, start = self.partition(at), floor(at, self.width)
         with transaction.atomic(), connection.cursor() as cursor:
             lock_name("partitions")
-            cursor.execute(_MISSING, [[name]])
+            cursor.execute(_FIND_MISSING, [[name]])
             if cursor.fetchone() is None:
                 return  # another process was first
             cursor.execute(f"CREATE TABLE {name} (LIKE {self.name} INCLUDING ALL)")
@@ -72,7 +74,7 @@ def ensure(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
     """Create the partitions of these moments that do not exist; one query if all of them do."""
     partitions = {table.partition(at): (table, at) for table, at in wanted}
     with connection.cursor() as cursor:
-        cursor.execute(_MISSING, [list(partitions)])
+        cursor.execute(_FIND_MISSING, [list(partitions)])
         missing = [name for (name,) in cursor.fetchall()]
     for name in missing:
         table, at = partitions[name]

@@ -34,7 +34,7 @@ LONGEST_KEPT = DAY
 """Age at which samples are dropped even if they could not be packed."""
 SUBJECTS_AT_ONCE = 50
 """Most subjects of one transaction: about 20 MB of samples."""
-_LARGEST = 2**31 - 1
+_MAX_VALUE = 2**31 - 1
 
 Scope = dict[str, Any]
 """Parameters of a statement."""
@@ -42,11 +42,11 @@ Scope = dict[str, Any]
 
 def _mib(value: str) -> str:
     """Return bytes as MiB that fit into an integer: a wrong sensor must not fail the samples of all nodes."""
-    return f"(({value}) >> 20 & {_LARGEST})::int"
+    return f"(({value}) >> 20 & {_MAX_VALUE})::int"
 
 
 def _sum(value: str) -> str:
-    return f"(sum({value}) & {_LARGEST})::int"
+    return f"(sum({value}) & {_MAX_VALUE})::int"
 
 
 _TOTAL = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"
@@ -83,7 +83,7 @@ INSERT INTO figure_samples (subject, at, numbers)
 SELECT subject, %(at)s, numbers
 FROM jsonb_to_recordset(%(counts)s::jsonb) AS counted(subject text, numbers int[]) ORDER BY subject
 ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
-    SELECT LEAST(stored::bigint + added, {_LARGEST})::int
+    SELECT LEAST(stored::bigint + added, {_MAX_VALUE})::int
     FROM unnest(figure_samples.numbers, excluded.numbers) WITH ORDINALITY AS pair(stored, added, place)
     ORDER BY place)
 """
@@ -102,13 +102,13 @@ def store_samples(*, heard_since: datetime, now: datetime) -> int:
 
 
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
-    """Add what a process has counted for its models, and the sums, in one statement.
+    """Add a process's counts for its models, and the sums, in one statement.
 
     Do not repeat it after a lost reply: the statement may have been executed.
     """
-    numbers = {name: [min(number, _LARGEST) for number in astuple(count)] for name, count in counts.items()}
+    numbers = {name: [min(number, _MAX_VALUE) for number in astuple(count)] for name, count in counts.items()}
     rows = [{"subject": series.MODEL_PREFIX + name, "numbers": row} for name, row in numbers.items() if name]
-    sums = [min(sum(column), _LARGEST) for column in zip(*numbers.values(), strict=True)]
+    sums = [min(sum(column), _MAX_VALUE) for column in zip(*numbers.values(), strict=True)]
     if sums:
         rows.append({"subject": series.ALL_MODELS, "numbers": sums})
         parameters = {"at": floor(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
@@ -174,7 +174,7 @@ SELECT subject, %s, body FROM unnest(%s::text[], %s::bytea[]) AS block(subject, 
 
 
 def maintain(*, now: datetime, limit: float) -> bool:
-    """Pack the periods that have ended, then drop what is past its retention; return True if all is packed.
+    """Pack the ended periods, then drop figures past their retention; return True if all is packed.
 
     It stops packing after `limit` seconds, and returns at once if another process holds the lock.
     """

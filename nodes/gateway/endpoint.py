@@ -6,9 +6,9 @@ have not begun with a 503 (`end_all`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
 is read, unless it comes from a network that the operator admits without a key. A client that can send no
-other credential may send the key as the password of Basic authentication; neither holds for a request with a
-cookie or an `Origin`, which a page may have caused. A form, which may be large, is read for a confirmed
-caller only. The statement that picks the replica checks a stored key. If this process has no recent
+other credential may send the key as the password of Basic authentication. Both exceptions exclude requests
+with a cookie or an `Origin`, which a page may have caused. A form, which may be large, is read for a
+confirmed caller only. The statement that picks the replica checks a stored key. If this process has no recent
 confirmation of the key, it reads at most the first part of a body before a separate statement confirms the
 key, and nothing at all from an address over its failure limit; the pick checks the key again. A request that
 ends before its pick has its key checked by such a statement too. After that a wrong key counts against its

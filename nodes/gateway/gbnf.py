@@ -113,7 +113,7 @@ _HEX = Chars("0-9a-fA-F")
 _DIGIT = Chars("0-9")
 _SPACE = Reference("space")
 _COMMA = Sequenced((Text(","), _SPACE))
-_NOTHING = Text("")
+_EMPTY_TEXT = Text("")
 
 
 def _digits(count: int) -> Grammar:
@@ -135,7 +135,7 @@ def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
 def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
     """Return a comma-separated list of items."""
     if most == 0:
-        return _NOTHING
+        return _EMPTY_TEXT
     most = None if most is None else max(most, least)
     items = Sequenced(
         (item, Repeated(Sequenced((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1))
@@ -193,10 +193,10 @@ _PLAIN: Mapping[str, Grammar] = {
     "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
     "value": Alternatives(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
-_BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
+_ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
 """Keywords beside a reference that do not change its meaning."""
 _OF_OBJECTS = ("properties", "patternProperties", "required", "additionalProperties")
-_JOINED = frozenset({"properties", "patternProperties", "required", "allOf"})
+_MERGED_KEYWORDS = frozenset({"properties", "patternProperties", "required", "allOf"})
 _CHOICES = frozenset({"anyOf", "oneOf"})
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
@@ -265,7 +265,7 @@ class _Rules:
         if not isinstance(part, Mapping):
             return Reference("value")
         if isinstance(part.get("$ref"), str):
-            has_no_siblings = part.keys() <= _BESIDE
+            has_no_siblings = part.keys() <= _ANNOTATIONS
             return (
                 self._reference_rule(part["$ref"])
                 if has_no_siblings
@@ -349,7 +349,7 @@ class _Rules:
 
     def _merge(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
         merged = {**first, **second}
-        for name in _JOINED & first.keys() & second.keys():
+        for name in _MERGED_KEYWORDS & first.keys() & second.keys():
             if isinstance(first[name], Mapping) and isinstance(second[name], Mapping):
                 merged[name] = {**first[name], **second[name]}
             elif isinstance(first[name], list) and isinstance(second[name], list):
@@ -361,7 +361,9 @@ class _Rules:
             merged.pop("const", None)
             merged["enum"] = self._common_values((*lists, *second_lists))
         self._copied += len(merged) + sum(
-            len(merged[name]) for name in _JOINED & merged.keys() if isinstance(merged[name], Mapping | list)
+            len(merged[name])
+            for name in _MERGED_KEYWORDS & merged.keys()
+            if isinstance(merged[name], Mapping | list)
         )
         self._check()
         return merged
@@ -403,8 +405,8 @@ class _Rules:
 
         Each step has two variants: `after_member` if a member precedes, `at_start` if none does.
         """
-        after_member: Grammar = Repeated(Sequenced((_COMMA, extra_member))) if extra_member else _NOTHING
-        at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _NOTHING
+        after_member: Grammar = Repeated(Sequenced((_COMMA, extra_member))) if extra_member else _EMPTY_TEXT
+        at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _EMPTY_TEXT
         for is_required, member in reversed(members):
             member_rule = self._add_rule(member)
             # Separate rules: written inline, the tail would double with each optional member.
@@ -427,13 +429,13 @@ class _Rules:
             exact = [item for item_schema in firsts for item in (_COMMA, self.of(item_schema))][1:]
             missing = max(least - len(firsts), 0)
             further_items = (
-                _NOTHING
+                _EMPTY_TEXT
                 if items is False
                 else Repeated(Sequenced((_COMMA, self._add_rule(self.of(items)))), missing)
             )
             return _enclosed("[", Sequenced((*exact, further_items)), "]")
         if items is False:
-            return _enclosed("[", _NOTHING, "]")
+            return _enclosed("[", _EMPTY_TEXT, "]")
         return _enclosed("[", _listed(self._add_rule(self.of(items)), least, most), "]")
 
 

@@ -82,7 +82,7 @@ _ATTEMPTS = 3
 RELEASE_DELAY = 0.005
 """Seconds that a release waits for further releases to share its statement."""
 CROWD, CROWD_DELAY = 4, 0.003
-"""After a statement for so many picks, those that wait for the next one wait so many seconds for others."""
+"""Picks in a statement after which the next statement waits for more, and its wait in seconds."""
 
 
 Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]

@@ -25,7 +25,7 @@ Chain = tuple[int, ...]
 
 WINDOW, DEPTH = 256, 64
 """Bytes of a block, and the number of blocks that count (C40)."""
-LONGEST = WINDOW * DEPTH
+MAX_PROMPT_BYTES = WINDOW * DEPTH
 """Bytes of a prompt that count."""
 
 
@@ -50,17 +50,17 @@ def prompt_bytes(prompt: Prompt) -> bytes:
 
 
 def _text(prompt: str) -> bytes:
-    return prompt[:LONGEST].encode()[:LONGEST]
+    return prompt[:MAX_PROMPT_BYTES].encode()[:MAX_PROMPT_BYTES]
 
 
 def _message_bytes(conversation: Conversation) -> bytes:
     pieces, size = [], 0
     for message in conversation.messages:
-        pieces.append(f"{message.role}\n{message.content[:LONGEST]}\n".encode())
+        pieces.append(f"{message.role}\n{message.content[:MAX_PROMPT_BYTES]}\n".encode())
         size += len(pieces[-1])
-        if size >= LONGEST:
+        if size >= MAX_PROMPT_BYTES:
             break
-    return b"".join(pieces)[:LONGEST]
+    return b"".join(pieces)[:MAX_PROMPT_BYTES]
 
 
 HALF_LIFE = 120.0
@@ -178,7 +178,7 @@ class _Table:
         return 0
 
     def match(self, chain: Chain, depth: int, now: float) -> Match | None:
-        """Return the deepest live block of the chain, of which the table has `depth` blocks, or None."""
+        """Return the deepest live block among the first `depth` blocks of the chain, or None."""
         node = self.nodes[chain[depth - 1]] if depth else None
         while node is not None and (node.owner.removed or now - node.used_at > self._ttl):
             depth, node = node.start, node.parent

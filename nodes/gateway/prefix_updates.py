@@ -20,7 +20,7 @@ from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 
 MOST_WAITING = 1024
 """Limit on the queued messages; beyond it the oldest are dropped."""
-LARGEST = 16 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024
 """Limit on the bytes of a received message: four times the size of the longest chain of a model."""
 LONGEST_MODEL = 255
 _HASHES = 2**64
@@ -55,7 +55,7 @@ _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
 def decode(subject: str, payload: bytes) -> PrefixUpdate | None:
     """Decode a prefix update; return None if it is malformed or implausible."""
     kind = _KINDS.get(subject)
-    if kind is None or len(payload) > LARGEST:
+    if kind is None or len(payload) > MAX_MESSAGE_BYTES:
         return None
     try:
         update: PrefixUpdate = msgspec.json.decode(payload, type=kind)

@@ -162,7 +162,7 @@ def end_all() -> None:
         stream.stop()
 
 
-PIECE = 256 * 1024
+PIECE_BYTES = 256 * 1024
 
 
 class FileAnswer:
@@ -178,7 +178,7 @@ class FileAnswer:
         self._file.seek(0)
         with self._file, Outgoing(send) as client:
             await client.head(self._headers)
-            while piece := await asyncio.to_thread(self._file.read, PIECE):
+            while piece := await asyncio.to_thread(self._file.read, PIECE_BYTES):
                 await client.body(piece)
         return 200, b""
 
@@ -191,7 +191,7 @@ async def respond(
     if head.generation.stream:
         deltas = generate.stream(request, head.generation)
         if keep is not None:
-            deltas = _kept(deltas, head, keep)
+            deltas = _keep_at_end(deltas, head, keep)
         return EventStream(request, dialect.stream_format(head), deltas)
     response = await generate.generate(request, head.generation)
     if keep is not None:
@@ -199,7 +199,7 @@ async def respond(
     return Answer(dialect.render_response(head, response), headers=tuple(node_header(request)))
 
 
-async def _kept(
+async def _keep_at_end(
     deltas: AsyncGenerator[TextDelta, None], head: Head, keep: Keep
 ) -> AsyncGenerator[TextDelta, None]:
     seen = []

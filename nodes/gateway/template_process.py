@@ -71,18 +71,18 @@ def _answer(request: Any) -> tuple[int, bytes]:
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
         values = request["values"] | {"raise_exception": _raise}
-        return PROMPT, "".join(_bounded(_compiled(request["source"]).generate(values))).encode()
+        return PROMPT, "".join(_check_length(_compiled(request["source"]).generate(values))).encode()
     except _Refused as error:
-        return REFUSED, _cut(error)
+        return REFUSED, _error_bytes(error)
     except (MemoryError, _TooMuch):
         return TOO_MUCH, b""
     except _FAILURES as error:
-        return UNUSABLE, _cut(error)
+        return UNUSABLE, _error_bytes(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _bounded(pieces: Iterator[str]) -> Iterator[str]:
+def _check_length(pieces: Iterator[str]) -> Iterator[str]:
     size = 0
     for piece in pieces:
         size += len(piece)
@@ -91,7 +91,7 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
         yield piece
 
 
-def _cut(error: Exception) -> bytes:
+def _error_bytes(error: Exception) -> bytes:
     return str(error)[:_LONGEST_ERROR].encode("utf-8", "backslashreplace")
 
 

@@ -26,14 +26,14 @@ from nodes.gateway import template_process
 from nodes.gateway.generation import Conversation, ConversationMessage
 from nodes.gateway.template_process import LARGEST_PROMPT, LENGTH, PROMPT, REFUSED, REPLY, TOO_MUCH
 
-LONGEST = 5.0
+CPU_LIMIT = 5.0
 """Limit on the CPU seconds of one prompt."""
 LONGEST_WAIT = 30.0
 """Seconds until an unresponsive process is killed: it is stopped, or the machine is busy."""
 MEMORY = 768 * 1024 * 1024
 """Limit on a process's address space in bytes; about 40 MB of it are Python's."""
 MOST_AT_ONCE = 4
-_PIECE = 64 * 1024
+_PIECE_BYTES = 64 * 1024
 _ENVIRONMENT = ("PYTHONPATH", "LD_LIBRARY_PATH", MARK_VARIABLE)
 """Environment variables that Python needs to start and the reaper needs to identify its children; processes
 get no secrets.
@@ -82,7 +82,7 @@ def _render(source: str, conversation: Conversation) -> str:
         "eos_token": "",
     }
     try:
-        request = orjson.dumps({"source": source, "values": values, "seconds": LONGEST})
+        request = orjson.dumps({"source": source, "values": values, "seconds": CPU_LIMIT})
         result, text = _exchange(request)
     except (_Ended, _Silent, orjson.JSONEncodeError) as error:
         raise TemplateUnusable(f"the chat template of the model's definition fails: {error}") from error
@@ -171,7 +171,7 @@ class _Process:
         while remaining:
             _wait(self._input, select.POLLOUT, deadline)
             try:
-                remaining = remaining[os.write(self._input, remaining[:_PIECE]) :]
+                remaining = remaining[os.write(self._input, remaining[:_PIECE_BYTES]) :]
             except BrokenPipeError as error:
                 raise _Ended("its process has ended") from error
         is_last, result, length = REPLY.unpack(self._read(REPLY.size, deadline))
@@ -183,7 +183,7 @@ class _Process:
         pieces, remaining = [], length
         while remaining:
             _wait(self._output, select.POLLIN, deadline)
-            piece = os.read(self._output, min(remaining, 16 * _PIECE))
+            piece = os.read(self._output, min(remaining, 16 * _PIECE_BYTES))
             if not piece:
                 raise _Ended("its process has ended")
             pieces.append(piece)

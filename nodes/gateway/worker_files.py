@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 ROUTE = "/v1/files/"
 INPUTS = "ephemeral/inputs"
-PIECE = 256 * 1024
+PIECE_BYTES = 256 * 1024
 LARGEST_OUTPUT = 256 * 1024 * 1024
 """Limit on the bytes that an engine may write for one request."""
 EMPTY_LIMIT = 10.0
@@ -96,7 +96,7 @@ class WorkerFiles:
         try:
             async with self._request("GET", _base(path), FilesUnavailable) as response:
                 size = 0
-                async for piece in response.aiter_raw(PIECE):
+                async for piece in response.aiter_raw(PIECE_BYTES):
                     size += len(piece)
                     if size > LARGEST_OUTPUT:
                         raise BackendFailed(f"the engine wrote more than {LARGEST_OUTPUT} bytes")
@@ -196,5 +196,5 @@ def _base(path: str) -> str:
 async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
     # The file may be sent again, to a further replica.
     file.seek(0)
-    while piece := await asyncio.to_thread(file.read, PIECE):
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
         yield piece

@@ -223,7 +223,7 @@ async def ping_redis() -> bool:
 
 
 class NodeFeed:
-    """Polls the rows while somebody watches, and sends to every watcher what is new for it."""
+    """Polls the rows while there are watchers, and sends each watcher the changes that it lacks."""
 
     def __init__(
         self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
@@ -274,7 +274,7 @@ class NodeFeed:
                     await turn.wait()
 
     def _message(self, place: int | None) -> str:
-        """Return the message for a watcher at `place`, created once for all who are there."""
+        """Return the message for a watcher at position `place`, created once for all watchers there."""
         if place not in self._texts:
             if place is None:
                 nodes = list(self.history.nodes.values())

@@ -31,7 +31,7 @@ from operations.ledger.attempts import owned
 from operations.ledger.progress import Tick
 
 KIND = drains.REMOVE
-_SHOWN = 100
+_SHOWN_NAMES = 100
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class RemoveDefinition(UnloadModel):
         return {
             **unloaded,
             "message": f"the definition of {name} and {len(removal.removed)} files are deleted{kept}",
-            "removed": removal.removed[:_SHOWN],
-            "kept": dict(list(removal.kept.items())[:_SHOWN]),
+            "removed": removal.removed[:_SHOWN_NAMES],
+            "kept": dict(list(removal.kept.items())[:_SHOWN_NAMES]),
             "bytes": removal.size,
         }
 

@@ -53,7 +53,7 @@ async def remove_files(paths: Iterable[str], attempt: Attempt) -> FileRemoval:
 
 
 async def return_files(models: Path) -> None:
-    """Move back what attempts that have ended have left out of the way. Raise FolderUnresponsive."""
+    """Move back the files that ended attempts have left renamed. Raise FolderUnresponsive."""
     if names := await in_folder_thread(_names_aside, models):
         # After the names: an attempt of these that is under way now has not begun since.
         running = await in_thread(_running_attempts)
@@ -75,7 +75,7 @@ def foreign(models: Path, path: Path) -> str:
 
 
 class _FilesAside:
-    """The files that an attempt has taken out of the way. Thread-safe; after `close` it changes nothing."""
+    """Files that an attempt has renamed before it deletes them. Thread-safe; does nothing after `close`."""
 
     def __init__(self, models: Path, attempt: Attempt) -> None:
         self._models, self._root = models, models / FOLDER / _name(attempt)
@@ -103,7 +103,7 @@ class _FilesAside:
                     self._taken.append(path)
 
     def delete(self, in_use: FilesInUse) -> FileRemoval:
-        """Delete what was taken; what is in use meanwhile returns."""
+        """Delete the renamed files; those that are in use again get their names back."""
         with self._lock:
             for path in self._taken:
                 if self._closed.is_set():
@@ -115,7 +115,7 @@ class _FilesAside:
             return self._removal
 
     def close(self) -> None:
-        """Move back what was not deleted."""
+        """Give the files that were not deleted their names back."""
         self._closed.set()
         with self._lock:
             _move_back(self._models, {self._root.name})

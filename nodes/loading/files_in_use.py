@@ -66,7 +66,7 @@ class FilesInUse:
 
 
 async def read_files_in_use() -> FilesInUse:
-    """Return what is in use now. Raise FolderUnresponsive."""
+    """Return the files that are in use now. Raise FolderUnresponsive."""
     # Imports first: one that ends meanwhile has saved its definition before.
     imported = await in_thread(paths_of_active_imports)
     fetched = await in_thread(_paths_of_stored_definitions)
@@ -140,7 +140,7 @@ class _LinkReader:
         self._walked: set[Path] = set()
 
     def add(self, path: Path) -> None:
-        """Add the path, and what it leads to in the models folder."""
+        """Add the path and, if it is a link, its target in the models folder."""
         self.paths.add(path.relative_to(self._models).as_posix())
         self._add_resolved(path)
 

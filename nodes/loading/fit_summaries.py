@@ -1,4 +1,4 @@
-"""Where many models fit, in short, for lists: the need and the fleet as `load_explanation.node_fit` has them.
+"""Summaries for lists of the nodes where models fit, by the need and fleet of `load_explanation.node_fit`.
 
 The number of queries is the same for any number of models, nodes and replicas.
 """
@@ -36,7 +36,7 @@ class _Evictable:
     rules: ProtectionRules
 
     def of(self, view: FleetView) -> list[Resident]:
-        """Return the replicas on the nodes that are named for this view."""
+        """Return the replicas on the nodes that the explanation of this view names."""
         return [
             resident
             for node, _ in nearest_by_memory(view)

@@ -123,7 +123,7 @@ class LoadModel:
         return await load_placement.reserve_slot(self._bus, work, wanted)
 
     async def _run(self, attempt: Attempt) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
-        """Load the engine; return its address, its options and what it is loaded without."""
+        """Load the engine; return address, options, and the missing optional files (fields of the result)."""
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         options |= attempt.slot.options
@@ -368,12 +368,12 @@ def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
 
 
 _GIB = 2**30
-_MANAGED = (512, 2048)
+_DEFAULT_BATCHES = (512, 2048)
 """Default batch sizes, which may be raised; any other value was configured and stays."""
 _CONTEXT = 4096
 _SCRATCH = 1536 * 16
 """Bytes per token of context that the larger batch allocates."""
-_NEW_ENOUGH = 12
+_MIN_GENERATION = 12
 _PARALLEL = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
 """Parallel requests by usable memory; the first entry that fits applies."""
 
@@ -404,8 +404,8 @@ def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> 
     """Return the options for this machine; configured values stay as they are."""
     result = dict(options)
     roomy = 0 < (options.get("ContextSize") or _CONTEXT) * _SCRATCH <= machine.usable // 4
-    if result.get("NBatch") in _MANAGED:
-        result["NBatch"] = 2048 if roomy and machine.generation >= _NEW_ENOUGH else 512
+    if result.get("NBatch") in _DEFAULT_BATCHES:
+        result["NBatch"] = 2048 if roomy and machine.generation >= _MIN_GENERATION else 512
     extra = list(result.get("Options") or ())
     is_configured = any(
         str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra

@@ -34,12 +34,12 @@ from operations.models import Operation
 
 MOST_NODES = 3
 ENGINE_DEATHS = 3
-"""A model whose engine dies while loading is not tried more often than this; the operation counts them."""
-_KEPT = "refusals"
+"""Maximum number of engines that die during one load; the operation counts them."""
+_REFUSALS = "refusals"
 
 
 class Cause(StrEnum):
-    """The cause of an attempt without a replica, or of no attempt."""
+    """The reason why an attempt ended without a replica, or could not begin."""
 
     WORKER_GONE = "worker_gone"
     ENGINE_DIED = "engine_died"
@@ -51,7 +51,7 @@ class Cause(StrEnum):
     UNDEFINED = "undefined"
 
 
-_MOST = {
+_MAX_ATTEMPTS = {
     Cause.ENGINE_DIED: ENGINE_DEATHS,
     Cause.NODE_REFUSED: MOST_NODES,
     Cause.FAILED: 1,
@@ -62,7 +62,7 @@ _MOST = {
 
 def is_last(cause: Cause, times: int) -> bool:
     """Return True if the load ends after this cause has occurred `times` times."""
-    return cause in _MOST and times >= _MOST[cause]
+    return cause in _MAX_ATTEMPTS and times >= _MAX_ATTEMPTS[cause]
 
 
 class LoadFailed(errors.Unavailable):
@@ -96,13 +96,13 @@ class NodeReason:
 
 def refusals(payload: Mapping[str, Any]) -> list[NodeReason]:
     """Return the refusals in an operation's payload, in the order of the attempts."""
-    return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_KEPT, ())]
+    return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_REFUSALS, ())]
 
 
 def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, Any]:
     """Return the payload with one more refusal."""
     rows = [[str(row.node_id), row.node_name, row.reason] for row in [*refusals(payload), refusal]]
-    return {**payload, _KEPT: rows}
+    return {**payload, _REFUSALS: rows}
 
 
 def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
@@ -113,7 +113,7 @@ def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
     return LoadFailed("; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()))
 
 
-_EXPECTED = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Postpone)
+_RECORDED_ERRORS = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Postpone)
 """The errors that end an attempt with a record; any other one is a defect, an outage or a lost lease."""
 
 
@@ -164,7 +164,7 @@ class Attempt:
 
 def after_error(attempt: Attempt, error: Exception) -> Exception:
     """Return the exception that ends the attempt after this error, and record it; a defect stays as it is."""
-    if not isinstance(error, _EXPECTED):
+    if not isinstance(error, _RECORDED_ERRORS):
         return error
     # Refresh: requests that came while the attempt ran have moved the load's deadline.
     operation = Operation.objects.get(pk=attempt.work.id)

@@ -88,7 +88,7 @@ class PlanRequest:
 
 
 def need_for(vram: int, disk: int) -> Need:
-    """Return a need in bytes; the settings determine what is required (R2.32, R2.39)."""
+    """Return a need in bytes; the settings decide which of it is required (R2.32, R2.39)."""
     checks_disk = conf.cluster().disk_headroom_check
     return load_request.under_policy(
         Need(vram, disk=disk, disk_required=checks_disk, files=disk, source="stated")
@@ -219,7 +219,7 @@ def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[
     active, failed = _operations(model_name, now)
     load = active if active is not None and active.kind == KIND else None
     explanation, memory_row = _placement(wanted, load, now)
-    chosen_id = _picked(model_name)
+    chosen_id = _next_pick(model_name)
     chosen = next((replica for replica in replicas if replica["id"] == chosen_id), None)
     action, sentence = _action(chosen, active, failed, explanation)
     operation = {"join": active, "wait": active, "refuse": failed}.get(action)
@@ -264,7 +264,7 @@ def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Opera
     return next(iter(running), None), next(iter(failures), None)
 
 
-def _picked(model_name: str) -> str | None:
+def _next_pick(model_name: str) -> str | None:
     """Return the id of the next pick's replica, by the order in `statements.EXCHANGE` (R1.78)."""
     serving = NodeModel.objects.of(model_name).reached().filter(node__node_type="backend")
     ranked = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 MEASURED_WITHIN = 3.0
 """Seconds that a worker has to measure an engine. Neither the load nor a request waits for it."""
 SETTLES = timedelta(seconds=2)
-"""From the end of a load to a reading that shows all of its memory: clocks differ, and readings travel."""
+"""Time after a load until a reading shows all of its memory: clocks differ, and readings take time."""
 MOST_AT_ONCE = 50
 """Readings that a pass stores, each in a transaction of its own."""
 MOST_KEYS = 8
@@ -70,12 +70,12 @@ async def find_definition(models: Folder, name: str) -> Definition | None:
     try:
         definition = await models.find(name)
     except FolderUnresponsive:
-        if (remembered := await in_thread(_remembered, name, None)) is not None:
+        if (remembered := await in_thread(_last_definition, name, None)) is not None:
             return remembered
         raise
     if definition is not None or (unreadable := await models.unreadable_files()) == frozenset():
         return definition
-    return await in_thread(_remembered, name, unreadable)
+    return await in_thread(_last_definition, name, unreadable)
 
 
 async def find_definitions(models: Folder, model_names: Collection[str]) -> dict[str, Definition]:
@@ -94,7 +94,7 @@ async def find_definitions(models: Folder, model_names: Collection[str]) -> dict
     return {name: definitions[name] for name in model_names if name in definitions}
 
 
-def _remembered(name: str, unreadable: frozenset[str] | None) -> Definition | None:
+def _last_definition(name: str, unreadable: frozenset[str] | None) -> Definition | None:
     if names.unprintable(name):
         return None
     return next(iter(_definitions(ModelLoadInfo.objects.filter(model_name=name), unreadable)), None)
@@ -123,7 +123,7 @@ def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Defi
 
 
 def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, now: datetime) -> int:
-    """Withdraw the records of models whose definition is gone or disabled; return how many.
+    """Withdraw the records of models whose definition is gone or disabled; return their number.
 
     A withdrawn record is restored when the definition of its load is there again and enabled. `defined` are
     the usable definitions. While the folder cannot be read, nothing is known. The number of queries is
@@ -204,8 +204,8 @@ async def learn(attempt: Attempt) -> None:
 
 
 def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bool:
-    """Store what the worker has measured; False without a figure, or if a reading of the replica counts."""
-    row = _unmeasured().filter(pk=replica_id).first()
+    """Store the worker's measurement; return False without one, or if a reading of the replica counts."""
+    row = _unmeasured_replicas().filter(pk=replica_id).first()
     if row is None or row.address.rpartition(":")[2] != engine.address.rpartition(":")[2]:
         return False
     node = row.node
@@ -220,18 +220,18 @@ def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bo
 
 
 def learn_from_readings(*, now: datetime) -> int:
-    """Store what engines took of the free memory of their GPUs, which they had alone; return how many.
+    """Store the memory that engines took of GPUs which they had alone; return the number of engines.
 
     The longest loaded come first; those above the limit follow with the next pass.
     """
-    ready = _unmeasured().filter(vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLES)
+    ready = _unmeasured_replicas().filter(vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLES)
     return sum(
         _store(row, reserved_memory.taken_since_load(row), own=False, now=now)
         for row in ready.order_by("loaded_at", "id")[:MOST_AT_ONCE]
     )
 
 
-def _unmeasured() -> Any:
+def _unmeasured_replicas() -> Any:
     return NodeModel.objects.filter(phase=Phase.SERVING, measured_at__isnull=True).select_related("node")
 
 
@@ -245,7 +245,7 @@ def _store(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
     if own and (size <= 0 or key is None):
         return False
     with committed("load.learn"):
-        is_first = _unmeasured().filter(pk=row.pk).update(measured_at=now)
+        is_first = _unmeasured_replicas().filter(pk=row.pk).update(measured_at=now)
         if not is_first or size <= 0 or key is None:
             return False
         info = ModelLoadInfo.objects.select_for_update().filter(model_name=row.model_name).first()

@@ -83,7 +83,7 @@ class Contacted:
 
 @dataclass(frozen=True)
 class LoadNeeds:
-    """A model, what it needs of its node, and the models that it should have no node in common with."""
+    """A model, its need of a node, and the models that should not share a node with it."""
 
     definition: Definition
     need: Need
@@ -180,7 +180,7 @@ def decide(
 def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
     """Return the nodes that recently failed to install the backend and still lack it; one query.
 
-    Their back-off only ranks them last: none of them has to rest.
+    Their back-off only ranks them last and excludes none.
     """
     since = clock.now() - _REMEMBERED_FOR
     failed = OperationTarget.objects.filter(

@@ -22,7 +22,7 @@ from nodes.models import LOADING_PHASES, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement import fit, load_times, memory
 from nodes.placement.choose import Need
-from nodes.placement.sizes import STATED
+from nodes.placement.sizes import STATED_NEED
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission
 from operations.ledger.admission import Requester
@@ -238,7 +238,7 @@ def estimate_need(
     options, backend = definition.options, definition.backend
     share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
     kind = fit.device_kind(backend)
-    terms: fit.Terms = ((STATED, definition.vram),) if definition.vram else ()
+    terms: fit.Terms = ((STATED_NEED, definition.vram),) if definition.vram else ()
     counted: Sequence[fit.EngineReading] = ()
     by_gpu: fit.Pairs = ()
     contexts: fit.Pairs = ()
@@ -262,7 +262,7 @@ def estimate_need(
         by_gpu=by_gpu,
         contexts=contexts,
         partial=partial,
-        source=STATED if definition.vram else "learned" if counted else "estimated",
+        source=STATED_NEED if definition.vram else "learned" if counted else "estimated",
         readings=len(counted),
         learned_at=max((reading.at for reading in counted), default=""),
     )

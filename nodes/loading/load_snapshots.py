@@ -31,7 +31,7 @@ _PER_MODEL: Mapping[str, tuple[str, Any]] = {
     "other_models_bytes": ("other_models", 0),
     "has_backend": ("has_backend", None),
 }
-"""Node fields that differ by model: the name of their section, and what a missing row means."""
+"""Node fields that differ by model: the name of their section, and the value of a missing row."""
 _NODE = tuple(field.name for field in fields(Candidate) if field.name not in _PER_MODEL)
 _RESIDENT = tuple(field.name for field in fields(Resident))
 _node_values, _resident_values, _name = attrgetter(*_NODE), attrgetter(*_RESIDENT), attrgetter("name")
@@ -39,7 +39,7 @@ _node_values, _resident_values, _name = attrgetter(*_NODE), attrgetter(*_RESIDEN
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """The question of a load at its decision, and the replicas it could evict; `over` if it had expired."""
+    """The request of a load at its decision, and the replicas it could evict; `over`: it had expired."""
 
     question: LoadQuestion
     occupants: EvictionCandidates | None

@@ -2,7 +2,7 @@
 
 A load needs them if its worker cannot download them itself. Such a download is an import without a definition
 (`nodes/downloads/imports.py`), so it resumes after a kill, its files count as used, and loads of the model
-share it. The load shows its progress. While the download waits, the load gives its place on the node back.
+share it. The load shows its progress. While the download waits, the load gives back its slot on the node.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused
 from operations.executor.work import Postpone, WakeUps, in_thread, retry_delay
-from operations.ledger.admission import OperationRequest, Requester, admit, in_progress
+from operations.ledger.admission import OperationRequest, Requester, admit, exclusion_error
 from operations.models import TERMINAL, Operation, Status
 
 PHASE = "staging"
@@ -55,7 +55,7 @@ def request_download(
     payload = admission.operation.payload
     # An import that saves a definition may leave the files at their sources.
     if FILES_ONLY not in payload or not all(file in payload["plan"]["files"] for file in wanted):
-        raise in_progress(admission.operation)
+        raise exclusion_error(admission.operation)
     return admission.operation
 
 

@@ -32,8 +32,8 @@ from localai_cluster.kit import clock, names, untrusted
 from nodes.definitions.recorded_files import RecordedFile, RecordedFiles, below, files_at_source
 from nodes.definitions.sizes import (
     ADAPTERS,
+    FILE_OPTIONS,
     MOST_FILES,
-    NAMED,
     SIDES,
     path_inside,
     shards,
@@ -160,7 +160,7 @@ class FilePlan:
 def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     """Return the options with the worker's paths; options without a path there are removed."""
     result = dict(options)
-    for name in NAMED:
+    for name in FILE_OPTIONS:
         path = paths.get((name, str(result.get(name, ""))))
         if path is not None:
             result[name] = path
@@ -208,7 +208,7 @@ def plan_files(
 def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield pairs of option and text that may name files; the model first: others may lie beside it."""
     yield MODEL_FILE, str(options.get("Model", ""))
-    for name in NAMED:
+    for name in FILE_OPTIONS:
         if options.get(name):
             yield name, str(options[name])
     for text in options.get(ADAPTERS, ()):
@@ -379,7 +379,7 @@ class OpenedFile:
 
 
 CHUNK = 2**20
-KEPT = timedelta(days=90)
+RETENTION = timedelta(days=90)
 """Age after which a hash is computed again; it also removes the rows of deleted files."""
 _SETTLED_AFTER = 2.0
 _LONGEST_PATH = 1024
@@ -395,7 +395,7 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
     stamp = stamp_of(status)
     if status.st_size != file.size:
         raise FileChanged(f"{file.relative} was changed meanwhile")
-    stored = await in_thread(_stored_hash, file.relative, stamp, clock.now() - KEPT)
+    stored = await in_thread(_stored_hash, file.relative, stamp, clock.now() - RETENTION)
     if stored is not None:
         return stored, stamp
     began, source, digest = clock.now(), OpenedFile(file, stamp), hashlib.sha256()
@@ -417,7 +417,7 @@ def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:
 
 def store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:
     """Store the hash of a file with this stamp; remove the hashes that are too old to be used."""
-    FileHash.objects.filter(hashed_at__lt=now - KEPT).delete()
+    FileHash.objects.filter(hashed_at__lt=now - RETENTION).delete()
     FileHash.objects.update_or_create(
         path=path, defaults={"stamp": stamp, "sha256": sha256, "hashed_at": now}
     )

@@ -231,7 +231,7 @@ async def stage_files(
     if cluster.shared_models:
         await _download_for_shared(attempt, options, wake_ups)
         return sizes.with_file_paths(cluster.models_path, definition.model, options), {}
-    planned = await _planned(definition, options)
+    planned = await _plan_files(definition, options)
     sent = StagingResult("", {})
     if planned.files:
         await _wait_for_turn(attempt, sum(file.size for file in planned.files.values()))
@@ -252,8 +252,8 @@ async def _download_for_shared(attempt: Attempt, options: Mapping[str, Any], wak
     """Download the files that are not in the folder which nodes share."""
     files = attempt.definition.files
     # Without a walk through the model's folder, as long as no file is missing.
-    if files and await _in_time(files_at_source, conf.cluster().models_path, files):
-        needed = (await _planned(attempt.definition, options)).at_source
+    if files and await _read_in_thread(files_at_source, conf.cluster().models_path, files):
+        needed = (await _plan_files(attempt.definition, options)).at_source
         if needed:
             await source_downloads.download(attempt, needed, wake_ups)
 
@@ -273,18 +273,18 @@ async def _send_all(
         except FilesAtSource as lack:
             await source_downloads.download(attempt, lack.paths, wake_ups)
             downloaded, sentences = [*downloaded, *lack.paths], [*sentences, *lack.sentences]
-            planned = await _planned(attempt.definition, options)
+            planned = await _plan_files(attempt.definition, options)
         else:
             sent.sent_instead[:0] = sentences
             return planned, sent
 
 
-async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
+async def _plan_files(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
     folder = conf.cluster().models_path
-    return await _in_time(plan_files, folder, definition.name, options, definition.files)
+    return await _read_in_thread(plan_files, folder, definition.name, options, definition.files)
 
 
-async def _in_time(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _read_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Read the models folder in a thread. Raise LoadFailed, and Postpone if it does not answer."""
     try:
         async with asyncio.timeout(_PLAN_LIMIT):

@@ -166,7 +166,7 @@ class Unreachable(Exception):
 
 
 def root_of(local_path: str, relative: str) -> str:
-    """Return the model's folder on the worker by its path of one file; FileRefused if they do not match."""
+    """Derive the model's folder on the worker from the path of a file. Raise FileRefused without a match."""
     root = local_path.removesuffix("/" + relative)
     if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
         reason = f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it"
@@ -270,7 +270,7 @@ class Transfer:
         if seen_at := self._unreached.get(source.host):
             self.fetch_problem = worker_fetch.skip_reason(source.host, seen_at)
             return ""
-        path = await self._fetched(source)
+        path = await self._fetch_by_worker(source)
         for _ in range(MOST_UNANSWERED):
             if path or not self._lost_worker or self.file.record is None:
                 break
@@ -279,10 +279,10 @@ class Transfer:
             if self._remote.has(sha256):
                 self.fetch_problem = ""
                 break
-            path = await self._fetched(source)
+            path = await self._fetch_by_worker(source)
         return path
 
-    async def _fetched(self, source: FileSource) -> str:
+    async def _fetch_by_worker(self, source: FileSource) -> str:
         """Have the worker fetch the file; return its path, "" after a failure, which is recorded."""
         self._meter.start_fetch(self.file.relative)
         self.fetch_problem, self._lost_worker = "", False
@@ -432,21 +432,21 @@ class Transfer:
     def _record_progress(self) -> None:
         """Restart the stall limit: the file has got further than ever before."""
         self._moved_at = clock.monotonic()
-        self._until(self._moved_at + self._stall)
+        self._set_time_limit(self._moved_at + self._stall)
 
     def _worker_hashes(self) -> None:
         """Extend the stall limit: the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
-        self._until(self._moved_at + self._stall + load_times.hashing_limit(self.file.size))
+        self._set_time_limit(self._moved_at + self._stall + load_times.hashing_limit(self.file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
             seconds = clock.monotonic() - self._hashing_since
             self._moved_at += min(seconds, load_times.hashing_limit(self.file.size))
             self._hashing_since = None
-            self._until(self._moved_at + self._stall)
+            self._set_time_limit(self._moved_at + self._stall)
 
-    def _until(self, when: float) -> None:
+    def _set_time_limit(self, when: float) -> None:
         if not self._watch.expired():
             self._watch.reschedule(when)
 

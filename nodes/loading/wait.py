@@ -178,7 +178,7 @@ class ModelWait:
     public_failure: LoadFailed | None = None
     """The failure of the turn for callers who may not see nodes."""
     public_reason: "tuple[str, asyncio.Task[str]] | None" = None
-    """Why the load waits, and what callers read of it who may not see nodes."""
+    """The reason for the wait, and the task that removes names of nodes from it."""
     row_deadline: float = 0.0
     """Time until which the operation's row is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None

@@ -36,7 +36,7 @@ _ROUTE = "/v1/files-fetch/"
 _SCHEMES = ("https://", "http://", "hf://")
 _LONGEST_LINE, _LONGEST_WORDS = 16 * 1024, 300
 _QUERY = re.compile(r"\?\S*")
-_PINNED = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
+_PINNED_URL = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def can_fetch(url: str) -> bool:
 
 def is_lasting(url: str) -> bool:
     """Return True if workers read the address, and it names the same file for good: no branch of the hub."""
-    return can_fetch(url) and (not url.startswith("hf://") or _PINNED.match(url) is not None)
+    return can_fetch(url) and (not url.startswith("hf://") or _PINNED_URL.match(url) is not None)
 
 
 def sources_of(definition: Definition) -> dict[str, FileSource]:

@@ -63,7 +63,7 @@ _HINTS: Mapping[tuple[str, str], str] = {
     ("resume", PENDING): "use `manage.py nodes approve {name}`",
     ("resume", HEALTHY): "nothing to do",
 }
-_HINTS_OF = {"reject": _OUT, "rotate": _ENROL, "revoke": _ENROL}
+_HINT_BY_VERB = {"reject": _OUT, "rotate": _ENROL, "revoke": _ENROL}
 
 
 @contextmanager
@@ -74,6 +74,6 @@ def hint_on_refusal(verb: str, node: BackendNode) -> Iterator[None]:
     except errors.ClusterError as refusal:
         hint = ""
         if refusal.status in (400, 409):
-            text = _HINTS.get((verb, node.status)) or _HINTS_OF.get(verb) or ""
+            text = _HINTS.get((verb, node.status)) or _HINT_BY_VERB.get(verb) or ""
             hint = f"; {text.format(name=node.name)}" if text else ""
         raise CommandError(f"{node.name}: {refusal.message}{hint}") from refusal

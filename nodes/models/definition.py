@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 
 
 class DefinitionOrigin(models.TextChoices):
-    """Where the text of a definition comes from."""
+    """The origin of a definition's text."""
 
     GALLERY = "gallery"
     IMPORT = "import"

@@ -129,12 +129,12 @@ class BackendNode(models.Model):
     engines_gone_at = _when()
     """Time since which a drained node is confirmed to run no engine: it is safe to power off."""
     engines_error = _why()
-    """The reason why that could not be confirmed."""
+    """The reason why the end of all engines could not be confirmed."""
     engines_due_at = _when()
     """Time of the next check of its running engines; null = at once."""
     offline_at, offline_by, offline_reason = _when(), _actor(), _why()
     offline_recovers = models.BooleanField(default=False, editable=False)
-    """A heartbeat brings it back: it fell silent, it did not leave (R5.5, R5.7)."""
+    """True if a heartbeat ends `offline`: the node fell silent and did not leave (R5.5, R5.7)."""
     unhealthy_at, unhealthy_by, unhealthy_reason = _when(), _actor(), _why()
     status = models.GeneratedField(
         expression=_STATUS, output_field=models.CharField(max_length=16), db_persist=True

@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, errors, names
 
 
 class ModelLoadInfo(models.Model):
-    """How a model was last loaded (R1.6), and the memory that its engines took; it outlives rows, nodes."""
+    """The last load of a model (R1.6) and the memory that its engines took; outlives replicas and nodes."""
 
     model_name = models.CharField(max_length=255, unique=True)
     backend_type = models.CharField(max_length=255)
@@ -152,7 +152,7 @@ _ROW = 300
 
 
 class BoundedQuerySet(models.QuerySet[_Decision]):
-    """Rows of decisions, of which the newest are kept that fit into some bytes."""
+    """Rows of decisions; `prune` keeps the newest that fit into a number of bytes."""
 
     at: ClassVar[str]
     large: ClassVar[tuple[str, ...]]

@@ -10,7 +10,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 MOST_LAYERS = 1024
-_REPACKED = frozenset((2, 10, 12, 20, 39))
+_REPACKED_TYPES = frozenset((2, 10, 12, 20, 39))
 """ggml's numbers of Q4_0, Q2_K, Q4_K, IQ4_NL and MXFP4 (`ggml_repack_get_optimal_repack_type` for x86)."""
 _WINDOWS = {
     **{"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "llama4": 4, "gpt-oss": 2, "exaone4": 4},
@@ -62,7 +62,7 @@ class ModelHeader(Protocol):
 
 @dataclass
 class Layer:
-    """The bytes of one layer's weights, and what it keeps of a context."""
+    """The bytes of one layer's weights and of its cache for a context."""
 
     weights: int = 0
     repacked: int = 0
@@ -71,9 +71,9 @@ class Layer:
     values: int = 0
     """Numbers for each token."""
     window: int = 0
-    """Tokens that it looks back; 0 = all."""
+    """Attention window in tokens; 0 = all tokens."""
     state: int = 0
-    """Bytes for each slot."""
+    """Bytes of recurrent state for each slot."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _add_weights(tensors: Iterable[WeightTensor], layers: Sequence[Layer], outpu
 def _add(layer: Layer, tensor: WeightTensor) -> None:
     layer.weights += tensor.size
     rows = tensor.shape[1] if len(tensor.shape) > 1 else 0
-    if tensor.type in _REPACKED and rows and rows % 8 == 0 and "norm" not in tensor.name:
+    if tensor.type in _REPACKED_TYPES and rows and rows % 8 == 0 and "norm" not in tensor.name:
         layer.repacked += tensor.size
 
 

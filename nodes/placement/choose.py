@@ -80,8 +80,8 @@ _BY_STATUS = {
     "unhealthy": Reason.UNHEALTHY,
 }
 
-_NONE: NodeBackoffs = MappingProxyType({})
-_NAMED = 5
+_NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
+_MAX_NAMED_NODES = 5
 """Number of nodes that a refusal for lack of space names, those with the most first."""
 
 
@@ -103,7 +103,7 @@ class Need:
     terms: tuple[tuple[str, int], ...] = ()
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
     cards: int = 0
-    """The number of cards of which it takes the share; 0 without a share."""
+    """Number of GPUs of which each gives `vram_share`; 0 without a share."""
     by_gpu: Pairs = ()
     """The bytes on each GPU that its definition names, by index; with `own_gpus` but without these only the
     node's total memory counts.
@@ -115,7 +115,7 @@ class Need:
     readings: int = 0
     """The number of readings that it was learned from."""
     learned_at: str = ""
-    """The time of the newest of them in ISO 8601."""
+    """Time of the newest reading that `vram` was learned from, in ISO 8601."""
     partial: tuple[tuple[int, int], ...] = ()
     """Numbers of layers on the GPU and the bytes needed with them, most first; empty: all layers or none."""
     unknown_fits: bool = False
@@ -142,7 +142,7 @@ class Need:
         return self.requires_memory(is_reported=False) and self.vram_share > 0 and not card_vram
 
     def with_layers(self, layers: int) -> "Need":
-        """Return the need with so many layers on the GPU, a number of `partial`; 0: as defined."""
+        """Return the need with `layers` layers on the GPU, a key of `partial`; 0: as defined."""
         if not layers:
             return self
         return replace(self, vram=dict(self.partial)[layers], terms=(), by_gpu=(), contexts=(), partial=())
@@ -219,7 +219,7 @@ class Decision:
     """All feasible nodes, the chosen one first."""
     selector: Selector = ANY_NODE
     lacking: Mapping[Reason, str] = field(default_factory=dict)
-    """Per reason that is a lack of space: the amount needed, and what the refused nodes have."""
+    """By refusal reason for lack of space: the needed amount, and the amounts of the refused nodes."""
 
     def describe_refusals(self) -> str:
         """Return one sentence for the caller when no node was chosen."""
@@ -373,7 +373,7 @@ def choose_node(
     nodes: Iterable[Candidate],
     *,
     need: Need = NO_NEED,
-    backoffs: NodeBackoffs = _NONE,
+    backoffs: NodeBackoffs = _NO_BACKOFFS,
     backed_off: Set[UUID] = frozenset(),
     selector: Selector = ANY_NODE,
 ) -> Decision:
@@ -457,19 +457,19 @@ def _lacks_by_reason(
             else f"{n.name} has {format_gib(n.free_vram)} free"
             for n in by_memory
         ]
-        descriptions[Reason.MEMORY] = _with_nodes(_most_needed(by_memory, need), free_by_node)
+        descriptions[Reason.MEMORY] = _need_with_nodes(_most_needed(by_memory, need), free_by_node)
         descriptions[Reason.MEMORY] += _context_hint(by_memory, need)
     if by_gpus:
         free_by_node = [f"{n.name} has {format_free_gpus(n)} free" for n in by_gpus]
-        descriptions[Reason.GPUS] = _with_nodes(_most_needed(by_gpus, need), free_by_node)
+        descriptions[Reason.GPUS] = _need_with_nodes(_most_needed(by_gpus, need), free_by_node)
         descriptions[Reason.GPUS] += _context_hint(by_gpus, need)
     if by_disk:
         free_by_node = [
             f"{n.name} has {format_gib(n.available_disk)} of {format_gib(n.total_disk)} free" for n in by_disk
         ]
-        descriptions[Reason.DISK] = _with_nodes(describe_disk_need(need.files, need.disk), free_by_node)
+        descriptions[Reason.DISK] = _need_with_nodes(describe_disk_need(need.files, need.disk), free_by_node)
     if by_quota:
-        descriptions[Reason.QUOTA] = _with_nodes(
+        descriptions[Reason.QUOTA] = _need_with_nodes(
             f"{format_bytes(need.files)} of files",
             [f"{n.name}: {_describe_quota_of(n, need)}" for n in by_quota],
         )
@@ -484,14 +484,14 @@ def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
 
 def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:
     """Return the largest context that fits on one of the first nodes; empty if none does."""
-    contexts = [(smaller_context(node, need), -place) for place, node in enumerate(nodes[:_NAMED])]
+    contexts = [(smaller_context(node, need), -place) for place, node in enumerate(nodes[:_MAX_NAMED_NODES])]
     context, place = max(contexts)
     return f"; with {format_context(context)} context it fits on {nodes[-place].name}" if context else ""
 
 
-def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
-    suffix = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
-    return f" ({needed}: {', '.join([*nodes[:_NAMED], *suffix])})"
+def _need_with_nodes(needed: str, nodes: Sequence[str]) -> str:
+    suffix = [f"and {len(nodes) - _MAX_NAMED_NODES} more"] if len(nodes) > _MAX_NAMED_NODES else []
+    return f" ({needed}: {', '.join([*nodes[:_MAX_NAMED_NODES], *suffix])})"
 
 
 def _describe_quota_of(node: Candidate, need: Need) -> str:
@@ -502,5 +502,5 @@ def _describe_quota_of(node: Candidate, need: Need) -> str:
 def format_free_gpus(node: Candidate) -> str:
     """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
     free = sorted((free_bytes for _, free_bytes in node.gpus), reverse=True)
-    suffix = [f"{len(free) - _NAMED} GPUs less"] if len(free) > _NAMED else []
-    return " + ".join([*map(format_gib, free[:_NAMED]), *suffix])
+    suffix = [f"{len(free) - _MAX_NAMED_NODES} GPUs less"] if len(free) > _MAX_NAMED_NODES else []
+    return " + ".join([*map(format_gib, free[:_MAX_NAMED_NODES]), *suffix])

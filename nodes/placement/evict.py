@@ -23,7 +23,7 @@ from nodes.placement.memory import FreeByGpu, add_freed_memory
 JUST_LOADED = timedelta(seconds=5)
 """Time after its load that a replica is protected: the requests that waited for it are on their way."""
 _PAST, _FUTURE = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
-_NAMED, _LONGEST_NAME = 5, 64
+_MAX_NAMED, _LONGEST_NAME = 5, 64
 
 
 class ProtectionReason(StrEnum):
@@ -259,8 +259,8 @@ def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Res
 def join_names(names: Iterable[str]) -> str:
     """Join the first few names, each cut in length, and the number of the remaining ones."""
     sorted_names = sorted(names)
-    suffix = [f"{len(sorted_names) - _NAMED} more"] if len(sorted_names) > _NAMED else []
-    return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_NAMED]), *suffix])
+    suffix = [f"{len(sorted_names) - _MAX_NAMED} more"] if len(sorted_names) > _MAX_NAMED else []
+    return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_MAX_NAMED]), *suffix])
 
 
 def _why_none(residents: Iterable[Sequence[Resident]], guard: ProtectionRules) -> str:

@@ -65,7 +65,7 @@ _FOR_VICTIMS = 2048
 
 _NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
-"""`refusal` tests what passes by itself last: a node that failed a later test was nearer."""
+"""`refusal` tests transient conditions last: a node that failed a later test was nearer."""
 
 
 class DecisionOutcome(StrEnum):
@@ -216,7 +216,7 @@ _Figure = Callable[[Rank, Candidate, Need], str]
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the rank in words: for the node that it puts ahead, for the one behind, and its figure."""
+    """A term of the rank as text for the node that it puts ahead and for the one behind, and its figure."""
 
     ahead: str
     behind: str
@@ -319,7 +319,7 @@ def truncate(text: str, longest: int) -> str:
 
 
 class MemoryVerdict(StrEnum):
-    """Whether a node has the memory for a model."""
+    """The result of comparing a node's memory with the need of a model."""
 
     FITS = "fits"
     SMALLER_CONTEXT = "smaller_context"
@@ -380,7 +380,7 @@ class MemoryExplanation:
     nodes: Sequence[NodeMemory]
 
     def describe(self) -> str:
-        """Return one sentence on the first `SHOWN` nodes, with the terms of the need once."""
+        """Return one sentence on the first `SHOWN` nodes; it states the terms of the need once."""
         terms, parts = self.need.terms, list[str]()
         for entry in self.nodes[:SHOWN]:
             parts.append(entry.describe(terms))
@@ -390,9 +390,9 @@ class MemoryExplanation:
 
 
 def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | None]]:
-    """Return the first nodes with their refusals: those that fit, those that only lack memory, the others.
+    """Return the first nodes, each with its refusals other than a lack of memory.
 
-    A lack of memory is no refusal here.
+    Order: nodes that fit, nodes that lack only memory, the others.
     """
     need, selector = replace(snapshot.need, vram_required=False), snapshot.selector
     pairs = [(node, find_refusal(node, need=need, selector=selector)) for node in snapshot.nodes]

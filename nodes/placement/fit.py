@@ -55,7 +55,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class Files(Protocol):
-    """What is loaded: the model's weights and header, and the files beside it, in bytes."""
+    """The files to load: the model's weights and header, and further files, in bytes."""
 
     @property
     def weights(self) -> int: ...
@@ -265,7 +265,7 @@ def output_buffer(model: Model, load: LoadOptions, kind: str) -> int:
 
 
 def estimate(files: Files, load: LoadOptions, kind: str = "cuda") -> Terms:
-    """Return the terms of what an engine allocates on a device of this kind; none if nothing is known."""
+    """Return the terms of an engine's memory on a device of this kind; none if nothing is known."""
     if files.weights <= 0:
         return ()
     terms = _model_terms(files.header, files.weights, load, kind)

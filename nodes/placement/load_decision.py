@@ -205,20 +205,20 @@ def simulate_placements(
         node = explanation.node
         if eviction is not None and occupants is not None and not explanation.gpu_layers:
             node, occupants = (
-                _emptied(node, eviction),
+                _node_after_eviction(node, eviction),
                 occupants.without([*eviction.victims, *eviction.leaving]),
             )
         need = view.need.with_layers(explanation.gpu_layers)
-        nodes[node.id] = _with(node, explanation.replica_index, need)
+        nodes[node.id] = _node_with_replica(node, explanation.replica_index, need)
 
 
-def _emptied(node: Candidate, eviction: Eviction) -> Candidate:
+def _node_after_eviction(node: Candidate, eviction: Eviction) -> Candidate:
     """Return the node after the eviction."""
     freed = free_memory_of(node, [*eviction.victims, *eviction.leaving])
     return replace(freed, loaded=max(freed.loaded - len(eviction.victims), 0))
 
 
-def _with(node: Candidate, index: int, need: Need) -> Candidate:
+def _node_with_replica(node: Candidate, index: int, need: Need) -> Candidate:
     """Return the node with the replica loaded; several replicas share the model's files."""
     disk = 0 if node.used_indices else max(need.disk - node.staged_bytes, 0)
     shares, needed = gpu_shares(node, need), vram_needed(node, need)

@@ -6,7 +6,7 @@ from localai_cluster.kit.quantities import format_bytes, format_gib, gib_rounded
 from nodes.placement.memory import UNKNOWN_PAYLOAD
 
 QUOTA_HINT = "remove models there that are not used, or raise the quota"
-STATED = "stated"
+STATED_NEED = "stated"
 """The source, and the only term, of a need that its definition states."""
 
 
@@ -36,7 +36,7 @@ def format_terms(terms: Iterable[tuple[str, int]]) -> str:
 
 def describe_need(amount: str, terms: Sequence[tuple[str, int]], joint: str) -> str:
     """Return the amount of a need with its terms after `joint`, or that its definition states it."""
-    if [name for name, _ in terms] == [STATED]:
+    if [name for name, _ in terms] == [STATED_NEED]:
         return f"{amount} as its definition states"
     listed = format_terms(terms)
     return f"{amount}{joint}{listed}" if listed else amount

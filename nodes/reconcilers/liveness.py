@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 SMALLEST_FLEET = 20
 """Number of nodes, the silent ones included, from which on silent nodes may be held."""
-HEALING = timedelta(seconds=30)
+HEALING_TIME = timedelta(seconds=30)
 """Three heartbeat intervals of ten seconds."""
 NEARLY = 0.75
 """Fraction of the limit after which a node is nearly silent: four heartbeats of ten seconds are missing."""
@@ -71,7 +71,7 @@ def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: 
     """Return the hold from now on, or None; `seconds` is the duration of a new one, 0 = holds are off.
 
     An expired hold is not followed by another one in the same pass: its nodes are given up. While a cut
-    heals, the nodes are heard one after another, so the last few are held for `HEALING` longer.
+    heals, the nodes are heard one after another, so the last few are held for `HEALING_TIME` longer.
     """
     if not counts.silent or not seconds:
         return None
@@ -79,7 +79,7 @@ def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: 
     if hold is None:
         return MassHold(now, now + timedelta(seconds=seconds)) if massive else None
     if not massive:
-        hold = MassHold(hold.since, min(hold.until, now + HEALING))
+        hold = MassHold(hold.since, min(hold.until, now + HEALING_TIME))
     return hold if now < hold.until else None
 
 
@@ -203,7 +203,7 @@ def observe() -> Observed:
 
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
-    """Apply the plan where it still holds; return how many are gone (nodes, processes)."""
+    """Apply the parts of the plan that still hold; return the numbers of lost nodes and processes."""
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
@@ -328,10 +328,10 @@ def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float,
     disconnected = BusCredential.objects.filter(public_key__in=users).values("node_id")
     unheard = Q(last_heartbeat__lt=now - LATE) | Q(last_heartbeat__isnull=True)
     chosen = unheard | Q(pk__in=watched) | Q(pk__in=disconnected)
-    counts = inventory.askable().aggregate(of=Count("pk"), late=Count("pk", filter=chosen))
+    counts = inventory.contactable_nodes().aggregate(of=Count("pk"), late=Count("pk", filter=chosen))
     if not counts["late"] or _is_massive(counts["late"], counts["of"]):
         return LateNodes([], None)
-    rows = inventory.askable().filter(chosen).order_by(F("last_heartbeat").asc(nulls_first=True))
+    rows = inventory.contactable_nodes().filter(chosen).order_by(F("last_heartbeat").asc(nulls_first=True))
     living = WebProcess.objects.filter(seen_at__gte=now - timedelta(seconds=web))
     return LateNodes(
         [
@@ -427,7 +427,7 @@ def _mark_absent(
 
 
 def recount() -> int:
-    """Sets the counts that are not the sum of their shares; answers how many. Two statements."""
+    """Correct in-flight counts that are not the sum over processes; return their number. Two statements."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(statements.LOCK_MISCOUNTED)
         ids = [id for (id,) in cursor.fetchall()]

@@ -74,7 +74,7 @@ from operations.models import Operation, Status
 log = logging.getLogger(__name__)
 
 ACTOR = "system"
-_SHOWN = 200
+_SHOWN_CHARACTERS = 200
 """Characters of a load's error that a rule repeats."""
 
 
@@ -133,15 +133,15 @@ def observe(
         loads=loads.counts,
         waiting=loads.waiting,
         pinned=loads.pinned,
-        failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
+        failures={model: Failure(at, error[:_SHOWN_CHARACTERS]) for model, at, error in failures if at},
         defined=None if revisions is None else frozenset(revisions),
         revisions=revisions or {},
         replacing=loads.replacing,
-        pressed=_pressed(names, now),
+        pressed=_pressure_of(names, now),
     )
 
 
-def _pressed(models: Sequence[str], now: datetime) -> dict[str, int]:
+def _pressure_of(models: Sequence[str], now: datetime) -> dict[str, int]:
     """R4.13, R4.16: of models under enough pressure, how much."""
     least = max(conf.cluster().prefix_pressure, 1)
     return {
@@ -193,7 +193,7 @@ def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
 
 
 def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
-    """Unload the models whose stored definition is disabled or deleted, and no file defines; return how many.
+    """Unload models that no file and no enabled stored definition defines; return their number.
 
     A load that has begun before ends later. One query without such a model.
     """
@@ -305,7 +305,7 @@ class ReplicaPass(PeriodicTask):
 
 
 _ONLY_ROUTES = "it says nothing of how many replicas: the pass leaves the model alone"
-MOST = 64
+MAX_LOADS = 64
 """Maximum number of loads whose nodes are computed."""
 
 
@@ -327,7 +327,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     loads = [action for action in decision.actions if isinstance(action, LoadReplica)]
     explanations = list(
         simulate_placements(
-            snapshot.question, [load.allowed_nodes if load.pinned else None for load in loads[:MOST]]
+            snapshot.question, [load.allowed_nodes if load.pinned else None for load in loads[:MAX_LOADS]]
         )
     )
     missed = [explanation for explanation in explanations if explanation.node is None]
@@ -346,9 +346,9 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
             if explanation.node
         ],
         retires=_retired_rows(decision, fleet),
-        left_out=max(len(loads) - MOST, 0),
+        left_out=max(len(loads) - MAX_LOADS, 0),
         unsatisfiable=_unsatisfied_row(decision, missed),
-        misses=_missed_rows(missed),
+        misses=_first_misses(missed),
     )
 
 
@@ -399,7 +399,7 @@ def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> R
     return UNSATISFIED.of(reason=reasons[0], counts=dict(counts))
 
 
-def _missed_rows(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
+def _first_misses(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
     """Return the first few nodes, each once."""
     nodes = {miss["node_id"]: miss for explanation in missed for miss in explanation.facts["misses"]}
     return list(nodes.values())[:SHOWN]

@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 NODES_AT_ONCE = 64
 PORTS_AT_ONCE = 64
 PROBE_TIMEOUT = 1.0
-"""C4."""
-LIMIT = 15.0
-"""Seconds that a look takes at most; what it has not found out by then stays as it is."""
+"""Seconds for a probe of an engine's port (C4)."""
+CHECK_LIMIT = 15.0
+"""Limit in seconds of one check; replicas without a result by then stay unchanged."""
 _GATHER = 0.1
-"""Hints of so many seconds are one look."""
+"""Seconds for which wake-ups are gathered into one check."""
 
 
 class StatePass(PeriodicTask):
@@ -75,9 +75,9 @@ class StatePass(PeriodicTask):
         if not suspects:
             return 0
         by_node = groupby(sorted(suspects, key=_node_id), key=_node_id)
-        looks = [asyncio.create_task(self._judged(list(group))) for _, group in by_node]
+        looks = [asyncio.create_task(self._check_node(list(group))) for _, group in by_node]
         try:
-            done, _ = await asyncio.wait(looks, timeout=LIMIT)
+            done, _ = await asyncio.wait(looks, timeout=CHECK_LIMIT)
         finally:
             for look in looks:
                 look.cancel()
@@ -94,7 +94,7 @@ class StatePass(PeriodicTask):
             )
         return len(suspects)
 
-    async def _judged(self, suspects: Sequence[Suspect]) -> dict[Suspect, CheckResult]:
+    async def _check_node(self, suspects: Sequence[Suspect]) -> dict[Suspect, CheckResult]:
         """R4.24: the worker of one node first; what it lists or misses needs no probe."""
         node = suspects[0]
         async with self._nodes:

@@ -133,7 +133,7 @@ def prune_timeline() -> None:
     ]
     responses_before = now - timedelta(seconds=cluster.response_retention)
     prunes.append((StoredResponse.objects.prune, responses_before))
-    prunes += [(prune, now - store.KEPT) for prune in (store.prune_revisions, store.prune_deleted)]
+    prunes += [(prune, now - store.RETENTION) for prune in (store.prune_revisions, store.prune_deleted)]
     for rows, oldest in ((PlacementRecord.objects, before), (PlacementLog.objects, snapshots_before)):
         prunes.append((rows.prune, max(oldest, rows.oldest_that_fits(cluster.decision_space) or oldest)))
     deadline = clock.monotonic() + PRUNE_SECONDS

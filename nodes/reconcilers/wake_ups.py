@@ -30,7 +30,7 @@ GATHER = 0.2
 """Seconds for which changes are gathered into one pass."""
 CLEAN_EVERY = 30.0
 """Seconds between two passes over intents that cannot succeed any more."""
-MOST = 500
+MAX_LOADS = 500
 """Maximum number of loads that one pass considers, the oldest first; all others poll by themselves."""
 
 Changed = Collection[UUID] | None
@@ -55,7 +55,7 @@ def _loads(changed: Changed) -> list[UUID]:
     loads = Operation.objects.filter(kind=load_request.KIND, status=Status.WAITING).order_by(
         "created_at", "id"
     )
-    waiting = list(loads.only("id", "element", "payload")[:MOST])
+    waiting = list(loads.only("id", "element", "payload")[:MAX_LOADS])
     if not waiting:
         return []
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
@@ -126,7 +126,7 @@ class NodeWakeUps(PeriodicTask):
         changed = None if self._any else frozenset(self._changed)
         self._changed, self._any = set(), False
         try:
-            with passes.counted("wakes"):
+            with passes.count_pass("wakes"):
                 await in_thread(wake, changed)
                 await self._then()
         except DatabaseError:

@@ -109,7 +109,7 @@ def prune(now: datetime) -> int:
 
 
 REVOKE_EVERY = 30.0
-_LIMIT = 5.0
+_PUSH_LIMIT = 5.0
 _INBOX = "_INBOX.revocations"
 _PUSHES = 5
 
@@ -166,7 +166,7 @@ class Revocations(PeriodicTask):
     async def _run_pass(self) -> None:
         if self._bus is not None and self._operator is not None:
             await self._bus.wait_connected()
-            with passes.counted("revocations"):
+            with passes.count_pass("revocations"):
                 await self.compare(self._bus, self._operator)
 
     async def compare(self, bus: NatsBus, operator: KeyPair) -> int:
@@ -178,11 +178,11 @@ class Revocations(PeriodicTask):
         for pushes in range(_PUSHES):
             expected = await in_thread(revoked, clock.now())
             lookup = f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP"
-            current = (await bus.request(lookup, b"", _LIMIT, inbox=_INBOX)).decode()
+            current = (await bus.request(lookup, b"", _PUSH_LIMIT, inbox=_INBOX)).decode()
             if revocations_of(current) == expected:
                 return pushes
             token = revoking_token(operator, current, expected, now=clock.now().timestamp())
-            reply = await bus.request("$SYS.REQ.CLAIMS.UPDATE", token.encode(), _LIMIT, inbox=_INBOX)
+            reply = await bus.request("$SYS.REQ.CLAIMS.UPDATE", token.encode(), _PUSH_LIMIT, inbox=_INBOX)
             if b'"code":200' not in reply:
                 raise ValueError(f"the NATS server refused the account: {reply[:200]!r}")
             log.info("revoked credentials of the message bus: %d", len(expected))

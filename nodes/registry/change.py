@@ -47,7 +47,7 @@ _KIND = {
     Event.HANDED_OVER: NodeEvent.Kind.CONFLICT_ACCEPTED,
 }
 ALWAYS_RECORDED = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
-"""Events that are news even when no fact changes."""
+"""Events that are recorded even when no fact changes."""
 ENGINES_UNKNOWN: Mapping[str, Any] = {"engines_gone_at": None, "engines_error": "", "engines_due_at": None}
 """Nothing is known of the engines of a drained node: a controller looks at once."""
 _REASON_LENGTH = 255

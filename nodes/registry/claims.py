@@ -148,8 +148,8 @@ def accept_conflict(
 ) -> BackendNode:
     """Bind the node to the claimant; its former bearer is refused from now on.
 
-    Raises NotFound, and Conflict if it is already accepted or cannot be accepted. A refused conflict still
-    can.
+    Raises NotFound, and Conflict if it is already accepted or cannot be accepted. A refused conflict can
+    still be accepted.
     """
     conflict = _conflict(conflict_id, node_id)
     if conflict.kind in NOT_ACCEPTABLE:
@@ -327,7 +327,7 @@ def _store_revocation(change: Change, actor: Actor) -> None:
 
 PLACEHOLDER_ADDRESS = "unregistered"
 """Address of an enrolled node until its worker registers; until then the node is offline."""
-ENROLLED = "enrolled, not seen yet"
+ENROLLED_MESSAGE = "enrolled, not seen yet"
 
 
 def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> BackendNode:
@@ -383,7 +383,7 @@ def _enrolled_node(name: str, fingerprint: str, actor: Actor, now: datetime) -> 
         approval_reason="enrolled",
         offline_at=now,
         offline_by=str(actor),
-        offline_reason=ENROLLED,
+        offline_reason=ENROLLED_MESSAGE,
         created_at=now,
         updated_at=now,
     )

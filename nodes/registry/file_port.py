@@ -2,9 +2,9 @@
 
 A load that cannot reach it records a failure and goes to another node; placement then leaves the node out of
 loads that bring files. One `FilePorts` lives in every controller and checks the port when the node has been
-approved, every `EVERY` seconds, and after a failure at growing intervals, until it answers. The state is
-stored in the row (`file_port_*`), so every controller sees the failure of one. They share the nodes by
-claims, so no lock is held while a port is contacted. What a check finds wakes the loads that wait for the
+approved, every `CHECK_INTERVAL` seconds, and after a failure at growing intervals, until it answers. The
+state is stored in the row (`file_port_*`), so every controller sees the failure of one. They share the nodes
+by claims, so no lock is held while a port is contacted. What a check finds wakes the loads that wait for the
 node, by the NOTIFY of its row.
 """
 
@@ -31,13 +31,13 @@ from nodes.registry.dial_targets import CONNECT_LIMIT, client_of, reason_of
 from operations.changes import events
 from operations.executor.work import in_thread
 
-EVERY = 300.0
+CHECK_INTERVAL = 300.0
 """Seconds between two checks of a port that answers."""
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 """Seconds until a port that did not answer is checked again; the pause doubles with each failure."""
 CLAIMED_FOR = 30.0
 """Seconds for which a node that is being checked is left alone by other controllers."""
-UNCHECKED: Mapping[str, Any] = {
+UNCHECKED_COLUMNS: Mapping[str, Any] = {
     "file_port_error": "",
     "file_port_failed_at": None,
     "file_port_failures": 0,
@@ -104,9 +104,9 @@ def record_check(node_id: UUID, error: str, *, now: datetime) -> None:
         if error:
             _write_failure(node, error, now)
             return
-        next_check_at = now + timedelta(seconds=EVERY)
+        next_check_at = now + timedelta(seconds=CHECK_INTERVAL)
         BackendNode.objects.filter(pk=node_id).update(
-            **{**UNCHECKED, "file_port_next_check_at": next_check_at}
+            **{**UNCHECKED_COLUMNS, "file_port_next_check_at": next_check_at}
         )
         if node.file_port_error:
             events.notify(events.NODES, str(node_id))
@@ -171,7 +171,7 @@ class FilePorts(WorkPool[DueCheck]):
 
     async def claim_due(self, limit: int) -> Sequence[DueCheck]:
         """Claim due checks."""
-        with passes.counted("file ports"):
+        with passes.count_pass("file ports"):
             return await in_thread(claim_due, limit, now=clock.now())
 
     async def next_due(self) -> float:

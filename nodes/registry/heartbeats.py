@@ -110,10 +110,10 @@ def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
         raise errors.InvalidInput(
             f"ended_processes must be a list of at most {MOST_ENDED} processes", field="ended_processes"
         )
-    return [_ended(f"ended_processes.{number}", entry) for number, entry in enumerate(entries)]
+    return [_parse_exit(f"ended_processes.{number}", entry) for number, entry in enumerate(entries)]
 
 
-def _ended(field: str, entry: Any) -> ExitReport:
+def _parse_exit(field: str, entry: Any) -> ExitReport:
     """Parse one ended engine.
 
     Its texts are only compared, so any characters that a row can store are valid.

@@ -177,9 +177,9 @@ def mark_in_doubt(
 
 
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
-    """Declare every node silent until its next heartbeat; return how many were not before.
+    """Declare every node silent until its next heartbeat; return the number of nodes that were not yet.
 
-    Their replicas leave. A constant number of statements for any number of nodes.
+    Their replicas depart. A constant number of statements for any number of nodes.
     """
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.all())

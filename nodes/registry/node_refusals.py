@@ -6,7 +6,7 @@ from uuid import UUID
 
 from localai_cluster.kit import errors
 
-_SHOWN = 10
+_MAX_SHOWN = 10
 GONE = "the node is no longer registered"
 
 
@@ -28,7 +28,7 @@ class NodesRefused(errors.Conflict):
     code = "nodes_refused"
 
     def __init__(self, refusals: Sequence[NodeRefusal], *, field: str) -> None:
-        more = len(refusals) - _SHOWN
-        text = "; ".join(map(str, refusals[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+        more = len(refusals) - _MAX_SHOWN
+        text = "; ".join(map(str, refusals[:_MAX_SHOWN])) + (f" and {more} more" if more > 0 else "")
         nodes = [asdict(refusal) | {"node_id": str(refusal.node_id)} for refusal in refusals]
         super().__init__(text, field=field, refusals=nodes)

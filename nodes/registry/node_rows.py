@@ -33,7 +33,7 @@ class LabelsOf(Aggregate):
 
 
 _VERSION = "{0}.xmin::text || {0}.ctid::text || (SELECT pg_postmaster_start_time()::text)"
-"""SQL: the transaction that wrote a row, its place, and the start of the server.
+"""SQL: the transaction that wrote a row, its physical position (ctid), and the server's start time.
 
 Every write changes the first two; another server may repeat them.
 """
@@ -144,7 +144,7 @@ def _gpus(node_id: UUID) -> list[Row]:
 
 
 def _overrides(node_id: UUID, node: Row) -> Row:
-    """Return who overrode the worker's values and when, as far as the timeline still has it."""
+    """Return the user and time of each override, if the timeline still has it."""
     overridden = [
         name for name in shape.OVERRIDES.fields if node.get(f"{name}_manually_set", bool(node.get(name)))
     ]

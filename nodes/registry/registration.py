@@ -403,7 +403,7 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
     change.set(engine_token=registration.engine_token, **figures)
     if not routine:
         soon = now + timedelta(seconds=LISTS_AFTER)
-        change.set(inventory_due_at=soon, **{**file_port.UNCHECKED, "file_port_next_check_at": soon})
+        change.set(inventory_due_at=soon, **{**file_port.UNCHECKED_COLUMNS, "file_port_next_check_at": soon})
     return change
 
 

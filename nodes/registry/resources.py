@@ -15,7 +15,7 @@ from localai_cluster.kit import errors
 
 MOST_GPUS = 64
 LARGEST_INDEX = 1023
-_LARGEST = 2**63 - 1
+_MAX_VALUE = 2**63 - 1
 GPU_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
 """Most characters."""
 
@@ -102,18 +102,18 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "index": _whole_number(LARGEST_INDEX),
     "uuid": _text(GPU_LENGTHS["uuid"]),
     "name": _text(GPU_LENGTHS["name"]),
-    "total_vram": _whole_number(_LARGEST),
-    "free_vram": _whole_number(_LARGEST),
+    "total_vram": _whole_number(_MAX_VALUE),
+    "free_vram": _whole_number(_MAX_VALUE),
     "utilization": _optional(_whole_number(100)),
 }
 _FACT_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "temperature": _optional(_whole_number(1000)),
     "power": _optional(_whole_number(100_000)),
     "power_limit": _optional(_whole_number(100_000)),
-    "ecc_errors": _optional(_whole_number(_LARGEST)),
+    "ecc_errors": _optional(_whole_number(_MAX_VALUE)),
     "driver": _text(GPU_LENGTHS["driver"]),
 }
-"""What a worker may add of a GPU; a wrong value is left out."""
+"""Checks of a GPU's optional facts; an invalid value is left out."""
 
 
 def _described_fact(meaning: str, most: int) -> dict[str, Any]:
@@ -133,13 +133,15 @@ GPUS_SCHEMA: dict[str, Any] = {
             "index": {"type": "integer", "minimum": 0, "maximum": LARGEST_INDEX},
             "uuid": {"type": "string", "maxLength": GPU_LENGTHS["uuid"], "nullable": True},
             "name": {"type": "string", "maxLength": GPU_LENGTHS["name"], "nullable": True},
-            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _LARGEST},
-            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _LARGEST},
+            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_VALUE},
+            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_VALUE},
             "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
             "temperature": _described_fact("Degrees Celsius.", 1000),
             "power": _described_fact("Watts.", 100_000),
             "power_limit": _described_fact("The most watts that its driver lets it draw.", 100_000),
-            "ecc_errors": _described_fact("Uncorrected memory errors since its driver was loaded.", _LARGEST),
+            "ecc_errors": _described_fact(
+                "Uncorrected memory errors since its driver was loaded.", _MAX_VALUE
+            ),
             "driver": {"type": "string", "maxLength": GPU_LENGTHS["driver"], "nullable": True},
         },
     },
@@ -207,7 +209,7 @@ def parse_disk_quota(text: str) -> tuple[int, Decimal]:
     share = share.quantize(_LEAST_SHARE)
     if text.strip() and not size and not share:
         raise ValueError("a disk quota of 0 bytes: leave it empty for none")
-    return min(size, _LARGEST), share
+    return min(size, _MAX_VALUE), share
 
 
 def _size_or_share(text: str, what: str) -> tuple[int, Decimal]:

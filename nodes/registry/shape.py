@@ -53,7 +53,7 @@ from nodes.models import (
 from nodes.replicas.shape import LIVE_MODEL
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
-"""The list's time of the last heartbeat of a node that was never heard."""
+"""The list's time of the last heartbeat of a node that never sent one."""
 
 NODE_STATUS = enum("NodeStatus", NodeStatus)
 NODE_TYPE = enum("NodeTypeEnum", NodeType)
@@ -77,7 +77,7 @@ def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
     return column(name, FACT.ref, meaning, source=fact_column(at, by, reason), nullable=True, inner=FACT)
 
 
-def _of_node(
+def _subquery_by_node(
     rows: QuerySet[NodeModel] | QuerySet[NodeConflict] | QuerySet[BroughtModel], figure: Count | Sum
 ) -> Coalesce:
     grouped = rows.filter(node=OuterRef("pk")).order_by().values("node").annotate(figure=figure)
@@ -116,13 +116,13 @@ DRAIN = Shape(
             "in_flight",
             count(),
             "Requests that still run.",
-            source=_of_node(NodeModel.objects.all(), Sum("in_flight")),
+            source=_subquery_by_node(NodeModel.objects.all(), Sum("in_flight")),
         ),
         column(
             "replicas",
             count(),
             "Replicas that are still there.",
-            source=_of_node(NodeModel.objects.all(), Count("pk")),
+            source=_subquery_by_node(NodeModel.objects.all(), Count("pk")),
         ),
         *(replace(one, optional=True, nullable=False) for one in _DRAIN_END),
     ],
@@ -143,7 +143,7 @@ IDENTITY = Shape(
         column("bound_at", TIME, "When a secret was first bound.", optional=True),
         column("instance", TEXT, "The worker process that speaks for the node.", optional=True),
         column("rotation_requested_at", TIME, optional=True),
-        column("open_conflicts", count(), source=_of_node(_OPEN, Count("pk"))),
+        column("open_conflicts", count(), source=_subquery_by_node(_OPEN, Count("pk"))),
     ],
 )
 OVERRIDE = Shape(
@@ -255,7 +255,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             "model_bytes",
             BYTES,
             "Of the files that loads have sent to it.",
-            source=_of_node(BroughtModel.objects.all(), Sum("size")),
+            source=_subquery_by_node(BroughtModel.objects.all(), Sum("size")),
         ),
     ),
     (EVERYWHERE, column("weak_identity", FLAG, "Known by the shared token only.", optional=True)),

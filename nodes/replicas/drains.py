@@ -27,7 +27,7 @@ from operations.models import ACTIVE, OperationTarget
 
 @dataclass(frozen=True)
 class UpgradeDrain:
-    """The result: the requests that still run there, or the models whose last replica would go."""
+    """The state of a drain before an upgrade: running requests, or models that would have no replica."""
 
     running: int = 0
     last_of: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def drain_for_upgrade(
 
 
 def end_upgrade(intent_id: UUID, fence: int) -> None:
-    """The attempt is over: what is left of its replicas serves again, unless a later attempt has them."""
+    """End the attempt: its replicas that still run serve again, unless a later attempt owns them."""
     if PendingBackendOp.objects.filter(pk=intent_id, fence=fence).exists():
         _return_drained(NodeModel.objects.filter(owner_id=intent_id))
 
@@ -133,8 +133,8 @@ UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
 """The kinds of operations that take replicas out of the picks."""
 HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """The states in which a replica has an engine that can be unloaded."""
-_WAITING = (Phase.DRAINING, Phase.TERMINATING)
-_RUNNING = ("id", "in_flight", "phase", "deadline")
+_DRAIN_PHASES = (Phase.DRAINING, Phase.TERMINATING)
+_DRAIN_COLUMNS = ("id", "in_flight", "phase", "deadline")
 
 
 def unloadable(
@@ -207,7 +207,7 @@ def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
 
 def advance_deadline(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
     """Have those of the replicas that still wait for their requests stopped at `deadline` already."""
-    rows.filter(phase__in=_WAITING, deadline__gt=deadline).update(deadline=deadline)
+    rows.filter(phase__in=_DRAIN_PHASES, deadline__gt=deadline).update(deadline=deadline)
 
 
 def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | None]]:
@@ -215,13 +215,13 @@ def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | 
 
     A replica whose stop was sent already is not waited for: no deadline.
     """
-    rows = NodeModel.objects.filter(pk__in=ids, state=ReplicaState.UNLOADING).values_list(*_RUNNING)
-    return {id: (count, until if phase in _WAITING else None) for id, count, phase, until in rows}
+    rows = NodeModel.objects.filter(pk__in=ids, state=ReplicaState.UNLOADING).values_list(*_DRAIN_COLUMNS)
+    return {id: (count, until if phase in _DRAIN_PHASES else None) for id, count, phase, until in rows}
 
 
 def is_in_use(engine: Engine) -> bool:
     """Return True if requests may run on the replica: it serves again, or they came before its stop."""
-    return NodeModel.objects.filter(pk=engine.id, phase__in=(Phase.SERVING, *_WAITING)).exists()
+    return NodeModel.objects.filter(pk=engine.id, phase__in=(Phase.SERVING, *_DRAIN_PHASES)).exists()
 
 
 def return_abandoned() -> list[Engine]:

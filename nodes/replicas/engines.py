@@ -55,7 +55,7 @@ class Engine:
     """Empty until the worker has answered the start."""
     phase: Phase
     is_lost: bool = False
-    """It did not answer a request, and may live."""
+    """True if it did not answer a request; the engine may still run."""
     started_at: datetime | None = None
     start_answered: bool = True
 
@@ -86,7 +86,7 @@ def engine_of(row: NodeModel) -> Engine:
 
 
 def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
-    """Let `event` happen to those of the rows to which the table allows it; return how many.
+    """Apply `event` to the rows whose phase allows it (`states.MOVES`); return their number.
 
     Writes the phase that follows and `columns`. `end_rows` deletes the rows that the event ends.
     """
@@ -127,7 +127,7 @@ def has_running_attempt() -> Exists:
 
 
 def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
-    """Take the replicas of these nodes away from clients, counters and hooks, except `keep`; return how many.
+    """Make the replicas of these nodes `departed`, except `keep`; return their number.
 
     The rows stay while their engines may run; those in `ended` do not. A row that has departed already keeps
     its deadline. Each model of a node is announced once, with index -1. Needs a transaction.
@@ -153,7 +153,7 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
 
 
 def forget_nodes(*node_ids: UUID) -> int:
-    """End all rows of nodes that are removed; return how many replicas went. Needs a transaction."""
+    """End all rows of nodes that are removed; return the number of replicas. Needs a transaction."""
     rows = _locked(NodeModel.engines.filter(node_id__in=node_ids))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     _delete(rows, {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present})

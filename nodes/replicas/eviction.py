@@ -96,7 +96,7 @@ def terminating_replicas(node_id: UUID, *, now: datetime) -> list[Resident]:
 
 
 def remaining_rows(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
-    """Return the rows of those replicas that still have one."""
+    """Return the rows that still exist of these replicas."""
     return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
 
 

@@ -228,11 +228,13 @@ def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:
     beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO)
     with transaction.atomic():
         node = BackendNode.objects.filter(shows, pk=gone.node_id)
-        if node.update(returned_vram=_at_most(beside + gone.vram_needed), returned_beside=F("vram_read_at")):
+        if node.update(
+            returned_vram=_limit_to_used(beside + gone.vram_needed), returned_beside=F("vram_read_at")
+        ):
             events.notify(events.NODES, str(gone.node_id))
 
 
-def _at_most(returned: CombinedExpression) -> Case:
+def _limit_to_used(returned: CombinedExpression) -> Case:
     """Limit `returned` to the bytes that the node's reading shows as used, if its size is known."""
     amount = ExpressionWrapper(returned, BigIntegerField())
     used = ExpressionWrapper(F("total_vram") - F("available_vram"), BigIntegerField())

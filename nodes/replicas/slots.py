@@ -126,7 +126,7 @@ def reserve(
 
 
 def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
-    """Raise OverQuota unless so many bytes of the model's files fit. Needs the node's lock; one query."""
+    """Raise OverQuota unless the bytes of the model's files fit. Needs the node's lock; one query."""
     quota = node.disk_quota_bytes
     if not quota or not files:
         return

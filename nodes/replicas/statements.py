@@ -386,5 +386,5 @@ UPDATE node_models r SET in_flight = s.held
           FROM node_models m WHERE m.id = ANY(%(ids)s)) s
  WHERE r.id = s.id AND r.in_flight <> s.held
 """
-"""It must be a statement of its own after `LOCK_MISCOUNTED`, so that it sees what others committed before
+"""A statement of its own after `LOCK_MISCOUNTED`, so that it sees what others committed before
 the rows were locked."""

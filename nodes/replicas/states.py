@@ -25,7 +25,7 @@ CONFIRMED_AFTER = timedelta(days=7)
 """The time after which the engine of a node that has left counts as ended."""
 
 OPERATION, INTENT, CONTROLLERS = OwnerKind.OPERATION, OwnerKind.INTENT, OwnerKind.CONTROLLERS
-REPORTED = REASONS_OF[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
+REPORTED_REASONS = REASONS_OF[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
 """The reasons of stops that no operation owns and that an operator sees if they stay unconfirmed."""
 
 

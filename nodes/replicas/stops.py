@@ -55,7 +55,7 @@ _GATHER = 1.0
 """Seconds for which wake-ups are gathered into one pass: nodes change more often than drains end."""
 _POLL_AFTER_STOP = 1.0
 _PROBE_TIMEOUT = 1.0
-"""C4."""
+"""Seconds for a probe of an engine's port (C4)."""
 
 StillDue = Callable[[], Awaitable[bool]]
 """Callable that returns True while the stop is still due; called before each command after the first."""
@@ -213,7 +213,7 @@ class Stopper(PeriodicTask):
         self._bus = bus
 
     async def _run_step(self) -> float | None:
-        with passes.counted("stops"):
+        with passes.count_pass("stops"):
             return _POLL_AFTER_STOP if await self.run_pass() else None
 
     async def run_pass(self) -> int:
@@ -273,7 +273,7 @@ def _node_name(node_id: UUID) -> str:
 
 
 def _bearer(node_id: UUID) -> str | None:
-    """Return what a call to an engine of the node carries; None when the node was removed."""
+    """Return the token for calls to engines of the node; None if the node was removed."""
     node = BackendNode.objects.filter(pk=node_id).values_list("engine_token", "weak_identity").first()
     return None if node is None else dial_targets.bearer(*node)
 
@@ -356,7 +356,7 @@ async def stop_engines(bus: Bus, node: DrainedNode) -> None:
         case Done(reply):
             error, pause = await _stop_all(worker, reply.models[:_MOST_STOPS]), _STOPPING_POLL
         case NoResponders(reason):
-            error, pause = await _unasked(worker, node, reason)
+            error, pause = await _without_engine_list(worker, node, reason)
         case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
             error, pause = reason, _SILENT_POLL
         case _:
@@ -386,7 +386,7 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
             assert_never(outcome)
 
 
-async def _unasked(worker: Worker, node: DrainedNode, reason: str) -> tuple[str, float]:
+async def _without_engine_list(worker: Worker, node: DrainedNode, reason: str) -> tuple[str, float]:
     """Return the error for a node whose worker does not answer `models.running`, and the next poll."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _SILENT_POLL

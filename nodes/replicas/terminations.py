@@ -15,7 +15,7 @@ from localai_cluster.kit import clock, conf
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import engines, statements
 from nodes.replicas.engines import Engine
-from nodes.replicas.states import REPORTED, ReplicaEvent
+from nodes.replicas.states import REPORTED_REASONS, ReplicaEvent
 from operations.changes import events
 
 
@@ -51,7 +51,7 @@ def _terminate(
 async def lose(
     database: statements.Rows, replica_id: UUID, address: str, *, reason: PhaseReason = PhaseReason.LOST
 ) -> bool:
-    """Take a replica that did no work out of the picks: the row that was picked, not one in its place since.
+    """Take a replica that did no work out of the picks: exactly the row that was picked.
 
     For the hot path, which has no ORM; return True if it was in the picks.
     """
@@ -83,7 +83,7 @@ def restore_lost(engine: Engine) -> bool:
 def overdue_stops(*, now: datetime) -> list[NodeModel]:
     """Return the replicas without an operation whose stop stays unconfirmed past its deadline, with nodes."""
     rows = NodeModel.objects.filter(
-        phase=Phase.STOPPING, owner_kind=OwnerKind.CONTROLLERS, reason__in=REPORTED, deadline__lte=now
+        phase=Phase.STOPPING, owner_kind=OwnerKind.CONTROLLERS, reason__in=REPORTED_REASONS, deadline__lte=now
     ).exclude(stop_error="")
     return list(rows.select_related("node").order_by("id"))
 

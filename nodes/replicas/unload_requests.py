@@ -45,7 +45,7 @@ from nodes.replicas.stops import StopResult
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
-from operations.ledger.admission import Admission, OperationRequest, Requester, admit, in_progress
+from operations.ledger.admission import Admission, OperationRequest, Requester, admit, exclusion_error
 from operations.ledger.attempts import owned
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, TargetStatus
@@ -227,7 +227,7 @@ def _not_loaded(request: UnloadRequest) -> Exception:
             Operation.objects.active().sharing(_key(request), request.model).order_by("created_at").first()
         )
         if active is not None:
-            return in_progress(active)
+            return exclusion_error(active)
         return errors.NotFound(f"model {request.model} is not loaded on any node")
     _refuse_while_loading(request, request.node)
     replica = "" if request.index is None else f" as replica {request.index}"
@@ -352,13 +352,13 @@ class UnloadModel:
         problem = "; ".join(problems) or part.why_unreachable()
         if not problem:
             async with bound:
-                problem = await self._then(work, part)
+                problem = await self._finish_node(work, part)
         if problem:
             log.warning("%s %s on %s: %s", work.operation.kind, work.operation.element, part.name, problem)
         status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
         await in_thread(attempts.target_done, *work.attempt, part.node_id, status, problem, now=clock.now())
 
-    async def _then(self, work: Work, part: UnloadTarget) -> str:
+    async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
         """Run further steps on the node after the stops; return the error, empty for success."""
         return ""
 
@@ -386,7 +386,7 @@ class UnloadModel:
 class DeleteModel(UnloadModel):
     """Handler that unloads the model and removes its files on each node where it does not run any more."""
 
-    async def _then(self, work: Work, part: UnloadTarget) -> str:
+    async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
         model = work.operation.element
 
         async def delete() -> StopResult | None:

@@ -27,18 +27,18 @@ _WRITTEN = [
 ]  # fmt: skip
 
 
-_COUNTED = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
+_SCALES = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
 
 
 def read_desired_states() -> list[DesiredState]:
     """Return the rules that set a number of replicas (R1.86); one query."""
-    return _desired_states(ModelSchedulingConfig.objects.filter(_COUNTED))
+    return _desired_states(ModelSchedulingConfig.objects.filter(_SCALES))
 
 
 def read_desired_states_of(model_names: Collection[str]) -> list[DesiredState]:
     """Return the desired states of models without a rule or with one that sets no number; one query."""
     desired_states = _desired_states(
-        ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names)
+        ModelSchedulingConfig.objects.filter(~_SCALES, model_name__in=model_names)
     )
     models = {desired_state.model for desired_state in desired_states}
     return [*desired_states, *(DesiredState(name, {}) for name in sorted({*model_names} - models))]

@@ -47,7 +47,7 @@ COOLDOWN = timedelta(minutes=5)
 """Duration of a rule's cooldown (C10)."""
 REPLACED_AT_ONCE = 4
 """One in this many replicas of a former definition is replaced at a time, and at least one."""
-_NAMED = 5
+_MAX_NAMED_NODES = 5
 """Number of nodes that a reason names."""
 
 
@@ -111,7 +111,7 @@ def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
         return _replace_lost(context) or context.decision("")  # R4.8
     if rule.spread and not context.eligible:
         return context.decision(_problem(context))  # R4.7
-    if missing := _missing(context):
+    if missing := _missing_count(context):
         return _load_missing(context, missing, now, tick=tick)
     met = bool(rule.ticks or rule.until) and len(context.eligible_serving) >= context.required
     cleared = (ClearUnsatisfiable(rule.model),) if met else ()
@@ -140,7 +140,7 @@ def _with_replacements(
     return context.decision(replacements[0].reason, *decision.actions, *replacements)
 
 
-def _missing(context: RuleContext) -> int:
+def _missing_count(context: RuleContext) -> int:
     """Return the number of replicas that are neither present nor being loaded (R4.7, R4.10)."""
     if context.rule.spread:
         # A load for any node may take a slot on each of them; a load that replaces a replica has its node.
@@ -164,10 +164,10 @@ def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bo
             return context.decision(problem)
         return _unsatisfiable(context, problem, now, pause=context.defined)
     if context.failure and rule.ticks + 1 >= MOST_TICKS:
-        return _unsatisfiable(context, _failed(context), now)
+        return _unsatisfiable(context, _load_failure_text(context), now)
     loads = _loads(context, missing)
     if context.failure:
-        reason = f"{loads[0].reason}; {_failed(context)}"
+        reason = f"{loads[0].reason}; {_load_failure_text(context)}"
         return context.decision(reason, Unsatisfiable(rule.model, rule.ticks + 1, None, reason), *loads)
     # After the first load: the flags stay if no load can be requested.
     cleared = [ClearUnsatisfiable(rule.model)] if rule.ticks or rule.until else []
@@ -179,7 +179,7 @@ def _replace_lost(context: RuleContext) -> RuleDecision | None:
 
     A slot that is being freed suffices: the load waits for it, and the next pass does not know of the loss.
     """
-    lost = min(_missing(context), context.rule.seen - len(context.serving))
+    lost = min(_missing_count(context), context.rule.seen - len(context.serving))
     if lost <= 0 or not (context.free_slots > 0 or context.is_freeing_slot) or not context.defined:
         return None
     if context.rule.spread:
@@ -195,9 +195,11 @@ def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
     model = context.rule.model
     if context.rule.spread:
         empty_nodes = [host for host in _empty_nodes(context) if context.free_slots_of(host)]
-        suffix = f" and {len(empty_nodes) - _NAMED} more" if len(empty_nodes) > _NAMED else ""
+        suffix = (
+            f" and {len(empty_nodes) - _MAX_NAMED_NODES} more" if len(empty_nodes) > _MAX_NAMED_NODES else ""
+        )
         reason = f"one on each of {len(context.eligible)} nodes wanted: starting on "
-        reason += ", ".join(host.name for host in empty_nodes[:_NAMED]) + suffix
+        reason += ", ".join(host.name for host in empty_nodes[:_MAX_NAMED_NODES]) + suffix
         return [LoadReplica(model, frozenset({host.id}), reason, pinned=True) for host in empty_nodes]
     count = min(missing, context.free_slots)
     counts = f"{len(context.eligible_serving)} running, {context.loads} loading"
@@ -208,7 +210,7 @@ def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
 def _problem(context: RuleContext) -> str:
     """Return the reason why nothing can be loaded; empty if something can."""
     if not context.defined:
-        return _undefined(context)
+        return _undefined_model_text(context)
     if not context.eligible:
         selector = context.rule.selector
         if selector is None:
@@ -325,9 +327,9 @@ def _retire(context: RuleContext, row: FleetReplica, now: datetime) -> RetireRep
 def _steady_reason(context: RuleContext) -> str:
     """Return the reason why the rule needs no action."""
     if not context.defined:
-        return _undefined(context)
+        return _undefined_model_text(context)
     if context.failure:
-        return _failed(context)
+        return _load_failure_text(context)
     if context.loads:
         return f"{context.loads} loading"
     if not context.eligible:
@@ -335,11 +337,11 @@ def _steady_reason(context: RuleContext) -> str:
     return f"satisfied: {len(context.serving)} there"
 
 
-def _undefined(context: RuleContext) -> str:
+def _undefined_model_text(context: RuleContext) -> str:
     return f"no model {context.rule.model} is defined in the models folder"
 
 
-def _failed(context: RuleContext) -> str:
+def _load_failure_text(context: RuleContext) -> str:
     return f"the last load failed: {context.failure}"
 
 

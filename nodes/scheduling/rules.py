@@ -99,7 +99,7 @@ def _refuse(name: str, complaint: str) -> None:
 
 
 INLINE, FILE = "LOCALAI_MODEL_SCHEDULING", "LOCALAI_MODEL_SCHEDULING_CONFIG"
-LARGEST = 1024 * 1024
+MAX_NUMBER = 1024 * 1024
 _FIX = "Correct it there; docs/configuration.md lists the fields of a rule."
 
 
@@ -136,9 +136,9 @@ def _inline(text: str) -> Any:
 
 def _file(path: Path) -> Any:
     try:
-        content = untrusted.read_file(path, LARGEST)
-        if len(content) > LARGEST:
-            raise ValueError(f"{path} is larger than {LARGEST} bytes")
+        content = untrusted.read_file(path, MAX_NUMBER)
+        if len(content) > MAX_NUMBER:
+            raise ValueError(f"{path} is larger than {MAX_NUMBER} bytes")
         return untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error

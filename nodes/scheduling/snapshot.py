@@ -202,7 +202,7 @@ class RuleContext:
     loads: int
     loads_with_slot: int
     waiting: int
-    """How many of the loads wait, for example for memory."""
+    """Number of the loads that wait, for example for memory."""
     pinned: frozenset[UUID]
     """Nodes for which alone a load is under way."""
     failure: str

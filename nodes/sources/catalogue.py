@@ -140,11 +140,11 @@ def id_of(entry: GalleryEntry) -> str:
 
 
 def installed_names() -> set[str]:
-    """Return the folded names of all defined models."""
+    """Return the case-folded names of all defined models."""
     return {folded(definition.name) for definition in async_to_sync(folder().all)()}
 
 
 def active_imports() -> dict[str, str]:
-    """Return the imports under way: the operation's id by the model's folded name; one query."""
+    """Return the imports under way: the operation's id by the model's case-folded name; one query."""
     rows = Operation.objects.active().filter(kind=IMPORT).order_by().values_list("element", "id")
     return {folded(element): str(id) for element, id in rows}

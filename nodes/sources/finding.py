@@ -90,7 +90,7 @@ class Finder:
         self.hub = Hub(self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token))
 
     async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> Found:
-        """Return what the reference names, or `entry` of a gallery; raise InvalidInput or SourceError."""
+        """Return the model of the reference, or `entry` of a gallery. Raise InvalidInput or SourceError."""
         if entry is not None:
             return await self._of_gallery(entry)
         match reference:
@@ -266,7 +266,7 @@ class Finder:
 
     async def _of_gallery(self, entry: GalleryEntry) -> Found:
         plan = await galleries.plan_of(entry, self.outbound)
-        files, problem = await self._sized(await self.hub.pinned(plan.files))
+        files, problem = await self._add_sizes(await self.hub.pinned(plan.files))
         definition = writing.check_text(plan.text)
         main = next((file for file in files if file.path == definition.model), None)
         header = None
@@ -309,7 +309,7 @@ class Finder:
             task=next(iter(definition.use_cases), ""),
         )
 
-    async def _sized(self, files: Sequence[SourceFile]) -> tuple[tuple[SourceFile, ...], str]:
+    async def _add_sizes(self, files: Sequence[SourceFile]) -> tuple[tuple[SourceFile, ...], str]:
         """Return the files with the sizes that their sources tell, and the first problem."""
 
         async def size(file: SourceFile) -> SourceFile | SourceError:

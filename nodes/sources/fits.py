@@ -41,7 +41,7 @@ _GENERIC = {"name": "model", "backend": "llama-cpp", "parameters": {"model": "mo
 
 @dataclass(frozen=True)
 class FleetFit:
-    """The nodes as they are now."""
+    """A snapshot of the nodes, to estimate where models fit."""
 
     nodes: Sequence[Candidate]
     now: datetime

@@ -28,7 +28,7 @@ from nodes.sources.opening import outbound_of
 from nodes.sources.plans import ImportPlan, SourceFile, check_files
 from nodes.sources.references import GalleryRef, HubRef, ImageRef, NameRef, ObjectRef, WebRef
 
-WITHIN = 20.0
+READ_LIMIT = 20.0
 """Seconds for the document of an entry."""
 
 
@@ -81,7 +81,7 @@ def find(reference: GalleryRef | NameRef) -> GalleryEntry:
 
 
 def task_of(entry: GalleryEntry) -> str:
-    """Return what a model is for, by its definition or its tags; "" if neither says it."""
+    """Return a model's task from its definition or tags; "" if neither states it."""
     stated = entry.overrides.get("known_usecases") or entry.config.get("known_usecases")
     if isinstance(stated, list) and stated:
         return str(stated[0])[:64].lower().removeprefix("flag_")
@@ -107,15 +107,15 @@ async def plan_of(entry: GalleryEntry, outbound: Outbound, *, name: str = "") ->
 
 async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.ModelDocument:
     try:
-        async with asyncio.timeout(WITHIN):
+        async with asyncio.timeout(READ_LIMIT):
             return await model_documents.model_document(
                 entry,
                 GuardedClient(outbound),
-                resolve=lambda path: _beside(path, entry.gallery),
+                resolve=lambda path: _path_beside_index(path, entry.gallery),
                 github_url=conf.cluster().github_url,
             )
     except TimeoutError:
-        raise SourceError(f"{entry.name}: no answer within {WITHIN:.0f} s", can_retry=True) from None
+        raise SourceError(f"{entry.name}: no answer within {READ_LIMIT:.0f} s", can_retry=True) from None
     except GalleryUnreadable as error:
         raise SourceError(error.message) from error
     except (OSError, ValueError, httpx.HTTPError) as error:
@@ -123,7 +123,7 @@ async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.
         raise SourceError(f"the document of model {entry.name} cannot be read: {reason}") from error
 
 
-def _beside(path: Path, gallery: Gallery) -> Path:
+def _path_beside_index(path: Path, gallery: Gallery) -> Path:
     """Return a path that an entry names; raise ValueError unless it is beside the index of its gallery."""
     # The empty URL of a document without a gallery would be the working directory.
     index = gallery_index.local_path(gallery.url) if gallery.url else None

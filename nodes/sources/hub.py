@@ -29,7 +29,7 @@ MOST_FILES = 10_000
 """Files of a repository."""
 MOST_REPOSITORIES = 16
 """Repositories that one entry of a gallery may name by branches or tags."""
-SEARCHED = 20
+MAX_RESULTS = 20
 
 _LONGEST_TEXT = 300
 
@@ -98,7 +98,7 @@ class Hub:
         try:
             found = _decode(await self._outbound.read(address, MOST_BYTES), _Repository, reference.repo)
         except (SourceRefused, SourceMissing) as error:
-            raise self._explained(error, reference) from error
+            raise self._explain_refusal(error, reference) from error
         if found.disabled:
             raise SourceRefused(f"{reference.repo} is disabled at its source")
         return _repository(found)
@@ -118,16 +118,16 @@ class Hub:
         return tuple(
             file
             if (place := places.get(file.url)) is None
-            else _at_commit(file, place, found[HubRef(place.repo, place.revision)])
+            else _pin_to_commit(file, place, found[HubRef(place.repo, place.revision)])
             for file in files
         )
 
     async def search(self, term: str) -> list[Repository]:
         """Return the most used repositories that the term finds; raise SourceError."""
-        query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": SEARCHED})
+        query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": MAX_RESULTS})
         body = await self._outbound.read(f"{self._endpoint}/api/models?{query}", MOST_BYTES)
         found = _decode(body, list[_Repository], term)
-        return [_repository(each) for each in found[:SEARCHED]]
+        return [_repository(each) for each in found[:MAX_RESULTS]]
 
     async def small_file(self, repository: Repository, path: str, limit: int) -> bytes:
         """Return a file of at most `limit` bytes; raise SourceError."""
@@ -137,8 +137,8 @@ class Hub:
         """Return the address of a file at a commit."""
         return f"{self._endpoint}/{repo}/resolve/{commit}/{quote(path)}"
 
-    def _explained(self, error: SourceError, reference: HubRef) -> SourceError:
-        """Return the refusal in words: the hub answers 401 for what is private and for what is not there."""
+    def _explain_refusal(self, error: SourceError, reference: HubRef) -> SourceError:
+        """Return the refusal as a sentence: the hub answers 401 for private and for missing repositories."""
         if isinstance(error, SourceMissing) or not self._has_token:
             revision = f" with revision {reference.revision}" if reference.revision else ""
             hint = "" if self._has_token else "; if it is private, the server needs HF_TOKEN"
@@ -155,7 +155,7 @@ def _moving_place(url: str) -> HubRef | None:
     return None if _is_commit(revision) else HubRef(repo, revision, path)
 
 
-def _at_commit(file: SourceFile, place: HubRef, repository: Repository) -> SourceFile:
+def _pin_to_commit(file: SourceFile, place: HubRef, repository: Repository) -> SourceFile:
     listed = next((each for each in repository.files if each.path == place.path), None)
     if listed is None:
         raise SourceMissing(f"{names.plain(str(place)[:200])} does not exist")

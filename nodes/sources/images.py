@@ -43,12 +43,12 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "num_gpu": ("gpu_layers",),
     "num_thread": ("threads",),
 }
-"""Parameter of Ollama and its place in a definition."""
+"""Path in a definition by parameter of Ollama."""
 
 
 @dataclass(frozen=True)
 class RegistryModel:
-    """A model of a registry: its variant, the address of each file, and what its layers say."""
+    """A model of a registry: its variant, the address of each file, and the metadata of its layers."""
 
     variant: Variant
     folder: str
@@ -58,7 +58,7 @@ class RegistryModel:
     system: str = ""
     licence: str = ""
     unsupported: tuple[str, ...] = ()
-    """What the model has that a definition cannot say."""
+    """Parts of the model that a definition cannot express."""
 
     def files(self) -> list[SourceFile]:
         """Return the files to fetch."""

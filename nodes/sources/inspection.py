@@ -29,7 +29,7 @@ from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
 KINDS = ("huggingface", "gallery", "ollama", "oci", "https", "s3", "folder", "definition", "search")
 MOST_CANDIDATES = 20
 """Candidates of each kind."""
-_TAGGED = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
+_TAGGED_NAME = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
 
 _KIND = {"type": "string", "enum": list(KINDS)}
 
@@ -86,7 +86,7 @@ _WEB = ("https://", "http://")
 
 
 def inspect(text: str, now: datetime) -> Row:
-    """Return what the text means; raise InvalidInput or SourceError."""
+    """Return the model that the text names, with its variants. Raise InvalidInput or SourceError."""
     reference = _recognised(text)
     if isinstance(reference, NameRef):
         return _search(reference)
@@ -120,7 +120,7 @@ def inspect(text: str, now: datetime) -> Row:
 def plan_import(
     text: str, *, variant: str = "", name: str = "", changes: Mapping[str, Any] | None = None, now: datetime
 ) -> ImportPlan:
-    """Return the plan that imports what the text means; raise InvalidInput or SourceError.
+    """Return the plan that imports the model of the text. Raise InvalidInput or SourceError.
 
     An unknown variant is an error, never another variant. Without one the best that fits is taken.
     """
@@ -142,7 +142,7 @@ def plan_of(
     changes: Mapping[str, Any] | None = None,
     now: datetime,
 ) -> ImportPlan:
-    """Return the plan that imports a variant of what was found."""
+    """Return the plan that imports a variant of the inspected model."""
     if not found.choices:
         raise InvalidInput(f"text: {found.problem or 'it has nothing that could be run'}", field="text")
     choice = select_choice(found, variant or found.wanted) or _best(found, now)
@@ -190,7 +190,7 @@ def _find(reference: Reference) -> Found:
 
 
 def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> Found:
-    """Return what a source has; no connection to the database is held meanwhile."""
+    """Read a source without holding a database connection."""
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(Finder(conf.cluster()).find)(reference, entry)
@@ -226,7 +226,7 @@ def _search(reference: NameRef) -> Row:
     """Return the models that a name may mean: those of galleries, then those of the hub."""
     offer = galleries.offer()
     candidates = list(_of_galleries(offer.builds, reference.term))[:MOST_CANDIDATES]
-    if _TAGGED.fullmatch(reference.term):
+    if _TAGGED_NAME.fullmatch(reference.term):
         candidates.append(
             Suggestion(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
         )

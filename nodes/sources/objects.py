@@ -19,7 +19,7 @@ MOST_OBJECTS = 10_000
 """Objects of a folder that are listed."""
 REQUEST_WITHIN = 60.0
 """Seconds for the beginning of an object, its size, and each page of a list."""
-_PIECE = 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
 _USUAL_REGION = "us-east-1"
 
 
@@ -65,7 +65,7 @@ async def read(store: Any, url: str, key: str, offset: int, length: int | None) 
 
 
 async def _pieces(found: Any, url: str) -> AsyncIterator[bytes]:
-    stream = aiter(found.stream(min_chunk_size=_PIECE))
+    stream = aiter(found.stream(min_chunk_size=_PIECE_BYTES))
     while True:
         # Not around the yield: errors of the reader are not those of the source.
         with translated_errors(url):

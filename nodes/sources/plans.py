@@ -40,7 +40,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """What an import does: fetch the files, then save the definition."""
+    """The plan of an import: fetch the files, then save the definition."""
 
     name: str
     text: str
@@ -49,7 +49,7 @@ class ImportPlan:
     origin: str
     """`gallery`, `import`, `api` or `editor`."""
     source: str
-    """Where the model comes from, for people."""
+    """The model's source, for people."""
 
     @property
     def size(self) -> int:

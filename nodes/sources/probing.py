@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 FIGURES_BYTES, TABLE_BYTES = 1024 * 1024, 16 * 1024 * 1024
 """Bytes of a file that are read for its figures, and for the table of its tensors."""
-WITHIN = 20.0
+HEADER_LIMIT = 20.0
 """Seconds for one header."""
 _LEAST_BYTES = 256
 """Bytes of a file that are read to see that its source sends it."""
 _POINTER = b"version https://git-lfs"
-_TRAINED = "context_length"
+_CONTEXT_KEY = "context_length"
 _UNKNOWN = 2**60
 """Bytes of a file whose size is not known."""
 
@@ -41,19 +41,19 @@ async def read_start(opener: SourceOpener, file: SourceFile, length: int) -> tup
     """Return the first bytes of a file, and its size; raise SourceError."""
     content = bytearray()
     try:
-        async with asyncio.timeout(WITHIN), opener.open(file, 0, length) as body:
+        async with asyncio.timeout(HEADER_LIMIT), opener.open(file, 0, length) as body:
             async for piece in body.pieces:
                 content += piece
                 if len(content) >= length:
                     break
             total = body.total
     except TimeoutError:
-        raise SourceError(f"no answer within {WITHIN:.0f} s", can_retry=True) from None
+        raise SourceError(f"no answer within {HEADER_LIMIT:.0f} s", can_retry=True) from None
     return bytes(content[:length]), total
 
 
 async def gguf_header(opener: SourceOpener, file: SourceFile) -> Header:
-    """Return the header of a GGUF file; raise SourceError for what is none."""
+    """Return the header of a GGUF file; raise SourceError if it is no GGUF file."""
     try:
         return (await _read_gguf(opener, file))[0]
     except UnreadableHeader as error:
@@ -113,7 +113,7 @@ def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
 
 def trained_context(header: Header | None, config: Mapping[str, object] | None = None) -> int:
     """Return the tokens of context that a model was made for; 0 if it does not say."""
-    value: object = header.figures.get(_TRAINED, 0) if header is not None else 0
+    value: object = header.figures.get(_CONTEXT_KEY, 0) if header is not None else 0
     if not value and config is not None:
         inner = config.get("text_config")
         sections = (config, inner if isinstance(inner, dict) else {})

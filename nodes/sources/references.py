@@ -18,14 +18,14 @@ LONGEST_TERM = 200
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 OLLAMA_REGISTRY = "registry.ollama.ai"
 _HUB_SCHEMES = ("huggingface://", "hf://")
-_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _REPOSITORY = re.compile(
-    rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>{_REVISION}))?(?::(?P<quantization>[A-Za-z0-9._-]{{1,64}}))?"
+    rf"(?P<repo>{_NAME_PART}/{_NAME_PART})(?:@(?P<revision>{_REVISION}))?(?::(?P<quantization>[A-Za-z0-9._-]{{1,64}}))?"
     r"(?:/(?P<path>[^?#]+))?"
 )
 _OLLAMA = re.compile(
-    rf"(?:(?P<owner>{_PART})/)?(?P<name>{_PART})(?::(?P<tag>[\w][\w.-]{{0,127}}))?", re.ASCII
+    rf"(?:(?P<owner>{_NAME_PART})/)?(?P<name>{_NAME_PART})(?::(?P<tag>[\w][\w.-]{{0,127}}))?", re.ASCII
 )
 _GALLERY_ENTRY = re.compile(r"(?P<gallery>[A-Za-z0-9][\w.-]{0,99})@(?P<name>[^\s@/\\][^\s@\\]{0,199})")
 _BUCKET = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<key>[^?#]{1,1024})")
@@ -124,7 +124,7 @@ Reference = HubRef | GalleryRef | ImageRef | WebRef | ObjectRef | SharedRef | De
 
 
 def recognise(text: str, *, mirror: str = "") -> Reference:
-    """Return what the text means; `mirror` is the URL of a mirror of Hugging Face. Raise InvalidInput."""
+    """Parse the text; `mirror` is the URL of a mirror of Hugging Face. Raise InvalidInput."""
     text = text.strip()
     if not text:
         raise _wrong("is required")

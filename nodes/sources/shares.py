@@ -17,7 +17,7 @@ from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.definitions.headers import Header, UnreadableHeader, read_config, read_header
 from nodes.sources.variants import RepositoryFile, Variant, variants_of
 
-WITHIN = 10.0
+READ_LIMIT = 10.0
 MOST_FILES = 10_000
 
 
@@ -34,8 +34,8 @@ class Shared:
 async def look(settings: ClusterSettings, path: str) -> Shared:
     """Return the models at this path; raise InvalidInput, or Unavailable if the share does not answer."""
     reading = untrusted.in_daemon_thread(_look, settings, path)
-    if not await untrusted.wait_until_done(reading, timeout=WITHIN):
-        raise Unavailable(f"the share does not answer within {WITHIN:.0f} s", retry_after=30)
+    if not await untrusted.wait_until_done(reading, timeout=READ_LIMIT):
+        raise Unavailable(f"the share does not answer within {READ_LIMIT:.0f} s", retry_after=30)
     return reading.result()
 
 

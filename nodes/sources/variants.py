@@ -36,7 +36,7 @@ _PREFERRED = (
 )
 """Quantizations by how often they are the best choice, the first of all that fit is recommended."""
 _PROJECTORS = ("F16", "FP16", "BF16", "Q8_0", "F32", "FP32")
-_BESIDE = re.compile(
+_SIDE_FILE = re.compile(
     r"(?:.*\.safetensors\.index\.json|(?:.+_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json"
     r"|vocab\.(?:json|txt)|merges\.txt|chat_template.*|(?:pre)?processor.*\.json|preprocessor_config\.json"
     r"|modules\.json|.*\.tiktoken|.*\.model|[0-9]_\w+/config\.json)",
@@ -198,7 +198,7 @@ def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:
         return []
     if sum(map(len, _complete_sets(weights))) < len(weights):
         return []
-    beside = [file for file in files if _BESIDE.fullmatch(file.path)]
+    beside = [file for file in files if _SIDE_FILE.fullmatch(file.path)]
     return [_folder_variant("safetensors", [*weights, *beside])]
 
 

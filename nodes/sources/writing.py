@@ -38,7 +38,7 @@ USE_CASES = {
     "text-to-video": "video",
     "object-detection": "detection",
 }
-"""Task of the hub and our name for what the model is for."""
+"""Our use case by task of the hub."""
 
 
 def definition_of(

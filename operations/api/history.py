@@ -37,11 +37,11 @@ USUAL_PAGE, MOST_A_PAGE = 50, 500
 Position = tuple[datetime, UUID]
 """A position in the order of the history."""
 _OUTCOMES = ("completed", "failed", "cancelled")
-_LONGEST = 255
+_MAX_LENGTH = 255
 
 
 class _Page(serializers.Serializer[Any]):
-    """Which page."""
+    """The requested page."""
 
     limit = serializers.IntegerField(required=False, min_value=1, max_value=MOST_A_PAGE, default=USUAL_PAGE)
     cursor = serializers.CharField(
@@ -50,10 +50,10 @@ class _Page(serializers.Serializer[Any]):
 
 
 class Filters(serializers.Serializer[Any]):
-    """Which entries of the record."""
+    """The requested entries of the record."""
 
     node = serializers.UUIDField(required=False, help_text="A node that it was for.")
-    backend = serializers.CharField(required=False, max_length=_LONGEST, help_text="Backend or model.")
+    backend = serializers.CharField(required=False, max_length=_MAX_LENGTH, help_text="Backend or model.")
     kind = serializers.CharField(required=False, max_length=32)
     outcome = serializers.ChoiceField(choices=_OUTCOMES, required=False)
     actor = serializers.CharField(required=False, max_length=150)
@@ -66,7 +66,7 @@ class Filters(serializers.Serializer[Any]):
 
 
 class _Query(Filters, _Page):
-    """What the record is asked for."""
+    """The query of the record."""
 
 
 class HistoryView(APIView):
@@ -244,7 +244,7 @@ Written = Callable[[Sequence[Entry]], bytes]
 
 
 class _Asked(Filters):
-    """What is exported, and how."""
+    """The requested export and its format."""
 
     format = serializers.ChoiceField(choices=(NDJSON, CSV), required=False, default=NDJSON)
 
@@ -310,15 +310,15 @@ def _cell(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULAS) else text
 
 
-_LARGEST = 2**63 - 1
+_MAX_NUMBER = 2**63 - 1
 
 
 class _ChangesQuery(serializers.Serializer[Any]):
-    """Which changes."""
+    """The requested changes."""
 
     limit = serializers.IntegerField(required=False, min_value=1, max_value=MOST_A_PAGE, default=USUAL_PAGE)
     cursor = serializers.IntegerField(
-        required=False, min_value=1, max_value=_LARGEST, help_text="`nextCursor` of the page before."
+        required=False, min_value=1, max_value=_MAX_NUMBER, help_text="`nextCursor` of the page before."
     )
     actor = serializers.CharField(required=False, max_length=150)
     kind = serializers.CharField(

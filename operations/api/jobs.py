@@ -25,7 +25,7 @@ from operations.changes import feed
 from operations.ledger import admission
 from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarget, Status
 
-REMEMBERED = timedelta(hours=1)
+RETENTION = timedelta(hours=1)
 """Time for which an ended operation stays in the lists of jobs (O29); its status stays with its row."""
 MOST_JOBS = 500
 
@@ -120,7 +120,7 @@ class BackendJobsView(APIView):
     )
     def get(self, request: Request) -> Response:
         """By id, the newest 500 operations that are active or have ended within the last hour."""
-        of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - REMEMBERED)
+        of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - RETENTION)
         names = [kind.name for kind in feed.KINDS.values() if kind.subject == self.subject]
         rows = Operation.objects.filter(of_late, kind__in=names).order_by("-created_at", "-id")
         return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MOST_JOBS]})

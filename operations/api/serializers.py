@@ -1,4 +1,4 @@
-"""What the routes of operations take and return; the shape of an operation is in `changes/feed.py`."""
+"""Bodies of the routes of operations; the shape of an operation is in `changes/feed.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,20 +29,20 @@ HISTORY = Shape("History", "A page of the record.", [field("operations", HISTORY
 
 
 class DoneSerializer(serializers.Serializer[Any]):
-    """It was done (§3.5)."""
+    """The result of a verb that was carried out (§3.5)."""
 
     success = serializers.BooleanField()
     message = serializers.CharField()
 
 
 class SuccessSerializer(serializers.Serializer[Any]):
-    """It was done."""
+    """The result of a request that was carried out."""
 
     success = serializers.BooleanField()
 
 
 STATES = ("queued", "running", "verifying", "waiting_for_nodes", "completed", "failed", "cancelled")
-"""O62."""
+"""States of a job (O62)."""
 
 
 JOB = Shape(
@@ -133,7 +133,7 @@ def requester_of(request: Request) -> Requester:
 
 
 def job_fields(admission: Admission, message: str, route: str = "/api/backends/job") -> dict[str, Any]:
-    """Return what the answer to every request for an operation has in common."""
+    """Return the fields that every answer to a request for an operation has."""
     job = str(admission.operation.id)
     return {
         "jobID": job,

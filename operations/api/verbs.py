@@ -207,7 +207,7 @@ def _retry_as_a_whole(
 
 
 class OperationCountsSerializer(serializers.Serializer[Any]):
-    """What became of the operations that were named."""
+    """The numbers of the named operations by outcome."""
 
     done = serializers.IntegerField(min_value=0, help_text="The verb was carried out.")
     ended = serializers.IntegerField(min_value=0, help_text="Ended already, or without a record.")

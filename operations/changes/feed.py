@@ -23,7 +23,7 @@ from operations import models
 from operations.causes import cause_of
 from operations.models import Operation, OperationTarget, Status, TargetStatus, Waves
 
-_RESTING = (Status.PENDING, Status.WAITING)
+_RESTING_STATUSES = (Status.PENDING, Status.WAITING)
 
 
 class TaskType(StrEnum):
@@ -37,11 +37,11 @@ class TaskType(StrEnum):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """What clients see of a kind of operations."""
+    """The facts about a kind of operation that clients see."""
 
     name: str
     subject: str = ""
-    """What its operations change: `backend`, `model` or `node`."""
+    """The kind of object that its operations change: `backend`, `model` or `node`."""
     task_type: TaskType = TaskType.INSTALLATION
     is_deletion: bool = False
 
@@ -71,7 +71,7 @@ _WAITS = (
         "queuePlace", count(1), "Its place in the queue of its node, or of the controllers.", optional=True
     ),
 )
-"""What the lists and single operations say about waiting work, but not the live feed."""
+"""Fields on waiting work that lists and single operations have, but not the live feed."""
 _RUNS = (
     field("lastProgressAt", TIME, "While it runs: when something was last heard of it.", optional=True),
     field("timeLimitAt", TIME, "While it runs: when its step is given up as unanswered.", optional=True),
@@ -243,7 +243,7 @@ def _moment(at: datetime | None) -> str:
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Row:
     """Return an operation for the wire."""
     targets, kind = list(targets), facts_of(operation)
-    runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING
+    runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING_STATUSES
     name = operation.element.rpartition("@")[2]
     return OPERATION.of(
         id=operation.element,

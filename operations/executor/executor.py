@@ -180,7 +180,7 @@ class Executor(Generic[C]):
         self._terminating: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
         self._stopping = False
-        queue.on_lost(self._lost)
+        queue.on_lost(self._cancel_without_lease)
 
     def running(self) -> int:
         """Return the number of running attempts. Thread-safe."""
@@ -254,22 +254,22 @@ class Executor(Generic[C]):
         task = asyncio.create_task(self._execute(claim), name=str(claim))
         self._tasks[claim.id] = (claim.fence, task)
         # Not in the task itself: a task that is cancelled before its first step never cleans up.
-        task.add_done_callback(lambda done: self._ended((claim.id, claim.fence), done))
+        task.add_done_callback(lambda done: self._forget_attempt((claim.id, claim.fence), done))
 
-    def _ended(self, attempt: Attempt, task: "asyncio.Task[None]") -> None:
+    def _forget_attempt(self, attempt: Attempt, task: "asyncio.Task[None]") -> None:
         self._queue.forget(attempt)
         current = self._tasks.get(attempt[0])
         if current is not None and current[1] is task:
             del self._tasks[attempt[0]]
         self._claims.wake()
 
-    def _lost(self, attempt: Attempt) -> None:
+    def _cancel_without_lease(self, attempt: Attempt) -> None:
         """Cancel an attempt whose report was refused, because it has lost its lease."""
-        if self._runs(attempt):
+        if self._is_running_here(attempt):
             log.warning("%s: the lease was lost; this attempt stops", attempt[0])
             self._cancel_attempts([attempt[0]])
 
-    def _runs(self, attempt: Attempt) -> bool:
+    def _is_running_here(self, attempt: Attempt) -> bool:
         """Return True if exactly this attempt runs here; a later attempt of the same item does not count."""
         current = self._tasks.get(attempt[0])
         return current is not None and current[0] == attempt[1]
@@ -284,7 +284,9 @@ class Executor(Generic[C]):
                 self._cancel_attempts(list(self._tasks))
             return
         self._good_until = renewed_at + self._lease
-        lost = [id for id, fence in fences.items() if held.get(id) != fence and self._runs((id, fence))]
+        lost = [
+            id for id, fence in fences.items() if held.get(id) != fence and self._is_running_here((id, fence))
+        ]
         self._cancel_attempts(lost)
 
     def _cancel_attempts(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
@@ -316,12 +318,12 @@ class OperationQueue:
 
     def __init__(self, handlers: Mapping[str, Handler], *, slots: int = 256) -> None:
         self._handlers, self.slots = dict(handlers), slots
-        self._lost: Callable[[Attempt], None] = lambda attempt: None
-        self._recorder = Recorder(write_batch, lambda attempt: self._lost(attempt))
+        self._cancel_without_lease: Callable[[Attempt], None] = lambda attempt: None
+        self._recorder = Recorder(write_batch, lambda attempt: self._cancel_without_lease(attempt))
 
     def on_lost(self, lost: Callable[[Attempt], None]) -> None:
         """See `Queue`."""
-        self._lost = lost
+        self._cancel_without_lease = lost
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Operation]:
         """See `Queue`."""

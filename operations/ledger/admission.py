@@ -101,7 +101,7 @@ def admit_one_more(request: OperationRequest, *, now: datetime) -> Operation:
     return _create(request, now, one_more=True)
 
 
-def in_progress(existing: Operation) -> errors.Conflict:
+def exclusion_error(existing: Operation) -> errors.Conflict:
     """Return the error for a request that an active operation excludes."""
     return errors.Conflict(
         f"{existing.kind} of {existing.element} is in progress (operation {existing.id}, {existing.status})",
@@ -113,7 +113,7 @@ def in_progress(existing: Operation) -> errors.Conflict:
 
 def _join(existing: Operation, request: OperationRequest) -> Admission:
     if existing.kind != request.kind:
-        raise in_progress(existing)
+        raise exclusion_error(existing)
     if request.needed_until is not None:
         need_until([existing.id], request.needed_until)
     return Admission(existing, created=False)
@@ -148,7 +148,7 @@ def _shares(request: OperationRequest) -> set[str]:
     active = active.only("id", "kind", "key", "element", "status")
     for operation in active:
         if operation.kind != request.kind:
-            raise in_progress(operation)
+            raise exclusion_error(operation)
     return {operation.key for operation in active}
 
 
@@ -167,7 +167,7 @@ def made(
     for failure in superseded:
         supersede(failure, operation, request.by.actor, now)
     Operation.objects.bulk_update(superseded, DISMISSAL)
-    audit.record(changed("asked", operation), at=now)
+    audit.record(audit_entry("asked", operation), at=now)
     return operation, superseded
 
 
@@ -206,7 +206,7 @@ def retry_comment(successor: Operation) -> str:
     return f"tried again as operation {successor.id}"
 
 
-def changed(did: str, operation: Operation, detail: str = "") -> Change:
+def audit_entry(did: str, operation: Operation, detail: str = "") -> Change:
     """Return the audit entry of a user's action on an operation."""
     where = f" on {operation.node_name}" if operation.node_name else ""
     # The query of a URL may be a signature, and the audit outlives the history.
@@ -232,7 +232,8 @@ def dismiss(
             return operation
         if nodes and _dismiss_targets(operation, nodes, now):
             audit.record(
-                changed("dismissed_part", operation, f"on {counted(len(nodes), 'node')}: {comment}"), at=now
+                audit_entry("dismissed_part", operation, f"on {counted(len(nodes), 'node')}: {comment}"),
+                at=now,
             )
         else:
             _dismiss([operation], actor, now, comment)
@@ -266,7 +267,7 @@ def _dismiss(failures: Collection[Operation], actor: str, now: datetime, comment
         failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
         failure.dismissed_comment = comment[:LONGEST_COMMENT]
     Operation.objects.bulk_update(failures, DISMISSAL)
-    audit.record(*(changed("dismissed", failure, comment) for failure in failures), at=now)
+    audit.record(*(audit_entry("dismissed", failure, comment) for failure in failures), at=now)
 
 
 def _dismiss_targets(operation: Operation, nodes: Collection[UUID], now: datetime) -> bool:
@@ -292,8 +293,8 @@ def cancel(
 ) -> Operation:
     """Cancel the operation and its targets (O54, A67); a running attempt loses its fence.
 
-    `notes` maps an intent's id to the reason that its target shows. Of several targets the message counts
-    those that this ended, and those that had succeeded or failed before. Raises NotFound, and Conflict if the
+    `notes` maps an intent's id to the reason that its target shows. With several targets the message has the
+    number of those cancelled now, and of those that had ended before. Raises NotFound, and Conflict if the
     operation cannot be cancelled.
     """
     with committed("ledger.cancel"):
@@ -327,7 +328,7 @@ def cancel(
         operation.lease_owner, operation.lease_until, operation.time_limit_at = "", None, None
         operation.finished_at = operation.updated_at = now
         operation.save()
-        audit.record(changed("cancelled", operation), at=now)
+        audit.record(audit_entry("cancelled", operation), at=now)
         emit([operation])
     return operation
 

@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import update_rows
 from operations import targets
 from operations.changes import events
 from operations.changes.events import emit
-from operations.ledger.progress import REPORTED, Tick, catch_up
+from operations.ledger.progress import REPORT_COLUMNS, Tick, catch_up
 from operations.models import (
     QUEUED,
     Event,
@@ -59,7 +59,7 @@ def target_done(
 
 
 def end_targets(operation_id: UUID, outcomes: Mapping[UUID, tuple[TargetStatus, str]]) -> int:
-    """End the targets on these nodes with status and error; return how many had not ended before.
+    """End the targets on these nodes with status and error; return the number that had not ended yet.
 
     Their progress stays (O70). The caller owns the operation in its transaction, and publishes them later.
     """
@@ -80,7 +80,7 @@ def publish_targets(operation_id: UUID, fence: int, node_ids: Collection[UUID], 
         if len(parts) > 1:
             targets.add_up(operation, parts)
         operation.updated_at = now
-        operation.save(update_fields=REPORTED)
+        operation.save(update_fields=REPORT_COLUMNS)
         emit([operation], {operation_id: parts}, [part for part in parts if part.node_id in nodes])
 
 
@@ -174,7 +174,7 @@ def remember(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -> None
         operation.save(update_fields=["payload"])
 
 
-_CLAIMED = [
+_CLAIM_COLUMNS = [
     *leases.COLUMNS, "status", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
     "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
@@ -198,7 +198,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
             operation.file_index = operation.total_files = operation.bytes_per_second = 0
             operation.last_progress_at, operation.time_limit_at = now, None
         targets.restart_targets([operation for operation in due if operation.fence > 1])
-        update_rows(due, _CLAIMED)
+        update_rows(due, _CLAIM_COLUMNS)
         emit(due)
     return due
 

@@ -18,11 +18,11 @@ from operations import targets
 from operations.changes.events import emit
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
 
-REPORTED = [
+REPORT_COLUMNS = [
     "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
     "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
 ]  # fmt: skip
-_PART = [
+_TARGET_COLUMNS = [
     "status", "phase", "percentage", "file_name", "current_bytes", "total_bytes",
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
@@ -86,8 +86,8 @@ def record(
             ticks = reports[operation.id, operation.fence]
             moved += _move(operation, parts.get(operation.id, ()), ticks, now)
             operation.updated_at = now
-        update_rows(mine, REPORTED)
-        update_rows(moved, _PART)
+        update_rows(mine, REPORT_COLUMNS)
+        update_rows(moved, _TARGET_COLUMNS)
         emit(mine, parts, moved)
     return reports.keys() - rows.keys()
 
@@ -96,7 +96,7 @@ def catch_up(operation: Operation, ticks: Collection[Tick], now: datetime) -> No
     """Apply the last reports of an attempt to its operation, which the caller saves."""
     if not ticks:
         return
-    update_rows(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _PART)
+    update_rows(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _TARGET_COLUMNS)
 
 
 def _move(

@@ -21,7 +21,7 @@ ACTOR = "system"
 TOO_MANY = f"more than {MOST_FAILURES} failures waited for somebody: the oldest were dismissed"
 
 
-_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
+_HAS_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
     status=Status.FAILED, dismissed_at__isnull=False
 )
 
@@ -50,14 +50,14 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
 
 def oldest_kept(*, before: datetime) -> datetime:
     """Return `before`, or the end of the newest operation beyond `MOST_ENDED` if that is later."""
-    beyond = Operation.objects.filter(_ENDED).order_by("-finished_at", "-pk")[MOST_ENDED:]
+    beyond = Operation.objects.filter(_HAS_ENDED).order_by("-finished_at", "-pk")[MOST_ENDED:]
     last = beyond.values_list("finished_at", flat=True).first()
     return before if last is None else max(before, last + timedelta(microseconds=1))
 
 
 def clear(*, before: datetime | None = None) -> int:
     """Delete ended operations, or those before a time; return the number. Undismissed failures stay (O98)."""
-    rows = Operation.objects.filter(_ENDED)
+    rows = Operation.objects.filter(_HAS_ENDED)
     if before is not None:
         rows = rows.filter(finished_at__lt=before)
     deleted = 0

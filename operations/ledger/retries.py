@@ -76,7 +76,7 @@ def _retry(retries: Sequence[Retry], now: datetime) -> list[Outcome]:
     superseded = _supersede([operation for _, operation in created], locked, now)
     changed = _dismiss_retried([retry for retry, _ in pairs], successors, locked, now)
     update_rows([*superseded, *changed], DISMISSAL)
-    asked = [admission.changed("asked", operation) for _, operation in created]
+    asked = [admission.audit_entry("asked", operation) for _, operation in created]
     audit.record(*asked, *changed.values(), at=now)
     emit([*superseded, *changed, *(operation for _, operation in created)])
     return outcomes
@@ -106,7 +106,7 @@ class _ActiveOperations:
             return Admission(existing, created=False)
         excluding = existing or self._of_another_kind(request)
         if excluding is not None:
-            return admission.in_progress(excluding)
+            return admission.exclusion_error(excluding)
         operation = admission.new_operation(request, now)
         self._add(operation)
         return Admission(operation, created=True)
@@ -187,10 +187,10 @@ def _dismiss_retried(
         comment = admission.retry_comment(successors[row.id])
         if remaining:
             detail = f"on {counted(len(tried), 'node')}: {comment}"
-            changes[row] = admission.changed("dismissed_part", row, detail)
+            changes[row] = admission.audit_entry("dismissed_part", row, detail)
         else:
             admission.supersede(row, successors[row.id], retry.request.by.actor, now)
-            changes[row] = admission.changed("dismissed", row, comment)
+            changes[row] = admission.audit_entry("dismissed", row, comment)
     for target in dismissed:
         target.dismissed_at = now
     update_rows(dismissed, ["dismissed_at"])

@@ -115,7 +115,7 @@ class _Picture(Progress):
 
 
 class _Left(TimeRemainingColumn):
-    """The time left of what is measured in bytes."""
+    """Estimate of the time left, for progress that is measured in bytes."""
 
     def render(self, task: Task) -> Text:
         """Return it, or an empty text without a download."""
@@ -164,7 +164,7 @@ class Bars:
         for part in shown:
             self._draw(part)
         progress.disable = False
-        progress.head = _line(f"{texts.what(entry)} of {entry['id']}: {entry['message']}")
+        progress.head = _line(f"{texts.kind_text(entry)} of {entry['id']}: {entry['message']}")
         progress.rest = _line(f"and {len(left)} more: {texts.counts(left)}" if left else "")
         progress.refresh()
 
@@ -207,7 +207,7 @@ def _interest(part: Part) -> tuple[int, str]:
 
 
 def _whole(entry: Entry) -> Part:
-    """Return an operation without parts as its own part."""
+    """Return an operation without targets in the form of a target."""
     return {
         "node_id": "",
         "node_name": entry.get("nodeName", ""),

@@ -20,7 +20,7 @@ Part = Mapping[str, Any]
 _LIST = ("ID", "WHAT", "OF", "WHERE", "STATE", "DONE", "BY", "AGE", "SAYS")
 _RECORD = ("ID", "WHAT", "OF", "WHERE", "OUTCOME", "BY", "ENDED", "SAYS")
 _PARTS = ("NODE", "STATE", "DONE", "BYTES", "ATTEMPTS", "SAYS")
-_LONGEST = 80
+_MAX_LENGTH = 80
 _STATES = {
     Status.PENDING: "queued",
     Status.PROCESSING: "running",
@@ -94,9 +94,9 @@ def record(entries: Sequence[Entry], cursor: str) -> str:
 def _ended(entry: Entry) -> tuple[str, ...]:
     return (
         short(entry),
-        what(entry),
+        kind_text(entry),
         entry["fullName"],
-        where(entry),
+        node_text(entry),
         entry["outcome"],
         entry["actor"],
         moment(datetime.fromisoformat(entry["finishedAt"])),
@@ -106,15 +106,15 @@ def _ended(entry: Entry) -> tuple[str, ...]:
 
 def _said(entry: Entry) -> str:
     said = str(entry.get("error") or wait(entry) or entry["message"])
-    return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 1]}…"
+    return said if len(said) <= _MAX_LENGTH else f"{said[: _MAX_LENGTH - 1]}…"
 
 
 def _operation(entry: Entry, now: datetime) -> tuple[str, ...]:
     return (
         short(entry),
-        what(entry),
+        kind_text(entry),
         entry["id"],
-        where(entry),
+        node_text(entry),
         _status(entry),
         f"{entry['progress']} %",
         entry["actor"],
@@ -127,13 +127,13 @@ def _status(entry: Entry) -> str:
     return _STATES.get(entry["status"]) or str(entry["status"])
 
 
-def what(entry: Entry) -> str:
-    """Return its kind in words: `backend install`."""
+def kind_text(entry: Entry) -> str:
+    """Return the operation's kind as text: `backend install`."""
     return str(entry["kind"]).replace("_", " ")
 
 
-def where(entry: Entry) -> str:
-    """Return its node, or the number of its nodes."""
+def node_text(entry: Entry) -> str:
+    """Return the operation's node, or the number of its nodes."""
     names = [part["node_name"] for part in entry.get("nodes", ())]
     if len(names) > 1 or entry.get("allNodes"):
         nodes = counted(len(names), "node")
@@ -162,8 +162,8 @@ def detail(entry: Entry) -> str:
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "id", entry["jobID"]
-    yield "what", f"{what(entry)} of {entry['id']}"
-    yield "where", where(entry)
+    yield "what", f"{kind_text(entry)} of {entry['id']}"
+    yield "where", node_text(entry)
     yield "state", _status(entry)
     yield "done", f"{entry['progress']} %"
     yield "says", entry["message"]

@@ -50,7 +50,9 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
     finally:
         first.process.kill()
         first.process.wait()
-    eventually(lambda: not list(processes.marked(mark)), seconds=60, what="the reaper to end what is left")
+    eventually(
+        lambda: not list(processes.marked_processes(mark)), seconds=60, what="the reaper to end what is left"
+    )
 
     second = Run(data, port)
     try:
@@ -62,7 +64,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
         second.process.terminate()
         code = second.process.wait(360)
     assert code == 0
-    assert not list(processes.marked(mark))
+    assert not list(processes.marked_processes(mark))
     assert processes.reaper_of(mark) is None
     assert second.output.rstrip().endswith("stopped")
     assert "LOG:  database system is shut down" in second.output

@@ -165,7 +165,9 @@ def test_make_run_survives_kills_while_it_works(data: Path) -> None:
         run.process.wait()
     asked.ended_well(cut=True)
     eventually(
-        lambda: not touching(data) and not list(processes.marked(mark)), seconds=20, what="nothing is left"
+        lambda: not touching(data) and not list(processes.marked_processes(mark)),
+        seconds=20,
+        what="nothing is left",
     )
 
     run = Run(data, free_port(), **SETTINGS)
@@ -185,6 +187,6 @@ def test_make_run_survives_kills_while_it_works(data: Path) -> None:
         code = run.process.wait(360)
     assert code == 0
     assert not touching(data)
-    assert not list(processes.marked(mark))
+    assert not list(processes.marked_processes(mark))
     assert "database system is shut down" in run.output
     assert "Traceback" not in run.output

@@ -89,7 +89,7 @@ class Run:
     def pid(self, program: str) -> int:
         """The process id of one of its programs."""
         mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
-        return next(one.pid for one in processes.marked(f"{mark}/{program}"))
+        return next(one.pid for one in processes.marked_processes(f"{mark}/{program}"))
 
 
 @contextmanager

@@ -27,6 +27,19 @@ from tests.support.bus import PlayedBus
 BACKEND = m.InstalledBackend(name="echo")
 
 
+class EngineClient:
+    """Client of an engine that succeeds at every call of a load. Tests override calls in a subclass."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address, self.token = address, token
+
+    async def load_model(self, options: Any, timeout: float) -> Any:
+        return SimpleNamespace(success=True, message="")
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
 class Stage:
     """Two nodes, a definition, and one claimed load."""
 
@@ -91,20 +104,15 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What `LoadModel` of each engine comes to, in turn: nothing, an error, or something to do first."""
     script: list[Any] = []
 
-    class Client:
-        def __init__(self, address: str, token: str) -> None:
-            assert (address, token) == (STARTED.address, backends.TOKEN)
-
+    class Client(EngineClient):
         async def load_model(self, options: Any, timeout: float) -> Any:
+            assert (self.address, self.token) == (STARTED.address, backends.TOKEN)
             what = script.pop(0) if script else None
             if isinstance(what, Exception):
                 raise what
             if what is not None:
                 await hot.in_thread(what)
-            return SimpleNamespace(success=True, message="")
-
-        async def close(self) -> None:
-            """Nothing to end."""
+            return await super().load_model(options, timeout)
 
     monkeypatch.setattr(load, "BackendClient", Client)
     return script

@@ -41,6 +41,7 @@ from nodes.replicas import slots, stops, unload_requests
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.work import Recorder, write_batch
+from tests.support.loading import EngineClient
 
 MOST_DELAYED = timedelta(seconds=57)
 """A start arrives within this time or never: `states.STARTS_WITHIN`, less what two clocks differ."""
@@ -478,15 +479,9 @@ class _Turns(_Asyncio):
 
 
 def _client_of(world: World) -> Any:
-    class Client:
-        def __init__(self, address: str, token: str) -> None:
-            self._address = address
-
+    class Client(EngineClient):
         async def load_model(self, options: Any, timeout: float) -> SimpleNamespace:
-            return world.load(self._address)
-
-        async def close(self) -> None:
-            """Nothing to end."""
+            return world.load(self.address)
 
     return Client
 
@@ -537,7 +532,7 @@ def played(world: World) -> Iterator[None]:
         (load, "BackendClient"): _client_of(world),
         (load_placement, "asyncio"): _Asyncio(),
         (staging, "asyncio"): _Asyncio(),
-        (staging, "_planned"): _files_of,
+        (staging, "_plan_files"): _files_of,
         (staging, "_send_in_time"): _send_files,
         (commands, "asyncio"): _Asyncio(),
         (commands.Worker, "_watch"): _no_watch,
@@ -552,7 +547,7 @@ def played(world: World) -> Iterator[None]:
         (stops, "probe"): world.probe,
         (state_pass, "probe"): world.probe,
         (state_pass, "in_thread"): _in_thread,
-        (state_pass, "LIMIT"): _LONGEST_WAIT,
+        (state_pass, "CHECK_LIMIT"): _LONGEST_WAIT,
         (state_pass.log, "warning"): warning,
         (inventory, "in_thread"): _in_thread,
         (unload_requests, "in_thread"): _in_thread,

@@ -72,7 +72,7 @@ class Run:
         """The first process of each child, told by its mark and its session."""
         found = {}
         for name in CHILDREN:
-            for one in processes.marked(f"{self.mark}/{name}"):
+            for one in processes.marked_processes(f"{self.mark}/{name}"):
                 if one.session == one.pid and (name != "postgres" or one.parent == self.process.pid):
                     found[name] = one.pid
         return found

@@ -31,11 +31,11 @@ from nodes.scheduling.rules import Rule
 
 ADMIN = "admin"
 JOINING = 10
-"""How many machines may join with the line that `make run` prints."""
+"""Number of machines that may join with the line that `make run` prints."""
 
 
 def settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
-    """Read the settings and rules; CommandError names a wrong one."""
+    """Read the settings and rules. Raise CommandError, which names a wrong one."""
     environment = Environment(os.environ)
     bootstrap, scheduling = environment.read(settings_table.Bootstrap), rules.rules_from_settings(environment)
     for problem in environment.problems:
@@ -44,7 +44,7 @@ def settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
 
 
 class Command(BaseCommand):
-    """Creates what a new installation needs before anyone can sign in."""
+    """Creates the rows and secrets that a new installation needs before anyone can sign in."""
 
     help = "Creates the admin user and enrols a node, as the environment says. Idempotent."
 

@@ -118,19 +118,19 @@ def _check(parts: Sequence[str]) -> None:
             raise Refusal(400, "invalid key: a side file")
 
 
-KEPT = timedelta(days=1)
-EVERY = 3600.0
+KEEP_FOR = timedelta(days=1)
+REMOVAL_INTERVAL = 3600.0
 TEMPORARY, TEMPORARY_END = "localai-output-", ".tmp"
 
 
 def clean(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
-    """Remove files and empty folders unchanged for `KEPT`; return the number of files removed.
+    """Remove files and empty folders unchanged for `KEEP_FOR`; return the number of files removed.
 
     Only the file server's own files are removed, `ephemeral/…` and temporary output files: a folder called
     `staging` beside the models may hold files of other programs. Files being uploaded stay. A folder whose
     last file is removed stays for another day.
     """
-    cutoff, removed, staging = (now - KEPT).timestamp(), 0, staging.resolve()
+    cutoff, removed, staging = (now - KEEP_FOR).timestamp(), 0, staging.resolve()
     for path in _candidates(staging):
         with contextlib.suppress(OSError):  # in use, not permitted, or already removed: the next pass retries
             status = path.lstat()

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from localai_cluster.kit import cancellation, clock, untrusted
 from localai_cluster.worker.exchange import Answer, Exchange, Part, Refusal, content_range, digest, wanted
 from localai_cluster.worker.files import disk, keys
-from localai_cluster.worker.files.disk import HashStopped, State, Threads, Writing
+from localai_cluster.worker.files.disk import HashStopped, PartialUpload, State, Threads
 from localai_cluster.worker.files.fetches import Fetches, partial_of
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
 from localai_cluster.worker.files.locks import PathLocks
@@ -82,7 +82,7 @@ class Uploads:
         path, run = request.key.real, self._threads.run
         state = await run(disk.look, path)
         await run(disk.make_room, path, request.length, state.size)
-        writing, complete = await run(Writing, path, 0, ""), False
+        writing, complete = await run(PartialUpload, path, 0, ""), False
         try:
             if await self._append(writing, request.length, exchange) < request.length:
                 raise Refusal(400, f"short body: got {writing.size} expected {request.length}")
@@ -113,13 +113,15 @@ class Uploads:
         if part.start != state.size:
             raise _wrong_offset(part, state)
         await run(disk.make_room, path, part.total - state.size, reclaimed)
-        writing = await run(lambda: Writing(path, state.size, request.target, known=state.target))
+        writing = await run(lambda: PartialUpload(path, state.size, request.target, known=state.target))
         try:
             return await self._append_part(request, part, writing, exchange)
         finally:
             await run(writing.close)
 
-    async def _append_part(self, request: Upload, part: Part, writing: Writing, exchange: Exchange) -> Answer:
+    async def _append_part(
+        self, request: Upload, part: Part, writing: PartialUpload, exchange: Exchange
+    ) -> Answer:
         received = await self._append(writing, part.length, exchange)
         if received < part.length:
             raise Refusal(400, f"short body: got {received} expected {part.length}")
@@ -144,7 +146,7 @@ class Uploads:
         await self._threads.run(disk.vouch, path, request.target)
         return True
 
-    async def _append(self, writing: Writing, limit: int, exchange: Exchange) -> int:
+    async def _append(self, writing: PartialUpload, limit: int, exchange: Exchange) -> int:
         """Write at most `limit` bytes of the body; return the number of bytes received."""
         received = 0
         while received < limit and (piece := await exchange.piece()):
@@ -153,7 +155,7 @@ class Uploads:
             received += len(piece)
         return received
 
-    async def _finish(self, request: Upload, writing: Writing) -> None:
+    async def _finish(self, request: Upload, writing: PartialUpload) -> None:
         """Record the hash of a complete file. Raise Refusal 400 and remove the file if the hash is wrong."""
         path, run = request.key.real, self._threads.run
         await run(writing.sync)
@@ -248,9 +250,9 @@ class FileServer:
                 log.exception(
                     "cannot remove files of former requests from %s, trying again in %.0f s",
                     staging,
-                    keys.EVERY,
+                    keys.REMOVAL_INTERVAL,
                 )
-            await asyncio.sleep(keys.EVERY)
+            await asyncio.sleep(keys.REMOVAL_INTERVAL)
 
     @staticmethod
     def serves(raw_path: bytes) -> bool:

@@ -52,7 +52,7 @@ class Command(VerbCommand):
             "list", list_backends, "List installed backends, the nodes that have them, and upgrades."
         )
         listed.add_argument("--upgrades", action="store_true", help="only those with an upgrade")
-        _changing(add)
+        _add_write_verbs(add)
 
     def explain(self, refusal: errors.ClusterError) -> str:
         """Name the option where REST names a field of a body."""
@@ -66,7 +66,7 @@ class Command(VerbCommand):
         return super().explain(refusal)
 
 
-def _changing(add: AddVerb) -> None:
+def _add_write_verbs(add: AddVerb) -> None:
     installer = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
     installer.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name"
@@ -82,7 +82,10 @@ def _changing(add: AddVerb) -> None:
     pace = newer.add_mutually_exclusive_group()
     pace.add_argument("--at-once", action="store_true", help="on all nodes at once: running requests end")
     pace.add_argument(
-        "--max-unavailable", type=_at_once, metavar="N", help="nodes at a time after the canary, or 25%%"
+        "--max-unavailable",
+        type=_parse_wave_size,
+        metavar="N",
+        help="nodes at a time after the canary, or 25%%",
     )
     newer.add_argument("--pause", type=int, metavar="SECONDS", help="pause between two waves")
     newer.add_argument(
@@ -156,7 +159,7 @@ def install(options: Options) -> str:
     return _request(options, request, fields)
 
 
-def _at_once(text: str) -> int | str:
+def _parse_wave_size(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdecimal() else text
 
 

@@ -63,7 +63,9 @@ class Command(VerbCommand):
         listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
         listed.add_argument("--state", choices=STATES)
         _model(add("show", show, "Show the YAML of a model."))
-        _edited(_model(add("edit", edit_model, "Change a definition, in $EDITOR unless values are given.")))
+        _add_edit_arguments(
+            _model(add("edit", edit_model, "Change a definition, in $EDITOR unless values are given."))
+        )
         removed = _model(add("remove", remove, "Unload a model and delete its stored definition."))
         removed.add_argument(
             "--files", action="store_true", help="also delete the files that no other definition names"
@@ -82,7 +84,7 @@ def _model(parser: CommandParser) -> CommandParser:
     return parser
 
 
-def _edited(parser: CommandParser) -> None:
+def _add_edit_arguments(parser: CommandParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--set",
@@ -175,7 +177,7 @@ def edit_model(options: Options) -> str:
         raise CommandError(
             f"{error.message}; the edited text is in {_keep(text)}: use it with --file"
         ) from error
-    return _saved(options, f"revision {saved.revision}" if text != former else "not changed")
+    return _saved_definition(options, f"revision {saved.revision}" if text != former else "not changed")
 
 
 def _read(path: Path) -> str:
@@ -206,7 +208,7 @@ def _keep(text: str) -> str:
     return file.name
 
 
-def _saved(options: Options, done: str) -> str:
+def _saved_definition(options: Options, done: str) -> str:
     """Return the definition as it is now."""
     row = definition_entries.detail_of(options["model"])
     if options["json"]:
@@ -226,12 +228,12 @@ def remove(options: Options) -> str:
 
 def disable(options: Options) -> str:
     store.set_disabled(options["model"], True, now=clock.now())
-    return _saved(options, "disabled")
+    return _saved_definition(options, "disabled")
 
 
 def enable(options: Options) -> str:
     store.set_disabled(options["model"], False, now=clock.now())
-    return _saved(options, "enabled")
+    return _saved_definition(options, "enabled")
 
 
 def show_history(options: Options) -> str:
@@ -261,7 +263,9 @@ def restore(options: Options) -> str:
         origin=DefinitionOrigin.EDITOR,
         now=clock.now(),
     )
-    return _saved(options, f"revision {saved.revision} has the text of revision {options['revision']}")
+    return _saved_definition(
+        options, f"revision {saved.revision} has the text of revision {options['revision']}"
+    )
 
 
 def add_model(options: Options) -> str:

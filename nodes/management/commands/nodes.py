@@ -185,7 +185,7 @@ _TOKEN_HEADS = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NO
 
 
 class PartlyDone(CommandError):
-    """A command of which some changes failed; `done` lists all outcomes."""
+    """Some changes of a command failed; `done` lists all outcomes."""
 
     def __init__(self, done: str, message: str) -> None:
         super().__init__(message)
@@ -198,8 +198,8 @@ class Command(VerbCommand):
     help = "Manages the nodes of the cluster."
 
     def add_verbs(self, add: AddVerb) -> None:
-        _reading(add)
-        _changing(add)
+        _add_read_verbs(add)
+        _add_write_verbs(add)
         _join_tokens(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -211,7 +211,7 @@ class Command(VerbCommand):
             raise
 
 
-def _reading(add: AddVerb) -> None:
+def _add_read_verbs(add: AddVerb) -> None:
     listed = add("list", list_nodes, "List all nodes, or those that match the filters.")
     listed.add_argument("--status", choices=NodeStatus.values)
     listed.add_argument("--type", choices=NodeType.values)
@@ -224,7 +224,7 @@ def _reading(add: AddVerb) -> None:
     claims.add_argument("node", nargs="?", metavar="NODE")
 
 
-def _changing(add: AddVerb) -> None:
+def _add_write_verbs(add: AddVerb) -> None:
     add(actions.APPROVE.name, approve, actions.APPROVE.help).add_argument(
         "nodes", nargs="+", metavar="NODE", help="name, id or id prefix"
     )

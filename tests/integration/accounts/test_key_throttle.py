@@ -16,7 +16,7 @@ from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
 from localai_cluster.edge import websocket_application
 from localai_cluster.kit import clock
-from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
+from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from tests.support import api, backends, hot
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -37,7 +37,7 @@ def exhausted(failed_keys: Failures) -> None:
     """No further wrong key is allowed to this address, for this minute and the next."""
     now = clock.now()
     for moment in (now, now + timedelta(seconds=WINDOW)):
-        for _ in range(LIMIT):
+        for _ in range(DEFAULT_LIMIT):
             failed_keys.note(HERE, moment)
 
 
@@ -47,7 +47,7 @@ def exhausted(failed_keys: Failures) -> None:
 def test_wrong_keys_are_limited_and_right_ones_are_not(wrong: str) -> None:
     """D-FAILED-TOKENS: 401 until the limit, then 429 with Retry-After, for wrong keys from there alone."""
     hot.api_key(hash_secret(RIGHT))
-    assert {at(wrong).get("/api/nodes").status_code for _ in range(LIMIT)} == {401}
+    assert {at(wrong).get("/api/nodes").status_code for _ in range(DEFAULT_LIMIT)} == {401}
     # The minute may have ended meanwhile.
     while (refused := at(wrong).get("/api/nodes")).status_code == 401:
         pass
@@ -65,7 +65,7 @@ def test_what_is_no_guess_does_not_count(failed_keys: Failures) -> None:
     for header in ({}, {"Authorization": "Bearer"}, {"Authorization": "Basic abc"}):
         caller = api.Caller(**header)
         caller.client = Client(REMOTE_ADDR=HERE)
-        assert {caller.get("/api/nodes").status_code for _ in range(LIMIT + 1)} == {401}
+        assert {caller.get("/api/nodes").status_code for _ in range(DEFAULT_LIMIT + 1)} == {401}
     failed_keys.check(HERE, clock.now())
 
 
@@ -141,8 +141,8 @@ async def test_websockets_count_too(failed_keys: Failures) -> None:
         return bool(opened)
 
     # Two minutes at most share them.
-    for _ in range(2 * LIMIT):
+    for _ in range(2 * DEFAULT_LIMIT):
         assert not await opens("nonsense")
     minute = int(clock.now().timestamp()) // WINDOW
-    assert sum(failed_keys._count(HERE, one) for one in (minute - 1, minute)) >= 2 * LIMIT
+    assert sum(failed_keys._count(HERE, one) for one in (minute - 1, minute)) >= 2 * DEFAULT_LIMIT
     assert await opens(API_KEY)

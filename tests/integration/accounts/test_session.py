@@ -353,7 +353,7 @@ def test_failed_tokens_and_failed_sign_ins_are_counted_apart(
 ) -> None:
     """A worker with a wrong token locks no one out of the pages."""
     for at in (clock.now(), clock.now() + timedelta(seconds=throttle.WINDOW)):
-        for _ in range(throttle.LIMIT):
+        for _ in range(throttle.DEFAULT_LIMIT):
             failed_tokens.note(HERE, at)
     assert Browser().sign_in().status_code == 200
 

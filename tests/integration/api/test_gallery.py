@@ -192,7 +192,7 @@ async def test_nothing_is_read_for_a_client_that_has_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A web server drops what it cannot deliver; the file would be read to its end for nothing."""
-    monkeypatch.setattr(gallery, "PIECE", 1000)
+    monkeypatch.setattr(gallery, "PIECE_BYTES", 1000)
     node = await make_node()
     assert len((await fetch(node.id, gone=True)).body) < len(CONTENT)
 
@@ -201,7 +201,7 @@ async def test_it_is_sent_in_pieces_and_not_for_ever(folder: Path, monkeypatch: 
     """No more than a piece is in memory at a time; a client that stops reading ends the answer."""
     node = await make_node()
     whole = await fetch(node.id)
-    assert max(len(piece) for piece in whole.pieces) == gallery.PIECE < len(CONTENT)
+    assert max(len(piece) for piece in whole.pieces) == gallery.PIECE_BYTES < len(CONTENT)
     monkeypatch.setattr(gallery, "STALL_LIMIT", 0.05)
     cut = await fetch(node.id, stuck=True)
     assert (cut.status, len(cut.pieces)) == (200, 2)

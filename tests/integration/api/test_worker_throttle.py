@@ -19,7 +19,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
-from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures
+from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures, TooManyFailures
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.registry import claims
 from nodes.registry.heartbeats import IdentityCache
@@ -47,7 +47,7 @@ def fail(failures: Failures, times: int, address: str = HERE, at: datetime = STA
 def test_the_limit_holds_for_one_address_and_one_minute(own: LocMemCache) -> None:
     """D-FAILED-TOKENS: the thirtieth failure is the last that is looked at; the next minute is another."""
     failures = Failures(None, own)
-    fail(failures, LIMIT - 1)
+    fail(failures, DEFAULT_LIMIT - 1)
     failures.check(HERE, START)
     fail(failures, 1)
     with pytest.raises(TooManyFailures) as refused:
@@ -80,7 +80,7 @@ def test_whose_failures_count_together(address: str, who: str) -> None:
 def test_an_unknown_address_is_not_limited(own: LocMemCache) -> None:
     """Behind a proxy on a socket everyone would be locked out together."""
     failures = Failures(None, own)
-    fail(failures, 2 * LIMIT, address="")
+    fail(failures, 2 * DEFAULT_LIMIT, address="")
     failures.check("", START)
     assert not own.get("|0")
 
@@ -133,9 +133,9 @@ def shared_with(valkey: EmbeddedValkey, **options: Any) -> RedisCache:
 def test_web_processes_count_together(valkey: EmbeddedValkey, own: LocMemCache) -> None:
     """Fifteen failures here and fifteen there are thirty; the counts end by themselves."""
     here, there = Failures(shared_with(valkey), own), Failures(shared_with(valkey), own)
-    fail(here, LIMIT // 2, at=clock.now())
+    fail(here, DEFAULT_LIMIT // 2, at=clock.now())
     now = clock.now()
-    fail(there, LIMIT, at=now + timedelta(seconds=WINDOW))
+    fail(there, DEFAULT_LIMIT, at=now + timedelta(seconds=WINDOW))
     with pytest.raises(TooManyFailures):
         here.check(HERE, now + timedelta(seconds=WINDOW))
     client = shared_with(valkey)._cache.get_client()
@@ -153,7 +153,7 @@ def test_no_one_is_locked_out_while_valkey_is_away(
     failures = Failures(gone, own)
     with caplog.at_level(logging.WARNING, logger="localai_cluster.web.throttle"):
         failures.check(HERE, START)
-        fail(failures, LIMIT)
+        fail(failures, DEFAULT_LIMIT)
     with pytest.raises(TooManyFailures):
         failures.check(HERE, START)
     failures.check("192.0.2.8", START)
@@ -189,7 +189,7 @@ def exhausted(failed_tokens: Failures) -> None:
     """No further failure is allowed to this address, for this minute and the next."""
     now = clock.now()
     for at in (now, now + timedelta(seconds=WINDOW)):
-        fail(failed_tokens, LIMIT, at=at)
+        fail(failed_tokens, DEFAULT_LIMIT, at=at)
 
 
 @pytest.mark.django_db
@@ -200,7 +200,7 @@ def test_wrong_tokens_count_wherever_they_stand(wrong: tuple[str, str], failed_t
     header, body = wrong
     now = clock.now()
     for at in (now, now + timedelta(seconds=WINDOW)):
-        fail(failed_tokens, LIMIT - 2, at=at)
+        fail(failed_tokens, DEFAULT_LIMIT - 2, at=at)
     # The second one may be the first of another minute; the third one is over the limit in none.
     assert [register_from(HERE, header, body).status_code for _ in range(2)] == [401, 401]
     while register_from(HERE, header, body).status_code == 401:
@@ -229,7 +229,7 @@ def test_a_refused_guess_leaves_no_line_of_its_own(caplog: pytest.LogCaptureFixt
 @pytest.mark.rule("http-1.1")
 def test_what_is_no_guess_does_not_count(failed_tokens: Failures) -> None:
     """A missing header, an empty body, a person's key, a conflict: refused, and no failure of a token."""
-    for _ in range(2 * LIMIT):
+    for _ in range(2 * DEFAULT_LIMIT):
         assert register_from(HERE, REGISTRATION_TOKEN, "").status_code == 401
     assert register_from(HERE, API_KEY).status_code == 403
     failed_tokens.check(HERE, clock.now())
@@ -273,7 +273,7 @@ def test_a_requested_rotation_is_no_failure(failed_tokens: Failures) -> None:
     claims.request_rotation(node.id, actor=Actor(ActorKind.USER, "root"), now=clock.now())
     caller = api.worker()
     caller.client = Client(REMOTE_ADDR=HERE)
-    for _ in range(LIMIT + 2):
+    for _ in range(DEFAULT_LIMIT + 2):
         assert caller.get(f"/api/node/{node.id}/models").json()["rotate"] is True
     failed_tokens.check(HERE, clock.now())
 

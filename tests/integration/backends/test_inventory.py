@@ -93,7 +93,7 @@ class Bus:
 
 
 def question(node: BackendNode) -> inventory.InventoryRequest:
-    return inventory.question(api.node(node.id))
+    return inventory.request_for(api.node(node.id))
 
 
 def listed(node: BackendNode) -> list[str]:
@@ -173,7 +173,7 @@ async def test_the_rows_become_what_the_worker_lists() -> None:
         assert [m.InstalledBackend(**row) for row in rows] == list(backends)
         kept = await hot.in_thread(api.node, node.id)
         assert before <= kept.inventory_at <= clock.now()
-        assert kept.inventory_due_at == kept.inventory_at + timedelta(seconds=inventory.EVERY)
+        assert kept.inventory_due_at == kept.inventory_at + timedelta(seconds=inventory.REFRESH_INTERVAL)
         assert (kept.inventory_error, kept.revision, kept.updated_at) == ("", 0, node.updated_at)
 
 
@@ -237,9 +237,9 @@ def test_a_list_is_bounded() -> None:
         gallery_url="g" * 3000,
         installed_at="i" * 99,
     )
-    odd = [m.InstalledBackend(name=f"b{i}", size=(-1, 2**70)[i % 2]) for i in range(inventory.MOST)]
+    odd = [m.InstalledBackend(name=f"b{i}", size=(-1, 2**70)[i % 2]) for i in range(inventory.MAX_BACKENDS)]
     assert keep(node, long, *odd)
-    assert NodeBackend.objects.count() == inventory.MOST
+    assert NodeBackend.objects.count() == inventory.MAX_BACKENDS
     row = NodeBackend.objects.get(name="n" * 255)
     assert [len(v) for v in (row.version, row.uri, row.digest, row.gallery_url, row.installed_at)] == [
         255,
@@ -297,7 +297,7 @@ def test_a_due_time_set_during_the_question_counts() -> None:
     assert inventory.store([inventory.Listed(asked, [ECHO], clock.now())])
     assert wait_of(node) < 2
     assert keep(node, ECHO)
-    assert wait_of(node) > inventory.EVERY - 60
+    assert wait_of(node) > inventory.REFRESH_INTERVAL - 60
 
 
 def test_news_are_told_only_if_there_are_any() -> None:
@@ -453,7 +453,7 @@ async def test_an_installation_ends_with_the_list_up_to_date() -> None:
 async def test_an_installation_does_not_fail_for_the_lists_sake(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not say what it has is asked again at once; no one waits for it long."""
     stage = await hot.in_thread(Stage)
-    monkeypatch.setattr(inventory, "QUICK", 0.05)
+    monkeypatch.setattr(inventory, "SHORT_LIMIT", 0.05)
     subject = messages.subject("backend.list", str(stage.node.id))
     await hot.in_thread(due, stage.node, 200)
     stage.bus.replies[subject] = encode(m.ListReply(error="disk"))

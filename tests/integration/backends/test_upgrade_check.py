@@ -57,7 +57,7 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> W
 
 
 def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
-    asked = inventory.question(node)
+    asked = inventory.request_for(node)
     assert inventory.store([inventory.Listed(asked, listed, clock.now())])
 
 

@@ -112,7 +112,7 @@ def test_nodes_that_cannot_be_asked() -> None:
         (answers("200 OK", b'[{"timestamp": 1, "stream": "x", "text": []}]'), "is no log"),
         (answers("200 OK", b'[{"timestamp": "now", "stream": "stdout", "text": ""}]'), "is no log"),
         (answers("200 OK", b"\x1f\x8b\x08", "Content-Encoding: gzip"), "is no log"),
-        (answers("200 OK", b" " * (worker_logs.LARGEST + 1)), "over 16 MiB"),
+        (answers("200 OK", b" " * (worker_logs.MAX_REPLY_BYTES + 1)), "over 16 MiB"),
         (answers("nonsense", b""), "does not answer at"),
     ],
 )

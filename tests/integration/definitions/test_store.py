@@ -95,7 +95,7 @@ def test_the_pruning_task_keeps_the_last_revisions_and_the_young_ones(
     for number in range(6):
         save(TEXT + f"context_size: {number}\n", now=now)
     save(TEXT.replace("name: m", "name: other"), "other")
-    DefinitionRevision.objects.exclude(number=3).update(at=now - store.KEPT - timedelta(days=1))
+    DefinitionRevision.objects.exclude(number=3).update(at=now - store.RETENTION - timedelta(days=1))
     tasks.prune_timeline()
     assert list(store.revisions_of("m").values_list("number", flat=True)) == [6, 5, 3]
     assert store.revisions_of("other").count() == 1
@@ -119,7 +119,7 @@ def test_the_pruning_task_drops_what_was_deleted_long_ago() -> None:
 
 
 def test_pruning_costs_equally_many_queries_for_any_number_of_definitions() -> None:
-    counts, past = [], clock.now() - store.KEPT - timedelta(days=1)
+    counts, past = [], clock.now() - store.RETENTION - timedelta(days=1)
     for size in (1, 5):
         for number in range(size):
             name = f"{size}-{number}"
@@ -128,8 +128,8 @@ def test_pruning_costs_equally_many_queries_for_any_number_of_definitions() -> N
             row = save(TEXT.replace("name: m", f"name: {name}-gone"), f"{name}-gone", now=past)
             store.remove(row.name, id=row.id, now=past)
         with CaptureQueriesContext(connection) as queries:
-            assert store.prune_revisions(before=clock.now() - store.KEPT, limit=1000) == size
-            assert store.prune_deleted(before=clock.now() - store.KEPT, limit=1000) == size
+            assert store.prune_revisions(before=clock.now() - store.RETENTION, limit=1000) == size
+            assert store.prune_deleted(before=clock.now() - store.RETENTION, limit=1000) == size
         counts.append(len(queries))
     assert counts[0] == counts[1]
 
@@ -380,12 +380,12 @@ async def test_what_a_person_deleted_or_disabled_is_not_loaded_from_its_record(
     assert definition is not None
     columns = load_info.columns_of(definition, clock.now())
     await in_thread(lambda: ModelLoadInfo.objects.create(model_name="m", backend_type="echo", **columns))
-    assert await in_thread(load_info._remembered, "m", None) == definition
+    assert await in_thread(load_info._last_definition, "m", None) == definition
     if withdrawn == "disabled":
         await in_thread(lambda: store.set_disabled("m", True, now=clock.now()))
     else:
         await in_thread(lambda: store.remove("m", id=row.id, now=clock.now()))
-    assert await in_thread(load_info._remembered, "m", None) is None
+    assert await in_thread(load_info._last_definition, "m", None) is None
     assert await load_info.find_definition(folder.folder(), "m") is None
 
 

@@ -17,7 +17,7 @@ from localai_cluster.accounts import sessions
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
-from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
+from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from nodes.models import BackendNode
 from tests.support import hot
 from tests.support.answering import ASK, CHAT, definitions
@@ -166,7 +166,7 @@ def test_sessions_that_are_not_there_count_as_wrong_keys(failed_keys: Failures) 
     """D-FAILED-TOKENS: 429 after too many from one address; a session that holds goes on from there."""
     now = clock.now()
     for minute in (now, now + timedelta(seconds=WINDOW)):
-        for _ in range(LIMIT):
+        for _ in range(DEFAULT_LIMIT):
             failed_keys.note("192.0.2.7", minute)
     headers = signed_in(person())
     refused, _ = asked(headers | {"cookie": f"csrftoken={TOKEN}; sessionid={'a' * 32}"})

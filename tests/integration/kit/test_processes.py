@@ -67,7 +67,7 @@ def gone(pids: list[int]) -> bool:
 
 
 def carrying(mark: str) -> set[int]:
-    return {one.pid for one in processes.marked(mark)}
+    return {one.pid for one in processes.marked_processes(mark)}
 
 
 @pytest.mark.parametrize("kind", ["forks", "deaf", "session", "forks,deaf,session"])

@@ -582,7 +582,7 @@ async def test_a_request_in_an_outage_of_the_database_is_to_be_repeated(
     """A name that no definition has, while some file is unreadable: 503 as in other outages."""
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
     broken(stage.folder)
-    gone = patch.object(load_info, "_remembered", side_effect=DatabaseError("gone"))
+    gone = patch.object(load_info, "_last_definition", side_effect=DatabaseError("gone"))
     with gone, pytest.raises(Unavailable, match="database"):
         await gateway.find_definition("echo")
 

@@ -2,7 +2,6 @@
 
 import json
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from operations.executor.work import Postpone
 from tests.support import api, hot, pages
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.fleet import at_once, unexpected
-from tests.support.loading import BACKEND, STARTED, Stage, stage, stops
+from tests.support.loading import BACKEND, STARTED, EngineClient, Stage, stage, stops
 from tests.support.replicas import attempt, owner_of, publish
 
 __all__ = ["stage"]
@@ -423,16 +422,10 @@ def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[
     )
     heard: list[dict[str, Any]] = []
 
-    class Client:
-        def __init__(self, address: str, token: str) -> None:
-            """Nothing to open."""
-
+    class Client(EngineClient):
         async def load_model(self, options: Any, timeout: float) -> Any:
             heard.append(json_format.MessageToDict(options, preserving_proto_field_name=True))
-            return SimpleNamespace(success=True, message="")
-
-        async def close(self) -> None:
-            """Nothing to end."""
+            return await super().load_model(options, timeout)
 
     monkeypatch.setattr(load, "BackendClient", Client)
     need = Need(vram=size * GIB, vram_required=True)

@@ -25,7 +25,7 @@ from localai_cluster.kit import clock, conf, connections
 from localai_cluster.kit.addresses import Address
 from localai_cluster.metrics import registries
 from localai_cluster.scraping import MetricsApplication, RowReader
-from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
+from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from nodes.models import PendingBackendOp, WebProcess
 from operations.executor import controllers
 from operations.models import Operation, Status
@@ -108,7 +108,7 @@ def test_wrong_tokens_are_limited_and_right_ones_are_not(failed_keys: Failures) 
     """D-FAILED-TOKENS: together with wrong API keys."""
     now = clock.now()
     for moment in (now, now + timedelta(seconds=WINDOW)):
-        for _ in range(LIMIT):
+        for _ in range(DEFAULT_LIMIT):
             failed_keys.note("192.0.2.7", moment)
     assert [asked(key).status for key in ("wrong", SCRAPER, API_KEY)] == [429, 200, 200]
 
@@ -255,7 +255,7 @@ def test_without_the_database_the_process_tells_its_own(
 ) -> None:
     """A hang costs one thread, however many scrapes come."""
     release, calls = threading.Event(), []
-    monkeypatch.setattr(scraping, "LIMIT", 0.2 if trouble == "hangs" else 60)
+    monkeypatch.setattr(scraping, "SCRAPE_LIMIT", 0.2 if trouble == "hangs" else 60)
 
     def read(now: datetime) -> Sequence[Metric]:
         calls.append(now)

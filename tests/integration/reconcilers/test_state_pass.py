@@ -188,7 +188,7 @@ class TestWorkersWord:
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """After the limit what is known is written; the rest stays as it was."""
-        monkeypatch.setattr(state_pass, "LIMIT", 0.2)
+        monkeypatch.setattr(state_pass, "CHECK_LIMIT", 0.2)
         hanging, dead = await stage.node("hanging"), await stage.node("dead")
         stage.lists(hanging, NEVER)
         stage.lists(dead)

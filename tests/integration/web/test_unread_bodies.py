@@ -18,7 +18,7 @@ from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.web import bodies
-from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
+from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from nodes.gateway import gateway
 from tests.conftest import eventually
 from tests.support import backends, hot
@@ -107,7 +107,7 @@ async def test_an_address_over_its_limit_has_nothing_read(failed_keys: Failures)
     """429 before a short body too, which is not waited for; the count is kept before any work on it."""
     now = clock.now()
     for moment in (now, now + timedelta(seconds=WINDOW)):
-        for _ in range(LIMIT):
+        for _ in range(DEFAULT_LIMIT):
             failed_keys.note(HERE, moment)
     async with hot.serving():
         assert (await Sender(large(size=10)).post(CHAT, WRONG)).status == 429

@@ -116,7 +116,7 @@ async def test_a_silent_registry_costs_its_own_time_only(
     registry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upgrade_check, "DIGESTS_WITHIN", 0.5)
-    monkeypatch.setattr(upgrade_check, "WITHIN", 0.0)
+    monkeypatch.setattr(upgrade_check, "CHECK_LIMIT", 0.0)
     monkeypatch.setattr(upgrade_check, "ALL_WITHIN", 600)
     found = await upgrade_check.image_digests([f"{registry}:silent", f"{registry}:plain"])
     assert list(found) == [f"{registry}:plain"]

@@ -86,7 +86,7 @@ def test_the_figures_of_a_gguf_are_found_wherever_they_stand(written: Path, vers
 @pytest.mark.rule("R2.41")
 def test_a_vocabulary_may_be_longer_than_one_read(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts on the border of two reads, and texts that are longer than a read."""
-    monkeypatch.setattr(headers, "_PIECE", 50)
+    monkeypatch.setattr(headers, "_READ_BYTES", 50)
     words = ["x" * (number * 7 % 130) for number in range(300)]
     vocabulary = list_of(TEXT, len(words), b"".join(map(text, words)))
     written.write_bytes(made_of(pair("t.tokens", LIST, vocabulary), *figures(FIGURES)))

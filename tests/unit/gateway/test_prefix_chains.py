@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from xxhash import xxh64_intdigest
 
 from nodes.gateway.generation import Conversation, ConversationMessage
-from nodes.gateway.prefix_table import DEPTH, LONGEST, WINDOW, prompt_bytes, prompt_chain
+from nodes.gateway.prefix_table import DEPTH, MAX_PROMPT_BYTES, WINDOW, prompt_bytes, prompt_chain
 
 
 @pytest.mark.rule("R3.4", "nats-7.4", "C40")
 def test_golden_values() -> None:
     """R3.4, nats-7.4: bit for bit what the reference sends."""
-    assert (WINDOW, DEPTH, LONGEST) == (256, 64, 16384)
+    assert (WINDOW, DEPTH, MAX_PROMPT_BYTES) == (256, 64, 16384)
     assert xxh64_intdigest(b"modelX") == 0xC0843F059B09D048
     assert prompt_chain("modelX", b"hello world") == (0x7D32CF95C6495399,)
     assert prompt_chain("m1", b"abc") == (0xBA3E693999A4C072,)
@@ -56,4 +56,4 @@ def test_the_bytes_of_a_prompt() -> None:
     assert prompt_bytes("") == prompt_bytes(Conversation(())) == b""
     assert prompt_bytes("ä" * 20000) == ("ä" * 8192).encode()
     long = Conversation((ConversationMessage("user", "x" * 10000),) * 1000)
-    assert len(prompt_bytes(long)) == LONGEST
+    assert len(prompt_bytes(long)) == MAX_PROMPT_BYTES

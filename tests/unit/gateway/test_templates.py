@@ -34,7 +34,7 @@ def made(source: str, asked: Conversation = ASKED) -> str:
 def test_a_template_that_writes_nothing_for_long_is_given_up(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "LONGEST", 0.1)
+    monkeypatch.setattr(templates, "CPU_LIMIT", 0.1)
     began = clock.monotonic()
     with pytest.raises(InvalidInput, match="too much"):
         made(source)
@@ -60,7 +60,7 @@ def test_no_single_step_holds_the_server_or_takes_its_memory(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review X9: `sort` held the interpreter for 74 s, one `%` format took 2 GB."""
-    monkeypatch.setattr(templates, "LONGEST", 0.2)
+    monkeypatch.setattr(templates, "CPU_LIMIT", 0.2)
     before = resource.getrusage(resource.RUSAGE_SELF)
 
     with pytest.raises(InvalidInput, match="too much"):

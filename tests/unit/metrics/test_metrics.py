@@ -145,9 +145,9 @@ def test_an_attempt_that_says_nothing_is_unrecorded() -> None:
 def test_a_pass_and_a_start_that_raise_have_failed() -> None:
     failed = sample(passes.PASSES, name="p", outcome="failed")
     starts = sample(worker.STARTS, outcome="failed")
-    with pytest.raises(LookupError), passes.counted("p"), worker.starting():
+    with pytest.raises(LookupError), passes.count_pass("p"), worker.starting():
         raise LookupError
-    with passes.counted("p"), worker.starting():
+    with passes.count_pass("p"), worker.starting():
         pass
     assert sample(passes.PASSES, name="p", outcome="failed") == failed + 1
     assert sample(worker.STARTS, outcome="failed") == starts + 1

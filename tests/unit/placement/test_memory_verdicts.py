@@ -27,7 +27,7 @@ from nodes.placement.choose import (
 )
 from nodes.placement.evict import ProtectionRules, Resident
 from nodes.placement.explain import FleetView, MemoryVerdict, NodeMemory, explain_memory
-from nodes.placement.sizes import STATED
+from nodes.placement.sizes import STATED_NEED
 from tests.support import gguf_files
 from tests.support.gguf_models import MODELS
 from tests.unit.placement.test_choose import view
@@ -152,7 +152,7 @@ def test_the_refusal_of_a_request_says_what_would_fit() -> None:
 @pytest.mark.rule("R2.31", "R2.32", "UW9")
 def test_a_need_that_the_definition_states_has_no_terms() -> None:
     """In the refusal and in the verdict it reads as a sentence."""
-    need = Need(10 * GIB, vram_required=True, terms=((STATED, 10 * GIB),), source=STATED)
+    need = Need(10 * GIB, vram_required=True, terms=((STATED_NEED, 10 * GIB),), source=STATED_NEED)
     small, large = on("gpu-1", 9.2), on("gpu-2", 12)
     assert choose_node([small], need=need).describe_refusals() == (
         "no node can take it: 1 without the VRAM it needs"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.reconcilers.liveness import HEALING, MassHold, Silence, decide_hold
+from nodes.reconcilers.liveness import HEALING_TIME, MassHold, Silence, decide_hold
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 HOLD = 300.0
@@ -30,13 +30,13 @@ OVER = MassHold(NOW - timedelta(seconds=300), NOW)
         (8, 0, 21, OLD, OLD),
         (21, 0, 21, OLD, OLD),
         (7, 0, 20, OLD, OLD),
-        (7, 0, 21, NEW, MassHold(NOW, NOW + HEALING)),
-        (7, 0, 21, MassHold(NOW, NOW + HEALING / 2), MassHold(NOW, NOW + HEALING / 2)),
+        (7, 0, 21, NEW, MassHold(NOW, NOW + HEALING_TIME)),
+        (7, 0, 21, MassHold(NOW, NOW + HEALING_TIME / 2), MassHold(NOW, NOW + HEALING_TIME / 2)),
         (7, 0, 21, OVER, None),
         (0, 0, 21, OLD, None),
         (0, 8, 21, OLD, None),
         (8, 0, 21, OVER, None),
-        (19, 0, 19, NEW, MassHold(NOW, NOW + HEALING)),
+        (19, 0, 19, NEW, MassHold(NOW, NOW + HEALING_TIME)),
     ],
     ids=[
         "nobody is silent",

@@ -251,7 +251,7 @@ def test_a_file_follows_what_is_inline(tmp_path: Path) -> None:
         b"- !!int ''",
         b"- {? [a] : b}",
         b"- {model_name: m, min_prefix_match: .nan}",
-        b"#" * (rules.LARGEST + 1),
+        b"#" * (rules.MAX_NUMBER + 1),
     ],
     ids=lambda content: repr(content[:30]),
 )

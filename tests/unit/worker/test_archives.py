@@ -311,7 +311,9 @@ async def test_a_byte_now_and_then_does_not_keep_a_download_alive(monkeypatch: p
         pieces = outbound.paced(httpx.Response(200, stream=Drip()).aiter_raw(), 1024)
         return sum([len(piece) async for piece in pieces])
 
-    assert await received(50.0, 50 * outbound.SLOWEST, 20) == 1000 * outbound.SLOWEST
+    assert (
+        await received(50.0, 50 * outbound.MIN_BYTES_PER_SECOND, 20) == 1000 * outbound.MIN_BYTES_PER_SECOND
+    )
     with pytest.raises(TimeoutError):
         await received(50.0, 1, 20)
 

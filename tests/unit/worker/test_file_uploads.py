@@ -22,7 +22,7 @@ from localai_cluster.kit.connections import serving
 from localai_cluster.worker import exchange
 from localai_cluster.worker.commands import delete_model
 from localai_cluster.worker.files import disk
-from localai_cluster.worker.files.disk import HashStopped, Writing
+from localai_cluster.worker.files.disk import HashStopped, PartialUpload
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
@@ -159,9 +159,9 @@ STEPS: tuple[tuple[Any, str], ...] = (
     (disk, "remove"),
     (disk, "_write_side"),
     (disk, "sync_folder"),
-    (Writing, "append"),
-    (Writing, "sync"),
-    (Writing, "digest"),
+    (PartialUpload, "append"),
+    (PartialUpload, "sync"),
+    (PartialUpload, "digest"),
     (disk, "vouch"),
     (os, "fsync"),
 )
@@ -230,10 +230,10 @@ def test_what_does_not_fit_is_refused_before_the_old_file_goes(
 def test_a_whole_upload_that_fails_leaves_nothing(
     served: Served, files: Files, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Writing, piece: bytes) -> None:
+    def full(self: PartialUpload, piece: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Writing, "append", full)
+    monkeypatch.setattr(PartialUpload, "append", full)
     assert files.put(key, CONTENT, DIGEST).status == 507
     monkeypatch.undo()
     assert list(on_disk(served, key).parent.iterdir()) == []
@@ -354,14 +354,14 @@ def test_memory_does_not_grow_with_the_file(
 ) -> None:
     """Pieces of bounded size, one of them at a time, however slow the disk is."""
     sizes: list[int] = []
-    honest, content = Writing.append, bytes(8_000_000)
+    honest, content = PartialUpload.append, bytes(8_000_000)
 
-    def slow(self: Writing, piece: bytes) -> None:
+    def slow(self: PartialUpload, piece: bytes) -> None:
         sizes.append(len(piece))
         threading.Event().wait(0.002)
         honest(self, piece)
 
-    monkeypatch.setattr(Writing, "append", slow)
+    monkeypatch.setattr(PartialUpload, "append", slow)
     monkeypatch.setattr(disk, "SYNC_EVERY", 3_000_000)
     assert files.stage(key, content) == 1
     assert sum(sizes) == len(content)

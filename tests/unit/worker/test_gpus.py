@@ -252,12 +252,12 @@ async def test_a_driver_that_hangs_stops_no_heartbeat(
 ) -> None:
     """The first heartbeat waits for the limit, later ones not at all; there is one thread, not one a beat."""
     reader, let_go, asked = hung
-    monkeypatch.setattr(hardware, "LIMIT", 0.05)
+    monkeypatch.setattr(hardware, "READ_LIMIT", 0.05)
     for _ in range(3):
         assert set(await figures(tmp_path, reader)) == {"available_ram", "total_disk", "available_disk"}
     assert len(asked) == 1
     let_go()
-    monkeypatch.setattr(hardware, "LIMIT", 60.0)
+    monkeypatch.setattr(hardware, "READ_LIMIT", 60.0)
     told: dict[str, Any] = {}
     while "gpus" not in told:  # its thread ends, then it is asked again
         told = await figures(tmp_path, reader)
