@@ -5,11 +5,16 @@ Real servers, started once by the first test that needs them, and a deadline hel
 
 import asyncio
 import gc
+import os
+import ssl
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import httpx
+import httpx._transports.default
 import pytest
 import pytest_asyncio.plugin
 from django.db import connection, connections
@@ -42,6 +47,26 @@ def _is_from_asyncio(definition: pytest.FixtureDef[Any], request: pytest.Fixture
 
 
 patch.object(looptime_plugin, "_should_patch", _is_from_asyncio).start()
+
+_new_context = httpx.create_ssl_context
+
+
+@cache
+def _usual_context(trust_env: bool, file: str | None, folder: str | None) -> ssl.SSLContext:
+    return _new_context(trust_env=trust_env)
+
+
+def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    """Return one context for all clients of this process that trust the usual authorities.
+
+    httpx reads all their certificates for each client, which takes 20 ms of the processor.
+    """
+    if verify is not True or cert is not None:
+        return _new_context(verify, cert, trust_env)
+    return _usual_context(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+patch.object(httpx._transports.default, "create_ssl_context", _context).start()
 
 
 def pytest_configure() -> None:
