@@ -37,7 +37,14 @@ _FOCUS = """() => {
     top: box.top + scrollY, left: box.left, width: box.width, height: box.height,
   };
 }"""
-_WIDTHS = """() => {
+_WIDTHS = """async () => {
+  const frame = () => new Promise(requestAnimationFrame);
+  for (let same = 0, before = 0, frames = 0; same < 3 && frames < 120; frames += 1) {
+    await frame();
+    const width = document.scrollingElement.scrollWidth;
+    same = width === before ? same + 1 : 0;
+    before = width;
+  }
   const room = document.documentElement.clientWidth;
   const inside = (element) => {
     for (let up = element.parentElement; up !== null; up = up.parentElement)
@@ -94,7 +101,11 @@ def walk(page: Page) -> list[dict[str, Any]]:
 
 
 def sideways(page: Page) -> list[str]:
-    """What makes the page scroll sideways; empty if it does not."""
+    """What makes the page scroll sideways; empty if it does not.
+
+    Looked at once the page has had one width for a few frames: what follows the size of the window by script
+    comes after it.
+    """
     found: dict[str, Any] = page.evaluate(_WIDTHS)
     if found["scroll"] <= found["room"] and not found["wide"]:
         return []
