@@ -80,6 +80,12 @@ class SourceMissing(SourceError):
     code = "source_missing"
 
 
+class SourceChanged(SourceError):
+    """A source has another file than the one with the stated size and hash."""
+
+    code = "source_changed"
+
+
 class SourceBusy(SourceError):
     """A source asks to come back later (429, 503)."""
 

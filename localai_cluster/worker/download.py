@@ -76,6 +76,10 @@ class DownloadFailed(ClusterError):
         self.permanent = not can_retry
 
 
+class WrongHash(DownloadFailed):
+    """The source has sent another file than the declared one."""
+
+
 @dataclass(frozen=True)
 class Archive:
     """An archive to download. `sha256` is lower-case hex, "" if the gallery has none.
@@ -150,7 +154,7 @@ class Downloads:
             sha256 = await self._download_with_retries(archive, on_bytes, halt)
             problem = await in_thread(_problem, archive, sha256, halt)
         if problem:
-            raise DownloadFailed(f"{_public_url(archive)}: {problem}")
+            raise WrongHash(f"{_public_url(archive)}: {problem}")
 
     async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
         """Return the SHA-256 of the file in hex, "" if the download has not read all of it."""

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Protocol
 
 from localai_cluster.kit import backoff, clock, untrusted
-from localai_cluster.kit.outbound import STALL_LIMIT, SourceBody, SourceBusy, SourceError, paced
+from localai_cluster.kit.outbound import (
+    STALL_LIMIT,
+    SourceBody,
+    SourceBusy,
+    SourceChanged,
+    SourceError,
+    paced,
+)
 from nodes.downloads.partial_files import (
     CHUNK,
     FIRST_SPAN,
@@ -227,7 +234,7 @@ class Download:
                     return sha256
                 if not was_resumed:
                     await in_staging_thread(partial.discard)
-                    raise SourceError(f"{self._file.path}: {problem}")
+                    raise SourceChanged(f"{self._file.path}: {problem}")
             log.warning("%s: %s; downloading all of it again", self._file.path, problem)
             await in_staging_thread(partial.restart, self._file.url, self._file.sha256)
             self._meter.positions[self._file.path] = 0
@@ -303,7 +310,7 @@ class Download:
         """
         journal, total = partial.journal, body.total or self._file.size or -1
         if self._file.size and body.total and body.total != self._file.size:
-            raise SourceError(
+            raise SourceChanged(
                 f"{self._file.path} has changed at its source: it has {body.total} bytes instead of"
                 f" {self._file.size}. Look the model up again."
             )

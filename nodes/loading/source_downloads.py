@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.outbound import SourceChanged
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT
@@ -78,9 +79,18 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
             await watch.changed(timeout=_POLL)
     if state.status == Status.CANCELLED:
         raise LoadFailed(f"staging: the download of {listed} to the control plane was cancelled")
+    if state.status == Status.FAILED and state.result.get("code") == SourceChanged.code:
+        raise changed_at_source(state.error)
     if state.status == Status.FAILED:
         # The worker of another node may reach the source.
         raise NodeRefused(f"staging: {message}, and it failed: {state.error}")
+
+
+def changed_at_source(reason: str) -> LoadFailed:
+    """Return the end of a load whose file has changed at its source: no node would get another one."""
+    return LoadFailed(
+        f"staging: the file at its source is not the recorded one ({reason}); import the model again"
+    )
 
 
 def _read(child: UUID) -> Operation:

@@ -43,6 +43,7 @@ from nodes.loading.source_files import (
     plan_files,
 )
 from nodes.loading.transfer import (
+    ChangedAtSource,
     FileAtSource,
     FileRefused,
     Stalled,
@@ -155,7 +156,7 @@ class ModelTransfer:
         return self.meter.total - self.meter.current
 
     async def send(self) -> StagingResult:
-        """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError.
+        """Send all files. Raise FileRefused, ChangedAtSource, Stalled, Unreachable, FileChanged and OSError.
 
         Raise FilesAtSource once all others are there, if the worker does not fetch some that are not here.
         """
@@ -345,6 +346,8 @@ async def _send_in_time(
             # A restarted worker has another token. As soon as it registers, the slot is lost.
             await asyncio.sleep(_REGISTERS)
         raise NodeRefused(f"staging: {refusal}") from refusal
+    except ChangedAtSource as change:
+        raise source_downloads.changed_at_source(str(change)) from change
     except FileChanged as change:
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
 

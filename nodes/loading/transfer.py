@@ -157,6 +157,10 @@ class FileAtSource(Exception):
     """The file is needed here, because its worker has not fetched it from its source."""
 
 
+class ChangedAtSource(Exception):
+    """The source has another file than the recorded one, and there is no copy here; the text gives both."""
+
+
 class Stalled(Exception):
     """Nothing has moved within the limit."""
 
@@ -258,7 +262,7 @@ class Transfer:
     async def fetch(self) -> str:
         """Have the worker fetch the file from its source; return its path there, "" if it is to be sent.
 
-        Raises FileRefused, Stalled, Unreachable, FileChanged and OSError.
+        Raises FileRefused, ChangedAtSource, Stalled, Unreachable, FileChanged and OSError.
         """
         source = self.source
         if source is None or not self._remote.can_fetch:
@@ -283,7 +287,10 @@ class Transfer:
         return path
 
     async def _fetch_by_worker(self, source: FileSource) -> str:
-        """Have the worker fetch the file; return its path, "" after a failure, which is recorded."""
+        """Have the worker fetch the file; return its path, "" after a failure, which is recorded.
+
+        Raise ChangedAtSource.
+        """
         self._meter.start_fetch(self.file.relative)
         self.fetch_problem, self._lost_worker = "", False
         try:
@@ -296,6 +303,8 @@ class Transfer:
             )
         except worker_fetch.FetchFailed as failure:
             self.fetch_problem = self._without_token(str(failure))
+            if failure.has_changed and self.file.record is not None:
+                raise ChangedAtSource(f"{self.file.relative}: {self.fetch_problem}") from failure
             self.is_unreachable, self._lost_worker = failure.is_unreachable, failure.lost_worker
             self._meter.positions[self.file.relative] = 0
             self._remote = Remote()  # it may have the file in spite of the failure

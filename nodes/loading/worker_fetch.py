@@ -55,12 +55,21 @@ class FileSource:
 class FetchFailed(Exception):
     """The worker could not fetch the file; the text gives the reason."""
 
-    def __init__(self, reason: str, *, is_unreachable: bool = False, lost_worker: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_unreachable: bool = False,
+        lost_worker: bool = False,
+        has_changed: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.is_unreachable = is_unreachable
         """True if the worker had no connection to the source."""
         self.lost_worker = lost_worker
         """True if the connection to the worker was lost, which says nothing about the source."""
+        self.has_changed = has_changed
+        """True if the source has sent another file of this size."""
 
 
 class _AnswerLine(msgspec.Struct):
@@ -68,6 +77,7 @@ class _AnswerLine(msgspec.Struct):
     local_path: str = ""
     error: str = ""
     unreachable: bool = False
+    changed: bool = False
 
 
 def downloads_on_worker(definition: Definition) -> bool:
@@ -138,7 +148,8 @@ async def fetch(
         ):
             async for line in _lines(response):
                 if line.error:
-                    raise FetchFailed(_words(line.error), is_unreachable=line.unreachable)
+                    reason = _words(line.error)
+                    raise FetchFailed(reason, is_unreachable=line.unreachable, has_changed=line.changed)
                 if line.local_path:
                     return line.local_path
                 if position < line.bytes <= size:

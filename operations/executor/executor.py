@@ -371,7 +371,7 @@ class OperationQueue:
         except Abandoned as reason:
             return await self._finish(work, Event.CANCEL, message=str(reason))
         except errors.ClusterError as failure:
-            return await self._finish(work, Event.FAIL, error=failure.message)
+            return await self._finish(work, Event.FAIL, error=failure.message, result={"code": failure.code})
         except (LeaseLost, OperationalError, InterfaceError):
             raise
         except Exception:

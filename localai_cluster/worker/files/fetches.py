@@ -7,7 +7,8 @@ download ends; a later request resumes it at the next byte, also after a kill of
 nothing of the file is left.
 
 A source to which there is no connection is not tried again, because the client sends the file instead; the
-last line then has `"unreachable": true`.
+last line then has `"unreachable": true`. If the source sends as many bytes and their hash is another one, it
+has `"changed": true`.
 """
 
 import asyncio
@@ -28,7 +29,14 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.kit.outbound import Outbound, SourceError, SourceUnreachable, host_of, parse_url
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.config import Config
-from localai_cluster.worker.download import MOST_BYTES, Archive, DownloadFailed, Downloads, partial_path
+from localai_cluster.worker.download import (
+    MOST_BYTES,
+    Archive,
+    DownloadFailed,
+    Downloads,
+    WrongHash,
+    partial_path,
+)
 from localai_cluster.worker.exchange import Exchange, Refusal, is_digest
 from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import HashStopped, Threads
@@ -157,7 +165,10 @@ class Fetches:
             return {"error": refusal.answer.text.strip()}
         except ClusterError as error:
             log.warning("fetch of %s: %s", fetch.key.local, error.message)
-            return {"error": error.message, **({"unreachable": True} if fetch.is_unreachable else {})}
+            # A shorter answer may come from a proxy of this network.
+            has_changed = isinstance(error, WrongHash) and fetch.position == fetch.size
+            facts = {"unreachable": fetch.is_unreachable, "changed": has_changed}
+            return {"error": error.message, **{name: True for name, is_so in facts.items() if is_so}}
         except HashStopped:
             return {"error": "the worker is shutting down"}
         except OSError as error:

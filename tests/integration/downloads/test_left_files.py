@@ -14,7 +14,7 @@ from pytest_django import Settings
 
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.kit.outbound import SourceBody, SourceError
+from localai_cluster.kit.outbound import Outbound, SourceBody, SourceError
 from nodes.api import definition_entries
 from nodes.definitions import rows, sizes, store
 from nodes.definitions.files import Definition
@@ -27,7 +27,7 @@ from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import estimate_need
 from nodes.loading.source_files import plan_files
-from nodes.models import ModelDefinition, NodeModel
+from nodes.models import BackendNode, ModelDefinition, NodeModel
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.executor.work import Postpone, Recorder, WakeUps, Work, in_thread, write_batch
 from operations.ledger import attempts
@@ -35,7 +35,7 @@ from operations.ledger.admission import Requester
 from operations.models import Event, Operation
 from tests.integration.loading.test_delivery import worker
 from tests.integration.loading.test_load_steps import told
-from tests.support import hub
+from tests.support import backends, hub, worker_http
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support.sources import LFS_POINTER, Source, WebOpener, sha256_of, started
 
@@ -437,6 +437,46 @@ async def test_the_end_of_the_download_is_told_by_the_load(
     assert says in str(ended.value)
     assert await in_thread(NodeModel.engines.count) == 0
     await cancellation.end(*running)
+
+
+@pytest.mark.rule("R2.56")
+async def test_a_file_that_has_changed_at_its_source_is_downloaded_once(
+    loading: Stage, told: list[Any], source: Source, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the control plane nor another node would get other bytes."""
+    monkeypatch.setattr(worker_http, "ENGINE_TOKEN", backends.TOKEN)
+    source.files["/m.gguf"] = DATA[:-1] + b"?"
+    requests = len(source.seen("files"))
+    with worker_http.worker(fetching=worker_http.fetches(Outbound([source.host, source.storage]))) as one:
+        nodes = BackendNode.objects.filter(pk__in=[loading.one.pk, loading.two.pk])
+        await in_thread(lambda: nodes.update(http_address=one.address))
+        with pytest.raises(
+            LoadFailed, match=r"not the recorded one .*its sha256 is .*import the model again"
+        ):
+            await asyncio.wait_for(loading.handler(loading.work), 60)
+    assert len(source.seen("files")) == requests + 1
+    assert not await in_thread(Operation.objects.active().filter(kind=imports.KIND).exists)
+    assert files_below(models) == ["hf/o/r/config.json"]
+
+
+@pytest.mark.rule("R2.56")
+@pytest.mark.parametrize("fault", ["other bytes", "longer"])
+async def test_a_download_that_finds_another_file_ends_the_load(
+    loading: Stage, source: Source, fault: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No further node is tried."""
+    source.files["/m.gguf"] = DATA + b"?" if fault == "longer" else DATA[:-1] + b"?"
+
+    async def download() -> None:
+        work = await claimed()
+        with pytest.raises(SourceError) as failed:
+            await ImportModel(WebOpener())(work)
+        outcome = {"error": failed.value.message, "result": {"code": failed.value.code}}
+        await finish(work, Event.FAIL, **outcome)
+
+    async with worker(tmp_path_factory.mktemp("w"), loading.one):
+        with pytest.raises(LoadFailed, match=r"not the recorded one .*import the model again"):
+            await loaded_while(loading, download)
 
 
 @pytest.mark.rule("R2.56")

@@ -96,6 +96,8 @@ async def test_errors_end_the_operation_with_a_reason(raised: Exception, status:
     assert ended.status == status
     assert text in ended.error
     assert "secret detail" not in ended.error
+    is_stated = isinstance(raised, errors.ClusterError)
+    assert ended.result == ({"code": "conflict"} if is_stated else {}), "a parent decides by the code"
 
 
 async def test_a_postponed_operation_says_why_and_is_tried_again() -> None:

@@ -180,13 +180,22 @@ def test_a_file_that_is_sent_instead_leaves_no_part_of_its_fetch(
 def test_a_file_of_another_hash_or_length_is_never_visible(
     served: Served, files: Files, source: Source
 ) -> None:
-    other = last_line(fetch(files, source.url("/w.gguf"), sha256=sha256(b"other")))["error"]
-    assert DIGEST in other
-    assert sha256(b"other") in other
+    other = last_line(fetch(files, source.url("/w.gguf"), sha256=sha256(b"other")))
+    assert DIGEST in other["error"]
+    assert sha256(b"other") in other["error"]
+    assert other["changed"] is True
     got = fetch(files, source.url("/w.gguf"), size=1000)
     assert "longer than 1000 bytes" in json.loads(got.body.splitlines()[-1])["error"]
     assert files.head(KEY).status == 404
     assert not partials(served)
+
+
+def test_a_page_of_a_proxy_is_not_taken_for_a_changed_file(files: Files, source: Source) -> None:
+    """Only all bytes of the file say that it has changed; a shorter answer says something about this node."""
+    source.files["/w.gguf"] = b"<html>log in"
+    line = last_line(fetch(files, source.url("/w.gguf")))
+    assert "its sha256 is" in line["error"]
+    assert "changed" not in line
 
 
 @pytest.mark.parametrize("place", ["files", "storage"])
