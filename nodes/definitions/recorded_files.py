@@ -13,7 +13,15 @@ from typing import Any
 
 import msgspec
 
+from localai_cluster.kit.errors import Conflict
 from nodes.definitions.headers import Header
+
+
+class FileConflict(Conflict):
+    """Another file has the path of one that is to be downloaded or named."""
+
+    code = "file_exists"
+
 
 MOST_HEADER_BYTES = 64 * 1024
 """Limit on the JSON of a header in a row; figures of real models have a few KiB."""

@@ -25,8 +25,8 @@ from localai_cluster.kit.locks import lock_name
 from nodes.definitions import schema
 from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import folder
-from nodes.definitions.recorded_files import RecordedFile, parse_entries
-from nodes.definitions.rows import CHANNEL, SOURCE
+from nodes.definitions.recorded_files import FileConflict, RecordedFile, RecordedFiles, parse_entries
+from nodes.definitions.rows import CHANNEL, SOURCE, stored_definition
 from nodes.definitions.sizes import named_paths, named_records, shards
 from nodes.models import DefinitionRevision, ModelDefinition
 from operations.changes.events import notify
@@ -58,8 +58,8 @@ def save(
     """Create the definition, or add a revision if `name` is given and it exists.
 
     `expected_revision` is the one that the caller has seen, 0 for none. Of a text that is in force only
-    `files` are stored. Raises InvalidInput for the text, and Conflict with `revision` if a definition exists
-    that `name` does not permit to change, or has moved.
+    `files` are stored. Raises InvalidInput for the text, FileConflict, and Conflict with `revision` if a
+    definition exists that `name` does not permit to change, or has moved.
     """
     definition = schema.require_usable(text, SOURCE).definition
     assert definition is not None
@@ -69,11 +69,14 @@ def save(
         )
     inherited = {} if files else records_for(definition)
     with transaction.atomic():
+        lock_name("files of definitions")  # of two saves that name a path the second one sees the first
         row = _locked(definition.name)
         revision = row.revision if row is not None else 0
         if (name is None and row is not None) or expected_revision not in (None, revision):
             raise _revision_conflict(definition.name, revision)
         fetched = list(map(dict, files))
+        entries = fetched or _with_shared_records(row.files if row is not None else (), inherited)
+        _check_file_conflicts(definition, parse_entries(entries))
         if row is not None and row.text == text:
             if fetched and row.files != fetched:
                 row.files, row.change = fetched, row.change + 1
@@ -85,7 +88,7 @@ def save(
             ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
-        row.files = fetched or _with_shared_records(row.files, inherited)
+        row.files = entries
         _save_change(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
         _add_revision(row, actor, reason, now)
     return row
@@ -94,9 +97,9 @@ def save(
 def records_for(definition: Definition) -> dict[str, RecordedFile]:
     """Return the stored file records for a definition that has none, by path; one query.
 
-    The records are those of all stored definitions, its own first and those of deleted ones last. So a copy
-    of a definition, another one with the same file, or one that was deleted and is saved again can be loaded
-    while that is at its source.
+    The records are those of all stored definitions: its own first, then those of definitions that name the
+    file now, then those that have named it before or are deleted. So a copy of a definition, another one with
+    the same file, or one that was deleted and is saved again can be loaded while that is at its source.
     """
     models = folder().path
     paths = {path.relative_to(models) for path in named_paths(models, definition)}
@@ -113,13 +116,49 @@ def records_for(definition: Definition) -> dict[str, RecordedFile]:
     if not names_file:
         return {}
     rows = ModelDefinition.objects.filter(reduce(or_, map(Q, names_file)))
-    deleted_last = rows.order_by(F("deleted_at").desc(nulls_first=True), "created_at")
-    found: dict[str, RecordedFile] = {}
-    for name, deleted_at, entries in deleted_last.values_list("name", "deleted_at", "files"):
-        records = named_records(models, definition, parse_entries(entries))
-        is_own = name == definition.name and deleted_at is None
-        found = {**found, **records} if is_own else {**records, **found}
-    return found
+    own: dict[str, RecordedFile] = {}
+    present: dict[str, RecordedFile] = {}
+    former: dict[str, RecordedFile] = {}
+    for row in rows.order_by(F("deleted_at").desc(nulls_first=True), "created_at"):
+        records = named_records(models, definition, parse_entries(row.files))
+        if row.deleted_at is None and row.name == definition.name:
+            own = records
+        elif row.deleted_at is None:
+            present = {**_named_by(row, records), **present}
+        former = {**records, **former}
+    return {**former, **present, **own}
+
+
+def _named_by(row: ModelDefinition, records: RecordedFiles) -> dict[str, RecordedFile]:
+    """Return those of the records whose files the row's text names."""
+    content = stored_definition(row).content
+    return named_records(folder().path, content, records) if isinstance(content, Definition) else {}
+
+
+def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> None:
+    """Raise FileConflict if another stored definition names another file under a path of this one; one query.
+
+    A definition keeps the records of files that it names no longer, for its former revisions.
+    """
+    named = named_records(folder().path, definition, records)
+    if not named:
+        return
+    has_path = Func(
+        "files",
+        Value("$[*].path ? (@ == $paths[*])"),
+        Value({"paths": sorted(named)}, JSONField()),
+        function="jsonb_path_exists",
+        output_field=BooleanField(),
+    )
+    others = ModelDefinition.objects.filter(has_path, deleted_at__isnull=True).exclude(name=definition.name)
+    for row in others.order_by("created_at"):
+        files = _named_by(row, parse_entries(row.files))
+        for path in sorted(named.keys() & files.keys()):
+            if named[path].sha256 != files[path].sha256:
+                raise FileConflict(
+                    f"model {row.name} has another file {path}: remove it, or import under another name",
+                    field="text",
+                )
 
 
 def _with_shared_records(

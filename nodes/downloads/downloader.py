@@ -23,6 +23,7 @@ from localai_cluster.kit.outbound import (
     SourceError,
     paced,
 )
+from nodes.definitions.recorded_files import FileConflict
 from nodes.downloads.partial_files import (
     CHUNK,
     FIRST_SPAN,
@@ -65,13 +66,6 @@ class FetchedFiles(Protocol):
 
     async def add(self, file: SourceFile, sha256: str) -> None:
         """Remember the file, which is complete."""
-
-
-class FileConflict(SourceError):
-    """Another file has the name of one that is to be downloaded."""
-
-    status = 409
-    code = "file_exists"
 
 
 class _StartOver(Exception):
@@ -142,7 +136,8 @@ class Download:
     async def run(self, *, may_replace: bool = False) -> Fetched:
         """Return when the file is there, complete and verified.
 
-        `may_replace`: another file may have its name. Raise SourceError, DiskFull or FolderFailed.
+        `may_replace`: another file may have its name. Raise SourceError, FileConflict, DiskFull or
+        FolderFailed.
         """
         try:
             with raising_disk_full(self._models):

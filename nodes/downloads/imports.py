@@ -28,7 +28,7 @@ from nodes.commands.commands import first
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive, folder
-from nodes.definitions.recorded_files import RecordedFile
+from nodes.definitions.recorded_files import FileConflict, RecordedFile
 from nodes.downloads import left_files, partial_files
 from nodes.downloads.downloader import Download, DownloadMeter, Fetched
 from nodes.loading import load_request
@@ -322,7 +322,6 @@ def _save_definition(
     operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]
 ) -> ModelDefinition:
     files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]
-    left_files.check_saved_conflicts(plan, conf.cluster().models_path)
     try:
         return store.save(
             plan.name,
@@ -334,6 +333,8 @@ def _save_definition(
             expected_revision=operation.payload[REVISION],
             files=[file.as_entry() for file in (*files, *left)],
         )
+    except FileConflict:
+        raise
     except errors.Conflict as conflict:
         row = store.find(plan.name)
         if row is None or row.text != plan.text:  # else somebody has saved the same

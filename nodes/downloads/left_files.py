@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from os.path import lexists
 from pathlib import Path
 
-from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file
-from nodes.definitions.recorded_files import RecordedFile
-from nodes.definitions.rows import SOURCE, stored_definition
+from nodes.definitions.recorded_files import FileConflict, RecordedFile
+from nodes.definitions.rows import SOURCE
 from nodes.definitions.sizes import named_records, path_inside, shards
-from nodes.downloads.downloader import DownloadMeter, FileConflict
+from nodes.downloads.downloader import DownloadMeter
 from nodes.loading import worker_fetch
-from nodes.models import ModelDefinition
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import MOST_BYTES, ImportPlan, SourceFile
 from nodes.sources.probing import probe_file
@@ -84,7 +82,10 @@ def _has_header(file: SourceFile, named: Iterable[Path]) -> bool:
 
 
 def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]) -> None:
-    """Raise FileConflict if another definition names another file under a path of the plan."""
+    """Raise FileConflict if another definition names another file under a path of the plan.
+
+    So an import that cannot be saved downloads nothing.
+    """
     files = {file.path: file for file in plan.files}
     for definition in others:
         if files.keys().isdisjoint(definition.files):
@@ -98,18 +99,3 @@ def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]
                     f"model {definition.name} has another file {path}: remove it, or import under another"
                     " name"
                 )
-
-
-def check_saved_conflicts(plan: ImportPlan, models: Path) -> None:
-    """Raise FileConflict as `check_conflicts` does, against the stored definitions; one query.
-
-    Call it within the transaction that saves: its lock lets one import save at a time.
-    """
-    lock_name("files of imports")
-    rows = ModelDefinition.objects.filter(deleted_at__isnull=True).exclude(name=plan.name).exclude(files=[])
-    stored = [stored_definition(row).content for row in rows if _names_file_of(plan, row)]
-    check_conflicts(plan, models, [content for content in stored if isinstance(content, Definition)])
-
-
-def _names_file_of(plan: ImportPlan, row: ModelDefinition) -> bool:
-    return not {file.path for file in plan.files}.isdisjoint(entry.get("path") for entry in row.files)

@@ -18,6 +18,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict, InvalidInput, NotFound
 from nodes.definitions import folder, rows, store
 from nodes.definitions.folder import Folder, FolderUnresponsive
+from nodes.definitions.recorded_files import FileConflict
 from nodes.gateway import gateway
 from nodes.loading import load_info
 from nodes.models import DefinitionRevision, ModelDefinition, ModelLoadInfo, NodeModel
@@ -158,7 +159,7 @@ def race(write: Callable[[int], ModelDefinition]) -> list[str]:
             start.wait(30)
             outcomes.append(str(write(number).revision))
         except Conflict as conflict:
-            outcomes.append(f"conflict {conflict.data['revision']}")
+            outcomes.append(f"conflict {conflict.data.get('revision', conflict.code)}")
         finally:
             connections.close_all()
 
@@ -423,3 +424,46 @@ def test_an_unchanged_text_may_get_its_files() -> None:
     stored = store.find("m")
     assert stored is not None
     assert stored.files == row.files
+
+
+def entry(path: str, content: str) -> dict[str, Any]:
+    return {"path": path, "source": f"https://h/{content}", "sha256": content * 64, "size": 9}
+
+
+def text_of(name: str, model: str) -> str:
+    return TEXT.replace("name: m", f"name: {name}").replace("m.gguf", model)
+
+
+def test_a_file_that_another_model_has_taken_over_meanwhile_does_not_come_back() -> None:
+    """Else one path would have two files, and one model's would be sent as the other's."""
+    save(files=[entry("m.gguf", "a")])
+    save(text_of("m", "n.gguf"))
+    save(text_of("other", "m.gguf"), "other", files=[entry("m.gguf", "b")])
+    with pytest.raises(FileConflict, match=r"model other has another file m\.gguf") as refused:
+        store.restore("m", 1, actor="ann", origin="api", now=clock.now())
+    assert (refused.value.field, refused.value.status) == ("text", 409)
+    with pytest.raises(FileConflict):
+        save()
+    with pytest.raises(FileConflict):
+        save(text_of("m", "n.gguf") + "options: ['draft:m.gguf']\n")
+    assert save(text_of("m", "n.gguf") + "threads: 2\n").revision == 3, "other edits are possible"
+    assert found("m") == 0
+    row = store.find("other")
+    assert row is not None
+    store.remove("other", id=row.id, now=clock.now())
+    assert save().files == [entry("m.gguf", "a")]
+
+
+def test_a_new_model_gets_the_file_that_a_definition_names_now() -> None:
+    """Not the one that another definition has named before."""
+    save(files=[entry("m.gguf", "a")])
+    save(text_of("m", "n.gguf"))
+    save(text_of("other", "m.gguf"), "other", files=[entry("m.gguf", "b")])
+    assert save(text_of("third", "m.gguf"), "third").files == [entry("m.gguf", "b")]
+
+
+def test_of_two_saves_that_bring_two_files_to_one_path_one_wins() -> None:
+    for number, content in ((1, "a"), (2, "b")):
+        save(text_of(f"m{number}", "n.gguf"), f"m{number}", files=[entry("m.gguf", content)])
+    results = race(lambda number: save(text_of(f"m{number}", "m.gguf"), f"m{number}"))
+    assert sorted(results) == ["2", "conflict file_exists"]

@@ -15,8 +15,9 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.outbound import SourceBusy, SourceError, SourceMissing, SourceRefused
+from nodes.definitions.recorded_files import FileConflict
 from nodes.downloads import downloader, partial_files
-from nodes.downloads.downloader import Download, DownloadMeter, Fetched, FileConflict
+from nodes.downloads.downloader import Download, DownloadMeter, Fetched
 from nodes.downloads.partial_files import FOLDER, BeingDownloaded, DiskFull, FolderFailed, PartialFile
 from nodes.models import FileHash
 from nodes.sources.plans import SourceFile

@@ -14,6 +14,7 @@ from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.kit.outbound import SourceBusy, SourceError
 from nodes.definitions import store
 from nodes.definitions.folder import Folder, FolderUnresponsive
+from nodes.definitions.recorded_files import FileConflict
 from nodes.downloads import imports
 from nodes.downloads.imports import ImportModel, request_import
 from nodes.downloads.partial_files import DiskFull
@@ -171,7 +172,7 @@ async def test_a_file_of_another_source_is_not_taken_for_it(plan: ImportPlan, mo
     (models / "tiny").mkdir()
     (models / "tiny/template.jinja").write_text("{{ y }}")
     await in_thread(asked, plan)
-    with pytest.raises(SourceError, match=r"another file tiny/template\.jinja"):
+    with pytest.raises(FileConflict, match=r"another file tiny/template\.jinja"):
         await Controller().run()
 
 
@@ -252,7 +253,7 @@ async def test_a_new_version_replaces_the_files_of_its_own_model_only(
     changed = replace(plan.files[0], size=len(new), sha256=sha256_of(new))
     another = replace(plan, name="copy", text=TEXT.replace("name: tiny", "name: copy"), files=(changed,))
     await in_thread(asked, another)
-    with pytest.raises(SourceError, match=r"another file tiny/tiny\.gguf"):
+    with pytest.raises(FileConflict, match=r"another file tiny/tiny\.gguf"):
         await Controller().run()
     await in_thread(lambda: Operation.objects.filter(element="copy").delete())
     await in_thread(asked, replace(plan, files=(changed,)))
