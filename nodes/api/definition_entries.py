@@ -146,6 +146,11 @@ def detail_of(name: str) -> Row:
     text = row.text if row is not None else store.text_in_force(name) or ""
     own, error = entry.own, entry.error
     files = async_to_sync(folder().file_lists)([own])[0] if own is not None else []
+    problem = async_to_sync(folder().problems)().folder
+    warnings = [
+        *schema.check_text(text, SOURCE).warnings,
+        *([f"the models folder {problem}"] * bool(problem)),
+    ]
     return DETAIL.of(
         name=name,
         text=text,
@@ -156,10 +161,10 @@ def detail_of(name: str) -> Row:
         revision=entry.revision,
         form=FORM.of(**edit.form_of(own)) if own is not None else None,
         size=sum(size for _, size in files),
-        files=_file_rows(own, files) if own is not None else [],
+        files=_file_rows(own, files, problem) if own is not None else [],
         updated_at=entry.updated_at,
         actor=actors_of([entry]).get(name, ""),
-        warnings=list(schema.check_text(text, SOURCE).warnings),
+        warnings=warnings,
         error=names.plain(str(error or "")),
     )
 
@@ -171,8 +176,11 @@ async def _at_source(definition: Definition) -> RecordedFiles:
     return {}
 
 
-def _file_rows(definition: Definition, files: Sequence[tuple[str, int]]) -> list[Row]:
-    """Return the files that are there or at their sources, and those that are missing."""
+def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem: str) -> list[Row]:
+    """Return the files that are there or at their sources, and those that are missing.
+
+    While the folder has a problem no source is named: a file that is absent may be in the folder.
+    """
     base = folder().path
     at_source = async_to_sync(_at_source)(definition) if files else {}
     present = dict(files)
@@ -183,7 +191,9 @@ def _file_rows(definition: Definition, files: Sequence[tuple[str, int]]) -> list
             path=names.plain(path.removeprefix(f"{base}/")),
             size=present.get(path, 0),
             present=path in present and path not in at_source,
-            source=names.plain(_QUERY.sub("", at_source[path].source)) if path in at_source else "",
+            source=names.plain(_QUERY.sub("", at_source[path].source))
+            if path in at_source and not problem
+            else "",
         )
         for path in sorted({*present, *absent})[:MOST_FILES]
     ]

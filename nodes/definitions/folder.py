@@ -4,9 +4,8 @@ A file wins over a row of the same name; one that becomes unusable still does, s
 not bring another definition into force; one that never was usable wins by the name that it states. A disabled
 row defines nothing. The folder is scanned at most once per second, and only files with a new size or time are
 read again; rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a known name
-waits for that NOTIFY's read only, not for the regular one. An unusable file
-or row is logged once with its reason and stays in `problems`
-until it is removed or repaired. It does not affect the others.
+waits for that NOTIFY's read only, not for the regular one. An unusable file or row is logged once with its
+reason and stays in `problems` until it is removed or repaired. It does not affect the others.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
 blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
@@ -36,6 +35,7 @@ from nodes.definitions.files import (
     read_content,
     read_definition,
 )
+from nodes.definitions.recorded_files import LACKS_MARKER, MARKER
 from nodes.definitions.rows import StoredDefinition
 from nodes.definitions.sizes import Sizes, files_of, path_inside, template_has_tools
 
@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY = 1.0
 """Seconds between two polls of the folder, and of the rows."""
 LOOK_AFTER_MISS = 0.05
-"""Seconds between two polls after a lookup miss, so that a definition added a moment ago is usable at once.
-"""
+"""Seconds between two polls after a lookup miss: a definition added a moment ago is usable at once."""
 SIZES_EVERY = 10.0
 """Seconds between two walks through the files of all models."""
 LOOK_LIMIT = 5.0
@@ -137,10 +136,7 @@ class _Poll:
 
 
 class Folder:
-    """All definitions. Thread-safe, and usable from several event loops.
-
-    Without `read_rows` only the files count.
-    """
+    """All definitions, without `read_rows` those of files. Thread-safe, and usable from several event loops."""
 
     def __init__(
         self,
@@ -155,7 +151,7 @@ class Folder:
         self._lock = threading.Lock()
         self._scans = _Poll(self._scan_folder, monotonic, limit)
         self._files: _Files = {}
-        self._has_files = False
+        self._has_files, self._has_marker = False, True
         self._read_rows = read_rows
         self._row_polls = _Poll(self._poll_rows, monotonic, limit)
         self._rows: rows.Rows | None = None if read_rows is not None else {}
@@ -327,9 +323,10 @@ class Folder:
         """Scan the folder once. Runs on a thread of its own."""
         try:
             stamps, problem = self._stamps()
-            files = self._read_files(stamps)
+            files, has_marker = self._read_files(stamps), os.path.lexists(self.path / MARKER)
             with self._lock:
                 self._files, self._has_files, self._folder_problem = files, True, problem
+                self._has_marker = has_marker
                 self._merge()
             if self._hangs:
                 self._hangs = False
@@ -373,7 +370,8 @@ class Folder:
             else:
                 by_name[row.name] = row.content
         self._by_name, self._file_names = by_name, files
-        self._report(Problems(self._folder_problem, broken))
+        is_replaced = not self._has_marker and any(row.expects_marker for row in (self._rows or {}).values())
+        self._report(Problems(self._folder_problem or (LACKS_MARKER if is_replaced else ""), broken))
 
     def _report_hanging(self) -> None:
         if not self._hangs:

@@ -3,18 +3,37 @@
 A recorded file that is not in the models folder lies at its source: under the policy `worker` an import
 leaves it there. Its size, its hash and the figures of its header are those of the record, so placement and
 staging need no copy. A worker downloads it from the source, or the control plane does when a load needs it.
+
+A models folder that is not mounted looks as if all its files were deleted. So an import leaves a marker in
+the folder, and records of files say that it was there: without it nothing is downloaded.
 """
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from localai_cluster.kit.errors import Conflict
+from localai_cluster.kit.errors import Conflict, Unavailable
 from nodes.definitions.headers import Header
+
+MARKER = ".localai-cluster"
+"""Name of the file that marks the models folder."""
+_MARKER_TEXT = "This marks the models folder of LocalAI Cluster. A folder without it counts as not mounted.\n"
+LACKS_MARKER = (
+    f"has no file {MARKER}, which an import has left there: is it mounted? If this is the right folder,"
+    " create the file"
+)
+
+
+class FolderReplaced(Unavailable):
+    """The models folder lacks its marker."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"the models folder {folder.name!r} of the control plane {LACKS_MARKER}")
 
 
 class FileConflict(Conflict):
@@ -40,13 +59,18 @@ class RecordedFile:
     size: int
     sha256: str
     header: Header | None = None
+    is_marked: bool = False
+    """True if the models folder had its marker when the file was recorded."""
 
     def as_entry(self) -> dict[str, Any]:
         """Return the file as JSON.
 
         A header that is too large, or has a NUL in its keys, is left out: then the size alone counts.
         """
-        entry = {"path": self.path, "size": self.size, "sha256": self.sha256, "source": self.source}
+        entry: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256}
+        entry["source"] = self.source
+        if self.is_marked:
+            entry["is_marked"] = True
         if self.header is None:
             return entry
         figures = {"architecture": self.header.architecture, "figures": self.header.figures}
@@ -71,6 +95,25 @@ def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
         if file.path and file.source and file.sha256 and file.size > 0:
             files[file.path] = file
     return files
+
+
+def lacks_marker(folder: Path, files: Iterable[RecordedFile]) -> bool:
+    """Return True if these files were recorded in a marked folder, and this one has no marker. Blocks."""
+    return any(file.is_marked for file in files) and not os.path.lexists(folder / MARKER)
+
+
+def mark_folder(folder: Path, files: Iterable[RecordedFile]) -> bool:
+    """Mark the folder, in which these files are recorded; return False if it cannot be written. Blocks.
+
+    Raise FolderReplaced if it has lost its marker.
+    """
+    if lacks_marker(folder, files):
+        raise FolderReplaced(folder)
+    marker = folder / MARKER
+    with suppress(OSError):
+        if not os.path.lexists(marker):
+            marker.write_text(_MARKER_TEXT)
+    return os.path.lexists(marker)
 
 
 def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFile]:

@@ -41,6 +41,12 @@ class StoredDefinition:
         """The `Definition.source` of this row."""
         return SOURCE + self.name
 
+    @property
+    def expects_marker(self) -> bool:
+        """True if it records files of a models folder that was marked."""
+        files = self.content.files.values() if isinstance(self.content, Definition) else ()
+        return any(file.is_marked for file in files)
+
 
 Rows = Mapping[UUID, StoredDefinition]
 

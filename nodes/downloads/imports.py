@@ -28,7 +28,7 @@ from nodes.commands.commands import first
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive, folder
-from nodes.definitions.recorded_files import FileConflict, RecordedFile
+from nodes.definitions.recorded_files import FileConflict, FolderReplaced, RecordedFile, mark_folder
 from nodes.downloads import left_files, partial_files
 from nodes.downloads.downloader import Download, DownloadMeter, Fetched
 from nodes.loading import load_request
@@ -169,7 +169,7 @@ class ImportModel:
             if error.permanent:
                 raise
             raise await _postpone_or_fail(attempt, error) from error
-        except FolderUnresponsive as error:
+        except (FolderUnresponsive, FolderReplaced) as error:
             raise await _postpone_or_fail(attempt, SourceError(error.message, can_retry=True)) from error
 
     async def _run(self, attempt: _Import) -> Mapping[str, Any]:
@@ -177,6 +177,7 @@ class ImportModel:
         if self._turns.locked():
             await work.report(Tick(WAITING, f"waits for one of {AT_ONCE} other imports of this controller"))
         async with self._turns:
+            is_marked = await _mark_folder()
             attempt = await attempt.without_left_files()
             fetched, left = await first(_report(attempt), self._fetch_all(attempt))
         size, name = sum(file.size for file in fetched), attempt.plan.name
@@ -185,7 +186,9 @@ class ImportModel:
             message = f"files of {name} are here to be sent: {len(fetched)}, {human_bytes(size)}"
             return {"message": message, **result}
         await work.report(Tick("saving", f"saving {name}", percentage=_SAVING_PERCENT))
-        is_to_load = await in_thread(_save, work, attempt.plan, fetched, left)
+        files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]
+        records = [replace(file, is_marked=is_marked) for file in (*files, *left)]
+        is_to_load = await in_thread(_save, work, attempt.plan, records)
         note = await _load(work, is_to_load=is_to_load)
         message = f"model {name} is here, {human_bytes(size)} in {counted(len(fetched), 'file')}{note}"
         if left:
@@ -225,6 +228,13 @@ class ImportModel:
             may_replace = own.has(file.path) and not others.has(file.path)
             fetched.append(await download.run(may_replace=may_replace))
         return fetched, left.recorded
+
+
+async def _mark_folder() -> bool:
+    """Mark the models folder; return False if it cannot be. Raise FolderReplaced and FolderUnresponsive."""
+    definitions = [entry for entry in await folder().known() if isinstance(entry, Definition)]
+    files = [file for definition in definitions for file in definition.files.values()]
+    return await in_folder_thread(mark_folder, conf.cluster().models_path, files)
 
 
 def _check_disk_space(models: Path, files: Iterable[SourceFile]) -> None:
@@ -304,7 +314,7 @@ async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | 
     return Postpone(reason, seconds=seconds)
 
 
-def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]) -> bool:
+def _save(work: Work, plan: ImportPlan, files: Sequence[RecordedFile]) -> bool:
     """Save the definition, once; return True if the model is to be loaded.
 
     An attempt after the one that has saved it changes nothing: the definition may have been deleted since.
@@ -313,15 +323,14 @@ def _save(work: Work, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequen
     with committed("imports.save"):
         operation = owned(*work.attempt)
         if SAVED not in operation.payload:
-            row = _save_definition(operation, plan, fetched, left)
+            row = _save_definition(operation, plan, files)
             remember(*work.attempt, {SAVED: {"definition": str(row.id), "revision": row.revision}})
         return bool(operation.payload[LOAD])
 
 
 def _save_definition(
-    operation: Operation, plan: ImportPlan, fetched: Sequence[Fetched], left: Sequence[RecordedFile]
+    operation: Operation, plan: ImportPlan, files: Sequence[RecordedFile]
 ) -> ModelDefinition:
-    files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]
     try:
         return store.save(
             plan.name,
@@ -331,7 +340,7 @@ def _save_definition(
             reason=f"imported from {plan.source}",
             now=clock.now(),
             expected_revision=operation.payload[REVISION],
-            files=[file.as_entry() for file in (*files, *left)],
+            files=[file.as_entry() for file in files],
         )
     except FileConflict:
         raise

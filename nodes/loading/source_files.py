@@ -29,7 +29,14 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import quote
 
 from localai_cluster.kit import clock, names, untrusted
-from nodes.definitions.recorded_files import RecordedFile, RecordedFiles, below, files_at_source
+from nodes.definitions.recorded_files import (
+    FolderReplaced,
+    RecordedFile,
+    RecordedFiles,
+    below,
+    files_at_source,
+    lacks_marker,
+)
 from nodes.definitions.sizes import (
     ADAPTERS,
     FILE_OPTIONS,
@@ -184,9 +191,13 @@ def plan_files(
 ) -> FilePlan:
     """Find the files that the options of the model `name` mean; those `recorded` may be at their sources.
 
-    Raises Unsendable for the model's own file if it exists and must not leave the folder or cannot be read.
+    Raises Unsendable for the model's own file if it exists and must not leave the folder or cannot be read,
+    and FolderReplaced if a recorded file is absent in a folder that has lost its marker.
     """
-    reader = _FolderReader(folder, name, files_at_source(folder, recorded or {}))
+    at_source = files_at_source(folder, recorded or {})
+    if lacks_marker(folder, at_source.values()):
+        raise FolderReplaced(folder)
+    reader = _FolderReader(folder, name, at_source)
     named: list[NamedFiles] = []
     missing: dict[tuple[str, str], str] = {}
     for option, text in named_texts(options):

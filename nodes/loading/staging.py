@@ -29,7 +29,7 @@ from nodes.commands.commands import first
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
-from nodes.definitions.recorded_files import files_at_source
+from nodes.definitions.recorded_files import FolderReplaced, files_at_source
 from nodes.loading import source_downloads
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_request import ProgressDeadline
@@ -294,6 +294,8 @@ async def _read_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.k
         name = conf.cluster().models_path.name
         hangs = FolderUnresponsive(f"the models folder {name!r} of the control plane does not answer")
         raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
+    except FolderReplaced as replaced:
+        raise Postpone(replaced.message, seconds=replaced.retry_after) from replaced
     except (Unsendable, OSError) as error:
         raise LoadFailed(f"staging: {error}") from error
 

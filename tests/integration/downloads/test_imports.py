@@ -117,6 +117,7 @@ async def test_files_come_first_and_the_definition_last(plan: ImportPlan, models
         "size": len(DATA),
         "sha256": sha256_of(DATA),
         "source": plan.files[0].url,
+        "is_marked": True,
     }
     revision = await in_thread(DefinitionRevision.objects.get)
     assert (revision.actor, revision.reason) == ("ann", "imported from the hub")

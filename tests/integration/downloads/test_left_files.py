@@ -1,6 +1,8 @@
 """The policy `worker`: files that an import leaves at their sources, and loads that need them here."""
 
 import asyncio
+import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -19,7 +21,7 @@ from nodes.api import definition_entries
 from nodes.definitions import rows, sizes, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder
-from nodes.definitions.recorded_files import FileConflict
+from nodes.definitions.recorded_files import LACKS_MARKER, MARKER, FileConflict, mark_folder
 from nodes.downloads import imports, left_files
 from nodes.downloads.imports import ImportModel, request_import
 from nodes.loading import files_in_use, load, source_downloads, staging, transfer
@@ -112,7 +114,8 @@ def definition_of(name: str = "echo") -> Definition:
 
 
 def files_below(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return [path for path in paths if path != MARKER]
 
 
 async def test_the_weights_stay_and_are_measured_by_their_record(
@@ -300,6 +303,45 @@ async def test_a_page_does_not_wait_for_a_folder_that_hangs(
     assert detail["size"] == len(DATA)
 
 
+def unmounted(models: Path) -> None:
+    """The folder as it is below its mount."""
+    shutil.rmtree(models)
+    models.mkdir()
+
+
+async def test_a_folder_that_is_not_mounted_gets_no_download(plan: ImportPlan, models: Path) -> None:
+    """Neither is a file counted as deleted; the import goes on when the folder is back."""
+    await imported(plan)
+    assert await in_thread(lambda: definition_of().files[PATH].is_marked)
+    unmounted(models)
+    other = replace(plan, name="other", text=TEXT.replace("echo", "other", 1))
+    await in_thread(lambda: request_import(other, by=Requester("ann"), now=clock.now()))
+    work = await claimed()
+    with pytest.raises(Postpone, match=r"has no file \.localai-cluster.*is it mounted"):
+        await ImportModel(WebOpener())(work)
+    assert not os.listdir(models)
+    detail = await in_thread(definition_entries.detail_of, "echo")
+    assert [(file["present"], file["source"]) for file in detail["files"]] == [(False, "")]
+    assert (detail["size"], detail["warnings"]) == (len(DATA), [f"the models folder {LACKS_MARKER}"])
+    definitions = Folder(models, read_rows=rows.read_rows)
+    assert (await definitions.problems()).folder == LACKS_MARKER
+    (models / MARKER).touch()
+    await ImportModel(WebOpener())(work)
+    assert (await definitions.reload(), (await definitions.problems()).folder)[1] == ""
+
+
+async def test_a_folder_that_cannot_be_written_has_no_marker(
+    plan: ImportPlan, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nothing distinguishes it, and its files are as ever."""
+    monkeypatch.setattr(imports, "mark_folder", lambda *_: mark_folder(models / "absent", ()))
+    await imported(plan)
+    assert not await in_thread(lambda: definition_of().files[PATH].is_marked)
+    unmounted(models)
+    definition = await in_thread(definition_of)
+    assert plan_files(models, "echo", definition.options, definition.files).at_source == [PATH]
+
+
 @pytest.fixture
 async def loading(stage: Stage, plan: ImportPlan, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A load of the imported model, whose nodes have the backend."""
@@ -446,6 +488,26 @@ async def test_a_file_that_has_changed_at_its_source_is_downloaded_once(
     assert len(source.seen("files")) == requests + 1
     assert not await in_thread(Operation.objects.active().filter(kind=imports.KIND).exists)
     assert files_below(models) == ["hf/o/r/config.json"]
+
+
+@pytest.mark.rule("R2.56")
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_load_waits_for_a_folder_that_is_not_mounted(
+    loading: Stage,
+    told: list[Any],
+    models: Path,
+    settings: Settings,
+    is_shared: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Not for a download below the mount."""
+    settings.CLUSTER = replace(settings.CLUSTER, shared_models=is_shared)
+    unmounted(models)
+    async with worker(tmp_path_factory.mktemp("w"), loading.one):
+        with pytest.raises(Postpone, match="is it mounted"):
+            await asyncio.wait_for(loading.handler(loading.work), 60)
+    assert not await in_thread(Operation.objects.active().filter(kind=imports.KIND).exists)
+    assert not os.listdir(models)
 
 
 @pytest.mark.rule("R2.56")
