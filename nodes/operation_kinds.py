@@ -11,7 +11,7 @@ from uuid import UUID
 from localai_cluster.kit import conf
 from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
 from nodes.downloads import imports, unused_files
-from nodes.loading import load_request
+from nodes.loading import load_request, source_downloads
 from nodes.registry import bulk
 from nodes.replicas import drains, unload_requests
 from operations import kinds
@@ -116,6 +116,7 @@ def register() -> None:
             "model",
             TaskType.STAGING,
             handler=_load,
+            cancel=source_downloads.cancel_load,
             expires=True,
             attempt_keys=("setbacks", "engine_deaths"),
         ),

@@ -47,6 +47,8 @@ class OperationKind(KindFacts):
     """The rules of operations that run by their targets; None: it is cancelled and retried as a whole."""
     retry_identity: Callable[[Operation, Sequence[UUID]], tuple[str, str]] | None = None
     """Returns key and element of a retry on fewer nodes; None: those of the operation."""
+    cancel: Callable[[Operation, str, datetime], Operation] | None = None
+    """Cancels an operation of this kind for an actor with what it has requested; None: it alone."""
     expires: bool = False
     """True if a retry is abandoned when no request has needed it within the install limit."""
     attempt_keys: tuple[str, ...] = ()

@@ -3,22 +3,27 @@
 A load needs them if its worker cannot download them itself. Such a download is an import without a definition
 (`nodes/downloads/imports.py`), so it resumes after a kill, its files count as used, and loads of the model
 share it. The load shows its progress. While the download waits, the load gives back its slot on the node.
+The last load that is cancelled cancels it too: nobody else has requested it, and it would exclude imports.
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from django.db import transaction
+
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.outbound import SourceChanged
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused
 from operations.executor.work import Postpone, WakeUps, in_thread, retry_delay
-from operations.ledger.admission import OperationRequest, Requester, admit, exclusion_error
-from operations.models import TERMINAL, Operation, Status
+from operations.ledger import attempts
+from operations.ledger.admission import OperationRequest, Requester, admit, cancel, exclusion_error
+from operations.models import ACTIVE, TERMINAL, Operation, Status, owner_of
 
 PHASE = "staging"
 FILES_ONLY = "files_only"
@@ -37,7 +42,7 @@ def request_download(
 ) -> Operation:
     """Download these recorded files of the definition; join the active download of another load.
 
-    Raises Conflict while another import of the model is active.
+    Raises Conflict while another import of the model is active, and LeaseLost if the load has lost `parent`.
     """
     files = [definition.files[path] for path in sorted(paths)]
     wanted = [
@@ -52,12 +57,38 @@ def request_download(
         payload={"plan": plan, "load": False, "revision": 0, FILES_ONLY: True},
         parent=parent,
     )
-    admission = admit(request, now=now)
+    with transaction.atomic():
+        lock_name(owner_of(parent.key))  # a load that has been cancelled requests nothing any more
+        attempts.confirm(parent.id, parent.fence)
+        admission = admit(request, now=now)
     payload = admission.operation.payload
     # An import that saves a definition may leave the files at their sources.
     if FILES_ONLY not in payload or not all(file in payload["plan"]["files"] for file in wanted):
         raise exclusion_error(admission.operation)
     return admission.operation
+
+
+def cancel_load(load: Operation, actor: str, now: datetime) -> Operation:
+    """Cancel the load, and the download that loads of its model have requested if no other one is active.
+
+    Raise Conflict.
+    """
+    with transaction.atomic():
+        # No load of the model is created meanwhile: it would join the download.
+        lock_name(owner_of(load.key))
+        active = Operation.objects.active().filter(element=load.element)
+        ids = [load.id]
+        if not active.filter(kind=load.kind).exclude(pk=load.id).exists():
+            downloads = active.filter(kind=IMPORT, parent__kind=load.kind, payload__has_key=FILES_ONLY)
+            ids += downloads.values_list("pk", flat=True)
+        # Before the first change takes the counter of changes: who reports progress has the row already.
+        rows = Operation.objects.filter(pk__in=ids).order_by("pk").select_for_update(no_key=True)
+        statuses = {row.id: row.status for row in rows}
+        cancelled = cancel(load.id, actor=actor, now=now)
+        for id in ids[1:]:
+            if statuses.get(id) in ACTIVE:
+                cancel(id, actor=actor, now=now)
+        return cancelled
 
 
 async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) -> None:

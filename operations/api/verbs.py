@@ -53,9 +53,11 @@ def describe_verb(
 
 def cancel_operation(operation: Operation, *, actor: str) -> Operation:
     """Cancel an operation of any kind. Raise Conflict."""
-    rules, now = kind_of(operation).targets, clock.now()
-    if operation.by_parts and rules is not None:
-        return rules.cancel(operation.id, actor=actor, now=now, node_id=None)
+    kind, now = kind_of(operation), clock.now()
+    if operation.by_parts and kind.targets is not None:
+        return kind.targets.cancel(operation.id, actor=actor, now=now, node_id=None)
+    if kind.cancel is not None:
+        return kind.cancel(operation, actor, now)
     return admission.cancel(operation.id, actor=actor, now=now)
 
 

@@ -16,6 +16,7 @@ from pytest_django import Settings
 
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.errors import Conflict
+from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.kit.outbound import Outbound, SourceBody, SourceError
 from nodes.api import definition_entries
 from nodes.definitions import rows, sizes, store
@@ -24,17 +25,19 @@ from nodes.definitions.folder import Folder
 from nodes.definitions.recorded_files import LACKS_MARKER, MARKER, FileConflict, mark_folder
 from nodes.downloads import imports, left_files
 from nodes.downloads.imports import ImportModel, request_import
-from nodes.loading import files_in_use, load, source_downloads, staging, transfer
+from nodes.loading import files_in_use, load, load_request, source_downloads, staging, transfer
 from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import estimate_need
 from nodes.loading.source_files import plan_files
 from nodes.models import BackendNode, ModelDefinition, NodeModel
+from nodes.models.replica import load_key
 from nodes.sources.plans import ImportPlan, SourceFile
+from operations.api.verbs import cancel_operation
 from operations.executor.work import Postpone, Recorder, WakeUps, Work, in_thread, write_batch
-from operations.ledger import attempts
-from operations.ledger.admission import Requester
-from operations.models import Event, Operation
+from operations.ledger import admission, attempts
+from operations.ledger.admission import OperationRequest, Requester
+from operations.models import Event, Operation, Status
 from tests.integration.loading.test_delivery import worker
 from tests.integration.loading.test_load_steps import told
 from tests.support import backends, hub, worker_http
@@ -597,6 +600,74 @@ async def test_an_import_while_a_load_downloads_is_a_conflict(loading: Stage, pl
     assert (await in_thread(request)).id == first.id, "loads share it"
     with pytest.raises(Conflict):
         await in_thread(lambda: request_import(plan, by=Requester("ann"), now=clock.now()))
+
+
+def loads_and_their_download(stage: Stage, count: int) -> tuple[list[Operation], Operation]:
+    """Several active loads of the model, and the download that the first one has requested."""
+    loads, now = [stage.work.operation], clock.now()
+    for _ in range(count - 1):
+        request = OperationRequest(
+            load_request.KIND, key=load_key("echo"), element="echo", by=Requester("scaling")
+        )
+        admission.admit_one_more(request, now=now)
+    loads += attempts.claim("c", now=now, lease=60, limit=count)
+    definition = definition_of()
+    downloads = [source_downloads.request_download(definition, [PATH], parent=one, now=now) for one in loads]
+    assert len({download.id for download in downloads}) == 1, "they share it"
+    return loads, downloads[0]
+
+
+async def test_the_last_load_that_is_cancelled_cancels_the_download(loading: Stage, plan: ImportPlan) -> None:
+    """While another load waits for it, it goes on; afterwards the model can be imported again."""
+
+    def check() -> None:
+        (first, second), download = loads_and_their_download(loading, 2)
+        cancel_operation(first, actor="ann")
+        download.refresh_from_db()
+        assert download.status == Status.PENDING
+        attempt = attempts.claim("c", now=clock.now(), lease=60, limit=9)
+        assert download.id in {operation.id for operation in attempt}
+        assert cancel_operation(second, actor="ann").status == Status.CANCELLED
+        download.refresh_from_db()
+        assert (download.status, download.message) == (Status.CANCELLED, "cancelled by ann")
+        request_import(plan, by=Requester("ann"), now=clock.now())
+        with pytest.raises(Conflict, match="cancelled already"):
+            cancel_operation(second, actor="ann")
+
+    await in_thread(check)
+
+
+async def test_a_load_that_has_been_cancelled_requests_no_download(loading: Stage) -> None:
+    """Its controller has not noticed yet."""
+
+    def check() -> None:
+        definition, load = definition_of(), loading.work.operation
+        cancel_operation(load, actor="ann")
+        with pytest.raises(LeaseLost):
+            source_downloads.request_download(definition, [PATH], parent=load, now=clock.now())
+        assert not Operation.objects.active().exists()
+
+    await in_thread(check)
+
+
+async def test_loads_that_are_cancelled_at_once_leave_no_download(loading: Stage) -> None:
+    loads, download = await in_thread(loads_and_their_download, loading, 4)
+    await asyncio.gather(*(in_thread(cancel_operation, one, actor="ann") for one in loads))
+    await in_thread(download.refresh_from_db)
+    assert download.status == Status.CANCELLED
+
+
+async def test_a_cancelled_load_leaves_imports_that_people_have_requested(
+    loading: Stage, plan: ImportPlan
+) -> None:
+    def check() -> None:
+        other = replace(plan, files=(plan.files[1],))
+        requested = request_import(other, by=Requester("ann"), now=clock.now()).operation
+        cancel_operation(loading.work.operation, actor="ann")
+        requested.refresh_from_db()
+        assert requested.status == Status.PENDING
+
+    await in_thread(check)
 
 
 async def test_on_a_shared_folder_the_control_plane_downloads(
