@@ -37,7 +37,7 @@ from nodes.definitions.files import (
 )
 from nodes.definitions.recorded_files import LACKS_MARKER, MARKER
 from nodes.definitions.rows import StoredDefinition
-from nodes.definitions.sizes import Sizes, files_of, path_inside, template_has_tools
+from nodes.definitions.sizes import Sizes, files_of, template_has_tools
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class _Poll:
 
 
 class Folder:
-    """All definitions, without `read_rows` those of files. Thread-safe, and usable from several event loops."""
+    """All definitions, without `read_rows` those of files. Thread-safe, also for several event loops."""
 
     def __init__(
         self,
@@ -267,8 +267,7 @@ class Folder:
 
     async def has_tools(self, definition: Definition) -> bool:
         """Return True if the model's file is known to have a chat template with tools."""
-        path = path_inside(self.path, definition.model)
-        return path is not None and await asyncio.to_thread(template_has_tools, path)
+        return await asyncio.to_thread(template_has_tools, self.path, definition)
 
     async def problems(self) -> Problems:
         """Return the reasons why files, or the whole folder, are unusable now."""

@@ -61,6 +61,8 @@ class RecordedFile:
     header: Header | None = None
     is_marked: bool = False
     """True if the models folder had its marker when the file was recorded."""
+    has_tools: bool = False
+    """True if its chat template is known to have a place for tools."""
 
     def as_entry(self) -> dict[str, Any]:
         """Return the file as JSON.
@@ -69,8 +71,7 @@ class RecordedFile:
         """
         entry: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256}
         entry["source"] = self.source
-        if self.is_marked:
-            entry["is_marked"] = True
+        entry |= {name: True for name in ("is_marked", "has_tools") if getattr(self, name)}
         if self.header is None:
             return entry
         figures = {"architecture": self.header.architecture, "figures": self.header.figures}

@@ -279,18 +279,34 @@ _TEMPLATE_WITHIN = 64 * 1024 * 1024
 _LONGEST_TEMPLATE = 1024 * 1024
 
 
-def template_has_tools(path: Path) -> bool:
-    """Return True if this is a GGUF file whose chat template has a place for tools; blocks for a moment."""
+def template_has_tools(folder: Path, definition: Definition) -> bool:
+    """Return True if the model's GGUF file is known to have a chat template with a place for tools.
+
+    Blocks for a moment.
+    """
+    path = path_inside(folder, definition.model)
+    if path is None:
+        return False
     try:
+        if (record := files_at_source(folder, definition.files).get(str(path))) is not None:
+            return record.has_tools
         with open(path, "rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                return False
-            content = file.read(_TEMPLATE_WITHIN)
+            return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_TEMPLATE_WITHIN)))
     except OSError:
         return False
+
+
+def tools_in_template(content: bytes) -> bool | None:
+    """Return True if the chat template in these bytes of a GGUF file has a place for tools.
+
+    None if there is no complete template.
+    """
     start = content.find(_TEMPLATE_KEY) + len(_TEMPLATE_KEY)
     length = content[start : start + 8]
     if start < len(_TEMPLATE_KEY) or len(length) < 8:
-        return False
+        return None
     (size,) = struct.unpack("<Q", length)
-    return size <= _LONGEST_TEMPLATE and b"tools" in content[start + 8 : start + 8 + size]
+    if size > _LONGEST_TEMPLATE:
+        return False
+    template = content[start + 8 : start + 8 + size]
+    return b"tools" in template or (False if len(template) == size else None)

@@ -64,10 +64,14 @@ async def record(
     ]
     for file in files:
         meter.now = f"reading the header of {file.path}"
-        size, header = await probe_file(opener, file, with_header=_has_header(file, named))
-        size = size or file.size
+        probed = await probe_file(opener, file, with_header=_has_header(file, named))
+        size = probed.size or file.size
         if 0 < size < MOST_BYTES:
-            left.recorded.append(RecordedFile(file.path, file.url, size, file.sha256, header))
+            left.recorded.append(
+                RecordedFile(
+                    file.path, file.url, size, file.sha256, probed.header, has_tools=probed.has_tools
+                )
+            )
         else:
             meter.set_size(file.path, file.size)
             left.to_download.append(file)

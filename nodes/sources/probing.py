@@ -1,7 +1,8 @@
 """Headers of models that are not here: read by ranges, a megabyte for the figures of a model.
 
 The vocabulary of a GGUF file lies between its figures and its tensors and takes megabytes. The figures are
-sufficient for an estimate, so the rest is read only where they do not come first. Quantizations of one model
+sufficient for an estimate, so the rest is read only where they do not come first, and for the chat template
+of a file that is imported. Quantizations of one model
 have the same figures, so one header serves all of them.
 """
 
@@ -9,6 +10,8 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.outbound import SourceError
@@ -20,13 +23,14 @@ from nodes.definitions.headers import (
     parse_figures,
     parse_header,
 )
+from nodes.definitions.sizes import tools_in_template
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SourceFile
 
 log = logging.getLogger(__name__)
 
 FIGURES_BYTES, TABLE_BYTES = 1024 * 1024, 16 * 1024 * 1024
-"""Bytes of a file that are read for its figures, and for the table of its tensors."""
+"""Bytes of a file that are read for its figures, and for the table of its tensors or its chat template."""
 HEADER_LIMIT = 20.0
 """Seconds for one header."""
 _LEAST_BYTES = 256
@@ -60,33 +64,57 @@ async def gguf_header(opener: SourceOpener, file: SourceFile) -> Header:
         raise SourceError(f"{file.path}: {error}") from None
 
 
-async def probe_file(
-    opener: SourceOpener, file: SourceFile, *, with_header: bool
-) -> tuple[int, Header | None]:
-    """Return the size of a file at its source, 0 if that does not say, and the header of a GGUF file.
+@dataclass(frozen=True)
+class ProbedFile:
+    """A file at its source: its size, 0 if that is not known, and of a GGUF file what its header says."""
+
+    size: int
+    header: Header | None = None
+    has_tools: bool = False
+    """True if its chat template is known to have a place for tools."""
+
+
+async def probe_file(opener: SourceOpener, file: SourceFile, *, with_header: bool) -> ProbedFile:
+    """Read the size of a file at its source, and the header of a GGUF file.
 
     Raise SourceError if the source does not send the file. A header that cannot be read is None.
     """
     if with_header:
         try:
-            header, total = await _read_gguf(opener, file)
-            return total, header
+            header, total, content = await _read_gguf(opener, file)
+            return ProbedFile(total, header, await _has_tools(opener, file, content))
         except UnreadableHeader as error:
             log.warning("The header of %s is refused: %s", file.path, error)
     content, total = await read_start(opener, file, _LEAST_BYTES)
     _check_length(content, total, file, _LEAST_BYTES)
-    return total, None
+    return ProbedFile(total)
 
 
-async def _read_gguf(opener: SourceOpener, file: SourceFile) -> tuple[Header, int]:
-    """Return the header of a GGUF file, and its size; raise UnreadableHeader and SourceError."""
+async def _has_tools(opener: SourceOpener, file: SourceFile, content: bytes) -> bool:
+    """Return True if the chat template of a GGUF file, of which this was read, has a place for tools.
+
+    It follows the vocabulary, so more may have to be read. A source that does not send that is no error.
+    """
+    has_tools = tools_in_template(content)
+    if has_tools is None and len(content) == FIGURES_BYTES:
+        with suppress(SourceError):
+            content, _ = await read_start(opener, file, TABLE_BYTES)
+            has_tools = tools_in_template(content)
+    return bool(has_tools)
+
+
+async def _read_gguf(opener: SourceOpener, file: SourceFile) -> tuple[Header, int, bytes]:
+    """Return the header of a GGUF file, its size and what was read.
+
+    Raise UnreadableHeader and SourceError.
+    """
     content, total = await read_start(opener, file, FIGURES_BYTES)
     _check_length(content, total, file, FIGURES_BYTES)
     header = parse_figures(content, total or file.size or _UNKNOWN)
     if "block_count" not in header.figures and len(content) >= FIGURES_BYTES:
         content, total = await read_start(opener, file, TABLE_BYTES)
         header = parse_header(content, total or file.size or _UNKNOWN)
-    return header, total
+    return header, total, content
 
 
 def _check_length(content: bytes, total: int, file: SourceFile, read: int) -> None:

@@ -39,8 +39,15 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def gguf(size: int = 4096, *, vocabulary: int = 3, architecture: str = "qwen2", late: bool = False) -> bytes:
-    """A GGUF file of this size; `late`: its figures come after the vocabulary."""
+def gguf(
+    size: int = 4096,
+    *,
+    vocabulary: int = 3,
+    architecture: str = "qwen2",
+    late: bool = False,
+    template: str = "",
+) -> bytes:
+    """A GGUF file of this size; `late`: its figures come after the vocabulary, as its chat template does."""
     figures = [
         _text(f"{architecture}.{key}") + struct.pack("<II", _U32, value) for key, value in FIGURES.items()
     ]
@@ -48,6 +55,8 @@ def gguf(size: int = 4096, *, vocabulary: int = 3, architecture: str = "qwen2", 
     tokens = _text("tokenizer.ggml.tokens") + struct.pack("<IIQ", _LIST, _TEXT, vocabulary) + words
     name = _text("general.architecture") + struct.pack("<I", _TEXT) + _text(architecture)
     pairs = [name, tokens, *figures] if late else [name, *figures, tokens]
+    if template:
+        pairs.append(_text("tokenizer.chat_template") + struct.pack("<I", _TEXT) + _text(template))
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs)
     return head + bytes(max(size - len(head), 0))
 

@@ -32,6 +32,7 @@ from nodes.loading.load_request import estimate_need
 from nodes.loading.source_files import plan_files
 from nodes.models import BackendNode, ModelDefinition, NodeModel
 from nodes.models.replica import load_key
+from nodes.sources import probing
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.api.verbs import cancel_operation
 from operations.executor.work import Postpone, Recorder, WakeUps, Work, in_thread, write_batch
@@ -142,6 +143,46 @@ async def test_the_weights_stay_and_are_measured_by_their_record(
     assert here.header is not None
     assert (left.header.architecture, left.header.figures) == (here.header.architecture, here.header.figures)
     assert estimate_need(definition, left) == estimate_need(definition, here)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "template", "has_tools", "is_cut"),
+    [
+        (3, "{% if tools %}{{ tools }}{% endif %}", True, False),
+        (3, "{{ messages }}", False, False),
+        (80_000, "{% if tools %}{{ tools }}{% endif %}", True, False),
+        (80_000, "{{ messages }}", False, False),
+        (80_000, "{% if tools %}{{ tools }}{% endif %}", False, True),
+    ],
+)
+async def test_the_template_of_a_file_at_its_source_is_known(
+    plan: ImportPlan,
+    source: Source,
+    models: Path,
+    vocabulary: int,
+    template: str,
+    has_tools: bool,
+    is_cut: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C3: clients send tools by it. A source that does not send so much is no obstacle to the import."""
+    data = hub.gguf(2**21, vocabulary=vocabulary, template=template)
+    source.files["/m.gguf"] = data
+    if is_cut:
+        read_start = probing.read_start
+
+        async def cut(opener: Any, file: SourceFile, length: int) -> tuple[bytes, int]:
+            if length == probing.TABLE_BYTES:
+                raise SourceError("no answer within 20 s", can_retry=True)
+            return await read_start(opener, file, length)
+
+        monkeypatch.setattr(probing, "read_start", cut)
+    await imported(replace(plan, files=(replace(plan.files[0], sha256=sha256_of(data)), plan.files[1])))
+    definition = await in_thread(definition_of)
+    assert await Folder(models).has_tools(definition) is has_tools
+    if not is_cut:
+        (models / PATH).write_bytes(data)
+        assert await Folder(models).has_tools(definition) is has_tools, "as with the file itself"
 
 
 async def test_a_file_that_is_here_already_is_used(plan: ImportPlan, source: Source, models: Path) -> None:
