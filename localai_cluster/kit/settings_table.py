@@ -233,7 +233,7 @@ class ClusterSettings(SharedSettings):
     node_options: bool = setting("CLUSTER_NODE_OPTIONS", "true")
     """Derive batch and parallel requests from the node where a definition does not say them (R2.80)."""
     download_on: Literal["control-plane", "worker"] = setting("CLUSTER_DOWNLOAD_ON", "control-plane")
-    """Nodes get [imported files](staging.md) from the control plane, or weights from their source."""
+    """Nodes get [imported files](staging.md) from the control plane, or weights from the web and the hub."""
     download_connections: Connections = setting("CLUSTER_DOWNLOAD_CONNECTIONS", "4")
     """Connections over which an import downloads a large file, if its source sends ranges."""
     request_timeout: Seconds = setting("CLUSTER_REQUEST_TIMEOUT", "10m", group="Requests")
