@@ -34,8 +34,15 @@ export function FilesTab({ row }: { row: ModelRow }): ReactNode {
   );
 }
 
+/** A file that is recorded, and neither here nor known to be at its source: the models folder has a problem. */
+function Presence({ size, present, source }: File): ReactNode {
+  if (present) return "yes";
+  if (source !== "") return <bdi className="anywhere">no: nodes download it from {source}</bdi>;
+  return size > 0 ? <span className="pill warn">unknown: the models folder has a problem</span> : <span className="pill bad">missing</span>;
+}
+
 const COLUMNS: readonly Column<File>[] = [
   { key: "path", title: "Path", value: ({ path }) => path, cell: ({ path }) => <bdi className="mono">{path}</bdi> },
-  { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size, cell: ({ size, present, source }) => (present || source !== "" ? bytes(size) : "unknown") },
-  { key: "present", title: "On the control plane", value: ({ present, source }) => (present ? 0 : source !== "" ? 1 : 2), cell: ({ present, source }) => (present ? "yes" : source !== "" ? <bdi className="anywhere">no: nodes download it from {source}</bdi> : <span className="pill bad">missing</span>) },
+  { key: "size", title: "Size", numeric: true, largestFirst: true, value: ({ size }) => size, cell: ({ size, present }) => (present || size > 0 ? bytes(size) : "unknown") },
+  { key: "present", title: "On the control plane", value: ({ present, source }) => (present ? 0 : source !== "" ? 1 : 2), cell: (file) => <Presence {...file} /> },
 ];

@@ -96,17 +96,18 @@ it("restores a revision after a question, with who, why and what changed", async
   await waitFor(() => expect(changes()).toEqual([["POST", "/api/definitions/{name}/revisions/{number}/restore", { revision: 3 }]]));
 });
 
-it("shows the files, also one that is missing and one at its source", async () => {
+it("shows the files, also one that is missing, one at its source and one of a folder that is not mounted", async () => {
   stored = detail("tiny", {
     files: [
       { path: "a.gguf", size: 1024 ** 3, present: true, source: "" },
       { path: "b.gguf", size: 0, present: false, source: "" },
       { path: "c.gguf", size: 1024 ** 3, present: false, source: "hf://o/r@0a/c.gguf" },
+      { path: "d.gguf", size: 1024 ** 3, present: false, source: "" },
     ],
   });
   open("/files");
   const rows = within(await screen.findByRole("table", { name: "Files of tiny" })).getAllByRole("row");
-  expect(rows.slice(1).map((row) => row.textContent)).toEqual(["a.gguf1 GiByes", "b.gguf" + "unknown" + "missing", "c.gguf1 GiB" + "no: nodes download it from hf://o/r@0a/c.gguf"]);
+  expect(rows.slice(1).map((row) => row.textContent)).toEqual(["a.gguf1 GiByes", "b.gguf" + "unknown" + "missing", "c.gguf1 GiB" + "no: nodes download it from hf://o/r@0a/c.gguf", "d.gguf1 GiB" + "unknown: the models folder has a problem"]);
   expect(await screen.findByText("Also on nodes with a replica: n1.")).toBeTruthy();
 });
 
