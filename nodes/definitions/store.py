@@ -79,8 +79,8 @@ def save(
         _check_file_conflicts(definition, parse_entries(entries))
         if row is not None and row.text == text:
             if fetched and row.files != fetched:
-                row.files, row.change = fetched, row.change + 1
-                row.save(update_fields=["files", "change"])
+                row.files, row.change, row.updated_at = fetched, row.change + 1, now
+                row.save(update_fields=["files", "change", "updated_at"])
                 _announce(row)
             return row
         if row is None:

@@ -7,7 +7,7 @@ The last load that is cancelled cancels it too: nobody else has requested it, an
 """
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -30,6 +30,9 @@ FILES_ONLY = "files_only"
 """Payload key of an import that saves no definition."""
 WAITING = "waiting"
 """Phase of an import that waits for the end of others."""
+CHANGED_FOR = timedelta(hours=1)
+"""Time for which a file that a load has found changed at its source is not downloaded again."""
+_CHANGED = "staging: the file at its source is not the recorded one"
 _POLL = 2.0
 _FIRST_LOOK, _LAST_LOOK = 2.0, 60.0
 """Seconds after which a load looks again at a download that waits."""
@@ -96,6 +99,7 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
 
     Raise NodeRefused, LoadFailed, Postpone and Abandoned.
     """
+    await in_thread(check_former_load, attempt.work.operation, attempt.definition)
     name, parent = attempt.slot.node_name, attempt.work.operation
     listed = paths[0] if len(paths) == 1 else f"{len(paths)} files"
     message = f"the control plane downloads {listed}, which {name} does not"
@@ -111,16 +115,37 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
     if state.status == Status.CANCELLED:
         raise LoadFailed(f"staging: the download of {listed} to the control plane was cancelled")
     if state.status == Status.FAILED and state.result.get("code") == SourceChanged.code:
-        raise changed_at_source(state.error)
+        raise LoadedFileChanged(state.error)
     if state.status == Status.FAILED:
         # The worker of another node may reach the source.
         raise NodeRefused(f"staging: {message}, and it failed: {state.error}")
 
 
-def changed_at_source(reason: str) -> LoadFailed:
-    """Return the end of a load whose file has changed at its source: no node would get another one."""
-    return LoadFailed(
-        f"staging: the file at its source is not the recorded one ({reason}); import the model again"
+class LoadedFileChanged(LoadFailed):
+    """The file of a load has changed at its source: no node would get another one."""
+
+    code = SourceChanged.code
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{_CHANGED} ({reason}); import the model again")
+
+
+def check_former_load(load: Operation, definition: Definition) -> None:
+    """Raise LoadFailed if a load has downloaded a changed file within `CHANGED_FOR`, of this definition.
+
+    Else each request would download all of it again. This failure does not count as such a load. One query.
+    """
+    changed = datetime.fromtimestamp(definition.changed + 1, UTC)  # whole seconds, rounded down
+    since = max(clock.now() - CHANGED_FOR, changed)
+    former = Operation.objects.filter(
+        key=load.key, finished_at__gt=since, status=Status.FAILED, result__code=SourceChanged.code
+    )
+    if (found_at := former.order_by("-finished_at").values_list("finished_at", flat=True).first()) is None:
+        return
+    until = found_at + CHANGED_FOR
+    raise LoadFailed(
+        f"{_CHANGED}, a load found at {found_at:%H:%M} UTC; import the model again. Without that it is tried"
+        f" again from {until:%H:%M} UTC on"
     )
 
 

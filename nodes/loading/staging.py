@@ -134,6 +134,8 @@ class ModelTransfer:
     """Hosts of sources that the node could not reach lately, and when."""
     on_fallback: Callable[[str], Awaitable[None]] | None = None
     """Called with a sentence when a file is sent because the worker could not fetch it."""
+    before_source: Callable[[], Awaitable[None]] | None = None
+    """Called before the worker fetches a file that is at its source; raises LoadFailed if it must not."""
 
     @cached_property
     def _transfers(self) -> list[Transfer]:
@@ -168,7 +170,7 @@ class ModelTransfer:
         async def send(transfer: Transfer) -> None:
             file = transfer.file
             try:
-                path = await transfer.fetch()
+                path = await self._fetch(transfer)
                 if transfer.fetch_problem:
                     sent_instead.append(await self._report_fallback(transfer))
                 roots.add(root_of(path or await transfer.send(), file.relative))
@@ -191,6 +193,11 @@ class ModelTransfer:
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return StagingResult(next(iter(roots), ""), failed, sent_instead)
+
+    async def _fetch(self, transfer: Transfer) -> str:
+        if transfer.needs_source and self.before_source is not None:
+            await self.before_source()
+        return await transfer.fetch()
 
     async def _report_fallback(self, transfer: Transfer) -> str:
         """Return a sentence on a file that the worker did not fetch; note a source that it did not reach."""
@@ -349,7 +356,7 @@ async def _send_in_time(
             await asyncio.sleep(_REGISTERS)
         raise NodeRefused(f"staging: {refusal}") from refusal
     except ChangedAtSource as change:
-        raise source_downloads.changed_at_source(str(change)) from change
+        raise source_downloads.LoadedFileChanged(str(change)) from change
     except FileChanged as change:
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
 
@@ -357,7 +364,7 @@ async def _send_in_time(
 async def _send(
     attempt: Attempt, planned: FilePlan, limits: TransferLimits, downloaded: Collection[str]
 ) -> StagingResult:
-    slot = attempt.slot
+    slot, definition = attempt.slot, attempt.definition
     try:
         server = await in_thread(dial_targets.http_server, slot.node_id)
     except errors.NotFound as gone:
@@ -381,6 +388,9 @@ async def _send(
                 sources=sources,
                 unreached=unreached,
                 on_fallback=lambda sentence: _report_fallback(attempt, sentence),
+                before_source=lambda: in_thread(
+                    source_downloads.check_former_load, attempt.work.operation, definition
+                ),
             )
             return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:

@@ -259,6 +259,12 @@ class Transfer:
                     await self._pause(reason_of(error))
         self._meter.positions[self.file.relative] = min(self._remote.size, self.file.size)
 
+    @property
+    def needs_source(self) -> bool:
+        """True if the worker lacks a file that is at its source."""
+        record = self.file.record
+        return record is not None and not self._remote.has(record.sha256)
+
     async def fetch(self) -> str:
         """Have the worker fetch the file from its source; return its path there, "" if it is to be sent.
 

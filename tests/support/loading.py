@@ -60,6 +60,15 @@ class Stage:
         self.work = Work(operation, Recorder(write_batch))
         self.handler = load.LoadModel(self.bus, Folder(folder), WakeUps())
 
+    def request_again(self) -> None:
+        """Another load is requested and claimed."""
+        request = admission.OperationRequest(
+            load_request.KIND, key=load_key("echo"), element="echo", by=Requester("test")
+        )
+        admission.admit(request, now=clock.now())
+        (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
+        self.work = Work(operation, Recorder(write_batch))
+
     def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:
         self.bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply(backends)
 

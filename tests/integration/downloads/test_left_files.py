@@ -516,9 +516,14 @@ async def test_the_end_of_the_download_is_told_by_the_load(
 
 @pytest.mark.rule("R2.56")
 async def test_a_file_that_has_changed_at_its_source_is_downloaded_once(
-    loading: Stage, told: list[Any], source: Source, models: Path, monkeypatch: pytest.MonkeyPatch
+    loading: Stage,
+    told: list[Any],
+    plan: ImportPlan,
+    source: Source,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the control plane nor another node would get other bytes."""
+    """Neither the control plane nor another node would get other bytes, nor the next request's load."""
     monkeypatch.setattr(worker_http, "ENGINE_TOKEN", backends.TOKEN)
     source.files["/m.gguf"] = DATA[:-1] + b"?"
     requests = len(source.seen("files"))
@@ -529,7 +534,28 @@ async def test_a_file_that_has_changed_at_its_source_is_downloaded_once(
             LoadFailed, match=r"not the recorded one .*its sha256 is .*import the model again"
         ):
             await asyncio.wait_for(loading.handler(loading.work), 60)
-    assert len(source.seen("files")) == requests + 1
+        assert len(source.seen("files")) == requests + 1
+        await finish(loading.work, Event.FAIL, error="changed", result={"code": "source_changed"})
+
+        async def again() -> None:
+            loading.handler._definitions.rows_changed()  # as a NOTIFY does
+            await in_thread(loading.request_again)
+            await asyncio.wait_for(loading.handler(loading.work), 60)
+
+        with pytest.raises(LoadFailed, match=r"a load found at .*import the model again") as failed:
+            await again()
+        assert failed.value.code == "model_load_failed", "its own end does not count as a download"
+        await finish(loading.work, Event.FAIL, error="changed", result={"code": failed.value.code})
+        assert len(source.seen("files")) == requests + 1
+        content = source.files["/m.gguf"]
+        assert isinstance(content, bytes)
+        await imported(
+            replace(plan, files=(replace(plan.files[0], sha256=sha256_of(content)), plan.files[1]))
+        )
+        await again()
+        assert await in_thread(lambda: ModelDefinition.objects.get().revision) == 1, (
+            "the text is the former one"
+        )
     assert not await in_thread(Operation.objects.active().filter(kind=imports.KIND).exists)
     assert files_below(models) == ["hf/o/r/config.json"]
 
