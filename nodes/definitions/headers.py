@@ -46,6 +46,8 @@ class Header:
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """Whole numbers, and lists of them that have one for each layer; a longer list is its length."""
     tensors: tuple[Tensor, ...] = ()
+    is_cut: bool = False
+    """True if only its first values were read."""
 
 
 MOST_TEXTS = 2_000_000
@@ -127,9 +129,11 @@ class _GgufReader:
         """Return the header without tensors, with the values before the end of the content."""
         values: dict[str, Figure | str] = {}
         _, pairs = self._counts()
+        is_cut = True
         with suppress(_EndsEarly):
             self._add_values(pairs, values)
-        return _header_of(values)
+            is_cut = not self._file.read(1)  # the last value may have been skipped
+        return replace(_header_of(values), is_cut=is_cut)
 
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of tensors and of values."""

@@ -82,7 +82,7 @@ async def probe_file(opener: SourceOpener, file: SourceFile, *, with_header: boo
     if with_header:
         try:
             header, total, content = await _read_gguf(opener, file)
-            return ProbedFile(total, header, await _has_tools(opener, file, content))
+            return ProbedFile(total, header, await _has_tools(opener, file, header, content))
         except UnreadableHeader as error:
             log.warning("The header of %s is refused: %s", file.path, error)
     content, total = await read_start(opener, file, _LEAST_BYTES)
@@ -90,13 +90,13 @@ async def probe_file(opener: SourceOpener, file: SourceFile, *, with_header: boo
     return ProbedFile(total)
 
 
-async def _has_tools(opener: SourceOpener, file: SourceFile, content: bytes) -> bool:
+async def _has_tools(opener: SourceOpener, file: SourceFile, header: Header, content: bytes) -> bool:
     """Return True if the chat template of a GGUF file, of which this was read, has a place for tools.
 
     It follows the vocabulary, so more may have to be read. A source that does not send that is no error.
     """
     has_tools = tools_in_template(content)
-    if has_tools is None and len(content) == FIGURES_BYTES:
+    if has_tools is None and header.is_cut and len(content) == FIGURES_BYTES:
         with suppress(SourceError):
             content, _ = await read_start(opener, file, TABLE_BYTES)
             has_tools = tools_in_template(content)

@@ -178,6 +178,8 @@ async def test_the_template_of_a_file_at_its_source_is_known(
 
         monkeypatch.setattr(probing, "read_start", cut)
     await imported(replace(plan, files=(replace(plan.files[0], sha256=sha256_of(data)), plan.files[1])))
+    reads = [request for request in source.seen("storage") if request.path == "/m.gguf"]
+    assert len(reads) == (2 if vocabulary > 3 and not is_cut else 1), "more is read only for the template"
     definition = await in_thread(definition_of)
     assert await Folder(models).has_tools(definition) is has_tools
     if not is_cut:
