@@ -15,8 +15,8 @@ BASE ?=
 ONLY ?=
 RUNS ?=
 NODES ?=
-# Much of what the tests wait for is a lease, a copy or a page, not the processor: four at a time on two cores.
-TEST_PROCESSES ?= 4
+# Much of what the tests wait for is a lease, a copy or a page, not the processor: five at a time on two cores.
+TEST_PROCESSES ?= 5
 
 help:
 	@echo "make run              run the whole cluster on this machine until Ctrl-C"

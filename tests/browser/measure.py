@@ -1,18 +1,25 @@
-"""The browser's part of `make measure`: interaction to next paint, long tasks, charts, memory, first load.
+"""The browser's part of `make measure`: page loads, interaction to next paint, long tasks, charts, memory.
 
-Five hundred seeded nodes and two hundred operations move all the while. Chromium itself says how long each
+Five hundred seeded nodes and two hundred operations move all the while, and nineteen other clients read the
+feed. A page is there once it shows its heading and nothing that loads; cold is a new browser context, without
+cache. Chromium itself says how long each
 interaction took until its paint (event timing, in steps of 8 ms; what took less than 16 ms it does not tell
 of). `HEAP_MINUTES` shortens the ten minutes between the two looks at the heap.
 """
 
 import math
 import os
+import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from threading import Thread
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from rich.console import Console
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
 
 from localai_cluster.embedded import build
 from localai_cluster.kit import clock
@@ -20,9 +27,13 @@ from tests.browser import install, week
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, seeded, sign_in
 from tests.browser.screen import settings
+from tests.browser.test_pictures import PAGES
 from tests.measure.table import Measured, show
+from tests.support.cluster import ADMIN
 
-NODES, OPERATIONS = 500, 200
+NODES, OPERATIONS, READERS = 500, 200, 19
+COLD, IN_APP = 1000.0, 200.0
+"""Milliseconds until a page is there, of 95 in 100 loads."""
 NEXT_PAINT, LONG_TASK, CHARTS, GROWTH = 200.0, 100.0, 300.0, 10.0
 CHARTED = "gpu-h100-106"
 TURNS = 7
@@ -49,6 +60,19 @@ new PerformanceObserver((list) => {
 _TASKS = "() => window.tasks.splice(0)"
 """Durations in ms of the tasks of 50 ms and more since the last call."""
 _TOLD = "() => [...window.interactions.values()]"
+_IS_THERE = """(path, heading) => {
+  const shown = document.querySelector("h1")?.textContent;
+  const states = [...document.querySelectorAll("[role=status]")].map((one) => one.textContent);
+  const waits = states.some((text) => text.includes("Loading"));
+  return location.pathname === path && !waits && (heading ? shown === heading : Boolean(shown));
+}"""
+_COLD = f"(path) => ({_IS_THERE})(path, '') && [performance.now(), document.querySelector('h1').textContent]"
+_IN_APP = f"""async ([path, heading]) => {{
+  const began = performance.now();
+  document.querySelector(`a[href="${{path}}"]`).click();
+  while (!({_IS_THERE})(path, heading)) await new Promise(requestAnimationFrame);
+  return performance.now() - began;
+}}"""
 _WEEK = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
   const context = CanvasRenderingContext2D.prototype;
@@ -68,6 +92,9 @@ _WEEK = """async () => {
   return [performance.now() - began, drawings / sliders().length];
 }"""
 """Presses *Week*, waits until every chart is drawn with its 169 hours, and counts how often each was."""
+
+
+_cookies = cache(sign_in)
 
 
 def minutes() -> float:
@@ -131,6 +158,34 @@ def use(page: Page, fleet: Fleet) -> list[float]:
         person.type("whisper")
         page.keyboard.press("Escape")
     return person.durations()
+
+
+def loads(browser: Browser, fleet: Fleet) -> list[Measured]:
+    """How long each page takes to be there, cold and from another page of the application."""
+    cold: dict[str, list[float]] = {name: [] for name in PAGES}
+    in_app: dict[str, list[float]] = {name: [] for name in PAGES}
+    headings: dict[str, str] = {}
+    for _ in range(TURNS):
+        for name, path in PAGES.items():
+            with fresh(browser, fleet) as page:
+                page.goto(f"{fleet.webs[0].url}{path}", wait_until="commit")
+                took, headings[name] = page.wait_for_function(_COLD, arg=path).json_value()
+                cold[name].append(took)
+    with fresh(browser, fleet) as page:
+        page.goto(f"{fleet.webs[0].url}{PAGES['health']}")
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        for _ in range(TURNS):
+            for name, path in PAGES.items():
+                in_app[name].append(page.evaluate(_IN_APP, [path, headings[name]]))
+    return [*_loads("cold", cold, COLD), *_loads("in the application", in_app, IN_APP)]
+
+
+def _loads(kind: str, took: dict[str, list[float]], limit: float) -> list[Measured]:
+    """The median of each page, and of all loads the one that 95 in 100 do not exceed."""
+    those: Sequence[float] = sorted(time for times in took.values() for time in times)
+    slow = those[math.ceil(0.95 * len(those)) - 1]
+    pages = [Measured(f"{name}, {kind}", statistics.median(times), unit="ms") for name, times in took.items()]
+    return [*pages, Measured(f"pages {kind}, p95", slow, limit, unit="ms")]
 
 
 def interactions(page: Page, fleet: Fleet) -> list[Measured]:
@@ -198,17 +253,40 @@ def memory(page: Page, fleet: Fleet) -> list[Measured]:
 
 
 @contextmanager
-def opened(browser: Browser, fleet: Fleet) -> Iterator[Page]:
-    """The list of nodes, live."""
+def fresh(browser: Browser, fleet: Fleet) -> Iterator[Page]:
+    """A page of a signed-in user, with an empty cache."""
     context = browser.new_context(**settings())
     context.set_default_timeout(PATIENCE)
     context.add_init_script(_OBSERVE)
-    context.add_cookies(list(sign_in(fleet.webs[0].url)))
-    page = context.new_page()
-    page.goto(f"{fleet.webs[0].url}/app/nodes")
-    expect(page.get_by_role("grid", name="Nodes")).to_have_attribute("aria-rowcount", str(NODES + 1))
-    yield page
+    context.add_cookies(list(_cookies(fleet.webs[0].url)))
+    yield context.new_page()
     context.close()
+
+
+@contextmanager
+def opened(browser: Browser, fleet: Fleet) -> Iterator[Page]:
+    """The list of nodes, live."""
+    with fresh(browser, fleet) as page:
+        page.goto(f"{fleet.webs[0].url}/app/nodes")
+        expect(page.get_by_role("grid", name="Nodes")).to_have_attribute("aria-rowcount", str(NODES + 1))
+        yield page
+
+
+@contextmanager
+def read_by_others(fleet: Fleet) -> Iterator[None]:
+    """Other clients read the feed all the while."""
+    url = fleet.webs[0].url.replace("http", "ws", 1) + "/ws/feed"
+    with ExitStack() as stack:
+        for _ in range(READERS):
+            link = stack.enter_context(connect(url, additional_headers=ADMIN, proxy=None, max_size=None))
+            Thread(target=_read, args=[link], daemon=True).start()
+        yield
+
+
+def _read(link: ClientConnection) -> None:
+    with suppress(ConnectionClosed):
+        for _ in link:
+            pass
 
 
 def measure(program: str) -> list[Measured]:
@@ -217,16 +295,18 @@ def measure(program: str) -> list[Measured]:
     with (
         running_fleet(webs=1, workers=()) as fleet,
         seeded(fleet.cluster, NODES, OPERATIONS, seconds),
+        read_by_others(fleet),
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        waited = loads(browser, fleet)
         with opened(browser, fleet) as page:
             found = interactions(page, fleet) + charts(page, fleet)
         with opened(browser, fleet) as page:
             found += memory(page, fleet)
         browser.close()
     first = build.first_page_bytes() / 1024
-    return [*found, Measured("first load, compressed", first, build.BUDGET / 1024, unit="kB")]
+    return [*waited, *found, Measured("first load, compressed", first, build.BUDGET / 1024, unit="kB")]
 
 
 def main() -> int:
