@@ -19,7 +19,8 @@ from localai_cluster.messaging.messages import decode, omitted
 from localai_cluster.worker.hardware import preferred_tokens
 
 STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"
-MAX_BACKENDS = 200
+MAX_NAME_BYTES = 200
+"""Limit on a backend's folder name; a model id may have twice as many characters."""
 
 
 def strip_gallery(name: str) -> str:
@@ -32,12 +33,8 @@ def folder_name(name: str) -> str:
     folder = name.replace("/", "__")
     if not folder:
         raise InvalidInput("backend name is empty", field="backend")
-    if (
-        folder.startswith(".")
-        or "\\" in folder
-        or not folder.isprintable()
-        or len(folder.encode()) > MAX_BACKENDS
-    ):
+    is_too_long = len(folder.encode()) > MAX_NAME_BYTES
+    if folder.startswith(".") or "\\" in folder or not folder.isprintable() or is_too_long:
         raise InvalidInput(f"not a backend name: {name[:80]!r}", field="backend")
     if folder.lower().endswith((STAGED, BACKUP)):
         raise InvalidInput(f"not a backend name: {name[:80]!r} is reserved", field="backend")
@@ -51,7 +48,7 @@ def printable(text: str) -> str:
 
 def model_name(name: str) -> str:
     """Check a model id for use in a process key; empty is allowed. Raise InvalidInput."""
-    if len(name) > MAX_BACKENDS * 2 or not (name.isprintable() or not name):
+    if len(name) > MAX_NAME_BYTES * 2 or not (name.isprintable() or not name):
         raise InvalidInput("not a model id: too long or not printable", field="model_id")
     return name
 

@@ -108,12 +108,7 @@ WHERE = shapes.Shape(
         shapes.column("installed_at", shapes.TEXT, optional=True),
         shapes.column("alias", shapes.TEXT, "Another name that starts it.", optional=True),
         shapes.column("size", shapes.BYTES, "Of its files.", optional=True),
-        shapes.field(
-            "from_address",
-            shapes.FLAG,
-            "Installed by an address: install it from there again, it has no upgrades.",
-            optional=True,
-        ),
+        shapes.field("from_address", shapes.FLAG, "Installed by an address: no upgrades.", optional=True),
     ],
 )
 VARIANT = shapes.Shape(

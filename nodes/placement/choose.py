@@ -105,9 +105,7 @@ class Need:
     cards: int = 0
     """Number of GPUs of which each gives `vram_share`; 0 without a share."""
     by_gpu: Pairs = ()
-    """The bytes on each GPU that its definition names, by index; with `own_gpus` but without these only the
-    node's total memory counts.
-    """
+    """Bytes on each GPU that its definition names, by index; `own_gpus` without them: the total counts."""
     contexts: Pairs = ()
     """The definition's context and smaller ones in tokens, each with the bytes that it saves."""
     source: str = "estimated"
@@ -314,8 +312,7 @@ def vram_needed(node: Candidate, need: Need) -> int:
 def describe_vram_needed(node: Candidate, need: Need) -> str:
     """Return the memory that a replica needs of the node, or the share of a GPU if it reports none."""
     if need.vram_share and not node.card_vram:
-        of_cards = "a GPU" if need.cards == 1 else f"each of {need.cards} GPUs"
-        return f"{need.vram_share:.0%} of {of_cards}"
+        return f"{need.vram_share:.0%} of {'a GPU' if need.cards == 1 else f'each of {need.cards} GPUs'}"
     return gib_rounded_up(vram_needed(node, need))
 
 
@@ -325,10 +322,7 @@ def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
 
 
 def usable_bytes(node: Candidate, need: Need) -> int:
-    """Return the bytes that the node has for such a replica: those free on the GPUs that it would take.
-
-    If the memory is lacking, the largest need that would fit.
-    """
+    """Return the free bytes on the GPUs that a replica would take, else the largest need that would fit."""
     needed, rooms = vram_needed(node, need), dict(node.gpus)
     shares = need.shares(node.free_vram, node.gpus, needed)
     if shares is not None:
@@ -451,10 +445,9 @@ def _lacks_by_reason(
         key=lambda n: (n.other_models_bytes - n.disk_quota, n.name),
     )
     if by_memory:
+        lacks = need.lacks_card
         free_by_node = [
-            f"{n.name} reports no GPU"
-            if need.lacks_card(n.card_vram)
-            else f"{n.name} has {format_gib(n.free_vram)} free"
+            f"{n.name} {'reports no GPU' if lacks(n.card_vram) else f'has {format_gib(n.free_vram)} free'}"
             for n in by_memory
         ]
         descriptions[Reason.MEMORY] = _need_with_nodes(_most_needed(by_memory, need), free_by_node)

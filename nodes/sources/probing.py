@@ -2,8 +2,7 @@
 
 The vocabulary of a GGUF file lies between its figures and its tensors and takes megabytes. The figures are
 sufficient for an estimate, so the rest is read only where they do not come first, and for the chat template
-of a file that is imported. Quantizations of one model
-have the same figures, so one header serves all of them.
+of a file that is imported. Quantizations of one model have the same figures, so one header serves them all.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from threading import Thread
@@ -26,8 +26,7 @@ from localai_cluster.kit import clock
 from tests.browser import install, week
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, seeded, sign_in
-from tests.browser.screen import settings
-from tests.browser.test_pictures import PAGES
+from tests.browser.screen import PAGES, settings
 from tests.measure.table import Measured, show
 from tests.support.cluster import ADMIN
 
@@ -182,8 +181,8 @@ def loads(browser: Browser, fleet: Fleet) -> list[Measured]:
 
 def _loads(kind: str, took: dict[str, list[float]], limit: float) -> list[Measured]:
     """The median of each page, and of all loads the one that 95 in 100 do not exceed."""
-    those: Sequence[float] = sorted(time for times in took.values() for time in times)
-    slow = those[math.ceil(0.95 * len(those)) - 1]
+    sorted_times = sorted(time for times in took.values() for time in times)
+    slow = sorted_times[math.ceil(0.95 * len(sorted_times)) - 1]
     pages = [Measured(f"{name}, {kind}", statistics.median(times), unit="ms") for name, times in took.items()]
     return [*pages, Measured(f"pages {kind}, p95", slow, limit, unit="ms")]
 

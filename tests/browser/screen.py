@@ -14,6 +14,18 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request
 
 LOUD = ("error", "warning", "assert")
 WIDE, NARROW = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+PAGES = {
+    "overview": "/app/overview",
+    "nodes": "/app/nodes",
+    "capacity": "/app/capacity",
+    "models": "/app/models",
+    "scheduling": "/app/scheduling",
+    "backends": "/app/backends",
+    "activity": "/app/activity",
+    "chat": "/app/chat",
+    "health": "/app/health",
+}
+"""The main pages and their paths."""
 _LOCAL = ("data", "blob", "about")
 
 

@@ -18,21 +18,11 @@ from playwright.sync_api import Browser, Page, expect
 from localai_cluster.kit import clock
 from tests.browser.conftest import PICTURES, Opener
 from tests.browser.fleet import Cookies, Fleet, running_fleet, seeded, sign_in
+from tests.browser.screen import PAGES
 from tests.conftest import eventually
 from tests.support.cluster import ROOT
 
 EXPECTED = ROOT / "tests" / "data" / "pictures"
-PAGES = {
-    "overview": "/app/overview",
-    "nodes": "/app/nodes",
-    "capacity": "/app/capacity",
-    "models": "/app/models",
-    "scheduling": "/app/scheduling",
-    "backends": "/app/backends",
-    "activity": "/app/activity",
-    "chat": "/app/chat",
-    "health": "/app/health",
-}
 COVERED = "time, [role=gridcell]:has(time), .uplot, .chart-values"
 SCALE = 4
 SETTLES = 5.0

@@ -56,7 +56,7 @@ def _in_pool(pool: Executor, function: Callable[..., T], *arguments: Any) -> "as
     return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
-SYNC_BYTES = 1024 * 1024
+_READ_BYTES = 1024 * 1024
 SYNC_EVERY = 256 * 1024 * 1024
 """Bytes of an upload between two syncs to disk, so that the last sync does not wait for all of them."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
@@ -186,7 +186,7 @@ def hash_file(path: Path, stopped: threading.Event) -> str:
     """Return the SHA-256 of the current content. Raise HashStopped or OSError."""
     reader = hashlib.sha256()
     with untrusted.open_file(path, follow_links=False) as file:
-        while piece := file.read(SYNC_BYTES):
+        while piece := file.read(_READ_BYTES):
             if stopped.is_set():
                 raise HashStopped
             reader.update(piece)
