@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY = 1.0
 """Seconds between two polls of the folder, and of the rows."""
 LOOK_AFTER_MISS = 0.05
-"""Seconds between two polls after a lookup miss: a definition added a moment ago is usable at once."""
+"""Seconds between the beginnings of two scans for unknown names. Each lookup of one waits for its scan, so a
+file that another process has found already is found here too.
+"""
 SIZES_EVERY = 10.0
 """Seconds between two walks through the files of all models."""
 LOOK_LIMIT = 5.0
@@ -104,6 +106,16 @@ class _Poll:
                 self._began_at = now
                 self._call = untrusted.in_daemon_thread(self._run, now, self._changes)
             return self._call
+
+    async def request_call(self, interval: float) -> None:
+        """Have the next `wait` read again, `interval` seconds after the last call's beginning at the earliest.
+
+        Callers that wait at the same time share the call.
+        """
+        latest = self._began_at
+        await asyncio.sleep(max(latest + interval - self._monotonic(), 0))
+        if self._began_at == latest:
+            self.announce_change()
 
     def has_changes(self) -> bool:
         """Return True if a change was announced that no call has read yet."""
@@ -170,7 +182,8 @@ class Folder:
         """
         definition = (await self._current(waits_for_rows=False)).get(name)
         if definition is None:
-            definition = (await self._current(LOOK_AFTER_MISS, LOOK_EVERY)).get(name)
+            await self._scans.request_call(LOOK_AFTER_MISS)
+            definition = (await self._current()).get(name)
         if definition is None and (self._hangs or self._rows_hang):
             raise self._hang_error()
         return definition

@@ -150,17 +150,36 @@ def test_two_undecodable_names_are_two_problems(tmp_path: Path) -> None:
     assert sorted(problems.files) == [r"\x5cxff.yaml", r"\xfe.yaml", r"\xff.yaml"]
 
 
-def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: Path) -> None:
-    """The folder is looked at once a second; new, changed and removed files are noticed then."""
-    clock = Clock()
-    folder = Folder(tmp_path / "later", clock)
-    assert find(folder, "mini") is None
+def test_a_file_that_was_added_before_a_lookup_is_found(write: Callable[..., Path], tmp_path: Path) -> None:
+    """One web process listed a model, and another one, which had looked just before, answered 404."""
+    folder = Folder(tmp_path / "later", Clock())
+    assert every(folder) == []
     (tmp_path / "later").mkdir()
-    path = write("later/a.yaml", PLAIN)
-    assert find(folder, "mini") is None, "looked at less than a second ago"
-    clock.now += 1
-    first = find(folder, "mini")
-    assert first is not None
+    write("later/a.yaml", PLAIN)
+    assert find(folder, "mini") is not None
+
+
+def test_lookups_of_unknown_names_share_a_scan(
+    mount: "Stuck", write: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A client that asks for names that do not exist does not make the folder be read each time."""
+    write("a.yaml", PLAIN)
+    folder = Folder(tmp_path)
+
+    async def scenario() -> None:
+        assert await folder.find("mini") is not None
+        await asyncio.gather(*(folder.find(f"unknown {number}") for number in range(100)))
+
+    asyncio.run(scenario())
+    assert mount.calls == 2
+
+
+def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: Path) -> None:
+    """The folder is looked at once a second; changed and removed files are noticed then."""
+    clock = Clock()
+    folder = Folder(tmp_path, clock)
+    path = write("a.yaml", PLAIN)
+    assert find(folder, "mini") is not None
     path.write_text(yaml.safe_dump(PLAIN | {"context_size": 7}))
     clock.now += 1
     second = find(folder, "mini")
