@@ -108,7 +108,7 @@ class _Poll:
             return self._call
 
     async def request_call(self, interval: float) -> None:
-        """Have the next `wait` read again, `interval` seconds after the last call's beginning at the earliest.
+        """Have the next `wait` read again, at the earliest `interval` seconds after the last call began.
 
         Callers that wait at the same time share the call.
         """
