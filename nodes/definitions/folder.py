@@ -44,9 +44,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY = 1.0
 """Seconds between two polls of the folder, and of the rows."""
 LOOK_AFTER_MISS = 0.05
-"""Seconds between the beginnings of two scans for unknown names. Each lookup of one waits for its scan, so a
-file that another process has found already is found here too.
-"""
+"""Seconds between two scans for unknown names; each lookup waits for one that begins after it."""
 SIZES_EVERY = 10.0
 """Seconds between two walks through the files of all models."""
 LOOK_LIMIT = 5.0
@@ -65,12 +63,10 @@ class FolderUnresponsive(Unavailable):
 
 @dataclass(frozen=True)
 class Problems:
-    """The reasons why definitions are unusable; each is one displayable line."""
+    """Displayable lines why the folder, files by name, or rows by `Definition.source` are unusable."""
 
     folder: str = ""
-    """The problem of the folder itself; empty if it has none."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by file name; of rows by `Definition.source`."""
 
     def __bool__(self) -> bool:
         return bool(self.folder or self.files)
@@ -108,10 +104,7 @@ class _Poll:
             return self._call
 
     async def request_call(self, interval: float) -> None:
-        """Have the next `wait` read again, at the earliest `interval` seconds after the last call began.
-
-        Callers that wait at the same time share the call.
-        """
+        """Have the next `wait` read again, `interval` seconds after the last call began; callers share it."""
         latest = self._began_at
         await asyncio.sleep(max(latest + interval - self._monotonic(), 0))
         if self._began_at == latest:
@@ -128,7 +121,7 @@ class _Poll:
             return self._call is not None and self._monotonic() - self._began_at > self._limit
 
     async def wait(self, interval: float) -> bool:
-        """Read unless the last call is recent enough; return False if it has not ended within the limit."""
+        """Read unless the last call is recent enough; return False if that exceeds the limit."""
         return await self.finish(self.begin(interval))
 
     async def finish(self, call: "Future[None] | None") -> bool:
@@ -190,11 +183,11 @@ class Folder:
 
     async def all(self) -> list[Definition]:
         """Return every usable definition, sorted by name; raise FolderUnresponsive before the first scan."""
-        return sorted((await self._current()).values(), key=lambda definition: definition.name)
+        return await self.reload(LOOK_EVERY)
 
-    async def reload(self) -> list[Definition]:
-        """Read the folder and the rows now; return every usable definition."""
-        return sorted((await self._current(0.0)).values(), key=lambda definition: definition.name)
+    async def reload(self, interval: float = 0.0) -> list[Definition]:
+        """Read the folder and the rows unless they are recent enough; return as `all` does."""
+        return sorted((await self._current(interval)).values(), key=lambda definition: definition.name)
 
     async def stored(self) -> "list[MergedRow]":
         """Return the rows, also disabled and unusable ones; none before they were read for the first time."""
@@ -251,10 +244,7 @@ class Folder:
         self._row_polls.announce_change()
 
     async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
-        """Return path and size of the files of each model, without their headers.
-
-        Empty lists for a folder that cannot be read within the limit.
-        """
+        """Return path and size of the files of each model, without headers; [] if they cannot be read."""
         call = untrusted.in_daemon_thread(
             lambda: [files_of(self.path, definition) for definition in definitions]
         )
