@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -71,6 +72,10 @@ class Place:
         staged = self.folder / "echo.install-tmp"
         return staged.is_dir() and any(staged.iterdir())
 
+    def copy_seen(self, url: str) -> str:
+        """What the worker is seen at: "copying", "" before, or "ended" if nobody looked meanwhile."""
+        return "copying" if self.copying() else "ended" if self.job(url).get("processed") else ""
+
     def ended(self, url: str, *installed: str) -> None:
         """It is completed; the worker has just that, and nothing half made; no work is owned any more."""
         eventually(lambda: self.job(url).get("processed"), seconds=60, what="the operation has ended")
@@ -125,11 +130,25 @@ def lasts(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def under_way(place: Place, verb: str) -> str:
+    """Order it and wait until the worker is in the middle of its copy; where to look.
+
+    The machine may not run this process for all seconds of a copy, which is then ordered again.
+    """
+    for _ in range(5):
+        url = place.ask(verb)
+        if eventually(partial(place.copy_seen, url), seconds=20, what="the copy has begun") == "copying":
+            return url
+        place.ended(url, "echo")
+        if verb == "install":
+            place.clean()
+    raise AssertionError("five copies were not seen")
+
+
 @contextmanager
 def copied_once(place: Place, verb: str = "install") -> Iterator[str]:
     """A command in the middle of its copy, and where to look; in the end this very copy is installed."""
-    url = place.ask(verb)
-    eventually(place.copying, seconds=20, what="the copy has begun")
+    url = under_way(place, verb)
     copy = (place.folder / "echo.install-tmp").stat().st_ino
     yield url
     place.ended(url, "echo")
@@ -175,8 +194,7 @@ def test_the_worker_is_killed_in_a_command(place: Place, what: str) -> None:
     if what == "upgrade":
         place.ended(place.ask("install"), "echo")
         former = (place.folder / "echo").stat().st_ino
-    url = place.ask(what)
-    eventually(place.copying, seconds=20, what="the copy has begun")
+    url = under_way(place, what)
     place.worker.kill()
     place.worker = place.start_worker()
     place.ended(url, "echo")

@@ -93,7 +93,11 @@ class Controller:
         return Work(operation, Recorder(write))
 
     async def run(self) -> Any:
-        return await self.handler(await self.claim())
+        """Run one attempt. As in the product, reports that were not written yet are taken in the end."""
+        work = await self.claim()
+        result = await self.handler(work)
+        self.ticks += await work.recorder.take(work.attempt)
+        return result
 
 
 @pytest.mark.rule("O26")
