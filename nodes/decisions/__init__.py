@@ -1,1 +1,1 @@
-"""Decisions about placement and scale: what they read, their record, and how they are explained."""
+"""Records of decisions about placement and scale, with the snapshots that the decisions read."""

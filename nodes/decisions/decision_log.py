@@ -1,19 +1,19 @@
 """The record of decisions and of the snapshots that they used: the only writer of both tables.
 
 A placement is recorded (`PlacementRecord`) in the transaction that reserves its slot, together with its
-evictions: all records exist or none. A wait is recorded before its load is postponed, so after a kill in
-between the next attempt finds its own sentence and adds no record. A wait that repeats for the same reasons
-keeps its record; only the figures in it are updated.
+evictions: all records exist or none. A wait is recorded before its load is postponed. So if the process dies
+in between, the next attempt finds the record and adds no second one. A wait that repeats for the same reasons
+keeps its record; only the figures in the record are updated.
 
-Snapshots are stored (`PlacementLog`) before, for repeating decisions. A base holds the snapshot of one
-decision. Later decisions add the differences, so each refers to a base and a position in its log. Every
-process has a base of its own: no two processes write to one log or wait for each other. A change starts a new
-base if the base is older than a minute or its log has outgrown it. Without changes a base is kept for an
-hour. A base without a decision, because its process died in between, does no harm and is pruned like the
-others.
+A snapshot is stored (`PlacementLog`) before the decision is recorded, because decisions can be replayed from
+snapshots. A base holds the snapshot of one decision. Later decisions add the differences, so each decision
+refers to a base and a position in its log. Every process has its own base: no two processes write to one log
+or wait for each other. A change starts a new base if the base is older than a minute or its log has outgrown
+it. Without changes a base is kept for an hour. A base without a decision, left by a process that died, does
+no harm and is pruned like any other.
 
-A snapshot is made of sections of keys and values. An entry is JSON, so a decoded section has texts for ids,
-and lists for sets and tuples.
+A snapshot consists of sections of keys and values. An entry is JSON, so a decoded section has strings for
+ids, and lists for sets and tuples.
 """
 
 import os
@@ -32,26 +32,26 @@ from nodes.placement.evict import Resident
 from nodes.placement.explain import NO_FLEET, DecisionOutcome, Explanation
 
 State = dict[str, dict[Any, Any]]
-"""By section: the rows that were last recorded."""
+"""By section: the last recorded rows."""
 Changes = dict[str, tuple[dict[Any, Any], list[Any]]]
-"""By section: new or changed rows, and removed keys."""
+"""By section: the new or changed rows, and the keys of removed rows."""
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Section:
-    """The rows that a decision read under one name; values must be immutable."""
+    """Rows that a decision read, by key; values must be immutable."""
 
     rows: Mapping[Any, Any]
     whole: bool = True
-    """False: only these keys were read; rows with other keys are unchanged."""
+    """False: only these keys were read, and rows with other keys are unchanged."""
 
 
 SnapshotSections = Mapping[str, Section]
 
 
 def find_changes(state: State, seen: SnapshotSections) -> Changes:
-    """Return the differences between these sections and the state."""
+    """Return the differences between the sections of a snapshot and the state."""
     result: Changes = {}
     for name, section in seen.items():
         before, now = state.get(name, {}), section.rows
@@ -63,7 +63,7 @@ def find_changes(state: State, seen: SnapshotSections) -> Changes:
 
 
 def apply_changes(state: State, changed_sections: Changes) -> None:
-    """Apply the changes to the state."""
+    """Apply the changed sections to the state."""
     for name, (new, removed) in changed_sections.items():
         section = state.setdefault(name, {})
         section.update(new)
@@ -77,7 +77,7 @@ def encode(changed_sections: Changes) -> bytes:
 
 
 def restore(entries: Iterable[bytes]) -> State:
-    """Return the state after these entries, starting with the first entry of the log."""
+    """Return the state after these entries; the first entry must be the first of the log."""
     state: State = {}
     for entry in entries:
         apply_changes(state, orjson.loads(entry))
@@ -85,20 +85,21 @@ def restore(entries: Iterable[bytes]) -> State:
 
 
 def _plain(value: Any) -> Any:
-    """Encode a set as a sorted list, so that equal sets have equal encodings; a named tuple as a list."""
+    """Encode a set as a sorted list, so that equal sets have equal encodings, and a named tuple as a list."""
     return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
 
 
 LIFETIME = timedelta(minutes=1)
+"""Maximum age of a base that gets a change."""
 LIFETIME_UNCHANGED = timedelta(hours=1)
-"""The lifetime of a base, and its lifetime without changes."""
+"""Maximum age of a base without changes."""
 MIN_LOG_SIZE = 64 * 1024
-"""Bytes that the log of a small base may have at least."""
+"""Bytes that a log may have before it counts as too large, even if its base is small."""
 
 
 @dataclass(frozen=True)
 class SnapshotRef:
-    """A reference to the snapshot of a decision: the base and a position in its log."""
+    """A reference to the snapshot of a decision: a base and a position in the base's log."""
 
     base: UUID
     position: int
@@ -116,7 +117,7 @@ class _Log:
     state: State = field(default_factory=dict)
 
     def lasts(self, now: datetime, how_long: timedelta) -> bool:
-        """Return True if the log is not too old, nor too young (a clock was set back), nor too large."""
+        """Return True if the log can be continued: not too old, not from the future, and not too large."""
         return abs(now - self.began) < how_long and self.added <= max(self.size, MIN_LOG_SIZE)
 
 
@@ -137,8 +138,8 @@ os.register_at_fork(after_in_child=start_new_base)
 def store_snapshot(seen: SnapshotSections, *, now: datetime) -> SnapshotRef:
     """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
 
-    In a transaction it starts a base for this decision alone: a base that may be rolled back must have no
-    further entries.
+    Inside a transaction the snapshot gets a base of its own, because a base that may be rolled back must have
+    no further entries.
     """
     if connection.in_atomic_block:
         return _create_base(find_changes({}, seen), now)
@@ -164,7 +165,7 @@ def _store(snapshot: SnapshotSections, now: datetime) -> SnapshotRef:
 
 
 def _append(log: _Log, difference: Changes, now: datetime) -> bool:
-    """Append an entry; return False if the log has an entry that this process does not know of."""
+    """Append an entry; return False if another entry already has the position."""
     body = encode(difference)
     try:
         PlacementLog.objects.create(base=log.base, position=log.position + 1, at=now, body=body)
@@ -209,10 +210,10 @@ class DecisionRecord:
     snapshot: SnapshotRef | None
     kind: DecisionKind = DecisionKind.PLACEMENT
     slot: NodeSlot | None = None
-    """The slot of the decision; None = the chosen node, if any."""
+    """The slot of the decision; None = the slot in the explanation, if there is one."""
 
     def at_index(self, index: int) -> "DecisionRecord":
-        """Return a copy with the reserved slot: another load may have taken the one in the snapshot."""
+        """Return a copy with the reserved slot, which may differ from the slot in the snapshot."""
         return replace(self, explanation=replace(self.explanation, replica_index=index))
 
 
@@ -222,7 +223,7 @@ def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: 
 
 
 def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
-    """Record the decision, unless it repeats its operation's last record, and the eviction of `victims`."""
+    """Record the decision and the evictions of `victims`, unless it repeats the operation's last record."""
     if decided.explanation.node is None and _repeats_last_record(decided, now):
         return
     _row(decided, now).save(force_insert=True)
@@ -231,7 +232,7 @@ def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident
 
 
 def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
-    """Record decisions without an operation, except those that repeat the last record of their model.
+    """Record decisions without an operation; skip those that repeat the last record of their model.
 
     Two statements for any number of decisions.
     """
@@ -245,7 +246,7 @@ def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
 
 
 def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
-    """Return True unless the row repeats a wait or a refusal; a repeated scaling is a new decision."""
+    """Return True unless the row repeats a wait or a refusal. A repeated scaling is a new decision."""
     return row.outcome == DecisionOutcome.SCALED or before != (row.outcome, row.reason)
 
 
@@ -290,7 +291,7 @@ def describe_eviction(model_name: str, victim: Resident) -> str:
 
 
 def _repeats_last_record(decided: DecisionRecord, now: datetime) -> bool:
-    """Return True if the load's last record has the same outcome and reasons; update its figures."""
+    """Return True if the load's last record has the same outcome and reasons; update its figures then."""
     explanation = decided.explanation
     of_load = PlacementRecord.objects.filter(operation_id=decided.operation_id).order_by("-id")
     last = of_load.values("id", "kind", "outcome", "reason", "facts__refused").first()

@@ -1,12 +1,12 @@
-"""The fleet as placement sees it: read anew, or from an in-process cache that follows the rows.
+"""The fleet as input of placement: read from the database, or from an in-process cache.
 
-The cache reads only the nodes with rows that were written or deleted since its last refresh: one statement
-finds them, and one for each table that has any reads them. The rows are the truth: `slots.reserve` proves a
-decision under the node's lock. Concurrent loads share a refresh.
+The cache reads only the nodes whose rows were written or deleted since its last refresh: one statement finds
+these nodes, and one statement per table reads their rows. The rows are authoritative: `slots.reserve`
+verifies a decision under the node's lock. Concurrent loads share a refresh.
 
-A row has changed if the transaction that wrote it may have been invisible to the previous refresh: `xmin` is
-the number of that transaction, for every writer and every statement. Reading a row twice does no harm. The
-row count reveals a deleted row, one refresh later at most.
+A row counts as changed if the previous refresh may not have seen the transaction that wrote it: `xmin` is the
+number of that transaction, for every writer and every statement. Reading a row twice does no harm. The row
+count reveals a deleted row, one refresh later at most.
 """
 
 import os
@@ -36,7 +36,7 @@ from nodes.placement.ranking import ModelFacts, RankedFleet
 
 R = TypeVar("R")
 _MAX_DISTANCE = 2**30
-"""Largest distance of two refreshes, in transactions: 32-bit numbers compare within half of their range."""
+"""Maximum distance of two refreshes in transactions: 32-bit numbers compare within half of their range."""
 _NODE = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
@@ -62,18 +62,18 @@ class _Replica(NamedTuple):
         return self.phase == Phase.SERVING
 
     def is_in_reading(self, read_at: datetime | None) -> bool:
-        """Return True if the node's reading of its memory includes this replica."""
+        """Return True if the node's memory reading includes this replica."""
         return self.loaded_at is not None and read_at is not None and self.loaded_at <= read_at
 
     @property
     def occupies_slot(self) -> bool:
-        """Return True if it counts toward the limit of its node (`NodeModelQuerySet.occupying`)."""
+        """Return True if the replica counts toward its node's limit (`NodeModelQuerySet.occupying`)."""
         ended = (self.phase, self.reason) == (Phase.STOPPING, PhaseReason.LOAD_FAILED)
         return self.phase != Phase.DEPARTED and not ended
 
 
 RESERVING = _Replica._fields[5:]
-"""Columns of a replica's row that `reservation` takes, in this order."""
+"""Columns of a replica's row that are the arguments of `reservation`, in this order."""
 
 
 def reservation(
@@ -83,13 +83,13 @@ def reservation(
     loaded_at: datetime | None,
     gpus: Sequence[Mapping[str, Any]],
 ) -> Reservation:
-    """Return the reservation of a replica's row, from its columns `RESERVING`."""
+    """Return the reservation of a replica, from the columns `RESERVING` of its row."""
     shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
     return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
 
 
 def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
-    """Return the bytes of the node, given by its columns, that are neither used nor reserved (R1.51)."""
+    """Return the bytes of the node that are neither used nor reserved (R1.51); `node` has its columns."""
     ceiling: int = node["vram_budget_bytes"]
     available: int = node["available_vram"]
     if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
@@ -101,24 +101,24 @@ def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation
 
 
 def most_free(node: Mapping[str, Any]) -> int:
-    """Return the most bytes that the node, given by its columns, can have free; 0 = not reported."""
+    """Return the bytes that the node can have free at most; 0 = not reported. `node` has its columns."""
     total: int = node["total_vram"]
     return min(total, node["vram_budget_bytes"] or total)
 
 
 def gpu_totals(node: Mapping[str, Any]) -> FreeByGpu:
-    """Return the total bytes of each GPU of the node, given by its columns."""
+    """Return the total bytes of each GPU of the node; `node` has its columns."""
     return frozenset((gpu["index"], gpu["total_vram"]) for gpu in node["gpus"])
 
 
 def free_by_gpu(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> FreeByGpu:
-    """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
+    """Return the bytes of each GPU that are neither used nor reserved; `node` has the node's columns."""
     reserved = reserved_on_gpus(node, reservations)
     return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
 
 
 def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
-    """Return the reserved bytes of each GPU that the node's last reading does not show."""
+    """Return, for each GPU, the reserved bytes that the node's last reading does not show."""
     read_at = node["vram_read_at"] or NEVER
     return {
         gpu["index"]: unallocated_on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
@@ -151,7 +151,7 @@ SELECT node_id, NULL, sum(size)::bigint, 0 FROM files
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one model's files on a node: those that are there, and with those that loads bring."""
+    """Bytes of one model's files on a node: staged files, and the total with files of active loads."""
 
     staged: int
     total: int
@@ -159,17 +159,17 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class FileBytes:
-    """The bytes of the models that were read, by model and node, and of all models on nodes with a quota."""
+    """The bytes of models' files, by model and node, and of all models on nodes with a quota."""
 
     models: Mapping[str, Mapping[UUID, ModelBytes]]
     totals: Mapping[UUID, int]
 
     def staged(self, model_name: str) -> dict[UUID, int]:
-        """Return the bytes of the model's files on each node that has any."""
+        """Return the bytes of the model's files on each node that has such files."""
         return {id: size.staged for id, size in self.models[model_name].items() if size.staged}
 
     def others(self, model_name: str, node_ids: Collection[UUID]) -> dict[UUID, int]:
-        """Return the bytes of all other models on those of these nodes that have a quota."""
+        """Return the bytes of all other models on each of these nodes that has a quota."""
         own = self.models[model_name]
         return {
             id: self.totals[id] - (own[id].total if id in own else 0) for id in node_ids if id in self.totals
@@ -177,7 +177,7 @@ class FileBytes:
 
 
 def read_file_bytes(model_names: Collection[str], node_ids: Collection[UUID] | None = None) -> FileBytes:
-    """Read the bytes of the models' files on these nodes, None = all; one query."""
+    """Read the bytes of the models' files on these nodes; None = all nodes. One query."""
     models: dict[str, dict[UUID, ModelBytes]] = {name: {} for name in model_names}
     totals: dict[UUID, int] = {}
     parameters = {"models": list(models), "nodes": None if node_ids is None else list(node_ids)}
@@ -203,7 +203,9 @@ class _TableCopy(Generic[R]):
         self.by_node: dict[UUID, list[R]] = {}
 
     def read(self, node_ids: Collection[UUID] | None = None) -> set[UUID]:
-        """Read the rows of these nodes, None = all into an empty table; return the ids."""
+        """Read the rows of these nodes; return the nodes' ids. None = all nodes; the table must then be
+        empty.
+        """
         queryset = self._queryset
         if node_ids is not None:
             queryset = queryset.filter(**{f"{self._node}__in": node_ids})
@@ -215,7 +217,7 @@ class _TableCopy(Generic[R]):
         return set(node_ids or ())
 
     def refresh(self, total: int, written: Collection[UUID] | None) -> set[UUID]:
-        """Read the nodes with written rows, and those that lack rows they had; return the ids."""
+        """Read the nodes with written or missing rows; return their ids."""
         changed = self.read(written) if written else set()
         if self._count != total:
             counts = dict(self._queryset.values_list(self._node).annotate(Count("pk")))
@@ -232,22 +234,22 @@ class _Rows:
         self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"), tuple)
         self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields, _Replica._make)
         self._nodes_by_model: defaultdict[str, set[UUID]] = defaultdict(set)
-        """Nodes with replicas of a model, and some that had; `_of_models` removes those."""
+        """Nodes with replicas of a model; also former ones until `_of_models` removes them."""
 
     def read(self, node_ids: Collection[UUID] | None = None) -> list[Candidate]:
-        """Read the rows of these nodes, None = all; return the nodes."""
+        """Read the rows of these nodes; None = all nodes. Return the nodes."""
         for table in (self._nodes, self._labels, self._replicas):
             table.read(node_ids)
         return [self.candidate(id) for id in self._nodes.by_node]
 
     def refresh(self, counts: Sequence[Any]) -> dict[UUID, Candidate | None]:
-        """Read written and deleted rows; return the changed nodes, None for a deleted one."""
+        """Read written and deleted rows; return the changed nodes by id, None for a deleted node."""
         changed = self._nodes.refresh(*counts[:2]) | self._labels.refresh(*counts[2:4])
         changed |= self._replicas.refresh(*counts[4:])
         return {id: self.candidate(id) if id in self._nodes.by_node else None for id in changed}
 
     def candidate(self, id: UUID) -> Candidate:
-        """Return the node with all its labels, without any model's data."""
+        """Return the node with all its labels, without facts that depend on a model."""
         row = dict(zip(_NODE, self._nodes.by_node[id][0], strict=True))
         replicas = self._replicas.by_node.get(id, ())
         for replica in replicas:
@@ -285,7 +287,7 @@ class _Rows:
         staged_bytes: Mapping[UUID, int],
         other_models_bytes: Mapping[UUID, int],
     ) -> ModelFacts:
-        """Return the facts about nodes that only this model sees; `conflicts` share a group with it."""
+        """Return the facts about nodes that depend on the model; `conflicts` share a group with the model."""
         occupied = {
             id: frozenset(replica.replica_index for replica in replicas if replica.occupies_slot)
             for id, replicas in self._of_models([model_name])
@@ -319,8 +321,8 @@ def read_fleet(
 ) -> list[Candidate]:
     """Read the nodes as candidates of a placement, with the labels that `selector` tests. Four queries.
 
-    Without `allowed_nodes` all nodes are allowed. `conflicts` are the models that share a concurrency group
-    with this one.
+    `allowed_nodes=None` allows all nodes. `conflicts` are the models that share a concurrency group with the
+    model.
     """
     rows = _Rows()
     nodes = [node for node in rows.read(allowed_nodes) if node.id not in excluded_nodes]
@@ -332,14 +334,14 @@ def read_fleet(
 
 
 class FleetQuestion(NamedTuple):
-    """A model whose view of the nodes is read: its name, and the models that share a group with it."""
+    """A model for which the nodes are read, and the models that share a concurrency group with it."""
 
     model_name: str
     conflicts: Collection[str]
 
 
 def read_fleets(questions: Sequence[FleetQuestion]) -> list[list[Candidate]]:
-    """Read the nodes as each of these models sees them, with all labels. Four queries for any number."""
+    """Read the nodes once per question, with all labels. Four queries for any number of questions."""
     rows = _Rows()
     files = read_file_bytes([question.model_name for question in questions])
     nodes = [
@@ -361,12 +363,13 @@ class _Mark(NamedTuple):
     xid: int
     server: str
     counts: Sequence[Any]
-    """Of nodes, labels and replicas: the number of rows, and the nodes of those written since the previous
-    refresh.
+    """Six values: for nodes, labels and replicas the number of rows, and the ids of the nodes whose rows were
+    written since the previous refresh.
     """
 
     def follows(self, before: "_Mark") -> bool:
-        """Return True if both are of one server, not restored or failed over, and close enough."""
+        """Return True if both marks are of one running server and their distance is at most `_MAX_DISTANCE`.
+        """
         return before.server == self.server and 0 <= self.xid - before.xid < _MAX_DISTANCE
 
 
@@ -411,7 +414,7 @@ class FleetCache:
         excluded_nodes: Collection[UUID] = (),
         conflicts: Collection[str] = (),
     ) -> tuple[FleetView, Decision]:
-        """Return `view` with the nodes that `read_fleet` would return, and the decision on it."""
+        """Return the decision and `view` with the nodes that `read_fleet` would return."""
         if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
             nodes: Sequence[Candidate] = read_fleet(
                 model_name,

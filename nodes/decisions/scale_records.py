@@ -1,6 +1,6 @@
 """Decisions of the replica pass: their records, and their input as sections of the snapshot log.
 
-Records are written before any action, for all rules at once. A refused action gets a record of its own
+Records are written before any action, for all rules at once. A refused action gets a second record
 afterwards. The nodes are one section for all rules; each model has a section for its replicas and one for its
 rule.
 """
@@ -41,7 +41,7 @@ def record_decisions(
     *,
     tick: bool,
 ) -> SnapshotRef | None:
-    """Record the decisions that change anything; a constant number of statements."""
+    """Record the decisions that change anything. A constant number of statements."""
     new = [decision for decision in decisions if outcome(decision) is not None]
     if not new:
         return None
@@ -57,7 +57,7 @@ def record_refusals(
     snapshot: SnapshotRef | None,
     now: datetime,
 ) -> None:
-    """Record the decisions whose result is a refusal, with its reason."""
+    """Record each decision whose result is a refusal, with its reason."""
     refused = [pair for pair in zip(decisions, results, strict=True) if pair[0] is not pair[1]]
     if refused:
         records = (
@@ -68,7 +68,7 @@ def record_refusals(
 
 
 def outcome(decision: RuleDecision) -> DecisionOutcome | None:
-    """Return the outcome of the decision; None if everything stays as it is."""
+    """Return the outcome of the decision; None if it changes nothing."""
     actions = [
         action for action in decision.actions if not isinstance(action, ClearUnsatisfiable | EndPressure)
     ]
@@ -79,7 +79,7 @@ def outcome(decision: RuleDecision) -> DecisionOutcome | None:
 
 
 def sentence(decision: RuleDecision) -> str:
-    """Return the reason of the decision, cut to the length of the record."""
+    """Return the reason of the decision, cut to the maximum length of a record."""
     return truncate(decision.reason, LONGEST_SENTENCE)
 
 
@@ -94,7 +94,7 @@ def _new_record(
 def encode_rules(
     fleet: Fleet, rules: Mapping[str, DesiredState], now: datetime, *, tick: bool
 ) -> dict[str, Section]:
-    """Encode the input of these rules."""
+    """Encode the input of the pass for these rules."""
     labels = {node.id: tuple(sorted(node.labels.items())) for node in fleet.hosts if node.labels}
     result = {
         "hosts": Section({node.id: (node.name, node.slots) for node in fleet.hosts}),
@@ -128,7 +128,7 @@ def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
 
 
 def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime, bool] | None:
-    """Decode the input of `plan` that concerns the rule of one model; None if the state has none."""
+    """Decode the input of `plan` for the rule of one model; None if the state has no such rule."""
     facts = state.get(f"rule/{model}")
     if not facts:
         return None

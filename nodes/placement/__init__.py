@@ -1,4 +1,4 @@
 """Placement of a replica: feasible nodes, their ranking, and the reasons of the decision. Pure.
 
-A snapshot in, a decision out.
+Each function takes a snapshot and returns a decision.
 """

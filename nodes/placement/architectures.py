@@ -1,7 +1,8 @@
-"""A model's architecture as far as its memory depends on it, from the header of its file. Pure.
+"""Describe a model's architecture, as far as its memory depends on it, from the header of its file. Pure.
 
-`describe` makes a `Model` of the figures and tensors of a header (`nodes/definitions/headers.py`), from which
-`fit.py` estimates the memory. Each function names its source; "llama.cpp" means the sources of build 11549.
+`describe` builds a `Model` from the figures and tensors of a header (`nodes/definitions/headers.py`);
+`fit.py` estimates the memory from the `Model`. Each function names its source; "llama.cpp" means the sources
+of build 11549.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,27 +17,28 @@ _WINDOWS = {
     **{"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "llama4": 4, "gpt-oss": 2, "exaone4": 4},
     **{"olmo2": 4, "afmoe": 4, "smallthinker": -4, "plamo3": 8, "exaone-moe": 4, "gemma4": 6},
 }
-"""Architecture -> period of the layers with full attention, the last of each; negative: the first.
+"""By architecture: the period of layers with full attention, the last of each; negative: the first.
 
-Source: `set_swa_pattern` in llama.cpp. Others ignore a window, unless the header has a pattern.
+Source: `set_swa_pattern` in llama.cpp. Other architectures ignore a window, unless the header has a pattern.
 """
 _ENCODERS = {
     *("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert"),
     *("modern-bert", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1", "llama-embed", "t5encoder"),
 }
-"""Architectures without a cache (`create_memory` in llama.cpp)."""
+"""Architectures without a cache of keys and values (`create_memory` in llama.cpp)."""
 _RECURRENT = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"))
 _INTERVAL = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-"""Architecture -> period of the layers with attention if the header has none; others are recurrent."""
+"""By architecture: the period of layers with attention if the header states none; other layers are recurrent.
+"""
 
 _PARALLEL = {"falcon", "cohere2", "cohere2moe", "command-r", "gptneox", "phi2", "stablelm"}
-"""Architectures whose network runs beside attention, so that a token's width is held once more."""
+"""Architectures that compute network and attention in parallel, so a token's width is allocated twice."""
 
 Figures = Mapping[str, int | tuple[int, ...]]
 
 
 class WeightTensor(Protocol):
-    """A tensor: its name, the number of ggml's type, its dimensions and its bytes."""
+    """A tensor of a model's file: its name, ggml's type number, dimensions and bytes."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +51,7 @@ class WeightTensor(Protocol):
 
 
 class ModelHeader(Protocol):
-    """The figures of a model's file, by their keys without the architecture, and its tensors."""
+    """The header of a model's file: its tensors, and its figures by their keys without the architecture."""
 
     @property
     def architecture(self) -> str: ...
@@ -62,14 +64,15 @@ class ModelHeader(Protocol):
 
 @dataclass
 class Layer:
-    """The bytes of one layer's weights and of its cache for a context."""
+    """The bytes of one layer's weights, and what the layer keeps of a context."""
 
     weights: int = 0
     repacked: int = 0
     """The part of `weights` that the CPU backend copies into another layout."""
     keys: int = 0
+    """Numbers in the cache of keys for each token."""
     values: int = 0
-    """Numbers for each token."""
+    """Numbers in the cache of values for each token."""
     window: int = 0
     """Attention window in tokens; 0 = all tokens."""
     state: int = 0
@@ -78,13 +81,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as far as its memory depends on it."""
+    """The sizes of a model that determine its memory."""
 
     layers: Sequence[Layer]
     output: Layer
-    """The weights of the output and of all layers together; the embedding once more if it is the output."""
+    """The weights of the output and of tensors outside of layers; the embedding counts again if it is the
+    output.
+    """
     embedding: int
-    """Bytes of the token embedding, which stays in the main memory."""
+    """Bytes of the token embedding, which stays in main memory."""
     total: int
     """Bytes of all weights."""
     largest: int
@@ -92,14 +97,14 @@ class Model:
     width: int
     heads: int
     projection: int
-    """Numbers of a token's queries."""
+    """Numbers that a token's queries have."""
     inner: int
-    """Numbers of a token in the buffers of a layer's feed-forward network or recurrence, all together."""
+    """Numbers that a layer's feed-forward network or recurrence holds for one token, in all its buffers."""
     vocabulary: int
 
 
 class _Figures:
-    """The figures of a header, each for a layer."""
+    """The figures of a header, with access by layer."""
 
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
@@ -108,7 +113,7 @@ class _Figures:
         return key in self._figures
 
     def of(self, key: str, layer: int = 0, default: int = 0) -> int:
-        """Return a layer's figure; the last of a list that is too short."""
+        """Return the figure of a layer; the last figure if the list is shorter than the number of layers."""
         figure = self._figures.get(key, default)
         if isinstance(figure, int):
             return figure
@@ -126,9 +131,10 @@ _described: WeakKeyDictionary[ModelHeader, dict[int, Model | None]] = WeakKeyDic
 
 
 def describe(header: ModelHeader, size: int) -> Model | None:
-    """Describe a model whose weights have `size` bytes; None if the header does not have enough figures.
+    """Describe a model whose weights have `size` bytes; None if the header has too few figures.
 
-    The description lives as long as its header, which is read once for each state of its file.
+    The description is cached as long as its header object exists. A header is read once for each state of its
+    file.
     """
     known = _described.setdefault(header, {})
     if size not in known:
@@ -170,8 +176,8 @@ def _describe(header: ModelHeader, size: int) -> Model | None:
 def _add_weights(tensors: Iterable[WeightTensor], layers: Sequence[Layer], output: Layer) -> int:
     """Add each tensor to its layer or to the output; return the bytes of the token embedding.
 
-    The embedding stays in the main memory. Without an output of its own a model uses it for that too, so the
-    device gets a second one (`load_tensors` in llama.cpp).
+    The embedding stays in main memory. A model without an output tensor also uses the embedding as output, so
+    the device gets a second copy of it (`load_tensors` in llama.cpp).
     """
     tied: WeightTensor | None = None
     embedding, has_output = 0, False
@@ -202,8 +208,8 @@ def _add(layer: Layer, tensor: WeightTensor) -> None:
 def _add_caches(architecture: str, figures: _Figures, layers: Sequence[Layer]) -> None:
     """Set what each layer keeps of a context (`llama_hparams`, `llama_kv_cache` and `llama_memory_*`).
 
-    MLA keeps one compressed row for keys and values. The layers for multi-token prediction, and those that
-    reuse the cache of earlier ones, keep nothing.
+    MLA keeps one compressed row for keys and values. Layers for multi-token prediction, and layers that reuse
+    the cache of earlier layers, keep nothing.
     """
     if architecture in _ENCODERS:
         return
@@ -219,7 +225,7 @@ def _add_caches(architecture: str, figures: _Figures, layers: Sequence[Layer]) -
 
 
 def _cache_widths(architecture: str, figures: _Figures, index: int, window: int) -> tuple[int, int]:
-    """Return the numbers of keys and values that a layer keeps for each token."""
+    """Return the numbers of keys and of values that a layer keeps for each token."""
     if rank := figures.of("attention.kv_lora_rank"):
         if figures.has("attention.key_length_mla"):
             # one head, with the rotated part behind the compressed one
@@ -239,7 +245,7 @@ def _cache_widths(architecture: str, figures: _Figures, index: int, window: int)
 
 
 def _window(architecture: str, figures: _Figures, index: int) -> int:
-    """Return the window of a layer in tokens, 0 = it sees the whole context."""
+    """Return the attention window of a layer in tokens; 0 = the whole context."""
     window = figures.of("attention.sliding_window", index)
     if architecture == "llama4":
         window = figures.of("attention.chunk_size", default=8192)
@@ -253,7 +259,7 @@ def _window(architecture: str, figures: _Figures, index: int) -> int:
 
 
 def _is_recurrent(architecture: str, figures: _Figures, index: int) -> bool:
-    """Return True for a layer with a state instead of a cache, and for all of falcon-h1 (`llama_hparams`)."""
+    """Return True for a layer with a state instead of a cache; always for falcon-h1 (`llama_hparams`)."""
     if architecture in _RECURRENT or architecture == "falcon-h1":
         return True
     interval = figures.of("full_attention_interval", default=_INTERVAL.get(architecture, 0))
@@ -280,12 +286,12 @@ def _state_bytes(figures: _Figures) -> int:
 
 
 def _inner(figures: _Figures, tensors: Iterable[WeightTensor], width: int) -> int:
-    """Return the numbers of a token that a layer's network or recurrence holds at once.
+    """Return the numbers that a layer's network or recurrence holds for one token.
 
-    A gated network holds gate, product and sum, one without a gate only the product. Experts whose outputs
-    are wider than what their inputs free take them in addition. A recurrence holds its projections, their
-    convolution and its input and output. Source: buffers that llama.cpp reports for 90 architectures
-    (`testdata/llamacpp_compute_buffer_sweep.json` of gguf-parser-go, and `docs/fit.md`).
+    A gated network holds gate, product and sum; a network without a gate only the product. The outputs of
+    experts count in addition if they are wider than the inputs that they replace. A recurrence holds its
+    projections, their convolution and its input and output. Source: buffers that llama.cpp reports for 90
+    architectures (`testdata/llamacpp_compute_buffer_sweep.json` of gguf-parser-go, and `docs/fit.md`).
     """
     names = {tensor.name.partition(".")[2].partition(".")[2]: tensor.shape for tensor in tensors}
     dense = figures.most("feed_forward_length")

@@ -1,10 +1,10 @@
 """Choose the node for one new replica.
 
 First, each node that cannot take the replica gets a reason. The nodes without a reason are ranked: fewest
-failures of this load, then nodes without a model of its concurrency groups (R2.82), then R1.70 to R1.72 in
-that order: enough memory free, idle, fewest requests, most
-memory. Of nodes that are still equal, those with the backend come first. The decision keeps the reasons of
-the refused nodes, so that the caller can report what is missing.
+failures of this load, then nodes without a model of the replica's concurrency groups (R2.82), then R1.70 to
+R1.72 in this order: enough memory free, idle, fewest requests, most memory. Among nodes that are still equal,
+nodes with the backend come first. The decision keeps the reasons of the refused nodes, so that the caller can
+report what is missing.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from nodes.placement.memory import BytesByGpu, FreeByGpu, fit_gpus, fit_stated_g
 from nodes.placement.sizes import QUOTA_HINT, describe_disk_need, describe_need, describe_quota
 
 Labels = frozenset[tuple[str, str]]
-"""Pairs of key and value."""
+"""Pairs of a label's key and value."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Selector:
 
     model: str = ""
     labels: Labels | None = frozenset()
-    """None: the stored selector cannot be read, and no node matches (R1.69)."""
+    """Pairs of key and value. None: the stored selector cannot be read, and no node matches (R1.69)."""
 
     def matches(self, labels: Set[tuple[str, str]]) -> bool:
         """Return True if a node with these labels matches; additional labels do not matter."""
@@ -82,7 +82,7 @@ _BY_STATUS = {
 
 _NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 _MAX_NAMED_NODES = 5
-"""Number of nodes that a refusal for lack of space names, those with the most first."""
+"""Maximum number of nodes in a sentence about lacking space; nodes with the most space come first."""
 
 
 @dataclass(frozen=True)
@@ -91,56 +91,56 @@ class Need:
 
     vram: int = 0
     vram_required: bool = False
-    """True if a node without the memory is refused (R2.32); otherwise it ranks after those that have it."""
+    """True if a node without the memory is refused (R2.32); otherwise such a node ranks last."""
     disk: int = 0
     disk_required: bool = False
     files: int = 0
     """The part of `disk` for the model's files, which are sent to the node; 0 = none, or unknown."""
     own_gpus: bool = False
-    """True if its definition selects the GPUs: then it sees all of them."""
+    """True if the definition selects the GPUs: the engine then sees all GPUs of the node."""
     vram_share: float = 0.0
-    """The share of a card that its backend takes; 0 = it takes `vram`."""
+    """The fraction of a GPU's memory that the backend takes; 0 = the backend takes `vram` bytes."""
     terms: tuple[tuple[str, int], ...] = ()
     """The terms of `vram` (`fit.estimate`): their names and bytes."""
     cards: int = 0
-    """Number of GPUs of which each gives `vram_share`; 0 without a share."""
+    """Number of GPUs; the backend takes `vram_share` of each. 0 if `vram_share` is 0."""
     by_gpu: Pairs = ()
-    """Bytes on each GPU that its definition names, by index; `own_gpus` without them: the total counts."""
+    """Bytes on each GPU that the definition names, by index. Empty with `own_gpus`: only the total counts."""
     contexts: Pairs = ()
-    """The definition's context and smaller ones in tokens, each with the bytes that it saves."""
+    """Context lengths in tokens, the definition's first; each with the bytes that it saves."""
     source: str = "estimated"
     """The source of `vram`: `stated` by the definition, `learned` from former loads, or `estimated`."""
     readings: int = 0
-    """The number of readings that it was learned from."""
+    """The number of readings that determined `vram`."""
     learned_at: str = ""
-    """Time of the newest reading that `vram` was learned from, in ISO 8601."""
+    """Time of the newest reading that determined `vram`, in ISO 8601."""
     partial: tuple[tuple[int, int], ...] = ()
-    """Numbers of layers on the GPU and the bytes needed with them, most first; empty: all layers or none."""
+    """Numbers of layers on the GPU, most first, each with the bytes needed; empty: all layers or none."""
     unknown_fits: bool = False
-    """True if a node that reports no memory counts as one that has it."""
+    """True if a node that reports no memory counts as a node with enough memory."""
 
     def shares(self, free: int, free_by_gpu: FreeByGpu, needed: int) -> BytesByGpu | None:
-        """Return the bytes of each GPU for `needed` bytes (`fit_gpus`); None if the memory is lacking."""
+        """Return the bytes of each GPU for `needed` bytes (`fit_gpus`); None if memory is lacking."""
         if self.own_gpus:
             return fit_stated_gpus(free, free_by_gpu, needed, self.by_gpu)
         return fit_gpus(free, free_by_gpu, needed, self.cards)
 
     def vram_on(self, card_vram: int) -> int:
-        """Return the bytes that it needs of a node whose average card has `card_vram` bytes; 0 = unknown."""
+        """Return the bytes needed on a node whose average GPU has `card_vram` bytes; 0 = unknown."""
         if not self.vram_share:
             return self.vram
         return min(int(card_vram * self.vram_share) * self.cards, LARGEST)
 
     def requires_memory(self, *, is_reported: bool) -> bool:
-        """Return True if a node must have the memory; `is_reported`: it reports how much it has."""
+        """Return True if a node without the memory is refused. `is_reported`: the node reports its memory."""
         return self.vram_required and (is_reported or not self.unknown_fits)
 
     def lacks_card(self, card_vram: int) -> bool:
-        """Return True if it must have a share of a card and the node reports none."""
+        """Return True if the need is a fraction of a GPU, must be met, and the node reports no GPU memory."""
         return self.requires_memory(is_reported=False) and self.vram_share > 0 and not card_vram
 
     def with_layers(self, layers: int) -> "Need":
-        """Return the need with `layers` layers on the GPU, a key of `partial`; 0: as defined."""
+        """Return the need with `layers` layers on the GPU, a number in `partial`; 0 = unchanged."""
         if not layers:
             return self
         return replace(self, vram=dict(self.partial)[layers], terms=(), by_gpu=(), contexts=(), partial=())
@@ -167,33 +167,31 @@ class Candidate:
     slots: int
     """`max_replicas_per_model`."""
     labels: Labels = frozenset()
-    """The labels that the selector tests; others may be missing."""
+    """The labels that the selector tests; other labels of the node may be missing."""
     available_vram: int = 0
     most_vram: int = 0
-    """Most memory that the node can have free, with nothing loaded; 0 = not reported."""
+    """Bytes that the node can have free at most, with nothing loaded; 0 = not reported."""
     card_vram: int = 0
-    """Memory of the node's average card, without regard to its budget; 0 = not reported."""
+    """Bytes of the node's average GPU, not limited by the memory budget; 0 = not reported."""
     total_disk: int = 0
-    """0 = not reported."""
+    """Bytes of the disk; 0 = not reported."""
     available_disk: int = 0
     staged_bytes: int = 0
     """Bytes of this model's files that the node already has."""
     disk_quota: int = 0
-    """Most bytes that the files of all models may take; 0 = no limit."""
+    """Maximum bytes of the files of all models on the node; 0 = no limit."""
     other_models_bytes: int = 0
-    """Bytes of the files of other models, with those that loads bring; 0 on a node without a quota."""
+    """Bytes of other models' files, those of active loads included; 0 on a node without a quota."""
     gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
     gpu_totals: FreeByGpu = frozenset()
     """Total memory of each GPU, by index."""
     file_port_failed: bool = False
-    """True if a model's files cannot be sent to the node now (`registry/file_port.py`)."""
+    """True if files cannot be sent to the node now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()
-    """Loaded models that share a concurrency group with this one (R2.81)."""
+    """Models with a replica on the node that share a concurrency group with this model (R2.81)."""
     has_backend: bool | None = None
-    """True if the model's backend is installed; None = not read, because nodes are told apart by other facts
-    (`replicas/fleet_queries.py`).
-    """
+    """True if the model's backend is installed; None = not read, as other facts distinguish the nodes."""
 
     @property
     def reports_memory(self) -> bool:
@@ -201,14 +199,14 @@ class Candidate:
         return max(self.available_vram, self.most_vram, self.card_vram) > 0
 
     def describe_conflicts(self) -> str:
-        """Return why the node takes a model beside those of its concurrency groups, for people."""
+        """Explain why the model goes to a node with models of the same concurrency groups."""
         shared = ", ".join(sorted(self.conflicts))
         return f"beside {shared} of the same concurrency group: no better node can take it"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen node and replica index, or neither; and why each other node was not feasible."""
+    """The chosen node and replica index, or no node; and why each refused node was not feasible."""
 
     node: Candidate | None
     replica_index: int = 0
@@ -217,10 +215,10 @@ class Decision:
     """All feasible nodes, the chosen one first."""
     selector: Selector = ANY_NODE
     lacking: Mapping[Reason, str] = field(default_factory=dict)
-    """By refusal reason for lack of space: the needed amount, and the amounts of the refused nodes."""
+    """By refusal reason for lack of space: text with the needed amount and the refused nodes' amounts."""
 
     def describe_refusals(self) -> str:
-        """Return one sentence for the caller when no node was chosen."""
+        """Return one sentence that explains why no node was chosen."""
         if not self.refused:
             return "no node is registered"
         counts = Counter(self.refused.values())
@@ -235,21 +233,21 @@ class Decision:
 
 
 class Rank(NamedTuple):
-    """The sort key of feasible nodes: the first term that differs decides, and the least is best."""
+    """The sort key of feasible nodes. The first field that differs decides; the lowest value is best."""
 
     failures: int
     """Failures of this load on the node."""
     shared: bool
     """True if a model of the same concurrency group is loaded on the node."""
     lacks_memory: bool
-    """True if the node is not known to have the memory needed."""
+    """True unless the need is known and the node has the memory for it."""
     gpus: int
-    """Number of GPUs that the replica would use: a node where it is not split comes first."""
+    """Number of GPUs that the replica would use; nodes where it uses one GPU come first."""
     busy: bool
     """True if any replica is loaded on the node."""
     in_flight: int
     memory: int
-    """Memory in bytes, negated: the most comes first."""
+    """Negated bytes of memory, so that the node with the most memory comes first."""
     lacks_backend: bool
     """True if the model's backend would have to be installed."""
     name: str
@@ -262,10 +260,10 @@ def find_refusal(
     *,
     selector: Selector = ANY_NODE,
 ) -> Reason | None:
-    """Return why `node` cannot take one more replica, or None.
+    """Return the reason why `node` cannot take one more replica; None if it can.
 
-    Reasons that do not pass by themselves come first: a node that does not match is of no use when it
-    recovers.
+    Permanent reasons come before transient ones: a node that does not match the selector stays useless when
+    it becomes healthy.
     """
     if node.node_type != "backend":
         return Reason.AGENT
@@ -289,7 +287,7 @@ def find_refusal(
 
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
-    """Return True if the node reports too little disk space, counting the files it already has (R2.38)."""
+    """Return True if the node reports too little disk space; files that it already has count (R2.38)."""
     return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
 
 
@@ -305,24 +303,24 @@ def has_memory(node: Candidate, need: Need) -> bool:
 
 
 def vram_needed(node: Candidate, need: Need) -> int:
-    """Return the bytes that a replica needs of the node; 0 = unknown."""
+    """Return the bytes that a replica needs on the node; 0 = unknown."""
     return need.vram_on(node.card_vram)
 
 
 def describe_vram_needed(node: Candidate, need: Need) -> str:
-    """Return the memory that a replica needs of the node, or the share of a GPU if it reports none."""
+    """Format the memory that a replica needs on the node; a fraction if the node reports no GPU."""
     if need.vram_share and not node.card_vram:
         return f"{need.vram_share:.0%} of {'a GPU' if need.cards == 1 else f'each of {need.cards} GPUs'}"
     return gib_rounded_up(vram_needed(node, need))
 
 
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
-    """Return the bytes that a replica would take of each GPU; None if the memory is lacking."""
+    """Return the bytes that a replica would take of each GPU; None if there is too little memory."""
     return need.shares(node.free_vram, node.gpus, vram_needed(node, need))
 
 
 def usable_bytes(node: Candidate, need: Need) -> int:
-    """Return the free bytes on the GPUs that a replica would take, else the largest need that would fit."""
+    """Return the free bytes on the GPUs that a replica would take; else the largest need that would fit."""
     needed, rooms = vram_needed(node, need), dict(node.gpus)
     shares = need.shares(node.free_vram, node.gpus, needed)
     if shares is not None:
@@ -332,7 +330,7 @@ def usable_bytes(node: Candidate, need: Need) -> int:
 
 
 def smaller_context(node: Candidate, need: Need) -> int:
-    """Return the largest context in tokens, smaller than the definition's, that the node has memory for."""
+    """Return the largest context in tokens below the definition's that fits the node; 0 = none."""
     needed = vram_needed(node, need)
     fitting = (
         context
@@ -343,7 +341,7 @@ def smaller_context(node: Candidate, need: Need) -> int:
 
 
 def format_context(tokens: int) -> str:
-    """Format a number of tokens, in thousands (1,024) if it is a multiple of them."""
+    """Format a number of tokens; a multiple of 1,024 as, for example, `8k`."""
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
@@ -353,10 +351,10 @@ def free_index(node: Candidate) -> int | None:
 
 
 def lowest_free_index(used: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
-    """Return the lowest unused index, or None when `cap` are in use (R1.63, R1.64).
+    """Return the lowest unused index; None when `cap` indices are in use (R1.63, R1.64).
 
-    A lowered cap leaves rows above it; they count too. The indices in `ending` belong to engines that are no
-    replicas any more and may still run: they do not count toward the cap, and they are not used again.
+    Rows above a lowered cap count as well. Indices in `ending` belong to engines that are no longer replicas
+    and may still run: these indices do not count toward the cap, and they are not reused.
     """
     if len(used) >= cap:
         return None
@@ -371,9 +369,9 @@ def choose_node(
     backed_off: Set[UUID] = frozenset(),
     selector: Selector = ANY_NODE,
 ) -> Decision:
-    """Choose the best feasible node; a node that is `backed_off` after a failure is not feasible.
+    """Choose the best feasible node; a node in `backed_off` is not feasible.
 
-    A node that failed this load before comes after those that failed it less often.
+    Nodes with fewer failures of this load come first.
     """
     considered: Sequence[Candidate] = list(nodes)
     reasons = ((node.id, find_refusal(node, backed_off, need, selector=selector)) for node in considered)
@@ -390,7 +388,7 @@ def build_decision(
     need: Need,
     selector: Selector,
 ) -> Decision:
-    """Return the decision for nodes that are each either ranked or refused."""
+    """Return the decision. Each considered node is either in `ranked` or in `refused`."""
     if not ranked:
         return Decision(
             None, refused=refused, selector=selector, lacking=_lacks_by_reason(considered, refused, need)
@@ -399,9 +397,9 @@ def build_decision(
 
 
 def rank_node(node: Candidate, need: Need, backoffs: NodeBackoffs) -> Rank:
-    """Return the rank of a node: R2.82, then R1.70 if the need is known and the node has it.
+    """Return the rank of a node: R2.82, then R1.70 if the need is known and the node has the memory.
 
-    Otherwise R1.71 and R1.72, without reservations.
+    Without a known need, or on a node without the memory, R1.71 and R1.72 apply, without reservations.
     """
     failures = backoffs[node.id].times if node.id in backoffs else 0
     shares = gpu_shares(node, need) if vram_needed(node, need) > 0 else None
@@ -416,7 +414,7 @@ def rank_node(node: Candidate, need: Need, backoffs: NodeBackoffs) -> Rank:
 
 
 def equal_to_best(decision: Decision, need: Need, backoffs: NodeBackoffs) -> list[Candidate]:
-    """Return the best node and the ranked nodes that differ from it only by name."""
+    """Return the best node and the ranked nodes whose rank differs from the best rank only by name."""
     ranks = ((node, rank_node(node, need, backoffs)) for node in decision.ranked)
     best: tuple[object, ...] = ()
     equal: list[Candidate] = []
@@ -476,7 +474,7 @@ def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
 
 
 def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:
-    """Return the largest context that fits on one of the first nodes; empty if none does."""
+    """Return a hint with the largest context that fits one of the first nodes; empty if no context fits."""
     contexts = [(smaller_context(node, need), -place) for place, node in enumerate(nodes[:_MAX_NAMED_NODES])]
     context, place = max(contexts)
     return f"; with {format_context(context)} context it fits on {nodes[-place].name}" if context else ""
@@ -493,7 +491,7 @@ def _describe_quota_of(node: Candidate, need: Need) -> str:
 
 
 def format_free_gpus(node: Candidate) -> str:
-    """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
+    """List the free memory of each GPU, the largest first; empty if the node does not report its GPUs."""
     free = sorted((free_bytes for _, free_bytes in node.gpus), reverse=True)
     suffix = [f"{len(free) - _MAX_NAMED_NODES} GPUs less"] if len(free) > _MAX_NAMED_NODES else []
     return " + ".join([*map(format_gib, free[:_MAX_NAMED_NODES]), *suffix])

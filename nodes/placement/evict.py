@@ -1,13 +1,14 @@
 """Choose the least recently used replicas to evict for a load that lacks memory on every node. Pure.
 
-An eviction helps only against a lack of memory. Slots are counted per model, so only replicas of the model
-itself could free one, and those serve. All victims are on one node, no more of them than the load needs.
-The memory of replicas that are already terminating counts as free, and memory that loads have reserved counts
-as taken, so two loads never free the same memory twice. A replica of unknown size is no victim.
+An eviction helps only against a lack of memory. It cannot free a slot: slots are counted per model, and the
+replicas that occupy them serve the model itself. All victims are on one node, and there are no more victims
+than the load needs. The memory of replicas that are already terminating counts as free, and memory that loads
+have reserved counts as used, so two loads never free the same memory twice. A replica of unknown size is
+never a victim.
 
-Under the policy `fit` a replica serves for a least time, a multiple of its load time, before it is a victim.
-Then also a busy one is: it takes no more requests, and those that run there end. Loads that wait for this
-time have their turn in the order in which they were requested.
+Under the policy `fit` a replica serves for a minimum time, a multiple of its load time, before it can be a
+victim. After this time a busy replica can be a victim too: it receives no new requests, and its running
+requests end. Loads that wait for the minimum time to pass get the memory in the order of their requests.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from nodes.placement.choose import NO_NEED, Candidate, Need, Reason, has_memory
 from nodes.placement.memory import FreeByGpu, add_freed_memory
 
 JUST_LOADED = timedelta(seconds=5)
-"""Time after its load that a replica is protected: the requests that waited for it are on their way."""
+"""Time after its load during which a replica is protected, because waiting requests are about to use it."""
 _PAST, _FUTURE = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 _MAX_NAMED, _LONGEST_NAME = 5, 64
 
@@ -40,7 +41,7 @@ class ProtectionReason(StrEnum):
 
 @dataclass(frozen=True)
 class Resident:
-    """A replica that uses memory of its node, as eviction sees it."""
+    """A replica that uses memory of its node, with the facts that eviction needs."""
 
     id: UUID
     node_id: UUID
@@ -48,7 +49,7 @@ class Resident:
     """`<model>#<index>`."""
     model_name: str
     leaving: bool
-    """The replica receives no more requests, and its engine is about to stop."""
+    """True if the replica receives no new requests and its engine is about to stop."""
     in_flight: int
     last_used: datetime
     vram: int
@@ -57,10 +58,10 @@ class Resident:
     gpus: FreeByGpu = frozenset()
     """The part of `vram` on each GPU, by index; empty if unknown."""
     started_at: datetime | None = None
-    """Time of the start of its engine."""
+    """Start time of the replica's engine."""
 
     def serves_until(self, times: float) -> datetime:
-        """Return the end of the least time that it serves: `times` its load time, as far as known."""
+        """Return the end of the replica's minimum serving time: `times` its load time, as far as known."""
         if self.loaded_at is None:
             return _PAST
         load_time = self.loaded_at - (self.started_at or self.loaded_at)
@@ -84,14 +85,16 @@ class ProtectionRules:
     spread: Set[str] = frozenset()
     """Models whose rule requires a replica on every node."""
     least_serving: float | None = None
-    """Times its load time that a replica serves before also a busy one is evicted; None: no busy one is."""
+    """Load times that a replica serves before a busy replica can be evicted; None: busy replicas are
+    protected.
+    """
     claimed: Set[UUID] = frozenset()
-    """Nodes whose memory older loads wait for."""
+    """Nodes whose memory is claimed by older loads that wait."""
 
     def find_protection(
         self, resident: Resident, evicted_count: Mapping[str, int]
     ) -> ProtectionReason | None:
-        """Return the reason that protects it, or None. `evicted_count`: evictions so far, per model."""
+        """Return what protects the replica, or None. `evicted_count`: evictions so far, per model."""
         if resident.model_name == self.model_name:
             return ProtectionReason.OWN
         if resident.in_flight > 0 and self.least_serving is None:
@@ -110,21 +113,21 @@ class ProtectionRules:
 
 @dataclass(frozen=True)
 class Eviction:
-    """The node on which memory is freed, and the replicas that free it; no node if no eviction helps."""
+    """The node on which memory is freed, and the replicas to evict; no node if no eviction helps."""
 
     node: Candidate | None
     victims: Sequence[Resident] = ()
-    """Replicas to evict; empty if the terminating ones free enough."""
+    """Replicas to evict; empty if the terminating replicas free enough memory."""
     leaving: Sequence[Resident] = ()
     """Replicas that are already terminating."""
     why: str = ""
-    """One sentence: the replicas that the load waits for, or the reason why none can free memory."""
+    """One sentence: the replicas that the load waits for, or why no eviction can free the memory."""
     looked_at: Sequence[UUID] = ()
     among: Sequence[Resident] = ()
     guard: ProtectionRules | None = None
     """The input of the decision: considered nodes, their replicas and the protection rules."""
     turn: tuple[UUID, datetime] | None = None
-    """Without a node: the one that the load gets when replicas there have served their least time."""
+    """If `node` is None: the node that the load gets later, and the time when its replicas may be evicted."""
 
     @property
     def drains(self) -> bool:
@@ -138,10 +141,10 @@ def nodes_short_of_memory(
     backed_off: Set[UUID] = frozenset(),
     need: Need = NO_NEED,
 ) -> list[Candidate]:
-    """Return the nodes that lack only memory; none if some node has the memory and merely backs off.
+    """Return the nodes that lack only memory; no node if any node has the memory and merely backs off.
 
-    `choose.refusal` checks all other reasons first, so these nodes match the selector and have a free slot.
-    A node that does not report the card that `need` is a share of is none of them.
+    `find_refusal` checks all other reasons first, so the returned nodes match the selector and have a free
+    slot. If the need is a fraction of a GPU, nodes that report no GPU are excluded.
     """
     if Reason.SILENT in refused.values():
         return []
@@ -153,7 +156,7 @@ def nodes_short_of_memory(
 def choose_victims(
     nodes: Iterable[Candidate], residents: Iterable[Resident], guard: ProtectionRules, need: Need
 ) -> Eviction:
-    """Choose the node whose victims were last used the longest ago, for a load with this need."""
+    """Choose the node whose victims have been unused for the longest time, for a load with this need."""
     considered, among = list(nodes), list(residents)
     by_node: dict[UUID, list[Resident]] = {node.id: [] for node in considered}
     for resident in among:
@@ -186,7 +189,10 @@ def _find_turn(
     guard: ProtectionRules,
     need: Need,
 ) -> tuple[Candidate, datetime] | None:
-    """Return the node that can evict enough first, with the time; None if more than time is missing."""
+    """Return the node that can evict enough replicas first, and when.
+
+    None if no eviction would free enough even after the minimum serving times.
+    """
     if guard.least_serving is None:
         return None
     times, later = guard.least_serving, replace(guard, now=_FUTURE)
@@ -201,9 +207,9 @@ def _find_turn(
 def _least(
     node: Candidate, residents: Sequence[Resident], guard: ProtectionRules, need: Need
 ) -> tuple[Resident, ...] | None:
-    """Return the fewest victims that free enough memory; None if none do.
+    """Return the fewest victims that free enough memory; None if no eviction frees enough.
 
-    Idle ones come first, the longest unused first, then busy ones, the longest loaded first.
+    Idle replicas come first, the longest unused first; then busy replicas, the longest loaded first.
     """
     soon = free_memory_of(node, [resident for resident in residents if resident.leaving])
     victims: list[Resident] = []
@@ -230,9 +236,9 @@ def _victim_order(resident: Resident) -> tuple[bool, datetime, UUID]:
 
 
 def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
-    """Return the node with the memory of the replicas `freed` free again, on the GPUs that used it.
+    """Return the node with the memory of the replicas `freed` free again, on the GPUs that they used.
 
-    Memory use is an estimate: all replicas together never free more than the node and its GPUs can have.
+    Memory use is an estimate, so the free memory is limited to the totals of the node and its GPUs.
     """
     free, gpus = add_freed_memory(
         node.free_vram,
@@ -257,7 +263,7 @@ def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Res
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Join the first few names, each cut in length, and the number of the remaining ones."""
+    """Join the first few names, each cut in length, and add the number of the remaining names."""
     sorted_names = sorted(names)
     suffix = [f"{len(sorted_names) - _MAX_NAMED} more"] if len(sorted_names) > _MAX_NAMED else []
     return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_MAX_NAMED]), *suffix])

@@ -1,11 +1,11 @@
 """Explain why a replica was placed on its node, or nowhere: the record of one decision. Pure.
 
-A `FleetView` is all that a decision depends on. `explain` states in one sentence what decided: the first term
-of the rank in which the best node differs from the second, or what excludes all nodes. The facts beside the
-sentence are the number of nodes that each reason excluded, the best nodes with their terms, and the nearest
-misses.
+A `FleetView` is the complete input of a decision. `explain` states in one sentence what decided: the first
+term of the rank in which the best node differs from the second, or what excludes all nodes. The facts of the
+explanation are the number of nodes that each reason excluded, the best nodes with their terms, and the
+nearest misses.
 
-The input of the decision is stored elsewhere (`nodes/decisions`), because it may be large.
+`nodes/decisions` stores the input of the decision, because the input may be large.
 
 `explain_memory` states which nodes have the memory for a model, before any load.
 """
@@ -51,7 +51,7 @@ from nodes.placement.sizes import describe_need
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""
 SHOWN = 5
-"""Number of best nodes, and of nearest misses, that an explanation names."""
+"""Maximum number of best nodes, and of nearest misses, in an explanation."""
 MOST_VERDICTS = 20
 """Number of nodes whose memory is compared with a need in an answer."""
 LONGEST_SENTENCE = 1000
@@ -61,11 +61,12 @@ AROUND = 2560
 """Bytes reserved for the other columns of a row: two names of 255 characters, ids and times."""
 
 _FOR_VICTIMS = 2048
-"""Bytes reserved for the replicas that are evicted."""
+"""Bytes reserved for the description of the evicted replicas."""
 
 _NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
-"""`refusal` tests transient conditions last: a node that failed a later test was nearer."""
+"""Sort key of a refusal. `find_refusal` tests transient conditions last, so a later reason is a nearer miss.
+"""
 
 
 class DecisionOutcome(StrEnum):
@@ -104,7 +105,7 @@ class FleetView:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One decision, and why; `facts` are JSON."""
+    """One decision and its reason; `facts` can be encoded as JSON."""
 
     outcome: DecisionOutcome
     sentence: str
@@ -112,7 +113,7 @@ class Explanation:
     replica_index: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     gpu_layers: int = 0
-    """Layers on the GPU, fewer than the definition allows; 0: as defined."""
+    """Layers on the GPU if fewer than the definition sets; 0: as the definition sets."""
 
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
@@ -158,7 +159,7 @@ NO_FLEET: Mapping[str, Any] = {
 
 
 def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
-    """Describe the first of the evicted replicas: the bytes they free, and since when they were idle."""
+    """Describe the first `SHOWN` evicted replicas: the bytes that they free, and their last use."""
     return [
         {
             "replica_id": str(victim.id),
@@ -192,12 +193,12 @@ def _refusal_counts(decision: Decision) -> list[dict[str, Any]]:
 
 
 def reason_code(reason: Reason) -> str:
-    """Return the reason's code for programs."""
+    """Return the reason's machine-readable code."""
     return reason.name.lower()
 
 
 def _compare(snapshot: FleetView, node: Candidate, other: Candidate, *, is_ahead: bool) -> str:
-    """Name the term of the rank that put `node` before `other`, or behind it."""
+    """Describe the first term of the rank in which two nodes differ. `is_ahead`: `node` is the better one."""
     need, name = snapshot.need, truncate(other.name, _LONGEST_NAME)
     rank, other_rank = (rank_node(ranked, need, snapshot.backoffs) for ranked in (node, other))
     differing = (term for term in TERMS if getattr(rank, term) != getattr(other_rank, term))
@@ -216,11 +217,11 @@ _Figure = Callable[[Rank, Candidate, Need], str]
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the rank as text for the node that it puts ahead and for the one behind, and its figure."""
+    """A term of the rank: its text for the better and for the worse node, and its formatted value."""
 
     ahead: str
     behind: str
-    """The kind of the best node's memory takes the place of `{}`."""
+    """Text for the worse node; `{}` is replaced by the kind of the better node's memory."""
     figure: _Figure
 
 
@@ -261,7 +262,7 @@ TERMS: Mapping[str, Term] = {
         lambda rank, *_: "not installed" if rank.lacks_backend else "installed",
     ),
 }
-"""The terms of the rank, in its order."""
+"""The terms of the rank by field name, in the order of `Rank`."""
 
 
 def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
@@ -337,13 +338,13 @@ class NodeMemory:
     needed: int
     """0 = unknown."""
     usable: int
-    """The bytes that such a replica could have there."""
+    """The bytes that the replica could use on the node."""
     context: int = 0
-    """The largest smaller context that fits, in tokens; 0 = none."""
+    """The largest smaller context that fits the node, in tokens; 0 = none."""
     unload: tuple[str, ...] = ()
-    """The replicas whose end would make it fit."""
+    """Names of the replicas whose eviction would free enough memory."""
     reason: str = ""
-    """The reason other than memory why the node is refused."""
+    """The reason other than memory why the node is refused; empty if there is none."""
 
     @property
     def missing(self) -> int:
@@ -351,7 +352,7 @@ class NodeMemory:
         return self.needed - self.usable if is_lacking else 0
 
     def describe(self, terms: Terms = ()) -> str:
-        """Return the verdict as a sentence, with the terms of the need if they are given."""
+        """Return the verdict as a sentence, with the terms of the need if `terms` has any."""
         name = truncate(self.node.name, _LONGEST_NAME)
         match self.verdict:
             case MemoryVerdict.REFUSED:
@@ -372,15 +373,15 @@ class NodeMemory:
 
 @dataclass(frozen=True)
 class MemoryExplanation:
-    """The verdicts on the first nodes, those that fit first, and the need."""
+    """The need, and the verdicts on the first nodes; nodes that fit come first."""
 
     need: Need
     considered: int
-    """The number of all nodes."""
+    """The number of all nodes, including nodes without a verdict."""
     nodes: Sequence[NodeMemory]
 
     def describe(self) -> str:
-        """Return one sentence on the first `SHOWN` nodes; it states the terms of the need once."""
+        """Return one sentence on the first `SHOWN` nodes; the terms of the need appear once."""
         terms, parts = self.need.terms, list[str]()
         for entry in self.nodes[:SHOWN]:
             parts.append(entry.describe(terms))
@@ -390,7 +391,7 @@ class MemoryExplanation:
 
 
 def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | None]]:
-    """Return the first nodes, each with its refusals other than a lack of memory.
+    """Return the first nodes, each with its refusal for a reason other than memory, or None.
 
     Order: nodes that fit, nodes that lack only memory, the others.
     """
@@ -407,7 +408,7 @@ def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | Non
 def explain_memory(
     snapshot: FleetView, residents: Sequence[Resident], guard: ProtectionRules
 ) -> MemoryExplanation:
-    """Explain which nodes have the memory; `residents` are the replicas on those that lack it."""
+    """Explain which nodes have the memory; `residents` are the replicas on nodes that lack it."""
     nodes = [
         _node_memory(node, refusal, snapshot.need, residents, guard)
         for node, refusal in nearest_by_memory(snapshot)

@@ -17,33 +17,33 @@ from typing import Any, Protocol
 from nodes.placement.architectures import MOST_LAYERS, Layer, Model, ModelHeader, describe
 
 CONTEXT = 8192
-"""Tokens of context if the definition does not set them (C37)."""
+"""Context in tokens if the definition does not set one (C37)."""
 LEAST_CONTEXT = 1024
-"""The smallest context that is offered instead of one that does not fit."""
+"""The smallest context, in tokens, that is offered instead of one that does not fit."""
 BATCH = 512
 LARGEST = 2**62
-"""Bytes. Estimates are stored and added up: a header with nonsensical values must not cause an error."""
+"""Upper limit of an estimate in bytes: sums of nonsensical values in a header must not overflow a column."""
 _MIB = 2**20
 _BYTES_PER_TOKEN = 2048
 _MOST_GPUS = 128
 _PARTS = 32
-"""Parts of a model's layers that are compared if not all fit."""
+"""Maximum number of layer counts that are compared if not all layers fit."""
 _PAD = 256
-"""llama.cpp rounds the cells of a cache up to this."""
+"""llama.cpp rounds the number of cells of a cache up to a multiple of this."""
 
 BACKEND_CONTEXT = {"cuda": 457 * _MIB, "rocm": 457 * _MIB, "vulkan": 250 * _MIB, "sycl": 250 * _MIB}
-"""Bytes of each device that a process takes before any model: driver context, kernels, library workspaces.
+"""Bytes of each GPU that a process takes before any model: driver context, kernels, library workspaces.
 
 Sources: `cudaMinimumMemory` and `rocmMinimumMemory` of Ollama (`discover/gpu.go`); the footprint that
-gguf-parser-go assumes for others (`--non-uma-vram-footprint`). 0 for "cpu" and "metal", which share the
-machine's memory.
+gguf-parser-go assumes for other devices (`--non-uma-vram-footprint`). "cpu" and "metal" are not listed,
+because they share the machine's memory: their value is 0.
 """
 _KINDS = {"cuda": "cuda", "rocm": "rocm", "hip": "rocm", "vulkan": "vulkan", "sycl": "sycl", "intel": "sycl"}
 _KINDS |= {"metal": "metal", "darwin": "metal", "cpu": "cpu"}
 SHARE_BACKENDS = {"vllm": 0.9, "sglang": 0.9}
-"""Parts of a backend's name, and the share of a card that it takes without `gpu_memory_utilization`.
+"""By part of a backend's name: the fraction of a GPU that it takes unless `gpu_memory_utilization` is set.
 
-Source: `gpu_memory_utilization` of vLLM; SGLang derives about as much from the card's size.
+Source: `gpu_memory_utilization` of vLLM; SGLang derives a similar value from the GPU's size.
 """
 _BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_0": 5.5, "q5_1": 6.0}
 _BITS |= {"q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5}
@@ -55,7 +55,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class Files(Protocol):
-    """The files to load: the model's weights and header, and further files, in bytes."""
+    """The files to load: the model's weights and header, and further files; sizes in bytes."""
 
     @property
     def weights(self) -> int: ...
@@ -73,31 +73,34 @@ class Files(Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of a load that its memory depends on."""
+    """The load options that determine the memory of an engine."""
 
     context: int = CONTEXT
     """Tokens of all slots together, as LocalAI's engines share them."""
     slots: int = 1
     unified: bool = True
-    """True if the slots share one cache; otherwise each has an equal part of it."""
+    """True if the slots share one cache; otherwise each slot has an equal part of the cache."""
     batch: int = BATCH
     gpu_layers: int = MOST_LAYERS
     gpus: int = 1
     split: tuple[float, ...] = ()
-    """The share of each GPU by its index, if the definition states shares."""
+    """The weight of each GPU by its index, if the definition states `tensor_split`."""
     main_gpu: int = 0
     split_mode: str = "layer"
-    """`none`: everything is on the main GPU. The shares apply to layers, or to rows of tensors."""
+    """`none`: everything is on the main GPU. `layer` or `row`: `split` distributes layers, or rows of
+    tensors.
+    """
     keys: float = _BITS["f16"]
+    """Bits of a number in the cache of keys."""
     values: float = _BITS["f16"]
-    """Bits of a number in the cache."""
+    """Bits of a number in the cache of values."""
     flash_attention: bool = True
     mapped: bool = True
     cache_on_gpu: bool = True
     full_windows: bool = False
-    """True if layers with a window keep the whole context as well."""
+    """True if layers with an attention window also keep the whole context."""
     outputs_all: bool = False
-    """True if every token of a batch has an output, as for embeddings."""
+    """True if every token of a batch has an output, as needed for embeddings."""
 
     @property
     def cells(self) -> int:
@@ -109,7 +112,7 @@ class LoadOptions:
         return 1 if self.unified else self.slots
 
     def window_cells(self, window: int) -> int:
-        """Return the cells for a layer with this window (`llama-kv-cache-iswa.cpp` of llama.cpp)."""
+        """Return the cache cells of a layer with this window (`llama-kv-cache-iswa.cpp` of llama.cpp)."""
         if not window or self.full_windows:
             return self.cells
         return _padded(min(self.cells, window * (self.slots if self.unified else 1) + self.batch))
@@ -120,7 +123,7 @@ def _padded(cells: int) -> int:
 
 
 def load_options(options: Mapping[str, Any]) -> LoadOptions:
-    """Return the options of a definition; unusable values have their default."""
+    """Return the options of a definition; an unusable value is replaced by its default."""
     extra = dict(str(option).partition(":")[::2] for option in options.get("Options") or ())
     slots = _whole(extra.get("parallel") or extra.get("n_parallel"), 1)
     context = options.get("ContextSize") or 0
@@ -151,7 +154,7 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Parse `tensor_split`; none if it is unusable."""
+    """Parse `tensor_split`; return () if the text is unusable."""
     try:
         shares = tuple(float(share) for share in text.replace("/", ",").split(",")[:_MOST_GPUS])
     except ValueError:
@@ -169,7 +172,7 @@ def _whole(text: object, default: int) -> int:
 
 
 def device_kind(backend: str) -> str:
-    """Return the kind of device that a backend is built for; CUDA if its name does not tell."""
+    """Return the kind of device that a backend is built for; `cuda` if the backend's name has no kind."""
     return next((_KINDS[part] for part in _name_parts(backend) if part in _KINDS), "cuda")
 
 
@@ -178,7 +181,10 @@ def _name_parts(backend: str) -> list[str]:
 
 
 def card_share(backend: str, options: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the share of a card that the backend takes, and of how many cards; 0, 0 if it takes its need."""
+    """Return the fraction of a GPU that the backend takes, and the number of GPUs.
+
+    (0, 0) if the backend takes only the memory that the model needs.
+    """
     parts = _name_parts(backend)
     default = next((share for part, share in SHARE_BACKENDS.items() if part in parts), 0.0)
     if not default or device_kind(backend) in ("cpu", "metal"):
@@ -190,8 +196,8 @@ def card_share(backend: str, options: Mapping[str, Any]) -> tuple[float, int]:
 def weights(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of weights on the device (`load_tensors` of llama.cpp).
 
-    A GPU gets the output first and then the layers from the last one on. In the main memory mapped pages are
-    no need, but the copies in another layout are; without a map all weights are, in one copy.
+    A GPU gets the output first and then the layers, beginning with the last layer. In main memory, mapped
+    pages do not count, but repacked copies do; without a memory map all weights count, in one copy.
     """
     if kind == "cpu":
         if not load.mapped:
@@ -210,7 +216,7 @@ def _on_gpu(model: Model, load: LoadOptions) -> Sequence[Layer]:
 def context(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of the cache of keys and values and of recurrent states (`llama_kv_cache`).
 
-    Without flash attention values are stored across, all layers as wide as the widest.
+    Without flash attention, values are stored transposed: every layer is as wide as the widest.
     """
     on_gpu = kind != "cpu"
     if on_gpu and not load.cache_on_gpu:
@@ -219,7 +225,7 @@ def context(model: Model, load: LoadOptions, kind: str) -> int:
 
 
 def _contexts(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Iterator[int]:
-    """Yield the bytes that each layer keeps."""
+    """Yield the bytes that each layer keeps of the context."""
     widest = 0 if load.flash_attention else max((layer.values for layer in model.layers), default=0)
     for layer in layers:
         values = max(layer.values, widest) if layer.values else 0
@@ -230,9 +236,9 @@ def _contexts(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Itera
 def buffers(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of the compute buffer (`graph_reserve` of llama.cpp; source as of `_inner`).
 
-    It holds a batch at the widest point of a layer, or its outputs, and the masks of attention; without
-    flash attention also the scores of all heads, and masks of twice the width. A GPU that has only a part of
-    the layers copies the weights of others into it, one tensor at a time.
+    The buffer holds a batch at the widest point of a layer, or its outputs, and the attention masks; without
+    flash attention also the scores of all heads, and masks of twice the width. A GPU with only some of the
+    layers also copies the weights of the other layers into the buffer, one tensor at a time.
     """
     on_gpu = kind != "cpu"
     if on_gpu and not load.gpu_layers:
@@ -258,14 +264,14 @@ def _has_memory(model: Model) -> bool:
 
 
 def output_buffer(model: Model, load: LoadOptions, kind: str) -> int:
-    """Return the bytes of the results in the main memory (`output_reserve` of llama.cpp); 0 on a GPU."""
+    """Return the bytes of the outputs in main memory (`output_reserve` of llama.cpp); 0 on a GPU."""
     if kind != "cpu":
         return 0
     return 4 * load.slots * (model.vocabulary + (model.width if load.outputs_all else 0))
 
 
 def estimate(files: Files, load: LoadOptions, kind: str = "cuda") -> Terms:
-    """Return the terms of an engine's memory on a device of this kind; none if nothing is known."""
+    """Return the terms of an engine's memory on a device of this kind; () if the weights' size is unknown."""
     if files.weights <= 0:
         return ()
     terms = _model_terms(files.header, files.weights, load, kind)
@@ -292,9 +298,10 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
 
 
 def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) -> Pairs:
-    """Return numbers of layers on the GPU with the bytes needed then, most first; none without a header.
+    """Return numbers of layers on the GPU with the bytes needed, most layers first; () without a header.
 
-    If all layers were learned to need more bytes (`needed`) than estimated, each number needs as many more.
+    If readings show that all layers need more bytes (`needed`) than estimated, the difference is added to
+    each number.
     """
     model = describe(files.header, files.weights) if files.header is not None else None
     count = len(model.layers) if model is not None else 0
@@ -306,26 +313,28 @@ def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) ->
 
 
 MOST_READINGS = 5
-"""Readings of one definition, backend build and kind of device that are kept."""
+"""Maximum stored readings of one definition, backend build and kind of device."""
 MOST_OWN, MOST_DIFFERENCE = 2.0, 1.5
 """Multiples of the estimate above which an engine's own figure, or a difference of readings, is ignored."""
 
 
 @dataclass(frozen=True)
 class EngineReading:
-    """The bytes that an engine took after one load, and the time in ISO 8601."""
+    """The bytes that an engine took after one load, and the time of the reading in ISO 8601."""
 
     size: int
     at: str
     own: bool
-    """True for the figure of the process itself; False for a difference of two readings of its device."""
+    """True if the process reported the bytes; False if they are the difference of two readings of its device.
+    """
 
 
 def learned(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Terms, Sequence[EngineReading]]:
-    """Return the terms by the largest reading that counts, and the readings that count.
+    """Return the terms according to the largest accepted reading, and the accepted readings.
 
-    A reading below weights and context, or far above the estimate, does not count: it is false, or something
-    else has freed or taken memory. Without an estimate all count; without a reading the estimate stays.
+    A reading below weights and context, or far above the estimate, is ignored: the reading is wrong, or
+    another process has freed or taken memory. Without an estimate all readings are accepted; without an
+    accepted reading the estimate is returned.
     """
     floor = tuple((name, size) for name, size in terms if name in ("weights", "context"))
     least = total_bytes(floor)
@@ -343,7 +352,7 @@ def total_bytes(terms: Terms) -> int:
 
 
 def smaller_contexts(files: Files, load: LoadOptions, kind: str = "cuda") -> Pairs:
-    """Return the context and the smaller powers of two, each with the bytes that it saves."""
+    """Return the context in tokens and the smaller powers of two, each with the bytes that it saves."""
     needed = total_bytes(estimate(files, load, kind))
     contexts = [load.context]
     while contexts[-1] > LEAST_CONTEXT:
@@ -353,10 +362,10 @@ def smaller_contexts(files: Files, load: LoadOptions, kind: str = "cuda") -> Pai
 
 
 def by_gpu(files: Files, load: LoadOptions, kind: str = "cuda") -> Pairs:
-    """Return the bytes on each GPU that the definition names, by index; none if it leaves that to the node.
+    """Return the bytes on each GPU that the definition names, by index; () if the node chooses the GPUs.
 
-    Layers go to the GPUs in their order, and the output to the last one (`get_layer_buft_list` of llama.cpp).
-    Each GPU has a compute buffer and the backend's context; what is beside the model is on the main GPU.
+    Layers go to the GPUs in their order, and the output to the last GPU (`get_layer_buft_list` of llama.cpp).
+    Each GPU has a compute buffer and the backend's context; all other memory is on the main GPU.
     """
     terms = dict(estimate(files, load, kind))
     if load.split_mode == "none":

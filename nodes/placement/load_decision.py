@@ -1,8 +1,8 @@
-"""Decide a load: the node it goes to, what it waits for, or that it ends; and the eviction that helps. Pure.
+"""Decide a load: its node, the reason why it waits, or its end; and the eviction for it. Pure.
 
-`choose` ranks nodes, `evict` selects victims, `explain` writes the sentences. This module combines them in
-the one way in which a load, a what-if answer and a decision that is replayed from stored rows are decided.
-A simulation places replicas one by one, each as if those before it were loaded.
+`choose` ranks nodes, `evict` selects victims, `explain` writes the sentences. This module combines the three.
+A load, a what-if answer and a replayed decision all use it, so all three decide in the same way. A simulation
+places replicas one by one, each as if the earlier replicas were loaded.
 """
 
 from bisect import bisect_left
@@ -52,18 +52,18 @@ class LoadQuestion:
 
     view: FleetView
     refusing: frozenset[UUID] = frozenset()
-    """Nodes that have refused the load; they back off permanently."""
+    """Nodes that have refused the load; they are never tried again."""
     evicts: bool = True
-    """True if replicas may be evicted for the load; False for a scale-up, which no request waits for."""
+    """True if replicas may be evicted for the load; False for a scale-up, which has no waiting request."""
     fits_in_place: bool = False
-    """True if it fits in place of the replica that it replaces: then it is not loaded with fewer layers."""
+    """True if the load fits after the eviction of the replica that it replaces; it then loads all layers."""
 
     def lacking(self, decision: Decision) -> list[Candidate]:
-        """Return the nodes on which an eviction would help."""
+        """Return the nodes on which an eviction would help this load."""
         return self._short(decision) if self.evicts else []
 
     def choose_partial(self, decision: Decision) -> tuple[Candidate, int] | None:
-        """Return the node whose memory holds the most layers of the model, and their number; or None."""
+        """Return the node whose memory holds the most layers, and their number; None if no layer fits."""
         parts, options = () if self.fits_in_place else self.view.need.partial, []
         for node in self._short(decision) if parts else ():
             # The fewer layers, the less memory: the first that fits has the most.
@@ -88,16 +88,16 @@ class LoadQuestion:
         return nodes_short_of_memory(view.nodes, decision.refused, view.backed_off, view.need)
 
     def refused_by_all(self, decision: Decision) -> bool:
-        """Return True if all nodes that could take the load have refused it, so that it ends."""
+        """Return True if all feasible nodes have refused the load, so that it ends."""
         if decision.node is not None or not self.refusing:
             return False
         backed_off = (id for id, reason in decision.refused.items() if reason is Reason.SILENT)
         return all(id in self.refusing for id in backed_off)
 
     def fits_in_place_of(self, replica: Resident, decision: Decision) -> bool:
-        """Return True if that replica's node was refused only for the memory or slot that the replica takes.
+        """Return True if the replica's node was refused only for memory or a slot that the replica uses.
 
-        If more is lacking, evicting the replica would not help.
+        If anything else is missing, evicting the replica would not help.
         """
         view, replaceable = self.view, (Reason.FULL, Reason.MEMORY, Reason.GPUS)
         if decision.refused.get(replica.node_id) not in replaceable:
@@ -116,12 +116,15 @@ class EvictionCandidates:
     guard: ProtectionRules
 
     def choose_eviction(self, question: LoadQuestion, decision: Decision) -> Eviction | None:
-        """Return the eviction that frees enough memory, or why none can; None if none helps."""
+        """Return the eviction that frees enough memory, or an `Eviction` without a node and with the reason.
+
+        None if no node lacks only memory.
+        """
         nodes = question.lacking(decision)
         return choose_victims(nodes, self.residents, self.guard, question.view.need) if nodes else None
 
     def without(self, gone: Sequence[Resident]) -> "EvictionCandidates":
-        """Return the occupants that remain without the replicas `gone`."""
+        """Return the candidates without the replicas `gone`."""
         ids = {replica.id for replica in gone}
         loaded = Counter(self.guard.loaded)
         loaded.subtract(replica.model_name for replica in gone if not replica.leaving)
@@ -134,7 +137,7 @@ def decide_load(
 ) -> Explanation:
     """Return the outcome of the load and its reason.
 
-    `eviction` was computed for `lacking`; `over`: no request needs the load.
+    `eviction` must have been chosen for the nodes of `lacking`. `over`: no request needs the load.
     """
     explanation = explain(question.view, decision)
     if decision.node is None and over:
@@ -177,7 +180,7 @@ def _with_fewer_layers(explanation: Explanation, node: Candidate, layers: int) -
 
 
 AllowedNodes = Sequence[Set[UUID] | None]
-"""For each replica, the allowed nodes; None: any node."""
+"""For each replica, the allowed nodes; None: all nodes."""
 
 
 def simulate_placements(
@@ -185,8 +188,8 @@ def simulate_placements(
 ) -> Iterator[Explanation]:
     """Yield the decision for each replica.
 
-    End after the first replica without allowed nodes that finds no node, as all after it would fail too. A
-    replica that is evicted for one decision is gone for the next.
+    The simulation ends when a replica that may use any node finds no node, because all later replicas would
+    fail too. A replica that is evicted for one decision does not exist for the next decision.
     """
     view = question.view
     nodes = {node.id: node for node in view.nodes}
@@ -213,13 +216,12 @@ def simulate_placements(
 
 
 def _node_after_eviction(node: Candidate, eviction: Eviction) -> Candidate:
-    """Return the node after the eviction."""
     freed = free_memory_of(node, [*eviction.victims, *eviction.leaving])
     return replace(freed, loaded=max(freed.loaded - len(eviction.victims), 0))
 
 
 def _node_with_replica(node: Candidate, index: int, need: Need) -> Candidate:
-    """Return the node with the replica loaded; several replicas share the model's files."""
+    """Return the node with the replica loaded. Several replicas share the model's files."""
     disk = 0 if node.used_indices else max(need.disk - node.staged_bytes, 0)
     shares, needed = gpu_shares(node, need), vram_needed(node, need)
     if shares is None:

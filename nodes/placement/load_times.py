@@ -1,11 +1,11 @@
-"""The times of a load: limits of its steps, its progress deadline, and when a node is tried again. Pure.
+"""The times of a load: limits of its steps, its progress deadline, and node back-offs. Pure.
 
-All in seconds. A load as a whole has no fixed limit: `progress_deadline` is its first limit, and any progress
-extends it (`nodes/loading/load_request.py`).
+All times are in seconds. A load as a whole has no fixed limit: `progress_deadline` is its first limit, and
+any progress extends the limit (`nodes/loading/load_request.py`).
 
-One unresponsive node delays that node and nothing else. The delay doubles with each failure of the same node
-in one load, up to `MAX_DELAY`. The operation's payload stores these back-offs, so that the next attempt has
-them on any controller.
+One unresponsive node delays only itself. The back-off doubles with each failure of the same node in one load,
+up to `MAX_DELAY`. The operation's payload stores the back-offs, so that the next attempt has them on any
+controller.
 """
 
 from collections.abc import Mapping
@@ -23,34 +23,35 @@ INSTALL = 900.0
 MARGIN, LEAST_HOLD = 300.0, 1500.0
 """The margin and the smallest progress deadline (C29)."""
 STALL = 300.0
-"""Time without progress after which a load is abandoned (C30)."""
+"""Seconds without progress after which a load is abandoned (C30)."""
 _BYTES_READ_PER_SECOND = 32 * 2**20
 LONGEST_HOLD = 24 * 3600.0
 """Largest age of a load (C31)."""
 
 
 def load_limit(payload: int, given: float = 0.0) -> float:
-    """Return the limit of one LoadModel for files of `payload` bytes (0 = unknown); `given` wins (R2.60)."""
+    """Return the limit of one LoadModel for `payload` bytes (0 = unknown); `given`, if set, instead (R2.60).
+    """
     if given > 0:
         return given
     return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, LONGEST_LOAD)
 
 
 def progress_deadline(install: float, load: float) -> float:
-    """Return the progress deadline of a load before any progress (R2.24, R2.25)."""
+    """Return the first progress deadline of a load, from its install and load limits (R2.24, R2.25)."""
     return max((install if install > 0 else INSTALL) + (load if load > 0 else LOAD) + MARGIN, LEAST_HOLD)
 
 
 def extend_deadline(age: float, more: float, base: float) -> float:
-    """Return the seconds that a load may take from now: after progress, or before a step of `more` (R2.24).
+    """Return the seconds that a load may take from now: after progress, or before a step of `more` s (R2.24).
 
-    With its `age` they never exceed the absolute limit, which is at least `base`.
+    The sum of `age` and the result never exceeds the absolute limit, which is at least `base`.
     """
     return max(min(more, max(LONGEST_HOLD, base) - age), 0.0)
 
 
 def hashing_limit(size: int) -> float:
-    """Return the time that a worker may take to hash a file of `size` bytes."""
+    """Return the seconds that a worker may take to hash a file of `size` bytes."""
     return max(size, 0) / _BYTES_READ_PER_SECOND
 
 
@@ -60,7 +61,7 @@ FIRST_DELAY, MAX_DELAY = 1.0, 15.0
 
 @dataclass(frozen=True)
 class NodeBackoff:
-    """The number of failures of a node in one load, and the end of its back-off."""
+    """The number of failures of a node in one load, and the end of the node's back-off."""
 
     times: int
     until: datetime
@@ -77,7 +78,7 @@ def add_failure(backoffs: NodeBackoffs, node_id: UUID, now: datetime) -> dict[UU
 
 
 def backed_off_nodes(backoffs: NodeBackoffs, now: datetime) -> frozenset[UUID]:
-    """Return the nodes that may not be tried yet."""
+    """Return the nodes whose back-off has not ended."""
     return frozenset(node_id for node_id, backoff in backoffs.items() if backoff.until > now)
 
 
@@ -96,6 +97,6 @@ def from_payload(payload: Mapping[str, Any]) -> dict[UUID, NodeBackoff]:
 
 
 def into_payload(payload: Mapping[str, Any], backoffs: NodeBackoffs) -> dict[str, Any]:
-    """Return the payload with these back-offs."""
+    """Return a copy of the payload with these back-offs."""
     entries = {str(id): [backoff.times, backoff.until.isoformat()] for id, backoff in backoffs.items()}
     return {**payload, "setbacks": entries}

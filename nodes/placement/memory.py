@@ -1,23 +1,24 @@
-"""The memory of a node and its GPUs: what a model needs, what loads still allocate, which GPUs fit. Pure.
+"""The memory of a node and its GPUs: a model's need, unallocated reservations, and fitting GPUs. Pure.
 
-A worker reports every ten seconds how much memory is available, not which engine uses the rest. So each load
-records the bytes that it needs and the reading by which it was placed; neither ever changes. The node then
-has at most what that reading showed, less the needs of this load and all loads placed since: the same figure
-whether an engine has allocated nothing, half or all of its part. No heartbeat has to decrement anything, and
-a load that ends without a replica releases its reservation with its row.
+A worker reports every ten seconds how much memory is available, but not which engine uses the rest. So each
+load records the bytes that it needs and the reading by which it was placed; neither ever changes. Afterwards
+the node has at most the bytes of that reading, less the needs of this load and of all later loads. This
+figure is the same whether an engine has allocated nothing, half or all of its memory. No heartbeat has to
+decrement anything, and a load that ends without a replica releases its reservation with its row.
 
-A published replica counts until the first reading after its publication, which is the first to show all of
-its memory. It counts longer while a load runs that was placed before: otherwise its allocation would be taken
-for that load's. Memory that is freed meanwhile may count as taken until the loads have ended. The opposite
-does not happen: no byte is reserved twice. The same holds for each GPU of a node that reports its GPUs.
+A published replica counts until the first reading after its publication, which is the first reading that
+shows all of its memory. It counts longer while a load runs that was placed before: otherwise the replica's
+allocation would be attributed to that load. Memory that is freed in the meantime may count as used until the
+loads have ended. The opposite does not happen: no byte is reserved twice. All of this also applies to each
+GPU of a node that reports its GPUs.
 
-A load goes to the GPU that fits with the least left, so that large gaps stay for large models. If none fits,
-it goes to the fewest GPUs, those with the most memory free, each with a part in proportion to it
-(docs/decisions/0019). Each GPU of a split needs `SPLIT_OVERHEAD` in addition. A node that does not report its
-GPUs counts as a whole.
+A load goes to the fitting GPU with the least memory left over, so that large gaps stay free for large models.
+If no GPU fits, the load is split over as few GPUs as possible, those with the most free memory, in proportion
+to their free memory (docs/decisions/0019). Each GPU of a split needs `SPLIT_OVERHEAD` in addition. A node
+that does not report its GPUs counts as a whole.
 
-`fit.py` estimates the need of a model (R2.40, R2.41), `required_disk` that of its files (R2.37);
-`nodes/definitions/sizes.py` measures the files. 0 bytes means unknown.
+`fit.py` estimates the memory that a model needs (R2.40, R2.41), `required_disk` the disk space for its files
+(R2.37); `nodes/definitions/sizes.py` measures the files. 0 bytes means unknown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,20 +26,20 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 SPLIT_OVERHEAD = 512 * 2**20
-"""Bytes for a context and buffers on each GPU, and for layers that cannot be cut."""
+"""Bytes for a context and buffers on each GPU of a split, and for layers that cannot be divided."""
 
 FreeByGpu = frozenset[tuple[int, int]]
 """Pairs of a GPU's index and its free bytes; each index occurs once."""
 BytesByGpu = Mapping[int, int]
-"""Bytes by the GPU's index."""
+"""Bytes by GPU index."""
 
 
 def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> BytesByGpu | None:
-    """Return the bytes of each GPU for a load of `need` bytes; None if the memory is lacking.
+    """Return the bytes of each GPU for a load of `need` bytes; None if there is too little memory.
 
     The result is empty if the need is unknown or the node does not report its GPUs. `free` is the node's
-    effectively free memory, which a budget may keep below that of its GPUs. With `cards` the load takes
-    equal parts of so many GPUs.
+    effectively free memory; a budget may keep it below the sum of its GPUs. If `cards` is not 0, the load
+    takes equal parts of `cards` GPUs.
     """
     if need <= 0:
         return {}
@@ -58,9 +59,9 @@ def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> By
 def fit_stated_gpus(
     free: int, free_by_gpu: FreeByGpu, need: int, by_gpu: Iterable[tuple[int, int]]
 ) -> BytesByGpu | None:
-    """Return the bytes of each GPU that the definition names; None if one of them lacks its part.
+    """Return the bytes of each GPU that the definition names; None if one GPU has too little memory.
 
-    Of several GPUs those that the node does not have are left out, as llama.cpp does: the others take more.
+    GPUs that the node does not have are left out, as in llama.cpp: the other GPUs take more.
     """
     if need <= 0:
         return {}
@@ -76,7 +77,10 @@ def fit_stated_gpus(
 
 
 def _split(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
-    """Split the need over the fewest GPUs that can hold it, at least two; empty if all of them cannot."""
+    """Split the need over as few GPUs as possible, at least two.
+
+    Return {} if all GPUs together have too little memory.
+    """
     # Negative, so that the GPU with the most memory comes first, and of equal ones the first by index.
     usable = sorted(
         [
@@ -97,7 +101,7 @@ def _split(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
 
 
 def fill_gpus(free_by_gpu: FreeByGpu, need: int) -> BytesByGpu:
-    """Return the memory of a load that fits nowhere: all that is free, GPUs with the most memory first."""
+    """Return the bytes of each GPU for a load that does not fit: GPUs with the most memory first."""
     shares, remaining = {}, need
     for negative, index in sorted(
         [(-free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes > 0]
@@ -110,12 +114,12 @@ def fill_gpus(free_by_gpu: FreeByGpu, need: int) -> BytesByGpu:
 
 
 def total_bytes(shares: BytesByGpu, need: int) -> int:
-    """Return the bytes that the load takes of the node: more than its need if it is split."""
+    """Return the bytes that the load takes of the node; a split load takes more than its need."""
     return sum(shares.values()) or need
 
 
 def add_free_bytes(free_by_gpu: FreeByGpu, shares: Iterable[tuple[int, int]]) -> FreeByGpu:
-    """Add these bytes to the free memory of these GPUs (subtract if negative); keep the other GPUs."""
+    """Add the bytes in `shares` to the free memory of their GPUs; negative bytes are subtracted."""
     added = dict(shares)
     return frozenset((index, free_bytes + added.get(index, 0)) for index, free_bytes in free_by_gpu)
 
@@ -130,9 +134,8 @@ def add_freed_memory(
 ) -> tuple[int, FreeByGpu]:
     """Return the free memory of a node and of its GPUs after replicas end.
 
-    `freed`: the bytes of each replica, in all and by GPU.
-    Memory use is an estimate: the node never gets more than `most`, nor a GPU more than its total. 0 or a
-    missing GPU = not reported.
+    `freed`: the bytes of each replica, in total and by GPU. Memory use is an estimate, so the results are
+    limited to `most` and to each GPU's total. 0 or a missing GPU = not reported.
     """
     totals, freed_free, freed_gpus = dict(gpu_totals), free, dict(free_by_gpu)
     for amount, shares in freed:
@@ -150,35 +153,38 @@ def add_freed_memory(
 
 
 NEVER = datetime.min.replace(tzinfo=UTC)
-"""The reading time of a node that has reported no figure yet."""
+"""The reading time of a node that has not reported its memory."""
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """The available memory of a node in bytes, and the time of its worker's report."""
+    """The available memory of a node in bytes, and the time of the worker's report."""
 
     available: int
     at: datetime
     ceiling: int = 0
-    """Most bytes that a budget allows, 0 = all. An earlier figure above it has not been allocated since."""
+    """Maximum bytes of a memory budget, 0 = no budget. It also limits earlier readings, so that a lowered
+    budget does not count as allocated memory.
+    """
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """The bytes that one load needs, the reading by which it was placed, and the time of its publication."""
+    """The bytes that one load needs, the reading by which it was placed, and its publication time."""
 
     needed: int
     seen: int
     seen_at: datetime
     loaded_at: datetime | None = None
     gpus: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """By GPU index: the bytes needed of it and the bytes available by that reading; empty if unknown."""
+    """By GPU index: the bytes needed, and the bytes that the reading showed as available; empty if unknown.
+    """
 
 
 def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReading) -> int:
-    """Return the bytes of `reading.available` on one GPU that loads of its node will still allocate.
+    """Return the bytes of `reading.available` on one GPU that loads of the node will still allocate.
 
-    A reservation without GPUs may go to any: all of it counts on each GPU, as not allocated yet.
+    A reservation without GPUs may use any GPU, so it counts on each GPU, as not allocated yet.
     """
     on_this_gpu = []
     for reservation in reservations:
@@ -191,7 +197,7 @@ def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading:
 
 
 def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReading) -> int:
-    """Return the bytes of `reading.available` that loads of this node will still allocate."""
+    """Return the bytes of `reading.available` that loads of the node will still allocate."""
     counted = _counted(list(reservations), reading.at)
     unread = sum(
         reservation.needed
@@ -207,9 +213,10 @@ def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReadin
 
 
 def _counted(reservations: Sequence[Reservation], read_at: datetime) -> list[Reservation]:
-    """Return the loads under way, and the replicas published since the earliest reading that matters.
+    """Return the active loads, and the replicas published since the earliest relevant reading.
 
-    Each replica that counts moves that reading back: its own reading matters as well.
+    The reading of a relevant replica is relevant too, so each such replica may move the earliest reading
+    back.
     """
     counted = [reservation for reservation in reservations if reservation.loaded_at is None]
     earliest = min([read_at, *(reservation.seen_at for reservation in counted)])
@@ -231,7 +238,7 @@ LEAST_MARGIN = 2**30
 
 
 def required_disk(payload: int) -> int:
-    """Return the free bytes that a node must have for files of `payload` bytes (R2.37)."""
+    """Return the free bytes that a node must have for `payload` bytes of files (R2.37)."""
     if payload <= 0:
         return UNKNOWN_PAYLOAD
     return payload + max(payload // 20, LEAST_MARGIN)

@@ -1,9 +1,10 @@
 """A fleet whose nodes change one at a time, with a stored ranking for each kind of request. Pure.
 
-`choose` judges every node for every decision. Here the same functions judge a node only after it has changed:
-a ranking (`_Ranking`) holds the nodes that one need and one selector refuse, with the reasons, and the
-others in the order of their rank. Facts that only one model or one load sees (indices in use, concurrency
-groups, back-offs) concern few nodes, which are judged again for each decision.
+`choose` evaluates every node for every decision. This module evaluates a node with the same functions, but
+only after the node has changed: a ranking (`_Ranking`) holds the nodes that one need and one selector refuse,
+with the reasons, and the other nodes in the order of their rank. Facts that only one model or one load sees
+(indices in use, concurrency groups, back-offs) concern few nodes, which are evaluated again for each
+decision.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,21 +33,21 @@ from nodes.placement.load_times import NodeBackoffs
 MOST_ROWS = 64_000
 """Most nodes in all rankings together; the least recently used rankings are dropped."""
 _REBUILT = 8
-"""A ranking is sorted again when more than one in this many nodes has changed."""
+"""A ranking is sorted again if more than one in this many nodes has changed."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about nodes that only one model sees: indices in use, models of its groups, files."""
+    """The facts about nodes that depend on the model: used indices, conflicting models, bytes of files."""
 
     used_indices: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
     staged_bytes: Mapping[UUID, int] = field(default_factory=dict)
     other_models_bytes: Mapping[UUID, int] = field(default_factory=dict)
-    """Missing nodes have those of the node that `of` gets."""
+    """By node; a node that is not listed keeps the value of the `Candidate`."""
 
     def of(self, node: Candidate) -> Candidate:
-        """Return the node as the model sees it."""
+        """Return the node with the facts of the model."""
         return replace(
             node,
             used_indices=self.used_indices.get(node.id, frozenset()),
@@ -61,13 +62,13 @@ _NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 
 
 class _Order:
-    """Nodes by rank. Two lists, because comparing and hashing in Python dominates the cost."""
+    """Nodes by rank, in two lists: comparing and hashing in Python would dominate the cost."""
 
     def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
         self.ranks, self.nodes = ranks, nodes
 
     def copy(self) -> "_Order":
-        """Return a copy that changes independently."""
+        """Return an independent copy."""
         return _Order(self.ranks.copy(), self.nodes.copy())
 
     def add(self, node: Candidate, node_rank: Rank) -> None:
@@ -85,7 +86,7 @@ class _Order:
 
 
 class _Ranking:
-    """All nodes for one need and one selector, as seen by a model that has no replica."""
+    """All nodes for one need and one selector, for a model without a replica."""
 
     def __init__(self, need: Need, labels: Labels | None) -> None:
         self.need, self.selector = need, Selector("", labels)
@@ -96,7 +97,7 @@ class _Ranking:
         self.changed: set[UUID] = set()
 
     def follow(self, fleet: Mapping[UUID, Candidate]) -> None:
-        """Judge the changed nodes again."""
+        """Evaluate the changed nodes of the fleet again."""
         rebuild = len(self.changed) * _REBUILT > len(fleet)
         for id in self.changed:
             self.nodes.pop(id, None)
@@ -126,7 +127,7 @@ class _Ranking:
 
 
 class RankedFleet:
-    """All nodes with all their labels, without the facts that only one model sees. Not thread-safe."""
+    """All nodes with all their labels, without facts that depend on the model. Not thread-safe."""
 
     def __init__(self) -> None:
         self.nodes: dict[UUID, Candidate] = {}
@@ -147,7 +148,7 @@ class RankedFleet:
             ranking.changed.add(id)
 
     def decide(self, question: FleetView, own: ModelFacts = NO_MODEL_FACTS) -> tuple[FleetView, Decision]:
-        """Return the complete question and the decision that `choose` would make.
+        """Return the complete view and the decision that `choose` would make.
 
         The returned view has all nodes, with the labels that the question tests.
         """

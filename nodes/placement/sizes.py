@@ -1,4 +1,4 @@
-"""Sizes in the reasons of placement. Pure."""
+"""Format the sizes that appear in the reasons of placement. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,11 +7,11 @@ from nodes.placement.memory import UNKNOWN_PAYLOAD
 
 QUOTA_HINT = "remove models there that are not used, or raise the quota"
 STATED_NEED = "stated"
-"""The source, and the only term, of a need that its definition states."""
+"""The source, and the name of the only term, of a need that the definition states."""
 
 
 def describe_disk_need(files: int, needed: int) -> str:
-    """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
+    """Format the disk space that is needed and its purpose: `files` bytes are the model's files."""
     if files <= 0:
         return gib_rounded_up(needed) + (
             " assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else ""
@@ -21,7 +21,7 @@ def describe_disk_need(files: int, needed: int) -> str:
 
 
 def describe_quota(used: int, quota: int, missing: int) -> str:
-    """Return the figures of a disk quota that the missing bytes exceed."""
+    """Format the figures of a disk quota that the missing bytes would exceed."""
     return (
         f"{format_gib(used)} of {format_gib(quota)} of the quota for models are used,"
         f" {format_bytes(missing)} more are needed"
@@ -29,13 +29,13 @@ def describe_quota(used: int, quota: int, missing: int) -> str:
 
 
 def format_terms(terms: Iterable[tuple[str, int]]) -> str:
-    """List the terms of a need in GiB, without those that are too small for it."""
+    """Format the terms of a need in GiB; omit terms that round to 0.0."""
     sizes = ((name, f"{size / 2**30:.1f}") for name, size in terms)
     return ", ".join(f"{name} {size}" for name, size in sizes if size != "0.0")
 
 
 def describe_need(amount: str, terms: Sequence[tuple[str, int]], joint: str) -> str:
-    """Return the amount of a need with its terms after `joint`, or that its definition states it."""
+    """Format a need: `amount`, then `joint` and the terms, or a note that the definition states the need."""
     if [name for name, _ in terms] == [STATED_NEED]:
         return f"{amount} as its definition states"
     listed = format_terms(terms)
