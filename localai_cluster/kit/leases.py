@@ -79,6 +79,8 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
     names, chosen = ", ".join(values), ", ".join(values.values())
     with connection.cursor() as cursor:
         cursor.execute(f'INSERT INTO "{meta.db_table}" ({names}) SELECT {chosen} FROM {source}', parameters)
+    for row in rows:
+        row._state.adding, row._state.db = False, connection.alias  # a later `save` is an UPDATE
 
 
 def _joined_values(

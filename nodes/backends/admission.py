@@ -88,11 +88,14 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
     order.refuse(request, {node.id: node.name for node in scope.nodes}, is_load=scope.parent is not None)
     refuse_unlisted(request, [node for node in scope.nodes if node.id not in order.same])
     key = _key(request, scope.nodes or scope.concerned)
+    operation_request = _operation_request(request, scope, key)
     active = Operation.objects.active().filter(key=key, kind=request.kind).first() if scope.nodes else None
     if active is not None and request.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
         _refuse_other_waves(active, scope)
         _make_due(request, order, now)
-        return Admission(active, created=False)
+        joined = Admission(active, created=False)
+        emit(ledger.record_admissions([(operation_request, joined)], now))
+        return joined
     id = uuid4()
     # Targets that are replaced end first, which frees their keys. Events are published last.
     reason = f"superseded by {request.kind} of {request.element} (operation {id})"
@@ -104,12 +107,14 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
         raise _Raced
     if active is not None:
         _refuse_unless_ended(active)
-    operation, superseded = ledger.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
+    operation = ledger.new_operation(operation_request, now, by_parts=True, id=id)
+    admission = Admission(operation, created=True)
+    *dismissed, _ = ledger.record_admissions([(operation_request, admission)], now)
     _make_due(request, order, now)
     new_targets = _write_parts(operation, request, scope, order, now)
-    ended = [*replaced.operations, *superseded]
+    ended = [*replaced.operations, *dismissed]
     emit([*ended, operation], (targets.of(ended) if ended else {}) | {operation.id: new_targets})
-    return Admission(operation, created=True)
+    return admission
 
 
 def _open_nodes(operation: Operation) -> set[UUID]:
@@ -176,7 +181,9 @@ def _operation_request(request: BackendRequest, scope: RequestScope, key: str) -
         payload=asdict(request) | scope.payload(),
         by=scope.by,
         node=(only_node.id, only_node.name) if only_node else None,
+        targets=[(node.id, node.name) for node in scope.nodes],
         parent=scope.parent,
+        repeats=scope.repeats,
     )
 
 
@@ -423,22 +430,9 @@ def retry(
         waves=Options.of(operation),
         last_replicas=wave_requests.confirmed_in(operation),
         drains=operation.payload.get("drains", False),
+        repeats=operation,
     )
-    result = admit(BackendRequest.of(operation), scope, now=now)
-    if operation.status == Status.FAILED:
-        _dismiss_tried(operation, scope, successor=result.operation, now=now)
-    return result
-
-
-def _dismiss_tried(operation: Operation, scope: RequestScope, *, successor: Operation, now: datetime) -> None:
-    """Dismiss the failures on the nodes of the scope; one on another node still needs a decision."""
-    failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
-    tried = list(
-        failed.filter(node_id__in=[node.id for node in scope.nodes]).values_list("node_id", flat=True)
-    )
-    if tried or not failed.exists():
-        comment = f"tried again as operation {successor.id}"
-        ledger.dismiss(operation.id, actor=scope.by.actor, now=now, comment=comment, nodes=tried)
+    return admit(BackendRequest.of(operation), scope, now=now)
 
 
 def admit_on_nodes(request: BackendRequest, scope: RequestScope, *, field: str, now: datetime) -> Admission:

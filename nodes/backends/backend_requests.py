@@ -125,6 +125,8 @@ class RequestScope:
 
     Unlike waves, this does not protect a model's last replica.
     """
+    repeats: Operation | None = None
+    """The operation that it repeats."""
 
     @property
     def concerned(self) -> list[BackendNode]:

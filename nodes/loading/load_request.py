@@ -102,7 +102,7 @@ class ProgressDeadline:
         if request_of(operation).is_scale_up:
             age = (now - operation.created_at).total_seconds()
             remaining = load_times.extend_deadline(age, seconds, initial_seconds())
-            await in_thread(admission.need_until, [operation.id], now + timedelta(seconds=remaining))
+            await in_thread(admission.need_until, {operation.id: now + timedelta(seconds=remaining)})
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def request_scale_up(
     now = clock.now()
     request = _scale_up(model_name, allowed_nodes, Requester(actor), reason, now, replaces)
     with transaction.atomic(durable=True):
-        return admission.admit_one_more(request, now=now)
+        return admission.admit(request, now=now).operation
 
 
 def request_replicas(model_name: str, count: int, *, node_id: UUID | None, by: Requester) -> list[Operation]:
@@ -147,7 +147,8 @@ def request_replicas(model_name: str, count: int, *, node_id: UUID | None, by: R
     allowed_nodes = None if node_id is None else [node_id]
     request = _scale_up(model_name, allowed_nodes, by, f"requested by {by.actor}", now)
     with transaction.atomic(durable=True):
-        return [admission.admit_one_more(request, now=now) for _ in range(count)]
+        outcomes = admission.admit_many([request] * count, now=now)
+        return [admission.require(outcome).operation for outcome in outcomes]
 
 
 def _scale_up(
@@ -171,6 +172,7 @@ def _scale_up(
         }
         | ({} if replaces is None else {REPLACES: str(replaces)}),
         needed_until=now + timedelta(seconds=initial_seconds()),
+        joins=False,
     )
 
 
@@ -218,7 +220,7 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
             needed_until=now + NEEDED_FOR,
         )
         return admission.admit(request, now=now).operation
-    admission.need_until([operation_id], now + NEEDED_FOR)
+    admission.need_until({operation_id: now + NEEDED_FOR})
     return Operation.objects.get(pk=operation_id)
 
 

@@ -303,7 +303,7 @@ class Loads:
         deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _HORIZON)
         if deadline > load.row_deadline + 1 and load.operation.kind == KIND:
             load.row_deadline = deadline
-            await in_thread(admission.need_until, [load.operation.id], _instant(deadline))
+            await in_thread(admission.need_until, {load.operation.id: _instant(deadline)})
 
 
 def _to_response(error: Exception) -> ClusterError:

@@ -27,7 +27,7 @@ from operations.api.serializers import (
 )
 from operations.kinds import kind_of
 from operations.ledger import admission
-from operations.ledger.retries import Outcome, Retry, retry_many
+from operations.ledger.admission import OperationRequest, Outcome
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 MOST_OPERATIONS = 2000
@@ -88,9 +88,7 @@ def retry_operation(
     if operation.by_parts and rules is not None:
         return rules.retry(operation.id, nodes=nodes, requester=by, now=clock.now())
     (outcome,) = _retry_as_a_whole([operation], nodes, by)
-    if isinstance(outcome, errors.ClusterError):
-        raise outcome
-    return outcome
+    return admission.require(outcome)
 
 
 class CancelView(APIView):
@@ -158,7 +156,7 @@ def _runs_by_targets(operation: Operation) -> bool:
 
 def _retry_of(
     operation: Operation, parts: Sequence[OperationTarget], only: Sequence[UUID], by: admission.Requester
-) -> Retry:
+) -> OperationRequest:
     """Return the request that repeats the operation where it did not succeed, without traces of attempts.
 
     Raise InvalidInput for nodes of other operations, and Conflict if nothing can be repeated.
@@ -178,7 +176,7 @@ def _retry_of(
     if kind.retry_identity is not None:
         key, element = kind.retry_identity(operation, [part.node_id for part in chosen])
     limit = timedelta(seconds=conf.cluster().install_timeout)
-    request = admission.OperationRequest(
+    return OperationRequest(
         operation.kind,
         key=key,
         element=element,
@@ -187,25 +185,23 @@ def _retry_of(
         node=(operation.node_id, operation.node_name) if operation.node_id and parts else None,
         targets=[(part.node_id, part.node_name) for part in chosen],
         needed_until=clock.now() + limit if kind.expires else None,
+        repeats=operation,
     )
-    return Retry(operation, request)
 
 
 def _retry_as_a_whole(
     operations: Sequence[Operation], only: Sequence[UUID], by: admission.Requester
 ) -> list[Outcome]:
     """Repeat the operations in one transaction; return the outcomes in their order."""
-    parts, outcomes = targets.of(operations), dict[UUID, Outcome]()
-    retries = []
+    parts, requests = targets.of(operations), list[OperationRequest | errors.ClusterError]()
     for operation in operations:
         try:
-            retries.append(_retry_of(operation, parts.get(operation.id, ()), only, by))
+            requests.append(_retry_of(operation, parts.get(operation.id, ()), only, by))
         except errors.ClusterError as refusal:
-            outcomes[operation.id] = refusal
-    if retries:
-        results = retry_many(retries, now=clock.now())
-        outcomes |= {retry.operation.id: result for retry, result in zip(retries, results, strict=True)}
-    return [outcomes[operation.id] for operation in operations]
+            requests.append(refusal)
+    admitted = [request for request in requests if isinstance(request, OperationRequest)]
+    outcomes = iter(admission.admit_many(admitted, now=clock.now()))
+    return [next(outcomes) if isinstance(it, OperationRequest) else it for it in requests]
 
 
 class OperationCountsSerializer(serializers.Serializer[Any]):

@@ -1,13 +1,18 @@
-"""Admission and user actions on operations: create, join, extend the need, cancel, dismiss a failure."""
+"""Admission and user actions on operations: create, join, extend the need, cancel, dismiss a failure.
 
-from collections.abc import Collection, Mapping, Sequence
+Any number of requests is admitted in one transaction with a constant number of statements. Locks are taken
+in one order: the owners of the keys by their hashes, the keys of new operations, then rows by their ids.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from itertools import count
 from typing import Any
 from uuid import UUID, uuid4
 
-from django.db import IntegrityError
+from django.db import IntegrityError, connection
 from django.db.models import Q
 
 from localai_cluster.accounts import audit
@@ -15,8 +20,8 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.gallery_index import public_url
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import update_rows
-from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.leases import insert_rows, update_rows
+from localai_cluster.kit.locks import lock_names
 from localai_cluster.kit.quantities import counted
 from operations import targets
 from operations.changes.events import emit
@@ -25,6 +30,7 @@ from operations.models import (
     QUEUED,
     SHARE,
     Operation,
+    OperationQuerySet,
     OperationTarget,
     Status,
     TargetStatus,
@@ -38,8 +44,9 @@ _LONGEST_ACTOR = 150
 LONGEST_COMMENT = 500
 
 
-DISMISSAL = ("dismissed_at", "dismissed_by", "dismissed_comment")
-ONE_ACTIVE = "operation_one_active_a_key"
+_DISMISSAL = ("dismissed_at", "dismissed_by", "dismissed_comment")
+_ONE_ACTIVE = "operation_one_active_a_key"
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ class Admission:
 
     operation: Operation
     created: bool
+
+
+Outcome = Admission | errors.ClusterError
+"""What became of a request: the operation that serves it, or why it is refused."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,10 @@ class OperationRequest:
     targets: Sequence[tuple[UUID, str]] = ()
     needed_until: datetime | None = None
     parent: Operation | None = None
+    joins: bool = True
+    """False: it gets the lowest free key suffix from 1; its own suffix is for requests that join."""
+    repeats: Operation | None = None
+    """The operation that it repeats: its failures on the targets are dismissed in the same transaction."""
 
 
 def admit(request: OperationRequest, *, now: datetime) -> Admission:
@@ -79,26 +94,32 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
 
     Raises Conflict if an operation of another kind is active on the key, or on another suffix of its owner.
     """
-    for _ in range(3):
-        existing = Operation.objects.active().filter(key=request.key).first()
-        if existing is not None:
-            return _join(existing, request)
+    (outcome,) = admit_many([request], now=now)
+    return require(outcome)
+
+
+def require(outcome: Outcome) -> Admission:
+    """Return the admission; raise the error if the request was refused."""
+    if isinstance(outcome, errors.ClusterError):
+        raise outcome
+    return outcome
+
+
+def admit_many(requests: Sequence[OperationRequest], *, now: datetime) -> list[Outcome]:
+    """Admit the requests as `admit` does one after the other; return the outcomes in their order."""
+    for _ in range(_TRIES):
+        active = _ActiveOperations(Operation.objects.filter(key__in={request.key for request in requests}))
+        joined = [active.join(request) for request in requests]
         try:
-            return Admission(_create(request, now), created=True)
+            return _admit(requests, joined, now)
         except IntegrityError as error:
-            if ONE_ACTIVE not in str(error):
+            if _ONE_ACTIVE not in str(error):
                 raise
             # A concurrent request was faster: join its operation, unless that has ended meanwhile.
-    raise errors.Unavailable(f"operations on {request.key} are too frequent", retry_after=1)
-
-
-def admit_one_more(request: OperationRequest, *, now: datetime) -> Operation:
-    """Create the operation in addition to the active ones of its kind on the same owner; never join one.
-
-    It gets the lowest free key suffix from 1: the request's own suffix is for requests that join. Raises
-    Conflict if an operation of another kind is active on the owner.
-    """
-    return _create(request, now, one_more=True)
+    return [
+        errors.Unavailable(f"operations on {request.key} are too frequent", retry_after=1)
+        for request in requests
+    ]
 
 
 def exclusion_error(existing: Operation) -> errors.Conflict:
@@ -111,70 +132,167 @@ def exclusion_error(existing: Operation) -> errors.Conflict:
     )
 
 
-def _join(existing: Operation, request: OperationRequest) -> Admission:
-    if existing.kind != request.kind:
-        raise exclusion_error(existing)
-    if request.needed_until is not None:
-        need_until([existing.id], request.needed_until)
-    return Admission(existing, created=False)
-
-
-def _create(request: OperationRequest, now: datetime, *, one_more: bool = False) -> Operation:
+def _admit(
+    requests: Sequence[OperationRequest], joined: Sequence[Outcome | None], now: datetime
+) -> list[Outcome]:
+    """Admit the requests that have joined no operation; write what all of them change."""
+    rest = [request for request, outcome in zip(requests, joined, strict=True) if outcome is None]
+    if not rest and not any(request.repeats for request in requests):
+        outcomes: list[Outcome] = [outcome for outcome in joined if outcome is not None]
+        need_until(_needs(_served(requests, outcomes)))
+        return outcomes
     with committed("ledger.admit"):
-        used_keys = _shares(request)
-        if one_more:
-            shares = (f"{owner_of(request.key)}{SHARE}{number}" for number in count(1))
-            request = replace(request, key=next(share for share in shares if share not in used_keys))
-        operation, superseded = made(request, now)
-        OperationTarget.objects.bulk_create(
-            OperationTarget(operation=operation, node_id=node_id, node_name=name)
-            for node_id, name in request.targets
-        )
-        emit([*superseded, operation])
-    return operation
+        active = _ActiveOperations(_lock_owners(rest))
+        outcomes = [
+            outcome or active.admit(request, now) for request, outcome in zip(requests, joined, strict=True)
+        ]
+        emit(record_admissions(_served(requests, outcomes), now))
+    return outcomes
 
 
-def _shares(request: OperationRequest) -> set[str]:
-    """Lock the key's owner until the commit; return the keys of its active operations.
+def _served(
+    requests: Sequence[OperationRequest], outcomes: Sequence[Outcome]
+) -> list[tuple[OperationRequest, Admission]]:
+    pairs = zip(requests, outcomes, strict=True)
+    return [(request, outcome) for request, outcome in pairs if isinstance(outcome, Admission)]
 
-    Raises Conflict if one of them is of another kind.
-    """
-    owner = owner_of(request.key)
-    if not owner:
-        return set()
+
+def _lock_owners(requests: Sequence[OperationRequest]) -> OperationQuerySet:
+    """Lock the owners of the keys until the commit; return the operations that concern the requests."""
+    if not requests:
+        return Operation.objects.none()
     # The database has no constraint for "all of one kind": creating an operation locks the owner first.
-    lock_name(owner)
-    active = Operation.objects.active().sharing(request.key, request.element).order_by("created_at")
-    active = active.only("id", "kind", "key", "element", "status")
-    for operation in active:
-        if operation.kind != request.kind:
-            raise exclusion_error(operation)
-    return {operation.key for operation in active}
+    lock_names({owner_of(request.key) for request in requests} - {""})
+    owned = {request.element for request in requests if owner_of(request.key)}
+    return Operation.objects.filter(Q(key__in={request.key for request in requests}) | Q(element__in=owned))
 
 
-def made(
-    request: OperationRequest, now: datetime, *, by_parts: bool = False, id: UUID | None = None
-) -> tuple[Operation, list[Operation]]:
-    """Create the operation, and dismiss the failures of the same key that it supersedes; return both.
+class _ActiveOperations:
+    """The active ones of some operations, with those that this transaction creates."""
 
-    A step of the caller's transaction: the caller emits all of them. The failures leave the live list and
-    stay in the history. `by_parts`: see `Operation`.
+    def __init__(self, operations: OperationQuerySet) -> None:
+        self._by_key: dict[str, Operation] = {}
+        self._by_element: dict[str, list[Operation]] = defaultdict(list)
+        for operation in operations.active().order_by("created_at"):
+            self._add(operation)
+
+    def join(self, request: OperationRequest) -> Outcome | None:
+        """Return the operation with the request's key, the refusal if it excludes the request, or None."""
+        existing = self._by_key.get(request.key) if request.joins else None
+        if existing is None:
+            return None
+        same = existing.kind == request.kind
+        return Admission(existing, created=False) if same else exclusion_error(existing)
+
+    def admit(self, request: OperationRequest, now: datetime) -> Outcome:
+        """Return the operation that the request joins or a new one, which is not saved; or the refusal."""
+        joined = self.join(request)
+        if joined is not None:
+            return joined
+        sharing = list(self._sharing(request))
+        for operation in sharing:
+            if operation.kind != request.kind:
+                return exclusion_error(operation)
+        if not request.joins:
+            keys = {operation.key for operation in sharing}
+            shares = (f"{owner_of(request.key)}{SHARE}{number}" for number in count(1))
+            request = replace(request, key=next(share for share in shares if share not in keys))
+        operation = new_operation(request, now)
+        self._add(operation)
+        return Admission(operation, created=True)
+
+    def _add(self, operation: Operation) -> None:
+        self._by_key[operation.key] = operation
+        self._by_element[operation.element].append(operation)
+
+    def _sharing(self, request: OperationRequest) -> Iterator[Operation]:
+        """Yield the operations on the owner of the request's key, as `OperationQuerySet.sharing`."""
+        owner = owner_of(request.key)
+        for operation in self._by_element[request.element] if owner else ():
+            if owner in (operation.key, owner_of(operation.key)):
+                yield operation
+
+
+def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now: datetime) -> list[Operation]:
+    """Save the new operations, and what they change in others; return all that changed, the new ones last.
+
+    A step of the caller's transaction, which emits them. A failure with the key of a new operation is
+    superseded, one that a request repeats is dismissed: it leaves the live list and stays in the history.
+    The targets of an operation that runs by them are the caller's.
     """
-    operation = new_operation(request, now, by_parts=by_parts, id=id)
-    operation.save(force_insert=True)
-    failures = Operation.objects.filter(key=request.key, status=Status.FAILED, dismissed_at__isnull=True)
-    superseded = list(failures.order_by("pk").select_for_update(no_key=True))
-    for failure in superseded:
-        supersede(failure, operation, request.by.actor, now)
-    Operation.objects.bulk_update(superseded, DISMISSAL)
-    audit.record(audit_entry("asked", operation), at=now)
-    return operation, superseded
+    created = {it.operation.key: it.operation for _, it in served if it.created}
+    # Two transactions wait for each other's keys in one order.
+    insert_rows([created[key] for key in sorted(created)])
+    insert_rows(
+        [
+            OperationTarget(operation=it.operation, node_id=node_id, node_name=name)
+            for request, it in served
+            if it.created and not it.operation.by_parts
+            for node_id, name in request.targets
+        ]
+    )
+    needs, repeated = _needs(served), {request.repeats.id for request, _ in served if request.repeats}
+    failures = Q(key__in=created, status=Status.FAILED, dismissed_at__isnull=True)
+    rows = Operation.objects.filter(failures | Q(pk__in=needs.keys() | repeated)).order_by("pk")
+    locked_rows = list(rows.select_for_update(no_key=True))
+    need_until(needs)
+    open_failures = [row for row in locked_rows if row.status == Status.FAILED and row.dismissed_at is None]
+    return [*_dismiss_repeated(served, open_failures, now), *created.values()]
+
+
+def _needs(served: Sequence[tuple[OperationRequest, Admission]]) -> dict[UUID, datetime]:
+    """Return the time until which each joined operation is needed, if its requests have one."""
+    needs: dict[UUID, datetime] = {}
+    for request, admission in served:
+        if request.needed_until is not None and not admission.created:
+            id = admission.operation.id
+            needs[id] = max(needs.get(id, request.needed_until), request.needed_until)
+    return needs
+
+
+def _dismiss_repeated(
+    served: Sequence[tuple[OperationRequest, Admission]], failures: Sequence[Operation], now: datetime
+) -> list[Operation]:
+    """Dismiss those of the failures that are superseded or repeated, and return them; write the audit.
+
+    Of several targets those that are repeated are dismissed. A failure on another node still needs a
+    decision.
+    """
+    by_id, by_key = {row.id: row for row in failures}, defaultdict[str, list[Operation]](list)
+    for row in failures:
+        by_key[row.key].append(row)
+    failed = defaultdict[UUID, list[OperationTarget]](list)
+    ids = {request.repeats.id for request, _ in served if request.repeats} & by_id.keys()
+    for target in OperationTarget.objects.filter(operation__in=ids, status=TargetStatus.ERROR):
+        failed[target.operation_id].append(target)
+    dismissed, parts, entries = dict[Operation, None](), list[OperationTarget](), list[Change]()
+    for request, admission in served:
+        comment = f"tried again as operation {admission.operation.id}"
+        if admission.created:
+            entries.append(audit_entry("asked", admission.operation))
+            for row in by_key.pop(admission.operation.key, ()):
+                if row.dismissed_at is None:
+                    _acknowledge(row, request.by.actor, comment, now)
+                    dismissed[row] = None
+        repeated = by_id.get(request.repeats.id) if request.repeats else None
+        if repeated is None or repeated.dismissed_at is not None:
+            continue
+        nodes = {node_id for node_id, _ in request.targets}
+        tried = [target for target in failed[repeated.id] if target.node_id in nodes]
+        if tried or not failed[repeated.id]:
+            parts += tried
+            entries.append(_dismiss_on(repeated, failed[repeated.id], tried, request.by.actor, now, comment))
+            dismissed[repeated] = None
+    update_rows(list(dismissed), _DISMISSAL)
+    update_rows(parts, ["dismissed_at"])
+    audit.record(*entries, at=now)
+    return list(dismissed)
 
 
 def new_operation(
     request: OperationRequest, now: datetime, *, by_parts: bool = False, id: UUID | None = None
 ) -> Operation:
-    """Return the operation of a request, which is not saved."""
+    """Return the operation of a request, which is not saved. `by_parts`: see `Operation`."""
     return Operation(
         id=id or uuid4(),
         kind=request.kind,
@@ -193,17 +311,6 @@ def new_operation(
         created_at=now,
         updated_at=now,
     )
-
-
-def supersede(failure: Operation, successor: Operation, actor: str, now: datetime) -> None:
-    """Dismiss the failure, which is not saved, because another operation does the same."""
-    failure.dismissed_at, failure.dismissed_by = now, actor
-    failure.dismissed_comment = retry_comment(successor)
-
-
-def retry_comment(successor: Operation) -> str:
-    """Return the comment of a dismissed failure that another operation repeats."""
-    return f"tried again as operation {successor.id}"
 
 
 def audit_entry(did: str, operation: Operation, detail: str = "") -> Change:
@@ -230,13 +337,15 @@ def dismiss(
             raise errors.Conflict(only_failures(operation), field="status")
         if operation.dismissed_at is not None:
             return operation
-        if nodes and _dismiss_targets(operation, nodes, now):
-            audit.record(
-                audit_entry("dismissed_part", operation, f"on {counted(len(nodes), 'node')}: {comment}"),
-                at=now,
-            )
-        else:
-            _dismiss([operation], actor, now, comment)
+        failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
+        parts = list(failed) if nodes else []
+        if strange := sorted(map(str, set(nodes) - {part.node_id for part in parts})):
+            raise errors.InvalidInput(f"nodes: it has not failed on {', '.join(strange[:5])}", field="nodes")
+        chosen = [part for part in parts if part.node_id in nodes]
+        change = _dismiss_on(operation, parts, chosen, actor, now, comment)
+        update_rows(chosen, ["dismissed_at"])
+        update_rows([operation], _DISMISSAL)
+        audit.record(change, at=now)
         emit([operation])
     return operation
 
@@ -257,27 +366,36 @@ def dismiss_many(
         rows = Operation.objects.select_for_update(no_key=True).filter(pk__in=operation_ids)
         operations = list(rows.order_by("pk"))
         failures = [row for row in operations if row.status == Status.FAILED and row.dismissed_at is None]
-        _dismiss(failures, actor, now, comment)
+        audit.record(*(_acknowledge(failure, actor, comment, now) for failure in failures), at=now)
+        update_rows(failures, _DISMISSAL)
         emit(failures)
     return operations
 
 
-def _dismiss(failures: Collection[Operation], actor: str, now: datetime, comment: str) -> None:
-    for failure in failures:
-        failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
-        failure.dismissed_comment = comment[:LONGEST_COMMENT]
-    Operation.objects.bulk_update(failures, DISMISSAL)
-    audit.record(*(audit_entry("dismissed", failure, comment) for failure in failures), at=now)
+def _dismiss_on(
+    failure: Operation,
+    failed: Collection[OperationTarget],
+    chosen: Collection[OperationTarget],
+    actor: str,
+    now: datetime,
+    comment: str,
+) -> Change:
+    """Dismiss the chosen ones of the failed targets, and the operation with the last of them.
+
+    The caller saves the rows, and records the audit entry that this returns.
+    """
+    for target in chosen:
+        target.dismissed_at = target.dismissed_at or now
+    if any(target.dismissed_at is None for target in failed):
+        return audit_entry("dismissed_part", failure, f"on {counted(len(chosen), 'node')}: {comment}")
+    return _acknowledge(failure, actor, comment, now)
 
 
-def _dismiss_targets(operation: Operation, nodes: Collection[UUID], now: datetime) -> bool:
-    """Dismiss the failures on these nodes; return True if others remain. Raises InvalidInput."""
-    failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
-    if strange := sorted(map(str, set(nodes) - set(failed.values_list("node_id", flat=True)))):
-        raise errors.InvalidInput(f"nodes: it has not failed on {', '.join(strange[:5])}", field="nodes")
-    remaining = failed.filter(dismissed_at__isnull=True)
-    remaining.filter(node_id__in=nodes).update(dismissed_at=now)
-    return remaining.exists()
+def _acknowledge(failure: Operation, actor: str, comment: str, now: datetime) -> Change:
+    """Dismiss the failure, which the caller saves; return the audit entry."""
+    failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
+    failure.dismissed_comment = comment[:LONGEST_COMMENT]
+    return audit_entry("dismissed", failure, comment)
 
 
 def locked(operation_id: UUID) -> Operation:
@@ -333,8 +451,14 @@ def cancel(
     return operation
 
 
-def need_until(operation_ids: Collection[UUID], until: datetime) -> None:
-    """Extend the time until which requests need the operations; it is never shortened."""
-    sooner = Q(needed_until__isnull=True) | Q(needed_until__lt=until)
-    with committed("ledger.need"):
-        Operation.objects.active().filter(sooner, pk__in=operation_ids).update(needed_until=until)
+def need_until(times: Mapping[UUID, datetime]) -> None:
+    """Extend the time until which requests need each of the operations; it is never shortened."""
+    if not times:
+        return
+    with committed("ledger.need"), connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE operations SET needed_until = v.until"
+            " FROM unnest(%s::uuid[], %s::timestamptz[]) AS v (id, until) WHERE operations.id = v.id"
+            " AND status = ANY(%s) AND (needed_until IS NULL OR needed_until < v.until)",
+            [list(times), list(times.values()), [status.value for status in ACTIVE]],
+        )

@@ -58,7 +58,7 @@ def loads() -> list[Round]:
         *_each("ledger.reap", COMMIT, CONTROLLER, "lease run out", first=do.abandoned_load, early=True),
         *_each("load.ended", COMMIT, CONTROLLER, "failed load", do.failing_load, outcome="failed"),
         *_each(
-            "ledger.retry",
+            "ledger.admit",
             COMMIT,
             WEB,
             "retry a failed load",

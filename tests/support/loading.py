@@ -81,7 +81,7 @@ class Stage:
 
     def need_until(self) -> None:
         """Somebody waits again, as a request says that attaches to the running load."""
-        admission.need_until([self.work.id], clock.now() + timedelta(seconds=60))
+        admission.need_until({self.work.id: clock.now() + timedelta(seconds=60)})
 
     async def play(self, happens: Callable[[], bool] = lambda: True) -> BaseException:
         """Runs the handler; `happens` is tried until it has happened. Answers how the attempt ended."""

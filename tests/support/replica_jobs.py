@@ -252,7 +252,7 @@ class Cluster:
         request = admission.OperationRequest(
             load_request.KIND, key=load_key(model), element=model, by=Requester("test"), payload=payload
         )
-        admission.admit_one_more(request, now=clock.now())
+        admission.admit(request, now=clock.now())
 
     def asks_for_unload(self, dice: Random) -> None:
         """An operator has a model or a replica unloaded."""

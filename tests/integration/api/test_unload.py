@@ -332,14 +332,11 @@ class TestLoad:
 
     @pytest.mark.django_db(transaction=True)
     def test_several_loads_are_requested_all_or_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        admit = admission.admit_one_more
+        def fail_when_written(operations: Any) -> None:
+            assert Operation.objects.count() == len(operations) == 3
+            raise Conflict("an unload began")
 
-        def fail_later(request: Any, *, now: Any) -> Operation:
-            if Operation.objects.exists():
-                raise Conflict("an unload began")
-            return admit(request, now=now)
-
-        monkeypatch.setattr(admission, "admit_one_more", fail_later)
+        monkeypatch.setattr(admission, "emit", fail_when_written)
         assert self.post({"model": "echo", "replicas": 3, "wait": False}).status_code == 409
         assert not Operation.objects.exists()
 

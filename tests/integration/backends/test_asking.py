@@ -11,7 +11,7 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, errors, failpoints
 from nodes.backends import admission, backend_requests
 from nodes.backends import intents as intent_rows
 from nodes.backends.intents import Ended
@@ -317,6 +317,32 @@ def test_trying_again_leaves_a_newer_wish_its_way() -> None:
     asked_by = backend_requests.RequestScope((), by=Requester("ann"))
     again = admission.retry(operation.id, asked_by=asked_by, now=clock.now()).operation
     assert [part.node_id for part in OperationTarget.objects.filter(operation=again)] == [two.id]
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+    point = "backends.ask:committed"
+
+    def pass_by(self) -> None:
+        raise self
+
+
+@pytest.mark.rule("O52")
+def test_a_process_that_dies_after_a_retry_leaves_no_failure_that_is_being_retried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The retry is on fewer nodes, so its key is another one and does not supersede the failure."""
+    one, two = hot.node("one"), hot.node("two")
+    failed = ask(INSTALL, one, two)
+    ended(failed, two="no such image")
+    asked_by = backend_requests.RequestScope((), by=Requester("ann"))
+    monkeypatch.setattr(failpoints, "_kill", Killed())
+    with pytest.raises(Killed):
+        admission.retry(failed.id, asked_by=asked_by, now=clock.now())
+    newer = Operation.objects.active().get()
+    failed.refresh_from_db()
+    assert failed.dismissed_comment == f"tried again as operation {newer.id}"
 
 
 @pytest.mark.rule("O19", "O50")

@@ -347,7 +347,7 @@ def loads_and_their_download(stage: Stage, count: int) -> tuple[list[Operation],
         request = OperationRequest(
             load_request.KIND, key=load_key("echo"), element="echo", by=Requester("scaling")
         )
-        admission.admit_one_more(request, now=now)
+        admission.admit(request, now=now)
     loads += attempts.claim("c", now=now, lease=60, limit=count)
     definition = definition_of()
     downloads = [source_downloads.request_download(definition, [PATH], parent=one, now=now) for one in loads]
