@@ -48,11 +48,11 @@ class Ended(Exception):
         self.reason = reason.encode()[:LONGEST_REASON].decode(errors="ignore")
 
 
-def recheck_sockets(whose: str = "") -> None:
-    """Make the open sockets of this caller check their principal at once; "" means all sockets."""
+def recheck_sockets(access_name: str = "") -> None:
+    """Make the open sockets with this access name check their principal at once; "" means all sockets."""
     for socket in tuple(_open):
         scope: Scope = socket.scope
-        if not whose or whose in scope.get("access_names", ()):
+        if not access_name or access_name in scope.get("access_names", ()):
             socket.recheck_requested.set()
 
 

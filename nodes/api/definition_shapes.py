@@ -106,7 +106,7 @@ TEXT_PROBLEM = Shape(
     "What is wrong with a text, and where; line and column count from 1, 0: not known.",
     [field("line", count(0)), field("column", count(0)), field("path", TEXT), field("message", TEXT)],
 )
-REPLACED = Shape(
+REPLACED_REPLICA = Shape(
     "ReplacedReplica",
     "A replica that renewal replaces.",
     [field("node_id", UUID), field("node_name", TEXT), field("replica_index", count())],
@@ -121,7 +121,7 @@ PREVIEW = Shape(
         field("text", TEXT),
         field("form", FORM.ref, nullable=True),
         field("revision_changes", FLAG, "Engines would load with other options."),
-        field("replicas", REPLACED.many),
+        field("replicas", REPLACED_REPLICA.many),
         field("fit", FIT.ref, nullable=True),
         field("diff", TEXT, "Unified, against the text in force."),
     ],

@@ -86,9 +86,9 @@ async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """What a web process hears from the database; nothing is looked at without that."""
     plain, heard = sockets.recheck_sockets, asyncio.Event()
 
-    def look_again(whose: str = "") -> None:
+    def look_again(access_name: str = "") -> None:
         heard.set()
-        plain(whose)
+        plain(access_name)
 
     monkeypatch.setattr(sockets, "recheck_sockets", look_again)
     monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
