@@ -184,9 +184,7 @@ FAILED = Present("node:m", "model_unload", "failed", ("error", "error"))
 @given(st.lists(PRESENT, max_size=4), st.lists(ASKED, min_size=1, max_size=5))
 @example([], [Asked("model:m#0", "model_load"), Asked("model:m#0", "model_load", needed_until=TIMES[1])])
 @example([], [Asked("model:m#", "model_load", joins=False)] * 3 + [Asked("model:m#", "model_unload")])
-@example(
-    [FAILED], [Asked("import:m", "model_load", True, NODES[:1], None, 0), Asked(FAILED.key, FAILED.kind)]
-)
+@example([FAILED], [Asked("import:m", "model_load", True, NODES, None, 0), Asked(FAILED.key, FAILED.kind)])
 @example([FAILED], [Asked("import:m", "model_load", True, (node,), None, 0) for node in NODES])
 @settings(
     max_examples=150 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
