@@ -13,6 +13,7 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import type { Column } from "../ui/rows";
 import { Table } from "../ui/table";
+import { Checkbox } from "../ui/text-field";
 import { Ago } from "../ui/time";
 import { useCatalogue } from "./catalogue";
 import type { Verb } from "./installed-calls";
@@ -205,21 +206,12 @@ function Filter({ rows, shown, filter, onChange }: FilterProps): ReactNode {
           value={filter.term}
           onChange={(event) => onChange({ ...filter, term: event.target.value })}
         />
-        <Switch label={`Builds (${variants})`} on={filter.variants} onChange={(on) => onChange({ ...filter, variants: on })} />
-        <Switch label={`Pre-release builds (${development})`} on={filter.development} onChange={(on) => onChange({ ...filter, development: on })} />
+        <Checkbox label={`Builds (${variants})`} on={filter.variants} onChange={(on) => onChange({ ...filter, variants: on })} />
+        <Checkbox label={`Pre-release builds (${development})`} on={filter.development} onChange={(on) => onChange({ ...filter, development: on })} />
         <span className="muted">
           {shown} of {rows.length} shown
         </span>
       </div>
     </>
-  );
-}
-
-function Switch({ label, on, onChange }: { label: string; on: boolean; onChange: (on: boolean) => void }): ReactNode {
-  return (
-    <label className="row">
-      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} />
-      {label}
-    </label>
   );
 }

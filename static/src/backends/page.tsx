@@ -17,6 +17,7 @@ import { Problem } from "../ui/problem";
 import type { Column } from "../ui/rows";
 import { Select } from "../ui/select";
 import { Table } from "../ui/table";
+import { Checkbox } from "../ui/text-field";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import "./backends.css";
@@ -119,9 +120,9 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
         {catalogue.allTags.length > 0 && (
           <Select label="Tag" labelled="hidden" value={tag} options={[["", "All tags"], ...catalogue.allTags.map((allTag) => [allTag, allTag] as const)]} onChange={(next) => want({ term, tag: next })} />
         )}
-        <Box label="Runs on your nodes" on={runnable} onChange={setRunnable} />
-        <Box label="Hardware-specific builds" on={builds} onChange={setBuilds} />
-        <Box label="Pre-release builds" on={development} onChange={setDevelopment} />
+        <Checkbox label="Runs on your nodes" on={runnable} onChange={setRunnable} />
+        <Checkbox label="Hardware-specific builds" on={builds} onChange={setBuilds} />
+        <Checkbox label="Pre-release builds" on={development} onChange={setDevelopment} />
         <span className="muted">
           {matches.length} of {catalogue.backends.length} shown
         </span>
@@ -141,15 +142,6 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
         <List entries={matches} capabilities={catalogue.nodesByCapability} onInstall={onInstall} />
       )}
     </>
-  );
-}
-
-function Box({ label, on, onChange }: { label: string; on: boolean; onChange: (on: boolean) => void }): ReactNode {
-  return (
-    <label className="row">
-      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} />
-      {label}
-    </label>
   );
 }
 

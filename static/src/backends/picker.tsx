@@ -8,6 +8,7 @@ import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Empty, Loading } from "../ui/empty";
 import { useSelection, type Selection } from "../ui/rows";
+import { Checkbox } from "../ui/text-field";
 import "./backends.css";
 import { useCatalogue } from "./catalogue";
 import { ChooseBackend } from "./choose-backend";
@@ -178,13 +179,7 @@ function useForgetDone(backend: string, rows: readonly Row[]): void {
 
 function DrainingBox({ rows, on, onChange }: { rows: readonly Row[]; on: boolean; onChange: (on: boolean) => void }): ReactNode {
   const number = rows.filter((row) => row.node.status === "draining").length;
-  if (number === 0) return null;
-  return (
-    <label className="row">
-      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} />
-      Show {number} draining
-    </label>
-  );
+  return number === 0 ? null : <Checkbox label={`Show ${number} draining`} on={on} onChange={onChange} />;
 }
 
 function NoNodes(): ReactNode {

@@ -1,7 +1,7 @@
 // How work goes over several nodes: all at once, or in waves of a number or a share of them.
 import { useId, type ReactNode } from "react";
 import type { WaveOptions } from "../operations/calls";
-import { TextField } from "../ui/text-field";
+import { Checkbox, TextField } from "../ui/text-field";
 
 /** The choice as typed. */
 export interface WaveChoice {
@@ -73,10 +73,7 @@ export function WaveFields({ choice, onChange, inWaves, atOnce }: FieldsProps): 
           <TextField label="Nodes at a time" value={choice.atOnce} onChange={(value) => change({ atOnce: value })} problem={problems.atOnce} description="Number or percentage" />
           <TextField label="Pause in minutes" value={choice.pauseMinutes} onChange={(value) => change({ pauseMinutes: value })} problem={problems.pauseMinutes} description="Between two waves" numeric />
           <TextField label="Stop at failures" value={choice.stopAt} onChange={(value) => change({ stopAt: value })} problem={problems.stopAt} description="Then it waits for you" numeric />
-          <label className="row">
-            <input type="checkbox" checked={choice.canary} onChange={(event) => change({ canary: event.target.checked })} />
-            One node first (canary)
-          </label>
+          <Checkbox label="One node first (canary)" on={choice.canary} onChange={(canary) => change({ canary })} />
         </div>
       )}
       <label className="row">

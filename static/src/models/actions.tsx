@@ -12,7 +12,7 @@ import { Confirm, Dialog } from "../ui/dialog";
 import { lazyDialog } from "../ui/lazy";
 import type { MenuItem } from "../ui/menu";
 import { Problem } from "../ui/problem";
-import { TextField } from "../ui/text-field";
+import { Checkbox, TextField } from "../ui/text-field";
 import { loadModel, unloadModel } from "./data";
 import { cloneDefinition, deleteDefinition, setDisabled, useDefinitionAction } from "./definitions";
 import { canTalk, deleteRefusal, isIdle, loadRefusal, modelAddress, unloadRefusal, type ModelRow } from "./rows";
@@ -215,10 +215,7 @@ function Delete({ row, onClose, onDeleted }: DialogProps & Pick<ActionDialogProp
     <Confirm open danger onClose={onClose} title={<>Delete <bdi>{row.name}</bdi></>} action="Delete" busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, close)}>
       <p>Its replicas are drained, then its definition is removed.</p>
       <Replicas row={row} />
-      <label className="row">
-        <input type="checkbox" checked={withFiles} onChange={(event) => setWithFiles(event.target.checked)} />
-        Delete its files too, unless another definition names them
-      </label>
+      <Checkbox label="Delete its files too, unless another definition names them" on={withFiles} onChange={setWithFiles} />
     </Confirm>
   );
 }

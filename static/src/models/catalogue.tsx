@@ -11,6 +11,7 @@ import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Select, type Option } from "../ui/select";
+import { Checkbox } from "../ui/text-field";
 import { modelAddress } from "./rows";
 import type { Catalogue as Page, CatalogueModel } from "./shapes";
 import { ITEMS, SIZES, useCatalogue, type CatalogueFilter } from "./sources";
@@ -70,10 +71,7 @@ function Filters({ filter, page, onChange }: { filter: CatalogueFilter; page: Pa
       <Select label="Licence" labelled="hidden" value={filter.licence} options={options("All licences", page?.licences, filter.licence)} onChange={(licence) => onChange({ licence })} />
       <Select label="Size" labelled="hidden" value={filter.size} options={SIZE_OPTIONS} onChange={(size) => onChange({ size })} />
       {(page?.galleries.length ?? 0) > 1 && <Select label="Gallery" labelled="hidden" value={filter.gallery} options={options("All galleries", page?.galleries, filter.gallery)} onChange={(gallery) => onChange({ gallery })} />}
-      <label className="row">
-        <input type="checkbox" checked={filter.fits} onChange={(event) => onChange({ fits: event.target.checked })} />
-        Fits on my nodes
-      </label>
+      <Checkbox label="Fits on my nodes" on={filter.fits} onChange={(fits) => onChange({ fits })} />
     </div>
   );
 }

@@ -3,7 +3,7 @@ import { useId, useState, type ReactNode, type SubmitEvent } from "react";
 import { bytes, count } from "../lib/format";
 import { Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
-import { TextField } from "../ui/text-field";
+import { Checkbox, TextField } from "../ui/text-field";
 import { contextWords } from "./memory";
 import type { Source, SourceVariant } from "./shapes";
 
@@ -45,10 +45,7 @@ export function SourceView({ source, busy, onAdd }: { source: Source; busy: bool
         {variants.length > 0 && <Variants variants={variants} chosen={variant} onChoose={setVariant} />}
         <div className="row wrap add-name">
           <TextField label="Name of the model" value={name} problem={name.trim() === "" ? "Enter a name." : ""} onChange={setName} />
-          <label className="row">
-            <input type="checkbox" checked={load} onChange={(event) => setLoad(event.target.checked)} />
-            Load it afterwards
-          </label>
+          <Checkbox label="Load it afterwards" on={load} onChange={setLoad} />
         </div>
         <div>
           <Button type="submit" kind="primary" busy={busy} refusal={refusal}>

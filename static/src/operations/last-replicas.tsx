@@ -1,5 +1,6 @@
 // Confirming that the last replicas of models may stop: each model by name, with a box of its own.
 import type { ReactNode } from "react";
+import { Checkbox } from "../ui/text-field";
 
 interface ConfirmationsProps {
   models: readonly string[];
@@ -14,10 +15,7 @@ export function Confirmations({ models, confirmed, onChange }: ConfirmationsProp
     <fieldset className="stack plain-fieldset">
       <legend>No other node serves these models. Confirm that their last replica may stop:</legend>
       {models.map((model) => (
-        <label key={model} className="row">
-          <input type="checkbox" checked={confirmed.has(model)} onChange={(event) => set(model, event.target.checked)} />
-          <bdi className="name">{model}</bdi>
-        </label>
+        <Checkbox key={model} label={<bdi className="name">{model}</bdi>} on={confirmed.has(model)} onChange={(on) => set(model, on)} />
       ))}
     </fieldset>
   );

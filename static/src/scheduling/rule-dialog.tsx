@@ -7,7 +7,7 @@ import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { Select, type Option } from "../ui/select";
-import { FieldMessage, TextField } from "../ui/text-field";
+import { Checkbox, FieldMessage, TextField } from "../ui/text-field";
 import { BLANK, draftOf, refusedField, saveRule, useReread, validateDraft, type Draft, type Rule, type FieldProblems } from "./rules";
 import { Preview } from "./preview";
 import { SelectorField } from "./selector";
@@ -95,10 +95,7 @@ function ReplicaFields({ draft, problems, change }: FormProps): ReactNode {
   return (
     <>
       <div>
-        <label className="row">
-          <input type="checkbox" checked={draft.spread} aria-describedby={messageId} onChange={(event) => change({ spread: event.target.checked })} />
-          One replica on every matching node
-        </label>
+        <Checkbox label="One replica on every matching node" on={draft.spread} onChange={(spread) => change({ spread })} describedBy={messageId} />
         <FieldMessage id={messageId} problem={problems.spread_all ?? ""} description="" />
       </div>
       {!draft.spread && (

@@ -2,6 +2,7 @@
 import type { ReactNode } from "react";
 import { Dialog } from "../ui/dialog";
 import { setSingleKeys, useShortcuts, useSingleKeys, type Shortcut } from "../ui/shortcuts";
+import { Checkbox } from "../ui/text-field";
 
 export function ShortcutsDialog({ onClose }: { onClose: () => void }): ReactNode {
   const rows = byDescription(useShortcuts());
@@ -23,10 +24,7 @@ export function ShortcutsDialog({ onClose }: { onClose: () => void }): ReactNode
           </div>
         ))}
       </dl>
-      <label className="row">
-        <input type="checkbox" checked={on} onChange={(event) => setSingleKeys(event.target.checked)} />
-        Enable single-key shortcuts
-      </label>
+      <Checkbox label="Enable single-key shortcuts" on={on} onChange={setSingleKeys} />
     </Dialog>
   );
 }

@@ -1,4 +1,4 @@
-// A field with its label, and under it what is wrong with what is in it, else a hint.
+// Fields with their labels, and under a text field what is wrong with what is in it, else a hint.
 import { useId, type ComponentProps, type ReactNode } from "react";
 
 interface TextFieldProps {
@@ -48,6 +48,15 @@ export function TextInput({ onChange, suggestions, ...input }: TextInputProps): 
         </datalist>
       )}
     </>
+  );
+}
+
+export function Checkbox({ label, on, onChange, describedBy }: { label: ReactNode; on: boolean; onChange: (on: boolean) => void; describedBy?: string }): ReactNode {
+  return (
+    <label className="row">
+      <input type="checkbox" checked={on} aria-describedby={describedBy} onChange={(event) => onChange(event.target.checked)} />
+      {label}
+    </label>
   );
 }
 

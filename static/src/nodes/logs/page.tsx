@@ -13,6 +13,7 @@ import { Empty, Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
 import { Select } from "../../ui/select";
 import { useShortcut } from "../../ui/shortcuts";
+import { Checkbox } from "../../ui/text-field";
 import { addressOf, asText, chosen, fileName, modelOf, placeIn, type Line, type Place, type Stream } from "./lines";
 import { Tail, type TailState } from "./tail";
 import { LogView } from "./view";
@@ -174,8 +175,8 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
         <Button refusal={state.lines.length === 0 ? "No messages to clear" : ""} onClick={clear}>
           Clear
         </Button>
-        <Box label="Follow" on={isFollowing} onChange={setFollows} />
-        <Box label="Details" on={details} onChange={setDetails} />
+        <Checkbox label="Follow" on={isFollowing} onChange={setFollows} />
+        <Checkbox label="Details" on={details} onChange={setDetails} />
       </div>
       <p className="row wrap muted">
         <Connection state={state} paused={paused !== null} />
@@ -234,14 +235,6 @@ function PauseButton({ paused, lines, onPress }: PauseButtonProps): ReactNode {
       {paused === null ? "Pause" : "Resume"}
       {newer > 0 && ` (${newer} new)`}
     </Button>
-  );
-}
-
-function Box({ label, on, onChange }: { label: string; on: boolean; onChange: (on: boolean) => void }): ReactNode {
-  return (
-    <label className="row">
-      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} /> {label}
-    </label>
   );
 }
 
