@@ -138,19 +138,7 @@ class _Import:
 
     def tick(self, progress_at: datetime | None = None) -> Tick:
         """Return the progress as of now."""
-        meter, rate = self.meter, self.meter.rate(clock.monotonic())
-        total = meter.total
-        return Tick(
-            "downloading",
-            meter.sentence(rate),
-            current_bytes=meter.current,
-            total_bytes=total,
-            percentage=_DOWNLOADED_PERCENT * meter.current / total if total else 0.0,
-            file_index=meter.file_index,
-            total_files=len(meter.sizes),
-            bytes_per_second=rate,
-            progress_at=progress_at,
-        )
+        return Tick("downloading", **self.meter.figures(_DOWNLOADED_PERCENT, progress_at))
 
 
 class ImportModel:

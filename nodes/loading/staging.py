@@ -443,19 +443,7 @@ async def _report_progress(attempt: Attempt, meter: UploadMeter) -> NoReturn:
 
 
 def _tick(attempt: Attempt, meter: UploadMeter, *, progress_at: datetime | None = None) -> Tick:
-    rate = meter.rate(clock.monotonic())
-    total = meter.total
-    return attempt.tick(
-        PHASE,
-        meter.sentence(rate),
-        current_bytes=meter.current,
-        total_bytes=total,
-        percentage=_STAGED_PERCENT * meter.current / total if total else 0.0,
-        file_index=meter.file_index,
-        total_files=len(meter.sizes),
-        bytes_per_second=rate,
-        progress_at=progress_at,
-    )
+    return attempt.tick(PHASE, **meter.figures(_STAGED_PERCENT, progress_at))
 
 
 def store_staged_bytes(node_id: UUID, model_name: str, size: int, *, now: datetime) -> None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import PurePosixPath
+from typing import Any
 
 import httpx
 
@@ -113,6 +114,20 @@ class UploadMeter:
         if rate > 0 and self.current < self.total:
             text += f", {human_bytes(rate)}/s, {_format_duration((self.total - self.current) / rate)} left"
         return text
+
+    def figures(self, percentage: float, progress_at: datetime | None) -> dict[str, Any]:
+        """Return message and figures of a progress report; with all bytes it is at `percentage`."""
+        rate, total = self.rate(clock.monotonic()), self.total
+        return {
+            "message": self.sentence(rate),
+            "current_bytes": self.current,
+            "total_bytes": total,
+            "percentage": percentage * self.current / total if total else 0.0,
+            "file_index": self.file_index,
+            "total_files": len(self.sizes),
+            "bytes_per_second": rate,
+            "progress_at": progress_at,
+        }
 
 
 def _format_duration(seconds: float) -> str:
