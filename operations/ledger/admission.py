@@ -106,9 +106,13 @@ def require(outcome: Outcome) -> Admission:
 
 
 def admit_many(requests: Sequence[OperationRequest], *, now: datetime) -> list[Outcome]:
-    """Admit the requests as `admit` does one after the other; return the outcomes in their order."""
+    """Admit the requests as `admit` does one after the other; return the outcomes in their order.
+
+    Requests that only join wait for no lock of others.
+    """
     for _ in range(_TRIES):
-        active = _ActiveOperations(Operation.objects.filter(key__in={request.key for request in requests}))
+        keys = {request.key for request in requests if request.joins}
+        active = _ActiveOperations(Operation.objects.filter(key__in=keys))
         joined = [active.join(request) for request in requests]
         try:
             return _admit(requests, joined, now)
@@ -135,7 +139,7 @@ def exclusion_error(existing: Operation) -> errors.Conflict:
 def _admit(
     requests: Sequence[OperationRequest], joined: Sequence[Outcome | None], now: datetime
 ) -> list[Outcome]:
-    """Admit the requests that have joined no operation; write what all of them change."""
+    """Admit the requests that could not join without a lock; write what all of them change."""
     rest = [request for request, outcome in zip(requests, joined, strict=True) if outcome is None]
     if not rest and not any(request.repeats for request in requests):
         outcomes: list[Outcome] = [outcome for outcome in joined if outcome is not None]

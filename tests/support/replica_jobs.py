@@ -250,7 +250,12 @@ class Cluster:
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
         request = admission.OperationRequest(
-            load_request.KIND, key=load_key(model), element=model, by=Requester("test"), payload=payload
+            load_request.KIND,
+            key=load_key(model),
+            element=model,
+            by=Requester("test"),
+            payload=payload,
+            joins=False,
         )
         admission.admit(request, now=clock.now())
 

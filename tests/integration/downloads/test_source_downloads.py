@@ -345,7 +345,7 @@ def loads_and_their_download(stage: Stage, count: int) -> tuple[list[Operation],
     loads, now = [stage.work.operation], clock.now()
     for _ in range(count - 1):
         request = OperationRequest(
-            load_request.KIND, key=load_key("echo"), element="echo", by=Requester("scaling")
+            load_request.KIND, key=load_key("echo"), element="echo", by=Requester("scaling"), joins=False
         )
         admission.admit(request, now=now)
     loads += attempts.claim("c", now=now, lease=60, limit=count)
