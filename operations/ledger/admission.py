@@ -367,13 +367,15 @@ def dismiss_many(
     One transaction with a constant number of statements.
     """
     with committed("ledger.dismiss_many"):
-        rows = Operation.objects.select_for_update(no_key=True).filter(pk__in=operation_ids)
-        operations = list(rows.order_by("pk"))
-        failures = [row for row in operations if row.status == Status.FAILED and row.dismissed_at is None]
+        rows = Operation.objects.filter(pk__in=operation_ids).order_by("pk")
+        operations = {row.id: row for row in rows}
+        # A request that replaces an active operation holds it, and waits for the failures that it dismisses.
+        open_rows = rows.filter(status=Status.FAILED, dismissed_at__isnull=True)
+        failures = list(open_rows.select_for_update(no_key=True))
         audit.record(*(_acknowledge(failure, actor, comment, now) for failure in failures), at=now)
         update_rows(failures, _DISMISSAL)
         emit(failures)
-    return operations
+    return list((operations | {row.id: row for row in failures}).values())
 
 
 def _dismiss_on(

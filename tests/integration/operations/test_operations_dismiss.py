@@ -6,17 +6,19 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import errors
 from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.kit.locks import limit_lock_wait
 from operations.changes import feed, topics
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, OperationTarget, Status, TargetStatus
 from tests.support import api
+from tests.support.races import holding
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 LEASE = 10.0
@@ -115,6 +117,18 @@ def test_only_failures_are_dismissed() -> None:
 
 
 @pytest.mark.rule("O52", "http-3.5", "O107")
+def test_dismissing_many_waits_for_no_operation_that_has_not_failed() -> None:
+    """Whoever holds an active one may wait for the failures: each would wait for the other."""
+    failure, active = failed(key="a"), claimed(key="b")
+    with (
+        holding("SELECT 1 FROM operations WHERE id = %s FOR NO KEY UPDATE", active.id),
+        transaction.atomic(),
+    ):
+        limit_lock_wait(1)
+        found = admission.dismiss_many([failure.id, active.id], actor="ann", now=NOW)
+    assert {it.id: it.dismissed_by for it in found} == {failure.id: "ann", active.id: ""}
+
+
 def test_dismissing_is_for_admins_and_needs_the_csrf_token() -> None:
     """An anonymous call and a page's without the token change nothing."""
     operation = failed()
