@@ -13,7 +13,8 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, errors, failpoints
+from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.outbound import SourceChanged
 from nodes.definitions.files import Definition
@@ -76,7 +77,7 @@ def cancel_load(load: Operation, actor: str, now: datetime) -> Operation:
 
     Raise Conflict.
     """
-    with transaction.atomic():
+    with committed("load.cancel"):
         # No load of the model is created meanwhile: it would join the download.
         lock_name(owner_of(load.key))
         active = Operation.objects.active().filter(element=load.element)
@@ -88,6 +89,7 @@ def cancel_load(load: Operation, actor: str, now: datetime) -> Operation:
         rows = Operation.objects.filter(pk__in=ids).order_by("pk").select_for_update(no_key=True)
         statuses = {row.id: row.status for row in rows}
         cancelled = cancel(load.id, actor=actor, now=now)
+        failpoints.passed("load.cancel:download")
         for id in ids[1:]:
             if statuses.get(id) in ACTIVE:
                 cancel(id, actor=actor, now=now)

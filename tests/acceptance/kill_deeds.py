@@ -306,6 +306,65 @@ def import_unreached(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.execute(query, sweep.real_node, host, clock.now())
 
 
+def downloading(sweep: Sweep) -> None:
+    """Wait until the source has sent the first part of a file; it keeps the rest."""
+    assert sweep.source.paused.wait(20), "the source is asked for the file"
+
+
+def import_cancelled_by(sweep: Sweep, name: str, victim: Any) -> None:
+    """In the middle of its file; the web process that is to be killed is asked."""
+    sweep.source.hold(2**20)
+    import_model(sweep, name, victim)
+    downloading(sweep)
+    cancel(sweep, name, victim)
+
+
+def import_cancelled(sweep: Sweep, name: str, victim: Any) -> None:
+    """Cancelled again at the web process that lives: its file does not appear, nor its definition."""
+    cancel(sweep, name, None)
+    sweep.source.release()
+    assert not (sweep.cluster.models / name).exists()
+    assert not sweep.cluster.rows("SELECT 1 FROM model_definitions WHERE name = %s", name)
+
+
+def downloading_load_cancelled_by(sweep: Sweep, name: str, victim: Any) -> None:
+    """A load for which no request waits, in the middle of the download that it has requested."""
+    sweep.source.hold(2**20)
+    sweep.shell(
+        "from datetime import timedelta\n"
+        "from localai_cluster.kit import clock\n"
+        "from nodes.models.replica import load_key\n"
+        "from operations.ledger.admission import OperationRequest, Requester, admit\n"
+        f"admit(OperationRequest('model_load', key=load_key({name!r}), element={name!r},"
+        f" payload={{'model': {name!r}}}, by=Requester('sweep'),"
+        " needed_until=clock.now() + timedelta(minutes=5)), now=clock.now())"
+    )
+    downloading(sweep)
+    _cancel_load(sweep, name, victim)
+
+
+def _cancel_load(sweep: Sweep, name: str, web: Any) -> None:
+    query = "SELECT id::text FROM operations WHERE element = %s AND kind = 'model_load'"
+    ((load,),) = sweep.cluster.rows(query, name)
+    sweep.post(f"/api/operations/{load}/cancel", web=web)
+
+
+def download_cancelled(sweep: Sweep, name: str, victim: Any) -> None:
+    """After the kill both are cancelled or both go on; the load is cancelled again, and both have ended."""
+    query = (
+        "SELECT array_agg(status = 'cancelled' ORDER BY kind) FROM operations o WHERE element = %s AND"
+        " (kind = 'model_load' OR payload ? 'files_only')"
+    )
+    ((cancelled,),) = sweep.cluster.rows(query, name)
+    assert cancelled in ([True, True], [False, False]), "the load is cancelled, and its download is not"
+    _cancel_load(sweep, name, None)
+    assert sweep.cluster.rows(query, name) == [([True, True],)]
+    sweep.source.release()
+    assert not (sweep.cluster.models / name).exists()
+    # The model can be imported again at once.
+    import_left(sweep, name, victim)
+
+
 def downloaded_here(sweep: Sweep, name: str, victim: Any) -> None:
     """The load ends; its file is whole here and on the worker, and each byte of it came once."""
     sweep.ask(name)

@@ -12,6 +12,7 @@ PULL = (":layer", ":layer@2", ":complete")
 DOWNLOAD = (":piece", ":piece@2", ":verified", ":published")
 SWAP = (":staged", ":set_aside", ":swapped")
 FETCH = (":verified", ":moved")
+CANCEL = (":download", *COMMIT)
 
 
 def _each(
@@ -42,7 +43,7 @@ def loads() -> list[Round]:
     return [
         *_each("ledger.admit", COMMIT, WEB, "load", do.load_by, again=do.again),
         *_each("ledger.need", COMMIT, WEB, "second request", do.joined_by, again=do.again),
-        *_each("ledger.cancel", COMMIT, WEB, "cancel a load", do.load_cancelled_by, **cancelled),
+        *_each("load.cancel", COMMIT, WEB, "cancel a load", do.load_cancelled_by, **cancelled),
         *_each("ledger.claim", COMMIT, CONTROLLER, "load", do.load),
         *_each("load.reserve", COMMIT, CONTROLLER, "load", do.load),
         *_each("load.staging", COMMIT, CONTROLLER, "load of a file", do.load_of_a_file),
@@ -79,6 +80,12 @@ def on_disk() -> list[Round]:
     delete: dict[str, Any] = {"first": do.with_files, "again": do.retry_real}
     whole: dict[str, Any] = {"first": do.import_for_workers, "again": do.downloaded}
     here: dict[str, Any] = {"first": do.import_unreached, "again": do.downloaded_here}
+    both: dict[str, Any] = {
+        "first": do.import_unreached,
+        "again": do.download_cancelled,
+        "outcome": "cancelled",
+        "also": "completed",
+    }
     return [
         *_each("worker.install", SWAP, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("worker.pull", PULL, WORKER, "install an image", do.real_pull, again=do.retry_pull),
@@ -86,6 +93,15 @@ def on_disk() -> list[Round]:
         *_each("bus.reply", MESSAGE, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("worker.fetch", FETCH, WORKER, "load, file from its source", do.again, **whole),
         *_each("download", DOWNLOAD, CONTROLLER, "load, file not for its worker", do.again, **here),
+        *_each("ledger.admit", COMMIT, CONTROLLER, "load, file not for its worker", do.again, **here),
+        *_each(
+            "load.cancel",
+            CANCEL,
+            WEB,
+            "cancel a load that downloads",
+            do.downloading_load_cancelled_by,
+            **both,
+        ),
         *_each("worker.delete", (":stopped", ":removed"), WORKER, "delete", do.real_delete, **delete),
     ]
 
@@ -185,11 +201,13 @@ def sent() -> list[Round]:
 def of_files() -> list[Round]:
     """Imports of models, and the removal of unused files."""
     whole: dict[str, Any] = {"again": do.imported}
+    cancelled: dict[str, Any] = {"again": do.import_cancelled, "outcome": "cancelled"}
     return [
         *_each("download", DOWNLOAD, CONTROLLER, "import a model", do.import_model, **whole),
         *_each("imports.save", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
         *_each("ledger.remember", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
         *_each("imports.save", COMMIT, CONTROLLER, "import, weights stay", do.import_left, again=do.left),
+        *_each("ledger.cancel", COMMIT, WEB, "cancel an import", do.import_cancelled_by, **cancelled),
         Round("files.removal:set_aside", CONTROLLER, "remove a file", do.remove_file, again=do.removed),
     ]
 

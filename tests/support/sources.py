@@ -99,6 +99,17 @@ class Source:
             server.shutdown()
             server.server_close()
 
+    def hold(self, at: int) -> None:
+        """Send files up to this byte; the rest comes after `release`."""
+        self.paused.clear()
+        self.released.clear()
+        self.pause_at = at
+
+    def release(self) -> None:
+        """Send bodies to their ends again."""
+        self.pause_at = -1
+        self.released.set()
+
     def url(self, path: str) -> str:
         return f"http://{self.host}{path}"
 

@@ -420,8 +420,7 @@ async def test_a_slow_source_is_asked_again(
     source.pause_at = 3 * PIECE
     attempt = asyncio.create_task(fetcher.fetch(len(DATA), sha256_of(DATA), connections=1))
     await until(lambda: len(source.sent_to("/m.gguf")) > 1)
-    source.pause_at = -1
-    source.released.set()
+    source.release()
     await attempt
     assert whole(fetcher)
 

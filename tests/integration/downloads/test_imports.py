@@ -342,8 +342,7 @@ async def test_no_more_imports_at_once_than_allowed(plan: ImportPlan, source: So
         running.append(asyncio.create_task(controller.handler(work)))
         await asyncio.sleep(0)
     await until(lambda: any("waits for one of 4" in tick.message for tick in controller.ticks))
-    source.pause_at = -1
-    source.released.set()
+    source.release()
     results = await asyncio.gather(*running)
     assert [result["bytes"] for result in results] == [len(DATA)] * len(running)
 

@@ -1,6 +1,7 @@
 """Loads of models whose files are at their sources: the downloads that they request, and what ends them."""
 
 import asyncio
+import itertools
 import os
 import threading
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import connection
 from pytest_django import Settings
 
 from localai_cluster.kit import cancellation, clock
@@ -371,6 +373,63 @@ async def test_the_last_load_that_is_cancelled_cancels_the_download(loading: Sta
         request_import(plan, by=Requester("ann"), now=clock.now())
         with pytest.raises(Conflict, match="cancelled already"):
             cancel_operation(second, actor="ann")
+
+    await in_thread(check)
+
+
+class Killed(Exception):
+    """The process of the caller ends before a statement."""
+
+
+def kill_before(statement: int) -> Any:
+    """Let `statement` statements pass."""
+    passed = itertools.count()
+
+    def wrapper(execute: Any, sql: Any, *args: Any) -> Any:
+        if next(passed) == statement:
+            raise Killed
+        return execute(sql, *args)
+
+    return connection.execute_wrapper(wrapper)
+
+
+async def test_a_kill_between_any_two_statements_cancels_neither_load_nor_download(loading: Stage) -> None:
+    """Nothing has been accepted then, both have their owners, and the next cancel ends both."""
+
+    def check() -> None:
+        (load,), download = loads_and_their_download(loading, 1)
+        for statement in itertools.count():
+            try:
+                with kill_before(statement):
+                    cancel_operation(load, actor="ann")
+            except Killed:
+                assert Operation.objects.active().filter(pk__in=[load.id, download.id]).count() == 2
+            else:
+                break
+        assert statement > 10, "each cancel locks, writes, audits and takes its number"
+        for operation in (load, download):
+            operation.refresh_from_db()
+            assert operation.status == Status.CANCELLED
+
+    await in_thread(check)
+
+
+async def test_a_kill_between_any_two_statements_leaves_no_download_without_its_load(loading: Stage) -> None:
+    """The next attempt requests the same download."""
+
+    def check() -> None:
+        definition, load = definition_of(), loading.work.operation
+        for statement in itertools.count():
+            try:
+                with kill_before(statement):
+                    download = source_downloads.request_download(
+                        definition, [PATH], parent=load, now=clock.now()
+                    )
+            except Killed:
+                assert not Operation.objects.filter(kind=imports.KIND, payload__files_only=True).exists()
+            else:
+                break
+        assert download.parent_id == load.id
 
     await in_thread(check)
 
