@@ -103,6 +103,16 @@ def _check_change(name: str, value: Any) -> None:
         raise _invalid(
             name, f"must be a list of at most {MOST_OPTIONS} texts of at most {LONGEST_OPTION} characters"
         )
+    for text in [value] if isinstance(value, str) else value if isinstance(value, list) else ():
+        _check_encodable(name, text)
+
+
+def _check_encodable(name: str, text: str) -> None:
+    """Raise InvalidInput for half of a surrogate pair: JSON can state one, a stored text cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _invalid(name, f"must not contain the character U+{ord(text[error.start]):04X}") from None
 
 
 def _invalid(name: str, complaint: str) -> InvalidInput:

@@ -61,12 +61,7 @@ def save(
     `files` are stored. Raises InvalidInput for the text, FileConflict, and Conflict with `revision` if a
     definition exists that `name` does not permit to change, or has moved.
     """
-    definition = schema.require_usable(text, SOURCE).definition
-    assert definition is not None
-    if name not in (None, definition.name):
-        raise InvalidInput(
-            f"text: `name` is {definition.name!r}, not {name!r}; clone it instead", field="text"
-        )
+    definition = check(name, text)
     inherited = {} if files else records_for(definition)
     with transaction.atomic():
         lock_name("files of definitions")  # of two saves that name a path the second one sees the first
@@ -84,7 +79,6 @@ def save(
                 _announce(row)
             return row
         if row is None:
-            _check_name(definition.name)
             ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
@@ -92,6 +86,18 @@ def save(
         _save_change(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
         _add_revision(row, actor, reason, now)
     return row
+
+
+def check(name: str | None, text: str) -> Definition:
+    """Return the definition of a text that may be saved under the name. Raise InvalidInput."""
+    definition = schema.require_usable(text, SOURCE).definition
+    assert definition is not None
+    if name not in (None, definition.name):
+        raise InvalidInput(
+            f"text: `name` is {definition.name!r}, not {name!r}; clone it instead", field="text"
+        )
+    _check_name(definition.name)
+    return definition
 
 
 def records_for(definition: Definition) -> dict[str, RecordedFile]:

@@ -1,5 +1,6 @@
 """Ollama's description of a model, a Modelfile or fields of a request, as settings of a definition. Pure."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ def settings_of(modelfile: Modelfile) -> dict[str, Any]:
     for name, values in modelfile.parameters.items():
         last = values[-1] if values else None
         if name == "stop":
-            settings["stopwords"] = [str(value) for value in values if str(value)]
+            settings["stopwords"] = _stop_words(values)
         elif name in _IN_DOCUMENT:
             settings[_IN_DOCUMENT[name]] = _number(name, last, int)
         elif name in _IN_PARAMETERS:
@@ -135,11 +136,20 @@ def settings_of(modelfile: Modelfile) -> dict[str, Any]:
     return settings
 
 
+def _stop_words(values: list[Any]) -> list[str]:
+    # A number is the text that a client wrote without quotes.
+    if not all(isinstance(value, str | int | float) and not isinstance(value, bool) for value in values):
+        raise InvalidInput("parameters: stop is not a list of texts", field="parameters")
+    return [str(value) for value in values if str(value)]
+
+
 def _number(name: str, value: Any, kind: type) -> Any:
     try:
         if isinstance(value, bool):
             raise ValueError
         number = float(value)
+        if not math.isfinite(number):
+            raise ValueError
         return int(number) if kind is int else number
     except (ValueError, TypeError, OverflowError):
         raise InvalidInput(f"parameters: {name} is not a number", field="parameters") from None

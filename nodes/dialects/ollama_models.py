@@ -22,7 +22,7 @@ from localai_cluster.kit.errors import Forbidden, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import edit, store
-from nodes.definitions.files import MAX_NAME, Definition
+from nodes.definitions.files import MAX_NAME, Definition, UnusableDefinition
 from nodes.definitions.folder import folder
 from nodes.definitions.sizes import path_inside
 from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, settings_of
@@ -35,6 +35,7 @@ from nodes.loading import definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from operations.executor.work import in_thread
+from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
 
 FILE_BACKEND = "llama-cpp"
@@ -100,9 +101,7 @@ async def copy(request: InferenceRequest) -> Answer:
     body = wire.parse_struct(wire.parse_json_object(request.body), CopyBody)
     destination = _name(body.destination, "destination")
     definition = await find_definition(body.source)
-    text = await _in_thread(lambda: store.text_in_force(definition.name))
-    if text is None:
-        raise ModelNotFound(f"The model {definition.name[:100]!r} does not exist", field="source")
+    text = await _text_of(definition, "source")
 
     def save() -> None:
         _save(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
@@ -117,7 +116,12 @@ async def delete(request: InferenceRequest) -> Answer:
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
     definition = await find_definition(_name(body.model or body.name, "model"))
     order = RemovalRequest(definition.name, request.requester)
-    admission = await _change(request, lambda: definition_removal.request_removal(order, now=clock.now()))
+
+    def remove() -> Admission:
+        store.require_no_file(definition.name)  # the model would still be served
+        return definition_removal.request_removal(order, now=clock.now())
+
+    admission = await _change(request, remove)
     operation = await _wait_for_end(admission.operation.id)
     if operation is None or operation.status != Status.COMPLETED:
         reason = operation.error or operation.message if operation is not None else "its record was cleared"
@@ -168,10 +172,19 @@ async def _base_text(base: str, name: str) -> str:
             raise
         model = {"name": name, "backend": FILE_BACKEND, "parameters": {"model": relative}}
         return str(yaml.safe_dump(model, sort_keys=False, allow_unicode=True))
-    text = await _in_thread(lambda: store.text_in_force(definition.name))
-    if text is None:
-        raise ModelNotFound(f"The model {base[:100]!r} does not exist", field="from")
+    text = await _text_of(definition, "from")
     return await asyncio.to_thread(edit.rename, text, name)
+
+
+async def _text_of(definition: Definition, field: str) -> str:
+    """Return the YAML in force, not that of a row which a file shadows; raise ModelNotFound."""
+    try:
+        text = await folder().text(definition.name)
+    except UnusableDefinition as error:
+        raise InvalidInput(f"{field}: the file of {definition.name} {error}", field=field) from error
+    if text is None:
+        raise ModelNotFound(f"The model {definition.name[:100]!r} does not exist", field=field)
+    return text
 
 
 async def _recorded_path(text: str) -> str | None:

@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 
 from localai_cluster.kit import clock, conf
-from localai_cluster.kit.errors import ClusterError, Forbidden
+from localai_cluster.kit.errors import ClusterError, Forbidden, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Outgoing, Send
 from nodes.dialects import ollama
@@ -74,6 +74,8 @@ def _answer(stream: bool | None) -> Answer:
 
 async def _plan(name: str) -> ImportPlan:
     """Return the plan of a model as Ollama names it: one of its registry, or `hf.co/owner/repository:tag`."""
+    if len(name.split()) != 1:
+        raise InvalidInput("model: must be one name without blanks", field="model")
     settings = conf.cluster()
     reference = recognise(f"ollama pull {name}", mirror=settings.hugging_face_url)
     if not isinstance(reference, ImageRef | HubRef):

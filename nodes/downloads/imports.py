@@ -68,9 +68,11 @@ _DOWNLOADED_PERCENT, _SAVING_PERCENT = 90.0, 99.0
 def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool = False) -> Admission:
     """Create the import, or join the active one of the same plan. `load`: load the model afterwards.
 
-    Raises InvalidInput for a plan that must not be followed, Conflict while another plan of the same name is.
+    Raises InvalidInput for a plan that must not be followed, or whose definition could not be saved, and
+    Conflict while another plan of the same name is active.
     """
     check_files(plan.files)
+    store.check(plan.name, plan.text)  # before gigabytes are downloaded for it
     row = store.find(plan.name)
     payload = {PLAN: plan.as_payload(), LOAD: load, REVISION: row.revision if row is not None else 0}
     request = OperationRequest(

@@ -140,3 +140,22 @@ def test_it_fits_a_phone(window: Opener, models: Fleet, session: Cookies, path: 
         expect(page.get_by_label("Context, tokens")).to_be_visible()
     assert checks.sideways(page) == []
     assert checks.violations(page) == []
+
+
+@pytest.mark.rule("UI-9.10")
+def test_the_reason_of_a_revision_is_readable_on_a_phone(
+    window: Opener, models: Fleet, session: Cookies
+) -> None:
+    """An import's reason is an address without blanks: beside the other words it had one letter a line."""
+    reason = (
+        "imported from hf://owner/a-repository-with-a-long-name-GGUF@91cad51170dc346986eccefdc2dd33a9da36ead9"
+    )
+    changed = {"changes": {"max_tokens": 77}, "reason": reason}
+    assert models.put(f"/api/definitions/{STORED}", changed).status_code == 200
+    screen = window(models.webs[0].url, session, narrow=True)
+    text = opened(screen, f"/app/models/{STORED}/revisions").get_by_text(reason)
+    expect(text).to_be_visible()
+    box = text.bounding_box()
+    assert box is not None
+    assert box["width"] > 200
+    assert checks.sideways(screen.page) == []

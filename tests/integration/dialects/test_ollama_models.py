@@ -305,6 +305,39 @@ def test_models_whose_file_is_at_its_source_are_listed_copied_and_named() -> Non
         assert row.files == [record]
 
 
+def shadow(definitions: Path) -> None:
+    """Have a stored definition `both`, over which a file with another context wins."""
+    text = "name: both\nbackend: echo\nparameters: {model: m}\ncontext_size: 1024\n"
+    store.save(None, text, origin="api", actor="ann", now=clock.now())
+    (definitions / "both.yaml").write_text(text.replace("1024", "2048"))
+
+
+def test_the_model_in_force_is_copied_and_the_base_of_others(definitions: Path) -> None:
+    """It is what clients of that name get; the shadowed row is another one."""
+    shadow(definitions)
+    assert sent("POST", "/api/copy", {"source": "both", "destination": "copied"}).status == 200
+    assert sent("POST", CREATE, {"model": "made", "from": "both"}).status == 200
+    for name in ("copied", "made"):
+        row = store.find(name)
+        assert row is not None
+        assert "2048" in row.text
+
+
+def test_a_model_that_a_file_defines_too_is_not_deleted(definitions: Path) -> None:
+    """Success would say that it is gone, and it would still be served."""
+    shadow(definitions)
+    answer = sent("DELETE", "/api/delete", {"model": "both"})
+    assert (answer.status, "both.yaml" in answer.body["error"]) == (409, True)
+    assert store.find("both") is not None
+
+
+@pytest.mark.parametrize("name", ["llama3.2 latest", "llama3.2 --insecure", " a b "])
+def test_a_name_with_blanks_is_not_pulled(name: str) -> None:
+    """Only its first word would be, under the whole name."""
+    answer = sent("POST", PULL, {"model": name})
+    assert (answer.status, answer.body["error"].partition(":")[0]) == (400, "model")
+
+
 def test_a_model_is_copied_and_deleted() -> None:
     assert sent("POST", "/api/copy", {"source": "m:latest", "destination": "org/copy"}).status == 200
     assert store.find("org/copy") is not None

@@ -273,6 +273,23 @@ def test_requests_of_one_plan_join_and_of_another_one_conflict(plan: ImportPlan)
         request_import(replace(plan, source="elsewhere"), by=Requester("bob"), now=clock.now())
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "says"),
+    [
+        ("schema", "", "is a route of the API"),
+        ("org/clone", "", "is a route of the API"),
+        ("tiny", "api_key: abcdefgh", "is a secret"),
+        ("tiny", "context_size: many", "context_size"),
+    ],
+)
+def test_what_could_not_be_saved_is_not_downloaded(plan: ImportPlan, name: str, more: str, says: str) -> None:
+    """Gigabytes would be there before the refusal."""
+    text = f"name: {name}\nbackend: echo\nparameters: {{model: {PATH}}}\n{more}\n"
+    with pytest.raises(InvalidInput, match=says):
+        asked(replace(plan, name=name, text=text))
+    assert not Operation.objects.exists()
+
+
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", ".hidden", "a/../b", "CON", "x.yaml", "a\\b", "a\n"])
 def test_hostile_paths_are_refused(plan: ImportPlan, path: str) -> None:
     with pytest.raises(InvalidInput):

@@ -97,6 +97,8 @@ def test_a_text_that_the_library_reads_otherwise_is_written_anew() -> None:
         ({"options": "a"}, "options must be a list"),
         ({"options": [""]}, "options must be a list"),
         ({"options": ["x"] * 201}, "options must be a list"),
+        ({"options": ["a", "\ud800"]}, "options must not contain the character U\\+D800"),
+        ({"template": "\udc00"}, "template must not contain the character U\\+DC00"),
     ],
 )
 def test_impossible_values_are_refused(changes: dict[str, Any], says: str) -> None:

@@ -78,6 +78,23 @@ def test_a_parameter_that_is_no_number_is_refused(value: Any) -> None:
         settings_of(modelfile)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", float("nan"), "1e999"])
+def test_a_parameter_that_no_engine_could_use_is_refused(value: Any) -> None:
+    """Else the definition would have it, and generation would ignore it without a word."""
+    modelfile = parse_modelfile("FROM m")
+    modelfile.parameters["temperature"] = [value]
+    with pytest.raises(InvalidInput, match="temperature is not a number"):
+        settings_of(modelfile)
+
+
+@pytest.mark.parametrize("value", [None, {"a": 1}, ["x"], True])
+def test_a_stop_word_that_is_no_text_is_refused(value: Any) -> None:
+    modelfile = parse_modelfile("FROM m")
+    modelfile.parameters["stop"] = ["x", value]
+    with pytest.raises(InvalidInput, match="stop is not a list of texts"):
+        settings_of(modelfile)
+
+
 def test_an_adapter_is_not_supported() -> None:
     with pytest.raises(NotSupported):
         parse_modelfile("FROM m\nADAPTER ./a.gguf")
