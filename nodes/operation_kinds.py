@@ -122,7 +122,13 @@ def register() -> None:
         ),
         OperationKind(unload_requests.UNLOAD, "model", TaskType.DELETION, handler=_unload),
         OperationKind(unload_requests.DELETE, "model", TaskType.DELETION, is_deletion=True, handler=_delete),
-        OperationKind(imports.KIND, "model", attempt_keys=(imports.STALLED_SINCE,), handler=_import),
+        OperationKind(
+            imports.KIND,
+            "model",
+            attempt_keys=(imports.STALLED_SINCE,),
+            handler=_import,
+            cancel=imports.cancel_import,
+        ),
         OperationKind(unused_files.KIND, "", TaskType.DELETION, is_deletion=True, handler=_remove_files),
         OperationKind(
             drains.REMOVE, "model", TaskType.DELETION, is_deletion=True, handler=_remove_definition

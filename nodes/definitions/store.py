@@ -209,7 +209,9 @@ def restore(
 
 
 def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition:
-    """Disable or enable the definition; raise NotFound without one."""
+    """Disable or enable the definition; raise NotFound without one, Conflict if only a file defines it."""
+    if find(name) is None:
+        require_no_file(name)
     with transaction.atomic():
         row = _existing(name)
         if row.disabled != disabled:

@@ -42,10 +42,18 @@ from nodes.replicas import fleet_queries
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SHARE, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger.admission import Admission, OperationRequest, Requester, admit, exclusion_error, locked
+from operations.ledger.admission import (
+    Admission,
+    OperationRequest,
+    Requester,
+    admit,
+    cancel,
+    exclusion_error,
+    locked,
+)
 from operations.ledger.attempts import owned, remember
 from operations.ledger.progress import Tick
-from operations.models import Operation
+from operations.models import ACTIVE, Operation
 
 KIND = IMPORT
 PLAN, LOAD, REVISION = "plan", "load", "revision"
@@ -89,6 +97,16 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
         if load:
             _load_too(admission.operation)
     return admission
+
+
+def cancel_import(operation: Operation, actor: str, now: datetime) -> Operation:
+    """Cancel the import. Raise Conflict, also once its definition is saved: it is then about to end."""
+    with transaction.atomic():
+        if SAVED in locked(operation.id).payload and operation.status in ACTIVE:
+            raise errors.Conflict(
+                f"{operation.element} is defined already: delete the model instead", field="status"
+            )
+        return cancel(operation.id, actor=actor, now=now)
 
 
 def _load_too(joined: Operation) -> None:

@@ -21,10 +21,11 @@ from nodes.downloads.partial_files import DiskFull
 from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.models import DefinitionRevision, ModelDefinition
 from nodes.sources.plans import ImportPlan, SourceFile
+from operations.api.verbs import cancel_operation
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
-from operations.models import Event, Operation
+from operations.models import Event, Operation, Status
 from tests.conftest import BUSY
 from tests.support.sources import Refusal, Source, WebOpener, sha256_of, started
 
@@ -98,6 +99,36 @@ class Controller:
         result = await self.handler(work)
         self.ticks += await work.recorder.take(work.attempt)
         return result
+
+
+async def test_a_cancel_after_the_definition_is_saved_is_refused(
+    plan: ImportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the import would count as cancelled, and its model would be there."""
+    refusals = []
+
+    async def cancelled_meanwhile(work: Work, *, is_to_load: bool) -> str:
+        with pytest.raises(Conflict, match="tiny is defined already: delete the model") as caught:
+            await in_thread(cancel_operation, work.operation, actor="ann")
+        refusals.append(caught.value.status)
+        return ""
+
+    operation = await in_thread(asked, plan)
+    monkeypatch.setattr(imports, "_load", cancelled_meanwhile)
+    await Controller().run()
+    await in_thread(operation.refresh_from_db)
+    assert (refusals, operation.status) == ([409], Status.PROCESSING)
+
+
+async def test_a_cancelled_import_defines_nothing(plan: ImportPlan, models: Path) -> None:
+    def check() -> None:
+        assert cancel_operation(asked(plan), actor="ann").status == Status.CANCELLED
+        work = asked(plan)
+        attempts.claim("c", now=clock.now(), lease=60, limit=1)
+        assert cancel_operation(work, actor="ann").status == Status.CANCELLED
+
+    await in_thread(check)
+    assert not await in_thread(ModelDefinition.objects.exists)
 
 
 @pytest.mark.rule("O26")
