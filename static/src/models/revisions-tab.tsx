@@ -63,7 +63,7 @@ function Line({ revision: { number, actor, at, reason, origin, diff }, isNewest,
         <span className="muted">
           <Ago at={at} /> by <bdi>{actor || "the system"}</bdi>, {origin}
         </span>
-        <span className="grow anywhere">
+        <span className="revision-reason anywhere">
           <bdi>{reason}</bdi>
         </span>
         {!isNewest && (
