@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.acceptance import kill_deeds as do
+from tests.acceptance import kill_file_deeds as files
 from tests.acceptance.kill_sweep import Deed, Round, nothing
 
 CONTROLLER, WEB, TASKS, WORKER = "controller", "web", "tasks", "worker"
@@ -78,11 +79,11 @@ def loads() -> list[Round]:
 def on_disk() -> list[Round]:
     """What a worker writes to its disk, and its answers."""
     delete: dict[str, Any] = {"first": do.with_files, "again": do.retry_real}
-    whole: dict[str, Any] = {"first": do.import_for_workers, "again": do.downloaded}
-    here: dict[str, Any] = {"first": do.import_unreached, "again": do.downloaded_here}
+    whole: dict[str, Any] = {"first": files.import_for_workers, "again": files.downloaded}
+    here: dict[str, Any] = {"first": files.import_unreached, "again": files.downloaded_here}
     both: dict[str, Any] = {
-        "first": do.import_unreached,
-        "again": do.download_cancelled,
+        "first": files.import_unreached,
+        "again": files.download_cancelled,
         "outcome": "cancelled",
         "also": "completed",
     }
@@ -99,7 +100,7 @@ def on_disk() -> list[Round]:
             CANCEL,
             WEB,
             "cancel a load that downloads",
-            do.downloading_load_cancelled_by,
+            files.downloading_load_cancelled_by,
             **both,
         ),
         *_each("worker.delete", (":stopped", ":removed"), WORKER, "delete", do.real_delete, **delete),
@@ -200,15 +201,17 @@ def sent() -> list[Round]:
 
 def of_files() -> list[Round]:
     """Imports of models, and the removal of unused files."""
-    whole: dict[str, Any] = {"again": do.imported}
-    cancelled: dict[str, Any] = {"again": do.import_cancelled, "outcome": "cancelled"}
+    whole: dict[str, Any] = {"again": files.imported}
+    cancelled: dict[str, Any] = {"again": files.import_cancelled, "outcome": "cancelled"}
     return [
-        *_each("download", DOWNLOAD, CONTROLLER, "import a model", do.import_model, **whole),
-        *_each("imports.save", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
-        *_each("ledger.remember", COMMIT, CONTROLLER, "import a model", do.import_model, **whole),
-        *_each("imports.save", COMMIT, CONTROLLER, "import, weights stay", do.import_left, again=do.left),
-        *_each("ledger.cancel", COMMIT, WEB, "cancel an import", do.import_cancelled_by, **cancelled),
-        Round("files.removal:set_aside", CONTROLLER, "remove a file", do.remove_file, again=do.removed),
+        *_each("download", DOWNLOAD, CONTROLLER, "import a model", files.import_model, **whole),
+        *_each("imports.save", COMMIT, CONTROLLER, "import a model", files.import_model, **whole),
+        *_each("ledger.remember", COMMIT, CONTROLLER, "import a model", files.import_model, **whole),
+        *_each(
+            "imports.save", COMMIT, CONTROLLER, "import, weights stay", files.import_left, again=files.left
+        ),
+        *_each("ledger.cancel", COMMIT, WEB, "cancel an import", files.import_cancelled_by, **cancelled),
+        Round("files.removal:set_aside", CONTROLLER, "remove a file", files.remove_file, again=files.removed),
     ]
 
 
