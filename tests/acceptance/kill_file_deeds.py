@@ -12,11 +12,13 @@ from tests.conftest import eventually
 from tests.support.sources import sha256_of
 
 
-def import_model(sweep: Sweep, name: str, victim: Any, more: str = "") -> None:
-    """A file of three mebibytes, and its definition, which has `more` lines."""
+def import_model(sweep: Sweep, name: str, victim: Any, more: str = "", *, has_hash: bool = True) -> None:
+    """A file of three mebibytes with or without a published hash, and its definition with `more` lines."""
     data = os.urandom(3 * 2**20 + 5)
     sweep.source.files[f"/{name}.gguf"] = data
-    file = SourceFile(f"{name}/m.gguf", sweep.source.url(f"/{name}.gguf"), len(data), sha256_of(data))
+    file = SourceFile(
+        f"{name}/m.gguf", sweep.source.url(f"/{name}.gguf"), len(data), sha256_of(data) if has_hash else ""
+    )
     text = f"name: {name}\nbackend: echo\nparameters:\n  model: {name}/m.gguf\n{more}"
     plan = ImportPlan(name, text, (file,), "import", "a source").as_payload()
     sweep.shell(
@@ -26,6 +28,11 @@ def import_model(sweep: Sweep, name: str, victim: Any, more: str = "") -> None:
         "from operations.ledger.admission import Requester\n"
         f"request_import(from_payload({plan!r}), by=Requester('sweep'), now=clock.now())"
     )
+
+
+def import_without_hash(sweep: Sweep, name: str, victim: Any) -> None:
+    """The same of a file whose hash the attempt remembers before the file is visible."""
+    import_model(sweep, name, victim, has_hash=False)
 
 
 def imported(sweep: Sweep, name: str, victim: Any) -> None:

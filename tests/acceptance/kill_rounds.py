@@ -206,7 +206,7 @@ def of_files() -> list[Round]:
     return [
         *_each("download", DOWNLOAD, CONTROLLER, "import a model", files.import_model, **whole),
         *_each("imports.save", COMMIT, CONTROLLER, "import a model", files.import_model, **whole),
-        *_each("ledger.remember", COMMIT, CONTROLLER, "import a model", files.import_model, **whole),
+        *_each("ledger.remember", COMMIT, CONTROLLER, "import, no hash", files.import_without_hash, **whole),
         *_each(
             "imports.save", COMMIT, CONTROLLER, "import, weights stay", files.import_left, again=files.left
         ),

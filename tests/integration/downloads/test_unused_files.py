@@ -35,6 +35,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 NAMED = "a.gguf"
 YAML = "name: {}\nbackend: llama-cpp\nparameters:\n  model: {}\n"
+FILE = SourceFile("tiny/m.gguf", "https://a.example/m")
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ async def test_a_share_is_never_cleaned(models: Path, monkeypatch: pytest.Monkey
 async def test_files_of_a_running_import_are_in_use(models: Path) -> None:
     write(models, "tiny/m.gguf")
     assert await listed(models) == ["tiny/m.gguf"]
-    plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
+    plan = ImportPlan("tiny", YAML.format("tiny", "tiny/m.gguf"), (FILE,), "import", "x")
     await in_thread(lambda: request_import(plan, by=Requester("a"), now=clock.now()))
     assert await listed(models) == []
 
@@ -182,7 +183,7 @@ async def test_what_is_named_meanwhile_returns(
         elif by == "broken definition":
             write(models, "tiny.yaml", "name: [")
         else:
-            plan = ImportPlan("tiny", "", (SourceFile("tiny/m.gguf", "https://a.example/m"),), "import", "x")
+            plan = ImportPlan("tiny", YAML.format("tiny", "tiny/m.gguf"), (FILE,), "import", "x")
             request_import(plan, by=Requester("a"), now=clock.now())
 
     monkeypatch.setattr(file_removal._FilesAside, "take", name_it)
