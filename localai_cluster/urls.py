@@ -41,7 +41,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("browse", _redirect_to("/app")),
     path("browse/<path:rest>", _redirect_to("/app/%(rest)s")),
     path("favicon.svg", _redirect_to("/static/favicon.svg")),
-    path("app", page),
+    path("app", page, {"path": "overview"}),
     path("app/<path:path>", page),
     path("login", page),
     path("join", join.ScriptView.as_view()),

@@ -13,7 +13,12 @@ export default defineConfig({
     target: "es2022",
     modulePreload: { polyfill: false },
     assetsInlineLimit: 0,
-    rolldownOptions: { input: "src/main.tsx" },
+    rolldownOptions: {
+      input: "src/main.tsx",
+      // A browser has six connections to a server, and each file costs the server as much as a small answer: few
+      // files. All styles are one; what four parts of the pages share is one, and is loaded with the first page.
+      output: { codeSplitting: { groups: [{ name: "style", test: /\.css$/ }, { name: "shared", minShareCount: 4 }] } },
+    },
   },
   test: {
     environment: "jsdom",

@@ -1,8 +1,9 @@
-"""The page: one document for every path that a person can open, its build, and the static files.
+"""The page: the document for every path that a person can open, its build, and the static files.
 
 The document holds no data and is equal for all users, so it needs no session; it loads its data through the
-API. Its policy allows only files of this host; styles that the page creates at run time carry the nonce of
-its response.
+API. Paths differ only in the code that it asks the browser to load at once, so that nothing is loaded one
+after the other. Its policy allows only files of this host; styles that the page creates at run time carry
+the nonce of its response.
 
 Vite's manifest names the files of `static/dist` that the page loads. It is cached and read again when the
 file changes, so that a new build is served with the next page. A file with a hashed name never changes, so a
@@ -12,17 +13,18 @@ browser caches it forever. It is sent compressed if the build has written a `.gz
 import hashlib
 import json
 import logging
+import mimetypes
 import posixpath
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.contrib.staticfiles import finders
 from django.contrib.staticfiles.handlers import ASGIStaticFilesHandler
 from django.contrib.staticfiles.views import serve
 from django.core.exceptions import SuspiciousOperation
@@ -40,13 +42,31 @@ from django.utils.cache import patch_vary_headers
 from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
 from django.views.decorators.http import require_safe
 
-from localai_cluster.web import envelopes
+from localai_cluster.web import envelopes, wire
 from localai_cluster.web.policy import CSP, policy
 
 log = logging.getLogger(__name__)
 
 ENTRY = "src/main.tsx"
 """Entry point of the page, as the manifest names it."""
+PAGES = {
+    "overview": "src/overview/page.tsx",
+    "nodes": "src/nodes/list/page.tsx",
+    "nodes/*": "src/nodes/detail/page.tsx",
+    "capacity": "src/capacity/page.tsx",
+    "models": "src/models/page.tsx",
+    "models/add": "src/models/add-page.tsx",
+    "models/*": "src/models/model-page.tsx",
+    "chat": "src/chat/page.tsx",
+    "scheduling": "src/scheduling/page.tsx",
+    "backends": "src/backends/page.tsx",
+    "activity": "src/operations/activity.tsx",
+    "health": "src/system/page.tsx",
+}
+"""The code of a path below `/app/`, or of all paths below one, as the manifest names it.
+
+It is a hint: the page itself loads the code of a path that is missing here.
+"""
 _ID_DIGITS = 16
 
 
@@ -58,6 +78,13 @@ class PageBuild:
     script: str
     styles: tuple[str, ...]
     preloads: tuple[str, ...]
+    pages: Mapping[str, tuple[str, ...]]
+    """The scripts of each of `PAGES` beside those."""
+
+    def preloads_of(self, path: str) -> tuple[str, ...]:
+        """Return the scripts that a path below `/app/` needs at once."""
+        below = f"{path.partition('/')[0]}/*"
+        return self.preloads + self.pages.get(path if path in self.pages or "/" not in path else below, ())
 
 
 def current_build() -> PageBuild | None:
@@ -83,12 +110,19 @@ def build_id() -> str:
 def _read_manifest(manifest: Path, changed_at: int, size: int) -> PageBuild:
     raw = manifest.read_bytes()
     chunks = json.loads(raw)
-    needed = [chunks[ENTRY], *(chunks[key] for key in _imports(chunks, ENTRY, {ENTRY}))]
+    visited = {ENTRY}
+    needed = [chunks[ENTRY], *(chunks[key] for key in _imports(chunks, ENTRY, visited))]
+    pages = {
+        path: tuple(str(chunks[one]["file"]) for one in (key, *_imports(chunks, key, {key, *visited})))
+        for path, key in PAGES.items()
+        if key in chunks
+    }
     return PageBuild(
         id=hashlib.sha256(raw).hexdigest()[:_ID_DIGITS],
         script=str(needed[0]["file"]),
         styles=tuple(dict.fromkeys(str(style) for chunk in needed for style in chunk.get("css", ()))),
         preloads=tuple(str(chunk["file"]) for chunk in needed[1:]),
+        pages=pages,
     )
 
 
@@ -114,7 +148,7 @@ _NOT_BUILT = """<!doctype html>
 @require_safe
 def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
     """Return the page; 503 with the build command while it is not built."""
-    return _page(request, 200)
+    return _page(request, 200, path)
 
 
 @csrf_exempt
@@ -130,12 +164,13 @@ def root(request: HttpRequest) -> HttpResponseBase:
 
 
 @ensure_csrf_cookie
-def _page(request: HttpRequest, status: int) -> HttpResponseBase:
+def _page(request: HttpRequest, status: int, path: str = "") -> HttpResponseBase:
     build, nonce = current_build(), secrets.token_urlsafe(16)
     if build is None:
         response = HttpResponse(_NOT_BUILT, status=503)
     else:
-        response = render(request, "app.html", {"build": build, "nonce": nonce}, status=status)
+        shown = {"build": build, "preloads": build.preloads_of(path), "nonce": nonce}
+        response = render(request, "app.html", shown, status=status)
     response["Cache-Control"] = "no-cache"
     response[CSP] = policy(styles=nonce)
     return response
@@ -154,15 +189,31 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
     return envelopes.not_found(request, exception)
 
 
-HASHED = "ui/assets/"
-"""Folder of the files with hashed names, under `/static/`."""
+_ASSET = re.compile(r"/static/ui/assets/(\w[\w.-]*)", re.ASCII)
+"""The path of a file with a hashed name."""
 _READING = ("GET", "HEAD")
-_FOR_EVER = "public, max-age=31536000, immutable"
+_ASSET_HEADERS = (
+    (b"cache-control", b"public, max-age=31536000, immutable"),
+    (b"vary", b"Accept-Encoding"),
+    (b"x-content-type-options", b"nosniff"),
+)
 _GZIP = re.compile(r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)", re.IGNORECASE)
 
 
 class StaticFiles(ASGIStaticFilesHandler):
-    """Django's handler; a path outside of the folder, or an invalid one, gets 404 like an unknown one."""
+    """Django's handler; a path outside of the folder, or an invalid one, gets 404 like an unknown one.
+
+    Files with hashed names are answered without Django, whose request and threads cost ten times as much.
+    """
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        found = _ASSET.fullmatch(scope["path"]) if scope["method"] in _READING else None
+        asset = _read_asset(found[1], scope["headers"]) if found else None
+        if asset is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await wire.send_answer(send, asset)  # the server sends no body for HEAD
 
     async def get_response_async(self, request: HttpRequest) -> HttpResponseBase:
         """Return the response with `nosniff`, because Django's middleware does not run for static files."""
@@ -174,23 +225,24 @@ class StaticFiles(ASGIStaticFilesHandler):
         """Return the file, or 405 for a method other than GET and HEAD; raise only Http404."""
         if request.method not in _READING:
             return HttpResponseNotAllowed(_READING)
-        path = posixpath.normpath(self.file_path(request.path))
         try:
-            if not path.startswith(HASHED):
-                return serve(request, path, insecure=True)
-            response = serve(request, _best_encoding(request, path), insecure=True)
+            return serve(request, posixpath.normpath(self.file_path(request.path)), insecure=True)
         except (SuspiciousOperation, ValueError) as error:
             raise Http404 from error
-        response["Cache-Control"] = _FOR_EVER
-        patch_vary_headers(response, ["Accept-Encoding"])
-        return response
 
 
-def _best_encoding(request: HttpRequest, path: str) -> str:
-    """Return the compressed file if there is one and the client accepts gzip; Django sets the encoding."""
-    compressed = f"{path}.gz"
-    accepts_compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
-    return compressed if accepts_compressed and finders.find(compressed) else path
+def _read_asset(name: str, headers: Iterable[wire.Header]) -> wire.Answer | None:
+    """Return a file with a hashed name, compressed if there is such a file and the client accepts it."""
+    file = settings.UI_DIST / "assets" / name
+    kind = (mimetypes.guess_type(name)[0] or "application/octet-stream").encode()
+    accepted = b",".join(value for header, value in headers if header == b"accept-encoding")
+    if accepts_gzip(accepted.decode("latin-1")):
+        with suppress(OSError):
+            body = file.with_name(f"{name}.gz").read_bytes()
+            return wire.Answer(body, headers=((b"content-encoding", b"gzip"), *_ASSET_HEADERS), kind=kind)
+    with suppress(OSError):
+        return wire.Answer(file.read_bytes(), headers=_ASSET_HEADERS, kind=kind)
+    return None
 
 
 def accepts_gzip(header: str) -> bool:

@@ -9,6 +9,7 @@ import { LiveStore } from "./live/store";
 import { AppError, PageError } from "./shell/boundary";
 import { Checking } from "./shell/gate";
 import { NotFound } from "./shell/not-found";
+import { PLACES } from "./shell/places";
 import { Shell } from "./shell/shell";
 import { SignInPage } from "./shell/sign-in";
 import { Announcer } from "./ui/announce";
@@ -32,24 +33,16 @@ const store = new LiveStore();
 
 const pages: RouteObject[] = [
   { index: true, element: <Navigate to="overview" replace /> },
-  { path: "overview", lazy: lazyPage(async () => (await import("./overview/page")).OverviewPage) },
-  { path: "nodes", lazy: lazyPage(async () => (await import("./nodes/list/page")).NodesPage) },
+  ...PLACES.map(({ to, load }) => ({ path: to, lazy: lazyPage(load) })),
   { path: "nodes/:id/:part?", lazy: lazyPage(async () => (await import("./nodes/detail/page")).NodePage) },
   { path: "operations/:id", lazy: lazyPage(async () => (await import("./operations/operation-page")).OperationPage) },
-  { path: "activity", lazy: lazyPage(async () => (await import("./operations/activity")).ActivityPage) },
   { path: "activity/inbox", lazy: lazyPage(async () => (await import("./operations/inbox")).InboxPage) },
   { path: "activity/history", lazy: lazyPage(async () => (await import("./operations/history")).HistoryPage) },
   { path: "activity/changes", lazy: lazyPage(async () => (await import("./operations/changes")).ChangesPage) },
-  { path: "capacity", lazy: lazyPage(async () => (await import("./capacity/page")).CapacityPage) },
   { path: "capacity/what-if", lazy: lazyPage(async () => (await import("./capacity/what-if")).WhatIfPage) },
-  { path: "models", lazy: lazyPage(async () => (await import("./models/page")).ModelsPage) },
   { path: "models/add", lazy: lazyPage(async () => (await import("./models/add-page")).AddModelPage) },
   { path: "models/:name/:tab?", lazy: lazyPage(async () => (await import("./models/model-page")).ModelPage) },
-  { path: "chat", lazy: lazyPage(async () => (await import("./chat/page")).ChatPage) },
-  { path: "scheduling", lazy: lazyPage(async () => (await import("./scheduling/page")).SchedulingPage) },
   { path: "backends/:name", lazy: lazyPage(async () => (await import("./backends/detail")).BackendPage) },
-  { path: "backends", lazy: lazyPage(async () => (await import("./backends/page")).BackendsPage) },
-  { path: "health", lazy: lazyPage(async () => (await import("./system/page")).HealthPage) },
   { path: "keys", lazy: lazyPage(async () => (await import("./keys/page")).KeysPage) },
   { path: "password", lazy: lazyPage(async () => (await import("./shell/password")).PasswordPage) },
   { path: "*", element: <NotFound /> },

@@ -18,12 +18,14 @@ export function useThrottledNodes(): NodesById {
   const [nodes, setNodes] = useState(() => store.read().nodes);
   useEffect(() => {
     let timer: ReturnType<typeof setTimeout> | undefined;
-    const soon = () => {
-      timer ??= setTimeout(() => {
-        timer = undefined;
-        setNodes(store.read().nodes);
-      }, REST_MS);
+    let shown: NodesById = EMPTY.nodes;
+    const show = () => {
+      timer = undefined;
+      shown = store.read().nodes;
+      setNodes(shown);
     };
+    // The first ones are shown at once: the page waits for them.
+    const soon = () => (timer ??= setTimeout(show, isLoaded(shown) ? REST_MS : 0));
     soon();
     const stop = store.subscribe(soon);
     return () => {

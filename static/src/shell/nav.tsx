@@ -8,8 +8,9 @@ import { PHONE, RAIL, useMedia } from "../lib/media";
 import { useLive } from "../live/hooks";
 import { isActive, needsAttention, type LiveState } from "../live/store";
 import { Button } from "../ui/button";
-import { Icon, type IconName } from "../ui/icons";
+import { Icon } from "../ui/icons";
 import { Tip } from "../ui/tip";
+import { loadAhead, PLACES, type Place } from "./places";
 
 function healthy(state: LiveState): number {
   let total = 0;
@@ -66,27 +67,14 @@ function Badge({ className, number, words }: { className: string; number: number
   );
 }
 
-interface Place {
-  to: string;
-  label: string;
-  icon: IconName;
-  signal?: ReactNode;
-}
-
-const PLACES: readonly Place[] = [
-  { to: "/app/overview", label: "Overview", icon: "overview" },
-  { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
-  { to: "/app/capacity", label: "Capacity", icon: "capacity" },
-  { to: "/app/models", label: "Models", icon: "model" },
-  { to: "/app/chat", label: "Chat", icon: "chat" },
-  { to: "/app/scheduling", label: "Scheduling", icon: "scheduling" },
-  { to: "/app/backends", label: "Backends", icon: "backends" },
-  { to: "/app/activity", label: "Activity", icon: "activity", signal: <ActivitySignal /> },
-  { to: "/app/health", label: "System health", icon: "health", signal: <HealthSignal /> },
-];
+const SIGNALS: Readonly<Record<string, ReactNode>> = {
+  "/app/nodes": <NodesSignal />,
+  "/app/activity": <ActivitySignal />,
+  "/app/health": <HealthSignal />,
+};
 
 /** Pages of the server's own. */
-const OUTSIDE: readonly Place[] = [
+const OUTSIDE: readonly Omit<Place, "load">[] = [
   { to: "/admin/", label: "Admin", icon: "admin" },
   { to: "/api/docs", label: "API docs", icon: "docs" },
 ];
@@ -95,13 +83,13 @@ function Links({ rail }: { rail: boolean }): ReactNode {
   return (
     <>
       <ul className="nav-links">
-        {PLACES.map(({ to, label, icon, signal }) => (
-          <li key={to}>
+        {PLACES.map(({ to, label, icon, load }) => (
+          <li key={to} onPointerEnter={() => void loadAhead(load)} onFocus={() => void loadAhead(load)}>
             <RailTip rail={rail} text={label}>
               <NavLink to={to} className="nav-link">
                 <Icon name={icon} />
                 <span className="nav-label">{label}</span>
-                {signal}
+                {SIGNALS[to]}
               </NavLink>
             </RailTip>
           </li>

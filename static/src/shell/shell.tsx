@@ -1,6 +1,6 @@
 // The frame of every page for a signed-in person: navigation, the bar on top, the operations strip, banners.
 // It opens the feed and listens to the keys. Nothing is shown before it is known who is signed in.
-import { Suspense, useEffect, useState, type ReactNode } from "react";
+import { Suspense, useState, type ReactNode } from "react";
 import { Outlet, ScrollRestoration, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
 import { lazyDialog } from "../ui/lazy";
@@ -10,13 +10,15 @@ import { useCatchUp, useConnectionAnnouncements, useFeed, useStale } from "./fee
 import { SkipLink, useFrame } from "./frame";
 import { Gate } from "./gate";
 import { Sidebar } from "./nav";
+import { PLACES, useLoadedAhead } from "./places";
 import { useSignOut, type Person } from "./session";
 import { SessionEnd } from "./session-end";
 import { TopBar } from "./top-bar";
 import "./shell.css";
 
-const SEARCH_AFTER_MS = 1500;
 const palette = () => import("./palette");
+/** The search comes first: what is typed right after Ctrl-K must not be lost. */
+const AHEAD = [palette, ...PLACES.map(({ load }) => load)];
 const Palette = lazyDialog(async () => (await palette()).Palette);
 const ShortcutsDialog = lazyDialog(async () => (await import("./shortcuts-dialog")).ShortcutsDialog);
 
@@ -34,7 +36,7 @@ function Frame({ user }: { user: Person }): ReactNode {
   useCatchUp();
   useFrame();
   useKeys(setOverlay);
-  useSearchReady();
+  useLoadedAhead(AHEAD);
   const shared = { onShortcuts: () => setOverlay("shortcuts"), onSignOut: () => signOut.run() };
   return (
     <div className="app" data-stale={stale === null ? undefined : ""}>
@@ -57,14 +59,6 @@ function Frame({ user }: { user: Person }): ReactNode {
       <ScrollRestoration />
     </div>
   );
-}
-
-/** Fetches the search once the page has had its say: what is typed right after Ctrl-K must not be lost. */
-function useSearchReady(): void {
-  useEffect(() => {
-    const timer = setTimeout(() => void palette().catch(() => undefined), SEARCH_AFTER_MS);
-    return () => clearTimeout(timer);
-  }, []);
 }
 
 function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
