@@ -31,6 +31,9 @@ MANIFEST: dict[str, Any] = {
     "_react.js": {"file": "assets/react-1.js", "imports": ["_shared.js"]},
     "_shared.js": {"file": "assets/shared-2.js", "css": ["assets/shared-2.css"]},
     "src/late.tsx": {"file": "assets/late-3.js", "css": ["assets/late-3.css"], "imports": ["_react.js"]},
+    "src/nodes/list/page.tsx": {"file": "assets/nodes-4.js", "imports": ["_react.js", "_grid.js"]},
+    "src/nodes/detail/page.tsx": {"file": "assets/node-5.js", "imports": ["src/main.tsx"]},
+    "_grid.js": {"file": "assets/grid-6.js", "imports": ["_shared.js"]},
 }
 PAGES = ("/app", "/app/nodes", "/app/nodes/a%2Fb", "/login")
 
@@ -98,8 +101,29 @@ def test_it_loads_what_the_build_says(built: Path) -> None:
         "/static/ui/assets/react-1.js",
         "/static/ui/assets/shared-2.js",
     ]
+    assert re.findall(r'<link rel="preload" href="([^"]+)" as="fetch" crossorigin>', html) == [
+        "/api/auth/status"
+    ]
     assert f'data-build="{page.build_id()}"' in html
     assert not re.search(r"<script(?! type=\"module\" src=)|<style|style=|onload=", html)
+
+
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [
+        ("/app/nodes", ["nodes-4", "grid-6"]),
+        ("/app/nodes/a%2Fb", ["node-5"]),
+        ("/app/nodes/x/logs", ["node-5"]),
+        ("/app/chat", []),
+        ("/app/none/*", []),
+        ("/app/*", []),
+        ("/login", []),
+    ],
+)
+def test_a_path_preloads_its_own_code_too(built: Path, path: str, files: list[str]) -> None:
+    """Each file once; a page that the build does not have, or that the table does not name, adds nothing."""
+    found = re.findall(r'rel="modulepreload" href="/static/ui/assets/([^"]+).js"', get(path).content.decode())
+    assert found == ["react-1", "shared-2", *files]
 
 
 def test_the_policy_lets_in_what_this_host_serves(built: Path) -> None:
