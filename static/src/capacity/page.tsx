@@ -8,6 +8,7 @@ import { useInAddress } from "../lib/in-address";
 import type { LiveNode } from "../live/messages";
 import { useDefinitions } from "../models/data";
 import { Details } from "../models/decision";
+import { AfterPaint } from "../ui/after-paint";
 import { Meter, MeterLegend } from "../ui/bars";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
@@ -59,7 +60,7 @@ function Fleet({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
       {view.model !== "" && fit.isPending && <Loading subject={`where ${view.model} fits`} />}
       {view.model !== "" && fit.error !== null && <Problem error={fit.error} onRetry={() => void fit.refetch()} />}
       {view.model !== "" && fit.data !== undefined && <FitSummary fit={fit.data} />}
-      {places.length === 0 ? <Empty title={`No node reports ${NAMES[settled.resource]}.`} /> : <FleetMap groups={groups} verdicts={verdictsByNode} />}
+      {places.length === 0 ? <Empty title={`No node reports ${NAMES[settled.resource]}.`} /> : <AfterPaint><FleetMap groups={groups} verdicts={verdictsByNode} /></AfterPaint>}
     </>
   );
 }

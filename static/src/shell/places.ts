@@ -1,6 +1,7 @@
 // The pages of the navigation. Their code is loaded ahead, while the browser has nothing else to do or when a link
 // gets the pointer or the focus, so that opening one waits for nothing but its data.
 import { useEffect, type ComponentType } from "react";
+import { useLive } from "../live/hooks";
 import type { IconName } from "../ui/icons";
 
 export interface Place {
@@ -52,20 +53,22 @@ export async function loadAhead(load: () => Promise<unknown>): Promise<void> {
   if (!isCostly()) await load().catch(() => undefined);
 }
 
-/** Loads the code of these ahead, one after the other. The array must stay the same one. */
+/** Loads these ahead, one after the other, once the feed has sent what the open page waits for. The array must stay
+ * the same one. */
 export function useLoadedAhead(loads: readonly (() => Promise<unknown>)[]): void {
+  const isLoaded = useLive((state) => state.nodesCursor !== null);
   useEffect(() => {
+    if (!isLoaded) return;
     const rest = [...loads];
     let cancel = () => {};
     const next = () => {
       const load = rest.shift();
-      if (load === undefined) return;
-      cancel = whenIdle(() => void loadAhead(load).then(next));
+      if (load !== undefined) cancel = whenIdle(() => void loadAhead(load).then(next));
     };
     next();
     return () => {
       rest.length = 0;
       cancel();
     };
-  }, [loads]);
+  }, [loads, isLoaded]);
 }
