@@ -28,7 +28,7 @@ const KEY = ["keys"] as const;
 
 export function KeysPage(): ReactNode {
   return (
-    <div className="models">
+    <div className="models-page">
       <PageHead title="API keys" note="A key may do what you may. Programs send it as Authorization: Bearer." />
       <Keys />
       <Models />

@@ -59,7 +59,7 @@ export function AddModelPage(): ReactNode {
     field.current?.focus();
   };
   return (
-    <div className="models">
+    <div className="models-page">
       <PageHead title="Add a model" note={<Link to="/app/models">Models</Link>} />
       <Field field={field} text={text} onChange={type} />
       {started === null ? <Found text={text} onChoose={choose} onStarted={setStarted} /> : <Progress started={started} onAnother={() => choose("")} />}

@@ -60,7 +60,7 @@ function OneModel({ name, tab }: { name: string; tab: string }): ReactNode {
   if (row !== undefined && !definitions.isPending) return <Shown row={row} tab={tab} error={definitions.error} />;
   const isMissing = isKnown && definitions.data !== undefined;
   return (
-    <div className="models">
+    <div className="models-page">
       <PageHead title={isMissing ? "Model not found" : name} named={!isMissing} note={<Link to="/app/models">Models</Link>} />
       <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />
       {isMissing ? (
@@ -90,7 +90,7 @@ function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error |
   const tabs = TABS.filter(({ isOfDefinition }) => hasDefinition || !isOfDefinition);
   const current = tabs.find(({ id }) => id === tab) ?? TABS[0];
   return (
-    <div className="models">
+    <div className="models-page">
       <PageHead title={row.name} named note={<Link to="/app/models">Models</Link>}>
         {canTalk(row) && (
           <Link className="button" to={chatAddress(row.name)}>

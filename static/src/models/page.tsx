@@ -29,7 +29,7 @@ export function ModelsPage(): ReactNode {
   const { rows, isKnown } = useModelRows();
   const isReady = isKnown && !isPending;
   return (
-    <div className="models">
+    <div className="models-page">
       <PageHead title="Models">
         <Link className="button primary" to="/app/models/add">
           Add a model
