@@ -39,7 +39,7 @@ export function HistoryDetails({ operation }: { operation: Operation }): ReactNo
 export function Facts({ operation }: { operation: Operation }): ReactNode {
   const { dismissedAt, dismissedBy = "", dismissedComment = "", allNodes = false, startedAt, finishedAt, clientAddress = "" } = operation;
   return (
-    <dl className="facts">
+    <dl className="record-facts">
       <Fact name="What">
         {request(operation)} <bdi>{operation.fullName}</bdi>
         {allNodes && " on all nodes"}
