@@ -80,7 +80,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not await hot.in_thread(true):  # noqa: ASYNC110 - rows, which no event tells of
             await asyncio.sleep(0.01)
 
@@ -307,7 +307,7 @@ async def test_a_confirmation_is_heard_while_the_last_replica_waits_for_another(
     attempt = asyncio.create_task(stage.carries_out(intent))
     await until(lambda: reason() == "m is loaded on another node first: queued")
     await hot.in_thread(confirmed, intent.row.operation_id)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert (await attempt).status == "success"
 
 
@@ -328,7 +328,7 @@ async def test_the_wait_for_another_replica_has_an_end(stage: Stage, monkeypatch
     monkeypatch.setattr(settings, "CLUSTER", impatient)
     await hot.in_thread(stage.alone)
     intent = await hot.in_thread(stage.begins_in_waves)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         part = await stage.carries_out(intent)
     assert part.status == "queued"
     said = "it would stop the last replica of m; confirm, or load it on another node (m is loaded on"

@@ -307,7 +307,7 @@ class TestExitThatWasReported:
         await anext(heard)
         assert await stage.look() == 1
         assert await in_thread(rows) == ["echo#1"]
-        assert await asyncio.wait_for(anext(heard), 10) == (events.NODES, str(node.id))
+        assert await asyncio.wait_for(anext(heard), 60) == (events.NODES, str(node.id))
         await heard.aclose()  # type: ignore[attr-defined]
 
     async def test_of_an_earlier_engine_at_the_same_address_ends_nothing(self, stage: Stage) -> None:

@@ -301,7 +301,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         return bool(woken) and await hot.in_thread(is_due, operation)
 
     try:
-        await asyncio.wait_for(listening.wait(), 20)
+        await asyncio.wait_for(listening.wait(), 60)
         for number in range(30):
             for node in (other, mine):
                 await hot.in_thread(label, node, str(number))
