@@ -368,7 +368,7 @@ class _Mark(NamedTuple):
     """
 
     def follows(self, before: "_Mark") -> bool:
-        """Return True if both marks are of one running server and their distance is at most `_MAX_DISTANCE`."""
+        """Return True if both marks are of one running server and at most `_MAX_DISTANCE` apart."""
         return before.server == self.server and 0 <= self.xid - before.xid < _MAX_DISTANCE
 
 
