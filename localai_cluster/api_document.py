@@ -312,7 +312,7 @@ def _operation(path: str, route: inference.Route) -> Operation:
 def _form(schema: Operation) -> Operation:
     """Return the schema of a form with a file; clients append `[]` to the name of a repeated field."""
     properties = dict(schema["properties"])
-    properties[audio.MANY + "[]"] = properties.pop(audio.MANY)
+    properties[audio.REPEATABLE_FIELD + "[]"] = properties.pop(audio.REPEATABLE_FIELD)
     return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES, **properties}}
 
 

@@ -90,7 +90,7 @@ class Pool:
         """Replace the connections that failed while idle."""
         await self._pool.check()
 
-    async def rows(self, statement: str, parameters: Parameters) -> list[tuple[Any, ...]]:
+    async def fetch_rows(self, statement: str, parameters: Parameters) -> list[tuple[Any, ...]]:
         """Run one statement in its own transaction and return its rows."""
         async with self._pool.connection() as connection:
             return await (await connection.execute(statement, parameters)).fetchall()
@@ -123,7 +123,7 @@ class DedicatedConnection:
         self._connection: Connection | None = None
         self._cursor: psycopg.AsyncRawCursor[tuple[Any, ...]] | None = None
 
-    async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+    async def fetch_rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
         """Run one statement with `$1` placeholders in its own transaction and return its rows.
 
         Parameters are strings, because the driver's own conversions cost more than the statement.

@@ -33,7 +33,7 @@ from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
 from nodes.registry import claims, heartbeats, identity, resources
 from nodes.registry.heartbeats import Beat, IdentityCache
 from nodes.replicas import checks
-from nodes.replicas.statements import Rows
+from nodes.replicas.statements import StatementRunner
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ Verdict = errors.ClusterError | None
 class HeartbeatAuthenticator:
     """Authenticates heartbeats from the cache; those that it cannot decide share the next query."""
 
-    def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
+    def __init__(self, database: Callable[[], StatementRunner], known: IdentityCache) -> None:
         self._database = database
         self._known = known
         self._calls: CallBatcher[Beat, Verdict] = CallBatcher(self._prove_all)
@@ -87,7 +87,7 @@ class HeartbeatAuthenticator:
 class BeatWriter:
     """Collects authenticated heartbeats and writes them, at most once every `interval` seconds."""
 
-    def __init__(self, database: Callable[[], Rows], interval: float = INTERVAL) -> None:
+    def __init__(self, database: Callable[[], StatementRunner], interval: float = INTERVAL) -> None:
         self._database = database
         self._batches: Batcher[heartbeats.Key, Beat] = Batcher(
             self._write, merge=lambda earlier, later: later.after(earlier), interval=(interval, interval)
@@ -132,7 +132,7 @@ class _Call:
 class HeartbeatApplication:
     """ASGI application; `database` returns the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
+    def __init__(self, database: Callable[[], StatementRunner], known: IdentityCache) -> None:
         self._database = database
         self._gate = HeartbeatAuthenticator(database, known)
         self._writer = BeatWriter(database)

@@ -61,7 +61,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class BackendPlace:
+class BackendOnNode:
     """The backend on one node. `last_of`: the models whose last replica the node serves."""
 
     id: UUID
@@ -80,7 +80,7 @@ def identity(offer: Offered) -> str:
     return offer.version or "".join(offer.digests[:1])
 
 
-def verdict(place: BackendPlace, offer: Offered) -> Verdict:
+def verdict(place: BackendOnNode, offer: Offered) -> Verdict:
     """Return the first verdict of the table that applies."""
     if place.decided or place.from_address or not behind(place.build, offer):
         return Verdict.NOTHING
@@ -93,19 +93,19 @@ def verdict(place: BackendPlace, offer: Offered) -> Verdict:
 class UpgradePlan:
     """The nodes by their verdict."""
 
-    upgrade: tuple[BackendPlace, ...] = ()
-    last_replica: tuple[BackendPlace, ...] = ()
-    away: tuple[BackendPlace, ...] = ()
+    upgrade: tuple[BackendOnNode, ...] = ()
+    last_replica: tuple[BackendOnNode, ...] = ()
+    away: tuple[BackendOnNode, ...] = ()
 
     @property
-    def decided(self) -> tuple[BackendPlace, ...]:
+    def decided(self) -> tuple[BackendOnNode, ...]:
         """The nodes that need no other decision for the same offer."""
         return (*self.upgrade, *self.last_replica)
 
 
-def plan(places: Iterable[BackendPlace], offer: Offered) -> UpgradePlan:
+def plan(places: Iterable[BackendOnNode], offer: Offered) -> UpgradePlan:
     """Group the nodes by their verdict."""
-    places_by_verdict: dict[Verdict, list[BackendPlace]] = {key: [] for key in Verdict}
+    places_by_verdict: dict[Verdict, list[BackendOnNode]] = {key: [] for key in Verdict}
     for place in places:
         places_by_verdict[verdict(place, offer)].append(place)
     upgrade, last_replica, away = Verdict.UPGRADE, Verdict.LAST_REPLICA, Verdict.AWAY
@@ -172,12 +172,12 @@ def _upgradable_nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
 
 def _places(
     backend: InstalledBackend, nodes: Mapping[str, BackendNode], row: BackendOffer, offer: Offered
-) -> list[BackendPlace]:
+) -> list[BackendOnNode]:
     last_replicas = drains.last_replicas(backend.name, [node.id for node in nodes.values()])
     decided = set(row.automatic_nodes) if row.automatic_to == identity(offer) else set()
     places_by_node = {str(place.node["node_id"]): place for place in backend.removable}
     return [
-        BackendPlace(
+        BackendOnNode(
             node.id,
             node.name,
             node.status,
@@ -213,7 +213,7 @@ def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> Reque
     )
 
 
-def _last_replica_reason(place: BackendPlace) -> str:
+def _last_replica_reason(place: BackendOnNode) -> str:
     models = ", ".join(place.last_of)
     return (
         f"skipped: {place.name} serves the last replica of {models}. Load it on another node, or upgrade"

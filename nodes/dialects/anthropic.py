@@ -59,7 +59,7 @@ class ClientTool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ClientChoice(msgspec.Struct, frozen=True):
+class ToolChoice(msgspec.Struct, frozen=True):
     """The client's choice of a tool: any, none, or a named one."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -143,7 +143,7 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    tool_choice: ClientChoice | None = None
+    tool_choice: ToolChoice | None = None
 
     @property
     def conversation(self) -> Conversation:
@@ -172,7 +172,7 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
     output_config: OutputConfig | None = None
 
 
-REFUSED = {
+UNSUPPORTED_FIELDS = {
     "container": "no engine here runs code",
     "mcp_servers": "the cluster calls no other server",
 }
@@ -180,7 +180,7 @@ REFUSED = {
 
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(without_unknown(fields), MessagesBody)
     return Generation(
         model=body.model,
@@ -206,7 +206,7 @@ def _client_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Tool]:
             yield Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
-def _choice(choice: ClientChoice | None) -> Choice | None:
+def _choice(choice: ToolChoice | None) -> Choice | None:
     if choice is None:
         return None
     if choice.type == "tool":

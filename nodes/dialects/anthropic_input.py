@@ -125,10 +125,10 @@ def without_unknown(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return fields
-    return {**fields, "messages": [_known_turn(message) for message in messages]}
+    return {**fields, "messages": [_drop_unknown_blocks(message) for message in messages]}
 
 
-def _known_turn(message: Any) -> Any:
+def _drop_unknown_blocks(message: Any) -> Any:
     if not (isinstance(message, dict) and message.get("role") == "assistant"):
         return message
     content = message.get("content")

@@ -42,7 +42,7 @@ from nodes.gateway.streams import ByteStream, EventStream, FileAnswer
 from nodes.gateway.worker_files import open_files
 
 _SECOND = 1_000_000_000
-_JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
+_JSON_TYPE, _TEXT_TYPE = b"application/json", b"text/plain; charset=utf-8"
 
 
 class TranscriptResponse(ResponseBody, kw_only=True):
@@ -61,14 +61,14 @@ def render_transcript(
 ) -> tuple[bytes, bytes]:
     """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
     if form == "verbose_json":
-        return msgspec.json.encode(_verbose(result, words, segments)), _JSON
+        return msgspec.json.encode(_verbose(result, words, segments)), _JSON_TYPE
     if form == "text":
-        return transcript_text(result).encode() + b"\n", _PLAIN
+        return transcript_text(result).encode() + b"\n", _TEXT_TYPE
     if form == "srt":
         return "".join(_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
     if form == "vtt":
         return ("WEBVTT\n\n" + "".join(_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
-    return msgspec.json.encode(TranscriptResponse(text=transcript_text(result))), _JSON
+    return msgspec.json.encode(TranscriptResponse(text=transcript_text(result))), _JSON_TYPE
 
 
 def transcript_text(result: TranscriptResult) -> str:
@@ -146,7 +146,7 @@ class _Pieces(Chunks):
 LARGEST_BODY = 100 * 1024 * 1024
 """Limit on the bytes of a form with an audio file."""
 MOST_PROMPT = 16 * 1024
-MANY = "timestamp_granularities"
+REPEATABLE_FIELD = "timestamp_granularities"
 """The field that may have several values; clients append `[]` to its name."""
 _ENDING = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
 
@@ -195,13 +195,15 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
 def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     fields = request.form.fields
     values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
-    values_by_name[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
+    values_by_name[REPEATABLE_FIELD] = fields.get(REPEATABLE_FIELD + "[]") or fields.get(REPEATABLE_FIELD)
     body = wire.parse_struct(values_by_name, TranscriptionBody, texts=True)
     upload = request.form.files.get("file")
     if upload is None or not upload.size:
         raise InvalidInput("file: a file of sound is needed", field="file")
     if body.timestamp_granularities and body.response_format != "verbose_json":
-        raise InvalidInput(f"{MANY}: needs `response_format` verbose_json", field=MANY)
+        raise InvalidInput(
+            f"{REPEATABLE_FIELD}: needs `response_format` verbose_json", field=REPEATABLE_FIELD
+        )
     if body.stream and body.response_format not in (None, "json", "text"):
         raise InvalidInput("response_format: a stream contains only text", field="response_format")
     return upload, body
@@ -255,7 +257,7 @@ async def _stream_transcript(
             return
 
 
-KINDS = {
+CONTENT_TYPES = {
     "wav": b"audio/wav",
     "mp3": b"audio/mpeg",
     "opus": b"audio/ogg",
@@ -264,14 +266,14 @@ KINDS = {
     "pcm": b"audio/pcm",
 }
 """Content types by the format's name in requests."""
-UNKNOWN = b"application/octet-stream"
+UNKNOWN_CONTENT_TYPE = b"application/octet-stream"
 USUAL_RATE = 16000
 """Sample rate in Hz of a stream that reports none."""
 _ENDLESS = 0xFFFFFFFF
 
 
 def format_of(head: bytes) -> str:
-    """Return the format of a file by its first bytes, "" for one that is not among `KINDS`."""
+    """Return the format of a file by its first bytes, "" for one that is not among `CONTENT_TYPES`."""
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         return "wav"
     if head[:4] in (b"OggS", b"fLaC"):
@@ -297,8 +299,8 @@ def wav_head(rate: int) -> bytes:
 
 LONGEST_INPUT = 64 * 1024
 """Limit on the input in characters."""
-REFUSED = {"stream_format": "`stream` sends sound as it is made"}
-_HEAD = 16
+UNSUPPORTED_FIELDS = {"stream_format": "`stream` sends sound as it is made"}
+_HEAD_BYTES = 16
 _RATES = range(1000, 400_000)
 _Phrase = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -337,20 +339,20 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spok
             return tuple(node_header(request)) if has_node_header else ()
 
         if body.stream:
-            kind = KINDS[body.response_format or "wav"]
+            kind = CONTENT_TYPES[body.response_format or "wav"]
             return ByteStream(
                 _stream_speech(request, call, body.response_format != "pcm"),
                 lambda: [(b"content-type", kind), *headers()],
             )
         file = await _synthesize(request, call)
-        format_name = format_of(file.read(_HEAD))
+        format_name = format_of(file.read(_HEAD_BYTES))
         if body.response_format not in (None, format_name):
             file.close()
             actual_format = format_name or "another format"
             raise InvalidInput(
                 f"response_format: this model's engine makes {actual_format}", field="response_format"
             )
-        return FileAnswer(file, KINDS.get(format_name, UNKNOWN), headers())
+        return FileAnswer(file, CONTENT_TYPES.get(format_name, UNKNOWN_CONTENT_TYPE), headers())
 
     return answer
 
@@ -358,7 +360,7 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spok
 def parse_request(fields: Mapping[str, Any]) -> SpeechBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     if fields.get("stream_format") != "audio":
-        openai_common.refuse_fields(fields, REFUSED)
+        openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, SpeechBody)
     # Engines read such a voice from their own file system.
     if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or "://" in body.voice):

@@ -139,7 +139,7 @@ def collect_blocks(deltas: Iterable[TextDelta]) -> list[Block]:
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; of a truncated response those that are there."""
-    for candidate in (text, _completed(text)):
+    for candidate in (text, _close_truncated_json(text)):
         try:
             value = orjson.loads(candidate)
         except orjson.JSONDecodeError:
@@ -154,7 +154,7 @@ _LONGEST_END = 2000
 """Characters in which that end is looked for."""
 
 
-def _completed(text: str) -> str:
+def _close_truncated_json(text: str) -> str:
     """Return truncated JSON with its brackets closed, without the member whose value is missing."""
     closing: list[str] = []
     is_text = is_escaped = False

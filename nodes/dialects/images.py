@@ -30,7 +30,7 @@ USUAL_SIZE, SMALLEST, LARGEST = 512, 16, 4096
 USUAL_STEPS = 15
 """The reference's default number of steps."""
 _LARGEST_SEED = 2**31 - 1
-REFUSED = {
+UNSUPPORTED_FIELDS = {
     "file": "images to begin from are not accepted",
     "image": "images to begin from are not accepted",
     "mask": "images to begin from are not accepted",
@@ -107,7 +107,7 @@ async def generate(request: InferenceRequest) -> Answer:
 
 def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     if fields.get("response_format") == "url":
         raise InvalidInput(
             "response_format: no images are kept to link to; ask for b64_json", field="response_format"

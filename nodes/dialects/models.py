@@ -35,7 +35,7 @@ MODEL_PREFIX = "/v1/models/"
 """Path prefix of one model; the name after it may contain `/`."""
 
 
-_NEVER = "9999-12-31T00:00:00Z"
+_NEVER_EXPIRES = "9999-12-31T00:00:00Z"
 
 
 class ModelBody(ResponseBody, kw_only=True):
@@ -96,7 +96,7 @@ class DefinedModel(OllamaModel, kw_only=True):
 
 class LoadedModel(OllamaModel, kw_only=True):
     size_vram: int
-    expires_at: str = _NEVER
+    expires_at: str = _NEVER_EXPIRES
 
 
 class TagsResponse(ResponseBody):
@@ -262,7 +262,7 @@ def _details(definition: Definition) -> ModelDetails:
     )
 
 
-REFUSED_VERBS = {
+REFUSED_PATHS = {
     "push": "Publish a model",
     "blobs/{digest}": "Upload a file of a model",
 }
@@ -292,11 +292,11 @@ class LoadBody(msgspec.Struct, frozen=True):
     def is_unload(self) -> bool:
         """True if the model is to be unloaded: 0, also as a duration in Go's form, such as `0m`."""
         if isinstance(self.keep_alive, str):
-            return bool(_NO_TIME.fullmatch(self.keep_alive.strip()))
+            return bool(_ZERO_DURATION.fullmatch(self.keep_alive.strip()))
         return self.keep_alive == 0
 
 
-_NO_TIME = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h))+)")
+_ZERO_DURATION = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h))+)")
 
 
 async def refuse(request: InferenceRequest) -> Answer:

@@ -195,7 +195,7 @@ class GenerateBody(_Body, kw_only=True, frozen=True):
     raw: bool | None = None
 
 
-REFUSED = {
+UNSUPPORTED_FIELDS = {
     "context": "nothing is kept; send the conversation to /api/chat",
     "suffix": "no engine here fills in a middle",
     "template": "the template is the model's own, or its definition's",
@@ -218,7 +218,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
 
 def parse_generate(fields: Mapping[str, Any]) -> Generation:
     """Parse one prompt; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, GenerateBody)
     if body.raw:
         if body.images:

@@ -110,7 +110,7 @@ class ChatResponse(ResponseBody, kw_only=True):
     usage: UsageBody
 
 
-REFUSED_IN_CHAT = {
+UNSUPPORTED_IN_CHAT = {
     "audio": "no engine here answers with sound",
     "functions": "replaced by `tools`",
     "function_call": "replaced by `tool_choice`",
@@ -120,7 +120,7 @@ REFUSED_IN_CHAT = {
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED_IN_CHAT)
+    openai_common.refuse_fields(fields, UNSUPPORTED_IN_CHAT)
     body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
@@ -236,7 +236,9 @@ class ChatChunks(CompletionEvents):
         if content := self._content(delta):
             chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
         if delta.finish:
-            if _default_arguments(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
+            if _default_arguments(delta.finish) and (
+                missing_calls := self._default_missing_arguments(delta.choice)
+            ):
                 chunks.append(self._choice_chunk(delta.choice, {"tool_calls": missing_calls}))
             chunks.append(self._choice_chunk(delta.choice, {}, finish=delta.finish))
             chunks += self._end_choice(delta)
@@ -263,7 +265,7 @@ class ChatChunks(CompletionEvents):
             call |= {"id": piece.id or _call_id(self._head, choice, piece), "type": "function"}
         return call
 
-    def _without_arguments(self, choice: int) -> list[dict[str, Any]]:
+    def _default_missing_arguments(self, choice: int) -> list[dict[str, Any]]:
         indices = [
             index
             for (call_choice, index), has_arguments in self._calls.items()
@@ -323,14 +325,14 @@ class CompletionResponse(ResponseBody, kw_only=True):
     usage: UsageBody
 
 
-REFUSED_IN_COMPLETIONS = {
+UNSUPPORTED_IN_COMPLETIONS = {
     "suffix": "no engine here fills in a middle",
 }
 
 
 def parse_completion(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED_IN_COMPLETIONS)
+    openai_common.refuse_fields(fields, UNSUPPORTED_IN_COMPLETIONS)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
             "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
@@ -361,7 +363,7 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
     )
 
 
-def _echoed(request: Generation, choice: int) -> str:
+def _echoed_prompt(request: Generation, choice: int) -> str:
     """Return the prompt that the text of this choice begins with; "" unless the client wants it."""
     prompt = request.prompts[choice // request.n] if request.echo else ""
     return prompt if isinstance(prompt, str) else ""
@@ -386,7 +388,7 @@ def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     choices = [
         CompletionChoice(
             index=index,
-            text=_echoed(request, index) + choice.text,
+            text=_echoed_prompt(request, index) + choice.text,
             logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
@@ -437,7 +439,7 @@ class CompletionChunks(CompletionEvents):
         text = delta.text
         if delta.choice not in self._started_choices:
             self._started_choices.add(delta.choice)
-            text = _echoed(self._head.generation, delta.choice) + text
+            text = _echoed_prompt(self._head.generation, delta.choice) + text
         choice = {
             "index": delta.choice,
             "text": text,

@@ -141,7 +141,7 @@ _UNUSED_VALUES: tuple[Any, ...] = (None, False, "", "none", [], {})
 
 
 def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidInput for the first field of `reasons` that asks for its feature."""
+    """Raise InvalidInput for the first field in `reasons` that the request sets to a value that uses it."""
     for name, reason in reasons.items():
         if fields.get(name) not in _UNUSED_VALUES:
             raise wire.field_error(name, reason, "unsupported_parameter")

@@ -18,7 +18,7 @@ from nodes.dialects import ollama
 from nodes.dialects.models import PullBody
 from nodes.downloads.imports import request_import
 from nodes.gateway import gateway
-from nodes.gateway.endpoint import Played, confirm
+from nodes.gateway.endpoint import StreamedAnswer, confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.sources import inspection
@@ -41,7 +41,7 @@ class PullFailed(ClusterError):
     code = "pull_failed"
 
 
-async def pull(request: InferenceRequest) -> Answer | Played:
+async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
     """Respond with success for a defined model; import another one if the caller is an administrator."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), PullBody)

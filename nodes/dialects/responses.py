@@ -25,11 +25,11 @@ from nodes.dialects.openai_messages import (
     encode_json,
 )
 from nodes.dialects.responses_input import (
-    NOTHING,
-    Earlier,
+    NO_STORED_ITEMS,
     FunctionTools,
     Items,
-    Wanted,
+    RequestedChoice,
+    StoredItems,
     collect_images,
     convert_items,
     read_items,
@@ -97,7 +97,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    tool_choice: Wanted = None
+    tool_choice: RequestedChoice = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
@@ -108,18 +108,22 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
 
 
-REFUSED = {
+UNSUPPORTED_FIELDS = {
     "background": "no answer is kept, so it must be waited for",
     "conversation": "no conversations are kept; send the whole one as `input`",
     "prompt": "no prompts are kept; send it as `instructions` and `input`",
     "moderation": "no engine here judges texts",
 }
-REFUSED_WITHOUT_STORE = {"previous_response_id": "nothing is kept; send the whole conversation as `input`"}
+UNSUPPORTED_WITHOUT_STORE = {
+    "previous_response_id": "nothing is kept; send the whole conversation as `input`"
+}
 
 
-def parse_request(fields: Mapping[str, Any], earlier: Earlier = NOTHING) -> Generation:
+def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_ITEMS) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED if earlier.is_kept else REFUSED | REFUSED_WITHOUT_STORE)
+    openai_common.refuse_fields(
+        fields, UNSUPPORTED_FIELDS if earlier.is_kept else UNSUPPORTED_FIELDS | UNSUPPORTED_WITHOUT_STORE
+    )
     known_fields = {**fields, "input": without_unknown(fields.get("input"))}
     body = wire.parse_struct(known_fields, ResponsesBody)
     tools = FunctionTools(body.tools or ())

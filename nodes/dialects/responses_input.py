@@ -81,29 +81,29 @@ _REQUIRED_FIELDS = {
     "item_reference": ("id",),
 }
 _USED_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-_KNOWN = frozenset({*_REQUIRED_FIELDS, *_USED_TYPES})
-_RESULTS = ("_output", "_response")
-"""Ends of the types of items with which a client answers a model."""
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_THOUGHT = "rs_"
-"""Beginning of the id of a thought, which a conversation may lack."""
+_KNOWN_TYPES = frozenset({*_REQUIRED_FIELDS, *_USED_TYPES})
+_RESULT_SUFFIXES = ("_output", "_response")
+"""Suffixes of the types of items that hold the result of a tool call."""
+_TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_THOUGHT_ID_PREFIX = "rs_"
+"""Prefix of the ids of thoughts. A conversation may omit thoughts."""
 
-_KEEPS_NOTHING = "nothing is kept here; send the item itself (clients do with `store: false`)"
+_NO_STORE_MESSAGE = "nothing is kept here; send the item itself (clients do with `store: false`)"
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """Stored items that a request refers to, as they were sent and rendered."""
+class StoredItems:
+    """The stored input and output items that a request refers to."""
 
     is_kept: bool = False
     """True if responses are stored for this caller."""
     items: Sequence[Mapping[str, Any]] = ()
     """The conversation that `previous_response_id` continues."""
     by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Items of other responses that the input refers to."""
+    """Items of other responses that the input refers to, by their ids."""
 
 
-NOTHING = Earlier()
+NO_STORED_ITEMS = StoredItems()
 
 
 class InputEntry(NamedTuple):
@@ -114,33 +114,33 @@ class InputEntry(NamedTuple):
 
 
 def without_unknown(input_items: Any) -> Any:
-    """Return the input of a request with nothing but the type of items of other types.
+    """Return the input of a request; each item of an unknown type is reduced to its type.
 
-    Such items may have fields of the same names in other forms.
+    Unknown types may use the same field names with other meanings.
     """
     if not isinstance(input_items, list):
         return input_items
     return [
         {"type": item["type"]}
-        if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in _KNOWN
+        if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in _KNOWN_TYPES
         else item
         for item in input_items
     ]
 
 
-def read_items(input_items: str | Sequence[Item], earlier: Earlier = NOTHING) -> list[InputEntry]:
-    """Return the items that a model can read, earlier ones first; raise InvalidInput for a wrong one.
+def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STORED_ITEMS) -> list[InputEntry]:
+    """Return the items that a model can read, stored items first; raise InvalidInput for a wrong item.
 
     Calls of free-form tools become calls of functions.
     """
-    entries = [InputEntry("previous_response_id", _stored(item)) for item in earlier.items]
+    entries = [InputEntry("previous_response_id", _parse_stored_item(item)) for item in earlier.items]
     if isinstance(input_items, str):
         entries.append(InputEntry("input", Item(role="user", content=input_items)))
     else:
         entries += _resolve(input_items, earlier)
     if len(entries) > MOST_MESSAGES:
         raise field_error("input", f"at most {MOST_MESSAGES} items with the earlier ones", _TOO_MANY)
-    readable = list(_readable(entries))
+    readable = list(_select_readable(entries))
     _check_results(readable)
     return readable
 
@@ -148,14 +148,15 @@ def read_items(input_items: str | Sequence[Item], earlier: Earlier = NOTHING) ->
 _TOO_MANY = "array_above_max_length"
 
 
-def _stored(item: Mapping[str, Any]) -> Item:
+def _parse_stored_item(item: Mapping[str, Any]) -> Item:
     return msgspec.convert(item, Item)
 
 
-def _resolve(items: Sequence[Item], earlier: Earlier) -> Iterator[InputEntry]:
-    """Yield the items with stored ones in place of references.
+def _resolve(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
+    """Yield the items; replace each reference by its stored item.
 
-    A reference is left out if its item is in the conversation anyway, or is a thought that something follows.
+    A reference is left out if its item is in the conversation anyway, or if it refers to a thought that is
+    not stored and another item follows. Raise InvalidInput for any other reference without a stored item.
     """
     present = {item.id for item in items if item.type != "item_reference"}
     present |= {item.get("id") for item in earlier.items}
@@ -166,14 +167,18 @@ def _resolve(items: Sequence[Item], earlier: Earlier) -> Iterator[InputEntry]:
         elif item.id in present:
             continue
         elif item.id in earlier.by_id:
-            yield InputEntry(path, _stored(earlier.by_id[item.id]))
-        elif not item.id.startswith(_THOUGHT) or number == len(items) - 1:
-            reason = "no stored item has this id" if earlier.is_kept else _KEEPS_NOTHING
+            yield InputEntry(path, _parse_stored_item(earlier.by_id[item.id]))
+        elif not item.id.startswith(_THOUGHT_ID_PREFIX) or number == len(items) - 1:
+            reason = "no stored item has this id" if earlier.is_kept else _NO_STORE_MESSAGE
             raise field_error(path, f"{item.id[:100]}: {reason}")
 
 
-def _readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
-    """Yield the items that a model can read; raise InvalidInput for one that is incomplete or matters."""
+def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
+    """Yield the items that a model can read.
+
+    Raise InvalidInput for an incomplete item, and for an unreadable result of a tool call that no message
+    follows.
+    """
     unread_result = ""
     for path, item in entries:
         for name in _REQUIRED_FIELDS.get(item.type, ()):
@@ -185,7 +190,7 @@ def _readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
         elif item.type == "custom_tool_call_output":
             item = msgspec.structs.replace(item, type="function_call_output")
         elif item.type not in _USED_TYPES:
-            unread_result = path if item.type.endswith(_RESULTS) else unread_result
+            unread_result = path if item.type.endswith(_RESULT_SUFFIXES) else unread_result
             continue
         if item.type == "message":
             unread_result = ""
@@ -197,7 +202,7 @@ def _readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
 
 
 def _check_parts(item: Item, path: str) -> None:
-    """Raise InvalidInput for a part that no model here can read, unless a model has written it."""
+    """Raise InvalidInput for a part that no model can read; parts in the model's own messages are allowed."""
     if item.type == "reasoning" or item.role == "assistant":
         return
     for name, content in (("content", item.content), ("output", item.output)):
@@ -205,19 +210,21 @@ def _check_parts(item: Item, path: str) -> None:
             part_path = f"{path}.{name}[{index}]"
             if part.type == "input_file":
                 _file_text(part, part_path)
-            elif part.type not in (*_TEXTS, "refusal", "input_image"):
+            elif part.type not in (*_TEXT_PART_TYPES, "refusal", "input_image"):
                 kind = part.type[:64]
                 raise field_error(f"{part_path}.type", f"no model here reads {kind!r}", "unsupported_value")
 
 
-_PLAIN = re.compile(r"data:(text/[a-z0-9.+-]+|application/json)(;charset=utf-8)?;base64", re.IGNORECASE)
+_TEXT_FILE_HEAD = re.compile(
+    r"data:(text/[a-z0-9.+-]+|application/json)(;charset=utf-8)?;base64", re.IGNORECASE
+)
 
 
 def _file_text(part: Content, path: str) -> str:
     """Return the text of a file inside the request; raise InvalidInput for any other file."""
     head, _, data = (part.file_data or "").partition(",")
     try:
-        if not _PLAIN.fullmatch(head):
+        if not _TEXT_FILE_HEAD.fullmatch(head):
             raise ValueError
         text = base64.b64decode(data, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -227,7 +234,7 @@ def _file_text(part: Content, path: str) -> str:
 
 
 def _check_results(entries: Iterable[InputEntry]) -> None:
-    """Raise InvalidInput if an item is the output of a tool call that no earlier item contains."""
+    """Raise InvalidInput for the result of a tool call if no item before it has the call."""
     calls = set()
     for path, item in entries:
         if item.type == "function_call":
@@ -255,7 +262,10 @@ def convert_items(instructions: str | None, entries: Sequence[InputEntry]) -> It
 
 
 def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
-    """Return True if the item starts a new response: in one response only thoughts may precede a message."""
+    """Return True if the item starts a new response.
+
+    Within one response, only thoughts may precede a message.
+    """
     return item.type == "message" and any(previous_item.type != "reasoning" for previous_item in answer)
 
 
@@ -294,7 +304,7 @@ def _part_text(part: Content) -> str | None:
 
 
 def collect_images(entries: Sequence[InputEntry]) -> tuple[str, ...]:
-    """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
+    """Return the base64 data of the images; raise InvalidInput for a broken image or an image URL."""
     return tuple(
         openai_messages.parse_image_url(part.image_url or "", f"{path}.{name}[{index}]")
         for path, item in entries
@@ -331,19 +341,20 @@ class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: Annotated[list[AllowedTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
 
 
-Wanted = Literal["none", "auto", "required"] | FlatChoice | None
+RequestedChoice = Literal["none", "auto", "required"] | FlatChoice | None
 
 
 class FunctionTools:
-    """The functions among the tools of a request; those of a namespace by a name of their own.
+    """The functions among the tools of a request.
 
-    Other tools run on OpenAI's servers and are left out, unless none is left or one of them is required.
+    Each function of a namespace gets a name that is unique in the request. Tools of other types are left out,
+    because they run on OpenAI's servers.
     """
 
     def __init__(self, listed: Sequence[Mapping[str, Any]]) -> None:
         self.functions: list[Tool] = []
         self.namespaces: dict[str, tuple[str, str]] = {}
-        """Name of a function -> its namespace and its name there."""
+        """Function name in the request -> the namespace and the name in it."""
         self.others: list[str] = []
         namespaces: list[tuple[Mapping[str, Any], str]] = []
         for number, tool in enumerate(listed):
@@ -379,7 +390,7 @@ class FunctionTools:
             self._add_function(msgspec.structs.replace(function, name=name))
 
     def _free_name(self, space: str, name: str) -> str:
-        """Return a name for a function of a namespace that no other function has."""
+        """Return a name for a function of a namespace that no other function in the request has."""
         taken = {tool.function.name for tool in self.functions}
         if name not in taken:
             return name
@@ -392,10 +403,10 @@ class FunctionTools:
             Tool(Function(function.name, function.description, function.parameters, function.strict))
         )
 
-    def choose(self, wanted: Wanted) -> tuple[Sequence[Tool], Choice | None]:
+    def choose(self, wanted: RequestedChoice) -> tuple[Sequence[Tool], Choice | None]:
         """Return the functions that may be called, and the choice in OpenAI's older form.
 
-        Raises InvalidInput for a tool that is left out.
+        Raises InvalidInput if the request has tools but no function, or requires a tool that is left out.
         """
         if self.others and not self.functions and wanted != "none":
             kinds = ", ".join(sorted(set(self.others)))[:100]
@@ -403,15 +414,15 @@ class FunctionTools:
         if not isinstance(wanted, FlatChoice):
             return self.functions, wanted
         if wanted.type == "allowed_tools":
-            return self._allowed(wanted)
+            return self._allowed_functions(wanted)
         if wanted.type != "function" or wanted.name is None:
             message = f"a tool of the type {wanted.type[:64]} cannot be run here"
             raise field_error("tool_choice", message, "unsupported_value")
         names = self._names_of(wanted.name)
         return self.functions, ForcedTool(FunctionName(names[0] if names else wanted.name))
 
-    def _allowed(self, wanted: FlatChoice) -> tuple[Sequence[Tool], Choice | None]:
-        """Return the allowed functions; with the mode `auto` there may be none."""
+    def _allowed_functions(self, wanted: FlatChoice) -> tuple[Sequence[Tool], Choice | None]:
+        """Return the functions that the request allows; with the mode `auto` there may be none."""
         if wanted.mode is None or not wanted.tools:
             raise field_error("tool_choice", "`allowed_tools` needs `mode` and `tools`")
         allowed = set()
@@ -426,7 +437,11 @@ class FunctionTools:
         return functions, wanted.mode if functions else "none"
 
     def _names_of(self, name: str) -> list[str]:
-        """Return the client function's name, else the names in namespaces that have it as short name."""
+        """Return the names of the functions that `name` may mean.
+
+        A function outside namespaces takes precedence over the functions that have this name in their
+        namespaces.
+        """
         inner = [known for known, (_, short_name) in self.namespaces.items() if short_name == name]
         own = [tool.function.name for tool in self.functions if tool.function.name == name]
         return own or inner

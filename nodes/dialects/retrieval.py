@@ -34,8 +34,8 @@ MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
 TRUNCATE = "truncate"
 """Request metadata: `false` if an engine must refuse a text that is longer than the model reads."""
-AT_ONCE = 8
-"""Limit on the concurrent texts of one request on its replica."""
+CONCURRENT_TEXTS = 8
+"""Maximum number of parallel calls of one request on its replica; each call has one text."""
 
 
 class WrongDimensions(InvalidInput):
@@ -164,14 +164,17 @@ async def _call_replica(
 async def _call_engine(
     engine: BackendClient, options: PredictOptions, texts: Sequence[Input], deadline: float
 ) -> Sequence[EmbeddingResult]:
-    """Make one call for each text, up to `AT_ONCE` concurrently; the first failure cancels the others."""
+    """Make one call for each text, up to `CONCURRENT_TEXTS` at a time.
+
+    The first failure cancels the other calls.
+    """
     if len(texts) == 1:
         return [await _call(engine, options, texts[0], deadline)]
     results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)
     waiting = iter(enumerate(texts))
     callers = [
         asyncio.ensure_future(_call_each(engine, options, waiting, results, deadline))
-        for _ in range(min(AT_ONCE, len(texts)))
+        for _ in range(min(CONCURRENT_TEXTS, len(texts)))
     ]
     try:
         await asyncio.gather(*callers)

@@ -47,7 +47,7 @@ class Envelope:
 OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
 ANTHROPIC = Envelope(anthropic.render_error, anthropic.AnthropicErrorBody)
 OLLAMA = Envelope(ollama.render_error, ollama.OllamaErrorBody)
-ERRORS = (400, 401, 403, 404, 413, 429, 500, 503)
+ERROR_STATUSES = (400, 401, 403, 404, 413, 429, 500, 503)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Route:
     """Content types of responses beside JSON."""
     description: str = ""
     meaning: str = "The answer."
-    errors: tuple[int, ...] = ERRORS
+    errors: tuple[int, ...] = ERROR_STATUSES
     is_shared: bool = False
     """True if clients of Anthropic's API use the route too, in their own form."""
     others: tuple["Route", ...] = ()
@@ -107,7 +107,7 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
     return answer
 
 
-def _read(
+def _reading_route(
     name: str, summary: str, handler: Handler, response: type[wire.ResponseBody], **others: Any
 ) -> Route:
     """Return a route that shows something."""
@@ -116,15 +116,15 @@ def _read(
     )
 
 
-def _speech(name: str, summary: str, *, has_node_header: bool) -> Route:
+def _speech_route(name: str, summary: str, *, has_node_header: bool) -> Route:
     return Route(
         name=name,
         summary=summary,
         handler=audio.speech(has_node_header=has_node_header),
         limit=wire.MAX_BODY,
         body=audio.SpeechBody,
-        other_kinds=_SOUNDS,
-        description=_SPEAK,
+        other_kinds=_AUDIO_CONTENT_TYPES,
+        description=_SPEECH_DESCRIPTION,
     )
 
 
@@ -147,15 +147,17 @@ _OLLAMA_STREAM = (
     " with `error`. Without a prompt or message the model is loaded, with `keep_alive` 0 unloaded, which only"
     " administrators may do; otherwise `keep_alive` and options about loading are ignored."
 )
-UNPROVED = "Tried with scripted engines only, so far with no real one."
+UNPROVED_NOTE = "Tried with scripted engines only, so far with no real one."
 """Part of each description: the examples have no engine for audio or images."""
-_SPEAK = (
+_SPEECH_DESCRIPTION = (
     "The engine's sound, not converted. With `stream` it is sent while it is made; what fails"
-    " after the first byte ends the connection. " + UNPROVED
+    " after the first byte ends the connection. " + UNPROVED_NOTE
 )
-_SOUNDS = tuple(kind.decode() for kind in dict.fromkeys((*audio.KINDS.values(), audio.UNKNOWN)))
+_AUDIO_CONTENT_TYPES = tuple(
+    kind.decode() for kind in dict.fromkeys((*audio.CONTENT_TYPES.values(), audio.UNKNOWN_CONTENT_TYPE))
+)
 
-_WITH_PREFIX: Mapping[str, Route] = {
+_V1_ROUTES: Mapping[str, Route] = {
     "/chat/completions": Route(
         name="create_chat_completion",
         summary="Answer a conversation",
@@ -183,7 +185,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
         other_kinds=_EVENTS,
         description=_RESPONSES_STREAM,
     ),
-    "/responses/{response_id}": _read(
+    "/responses/{response_id}": _reading_route(
         "get_response",
         "Show a stored response",
         stored_responses.show,
@@ -257,7 +259,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
         meaning="The vectors.",
         errors=(400, 401, 403, 404, 429, 500, 503),
     ),
-    "/models": _read(
+    "/models": _reading_route(
         "list_models",
         "List models",
         models.list_models,
@@ -276,9 +278,11 @@ _WITH_PREFIX: Mapping[str, Route] = {
         response=audio.TranscriptResponse,
         other_kinds=("text/plain", "application/x-subrip", "text/vtt", *_EVENTS),
         description="The file is read by the model's engine. With `stream`, server-sent events: pieces, then"
-        " all of the text, then `data: [DONE]`. " + UNPROVED,
+        " all of the text, then `data: [DONE]`. " + UNPROVED_NOTE,
     ),
-    "/audio/speech": _speech("create_speech", "Say a text as OpenAI's clients ask", has_node_header=True),
+    "/audio/speech": _speech_route(
+        "create_speech", "Say a text as OpenAI's clients ask", has_node_header=True
+    ),
     "/images/generations": Route(
         name="create_images",
         summary="Make images",
@@ -286,7 +290,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
         limit=wire.MAX_BODY,
         body=images.ImagesBody,
         response=images.ImagesResponse,
-        description=f"One after the other, each with the next seed. {UNPROVED}",
+        description=f"One after the other, each with the next seed. {UNPROVED_NOTE}",
     ),
 }
 """Routes under `/v1` and without this prefix."""
@@ -300,7 +304,7 @@ _OTHER_ROUTES: dict[str, Route] = {
         response=retrieval.CohereRerankResponse,
         description="The most relevant one first, without its text.",
     ),
-    models.MODEL_PREFIX + "{model}": _read(
+    models.MODEL_PREFIX + "{model}": _reading_route(
         "get_model",
         "Show one model",
         models.show_model,
@@ -309,7 +313,7 @@ _OTHER_ROUTES: dict[str, Route] = {
         meaning="The model.",
         errors=(401, 403, 404, 429, 500, 503),
     ),
-    "/tts": _speech("speak", "Say a text", has_node_header=False),
+    "/tts": _speech_route("speak", "Say a text", has_node_header=False),
     "/api/chat": Route(
         name="ollama_chat",
         summary="Answer a conversation (Ollama)",
@@ -357,7 +361,7 @@ _OTHER_ROUTES: dict[str, Route] = {
         body=models.ShowBody,
         response=models.ShowResponse,
     ),
-    "/api/tags": _read(
+    "/api/tags": _reading_route(
         "ollama_tags",
         "List models (Ollama)",
         models.tags,
@@ -365,7 +369,7 @@ _OTHER_ROUTES: dict[str, Route] = {
         envelope=OLLAMA,
         description="What is defined, loaded or not. `size` is that of the files that are there.",
     ),
-    "/api/ps": _read(
+    "/api/ps": _reading_route(
         "ollama_ps",
         "List loaded models (Ollama)",
         models.running,
@@ -373,7 +377,7 @@ _OTHER_ROUTES: dict[str, Route] = {
         envelope=OLLAMA,
         description="`size` is what all replicas of a model were given.",
     ),
-    "/api/version": _read(
+    "/api/version": _reading_route(
         "ollama_version",
         "Show the version of Ollama's API",
         models.version,
@@ -409,7 +413,7 @@ def _admin_route(
         envelope=OLLAMA,
         body=body,
         response=models.StatusResponse,
-        errors=(*ERRORS, *others.pop("more_errors", (409,))),
+        errors=(*ERROR_STATUSES, *others.pop("more_errors", (409,))),
         **others,
     )
 
@@ -456,7 +460,7 @@ _OTHER_ROUTES |= {
     ),
     **{
         f"/api/{verb}": _refused_route(f"ollama_{verb.partition('/')[0]}", summary, "POST")
-        for verb, summary in models.REFUSED_VERBS.items()
+        for verb, summary in models.REFUSED_PATHS.items()
     },
 }
 _OTHER_ROUTES["/api/blobs/{digest}"] = replace(
@@ -465,8 +469,8 @@ _OTHER_ROUTES["/api/blobs/{digest}"] = replace(
 )
 
 ROUTES: Mapping[str, Route] = {
-    **{f"/v1{path}": route for path, route in _WITH_PREFIX.items()},
-    **_WITH_PREFIX,
+    **{f"/v1{path}": route for path, route in _V1_ROUTES.items()},
+    **_V1_ROUTES,
     **_OTHER_ROUTES,
 }
 """Every inference route by its path, an OpenAPI template."""

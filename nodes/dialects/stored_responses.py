@@ -27,7 +27,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects import blocks, responses
 from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.dialects.openai_messages import MOST_MESSAGES
-from nodes.dialects.responses_input import NOTHING, Earlier
+from nodes.dialects.responses_input import NO_STORED_ITEMS, StoredItems
 from nodes.gateway import streams
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.generation import Head, TextDelta
@@ -40,25 +40,25 @@ MOST_RESPONSES = 10_000
 """Limit on the stored responses of a key."""
 MOST_EARLIER = 1000
 """Limit on the responses of one conversation."""
-RENEWED_AFTER = 0.1
+RENEWAL_FRACTION = 0.1
 """Share of the retention after which a use of a response is recorded again."""
-_ROW = 300
+_ROW_BYTES = 300
 """Bytes of a row besides its contents, with its entries in the indexes."""
-_RESPONSE = "resp_"
-_FOUND = "r.owner = %(owner)s AND r.used_at >= %(since)s"
+_ID_PREFIX = "resp_"
+_VISIBLE_ROW = "r.owner = %(owner)s AND r.used_at >= %(since)s"
 # A chain ends with its first response, at a gap, or with the first row that makes it too large, whose
 # contents are not read. Responses that items are taken from come with it, the newest as far as they fit.
 _LOAD = f"""
 WITH RECURSIVE chain AS (
     SELECT r.id, r.previous_id, r.size::bigint AS total, 1 AS depth
-    FROM stored_responses r WHERE r.id = %(previous)s AND {_FOUND}
+    FROM stored_responses r WHERE r.id = %(previous)s AND {_VISIBLE_ROW}
   UNION ALL
     SELECT r.id, r.previous_id, chain.total + r.size, chain.depth + 1
-    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_FOUND}
+    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_VISIBLE_ROW}
     WHERE chain.total <= %(bytes)s AND chain.depth < %(rows)s
 ), named AS (
     SELECT r.id, sum(r.size) OVER (ORDER BY r.created_at DESC, r.id) AS total
-    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_FOUND}
+    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_VISIBLE_ROW}
 )
 SELECT chain.depth, r.id, r.previous_id,
     CASE WHEN chain.total <= %(bytes)s THEN r.input END, CASE WHEN chain.total <= %(bytes)s THEN r.output END
@@ -92,8 +92,8 @@ DELETE FROM stored_responses WHERE id IN (
     ) ORDER BY id FOR UPDATE SKIP LOCKED
 )
 """
-_SHOW = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_FOUND}"
-_DELETE = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_FOUND}"
+_SHOW = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW}"
+_DELETE = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW}"
 
 
 class DeletedResponse(ResponseBody, kw_only=True):
@@ -121,19 +121,19 @@ class Store:
         """Return the parameters of a statement."""
         return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
 
-    async def load(self, fields: Mapping[str, Any]) -> "Loaded":
+    async def load(self, fields: Mapping[str, Any]) -> "StoredContext":
         """Return the responses that the request refers to, with one statement if there are any."""
         previous, references = fields.get("previous_response_id"), _references(fields.get("input"))
         previous = previous if isinstance(previous, str) else ""
         # An item's id begins with that of its response.
-        named = {f"{_RESPONSE}{parts[1]}" for name in references if len(parts := name.split("_")) == 3}
+        named = {f"{_ID_PREFIX}{parts[1]}" for name in references if len(parts := name.split("_")) == 3}
         if not previous and not named:
-            return Loaded(Earlier(is_kept=True))
+            return StoredContext(StoredItems(is_kept=True))
         parameters = self.parameters(
             clock.now(), previous=previous, named=sorted(named), bytes=LARGEST_BODY, rows=MOST_EARLIER
         )
         with _reachable():
-            rows = await database_pool.shared().rows(_LOAD, parameters)
+            rows = await database_pool.shared().fetch_rows(_LOAD, parameters)
         chain = [row[1:] for row in rows if row[0]]
         if previous:
             _check_chain(previous, chain)
@@ -145,14 +145,14 @@ class Store:
             for item in (*orjson.loads(input_items), *orjson.loads(output_items))
         ]
         used = tuple(sorted({row[1] for row in rows}))
-        return Loaded(Earlier(is_kept=True, items=items, by_id=by_id), used)
+        return StoredContext(StoredItems(is_kept=True, items=items, by_id=by_id), used)
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The items that a request refers to, and the ids of their responses."""
+class StoredContext:
+    """The stored items that a request refers to, and the ids of the responses that contain them."""
 
-    earlier: Earlier = NOTHING
+    earlier: StoredItems = NO_STORED_ITEMS
     used: tuple[str, ...] = ()
 
 
@@ -206,7 +206,7 @@ class Record:
         response = responses.final_response(head, blocks.collect_blocks(deltas), deltas[-1])
         output = wire.encode(response.pop("output"))
         response_json = wire.encode(response)
-        size = _ROW + len(self.input) + len(output) + len(response_json)
+        size = _ROW_BYTES + len(self.input) + len(output) + len(response_json)
         now, space = clock.now(), conf.cluster().response_space
         if size > min(space, LARGEST_BODY):
             self.echo["store"] = False
@@ -220,7 +220,7 @@ class Record:
             output=output,
             response=response_json,
             used=list(self.used),
-            renewed=now - self.store.retention * RENEWED_AFTER,
+            renewed=now - self.store.retention * RENEWAL_FRACTION,
             space=space,
             most=MOST_RESPONSES,
         )
@@ -232,7 +232,7 @@ class Record:
             self.echo["store"] = False
 
 
-def _input_items(fields: Mapping[str, Any], earlier: Earlier) -> bytes:
+def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
     """Return the items of the request as JSON, with stored items in place of references to them."""
     given = fields["input"]
     if isinstance(given, str):
@@ -247,7 +247,7 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
     """Answer a conversation; store the response unless the request says otherwise."""
     fields = wire.parse_json_object(request.body)
     store = Store.of(request)
-    loaded = await store.load(fields) if store else Loaded()
+    loaded = await store.load(fields) if store else StoredContext()
     generation = responses.parse_request(fields, loaded.earlier)
     identity, keep = request.request_id, None
     if store and generation.echo["store"]:
@@ -262,7 +262,7 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
 
 async def show(request: InferenceRequest) -> Answer:
     """Respond with a stored response."""
-    rows = await _run(request, lambda parameters: database_pool.shared().rows(_SHOW, parameters))
+    rows = await _run(request, lambda parameters: database_pool.shared().fetch_rows(_SHOW, parameters))
     if not rows:
         raise _not_found(request)
     response, output = rows[0]

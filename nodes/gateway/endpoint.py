@@ -54,39 +54,39 @@ class TooLarge(ClusterError):
     code = "request_too_large"
 
 
-class Played(Protocol):
+class StreamedAnswer(Protocol):
     """An answer that is sent while it is produced or read."""
 
     async def play(self, send: Send) -> tuple[int, bytes]:
         """Send the answer; return its status and the last piece of the body, which the caller sends."""
 
 
-Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
+Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
 
 
-class _Unanswered(CancelScope):
+class _AnswerScope(CancelScope):
     """The work on one answer, which `end_all` ends."""
 
     def __enter__(self) -> Self:
-        _unanswered.add(self)
+        _answer_scopes.add(self)
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _unanswered.discard(self)
+        _answer_scopes.discard(self)
         super().__exit__(kind)
 
 
-_unanswered: set[_Unanswered] = set()
+_answer_scopes: set[_AnswerScope] = set()
 
 
-def until_stop() -> CancelScope:
+def cancel_on_stop() -> CancelScope:
     """Return a block that raises Unavailable when `end_all` ends it."""
-    return _Unanswered()
+    return _AnswerScope()
 
 
 def end_all() -> None:
     """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
-    for scope in list(_unanswered):
+    for scope in list(_answer_scopes):
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 
 
@@ -94,7 +94,7 @@ WATCH_DELAY = 0.1
 """Seconds until a request watches for a disconnect: most requests have ended by then and need no task."""
 
 
-class _UntilDisconnected(CancelScope):
+class _CancelOnDisconnect(CancelScope):
     """A block that raises Disconnected when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
@@ -185,7 +185,7 @@ class Endpoint:
             if handler is None:
                 raise MethodNotAllowed(f"only {self.methods} is accepted here")
             await self._read(request, scope, body)
-            with _UntilDisconnected(receive):
+            with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
             answer = refused(error)
@@ -221,7 +221,7 @@ class Endpoint:
         self, request: InferenceRequest, handler: Handler, send: Send
     ) -> Answer | tuple[int, bytes]:
         try:
-            with until_stop():
+            with cancel_on_stop():
                 answer = await handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
@@ -262,7 +262,7 @@ def is_of_anthropic(scope: Scope) -> bool:
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
-_OF_BROWSERS = frozenset({b"cookie", b"origin"})
+_BROWSER_HEADERS = frozenset({b"cookie", b"origin"})
 
 
 def _basic_password(authorization: str) -> str | None:
@@ -276,21 +276,21 @@ def _basic_password(authorization: str) -> str | None:
         return ""
 
 
-def _without_browser(scope: Scope) -> bool:
+def _lacks_browser_headers(scope: Scope) -> bool:
     """Return True if no browser has sent the request on behalf of a page."""
-    return not any(name in _OF_BROWSERS for name, _ in scope["headers"])
+    return not any(name in _BROWSER_HEADERS for name, _ in scope["headers"])
 
 
 async def identify(request: InferenceRequest, scope: Scope) -> None:
     """Set the caller, or a stored key to confirm; raise NotAuthenticated without either."""
     headers = principals.credential_headers(scope)
     password = _basic_password(headers.get("authorization", ""))
-    if password is not None and _without_browser(scope):
+    if password is not None and _lacks_browser_headers(scope):
         headers["authorization"] = f"Bearer {password}"
     credential = principals.read_credential(headers)
     if isinstance(credential, StoredKey):
         request.key_hash = request.key_owner = credential.hash
-    elif credential is None and _without_browser(scope) and _is_admitted(request.client_address):
+    elif credential is None and _lacks_browser_headers(scope) and _is_admitted(request.client_address):
         request.principal = principals.KEYLESS
     elif credential is None:
         if not sessions.has_session(scope):

@@ -124,11 +124,11 @@ class Gateway:
     async def check(self, replica: Replica, error: BackendError) -> None:
         """Exclude the replica from picks if the error or a probe shows that it cannot serve."""
         has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
-        is_dead = isinstance(error, Refused | Lost) and not await self._answers(replica)
+        is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
         if not (has_wrong_model or is_dead):
             return
         try:
-            removed = await self.picker.exclude(replica, strange=has_wrong_model)
+            removed = await self.picker.exclude(replica, has_wrong_model=has_wrong_model)
         except database_pool.UNREACHABLE as unreachable:
             raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
@@ -141,7 +141,7 @@ class Gateway:
         if is_dead:
             self._clients.forget(replica.address, replica.token)
 
-    async def _answers(self, replica: Replica) -> bool:
+    async def _is_responding(self, replica: Replica) -> bool:
         """Return True if the replica's engine responds (R2.13).
 
         Concurrent requests share one call. The result is not cached, because a failure is newer than any
@@ -197,7 +197,7 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
-            if isinstance(error, BackendError) and await self._is_repeated(error):
+            if isinstance(error, BackendError) and await self._can_retry(error):
                 return True
             if isinstance(error, Refused | Lost) and not may_see_nodes(self._request.principal):
                 logger.info("%s at %s: %s", self._replica.model, self._replica.address, error.message)
@@ -206,7 +206,7 @@ class Attempts:
         finally:
             self._gateway.picker.release(self._replica)
 
-    async def _is_repeated(self, error: BackendError) -> bool:
+    async def _can_retry(self, error: BackendError) -> bool:
         replica = self._replica
         await self._gateway.check(replica, error)
         is_lost = isinstance(error, Lost)
@@ -221,7 +221,7 @@ class Attempts:
 
 
 @dataclass
-class _Running:
+class _GatewayResources:
     gateway: Gateway
     heartbeat: ProcessHeartbeat
     clients: ClientPool
@@ -230,7 +230,7 @@ class _Running:
     by_prefix: PrefixService | None = None
 
 
-_running: _Running | None = None
+_running: _GatewayResources | None = None
 
 
 def current() -> Gateway:
@@ -267,7 +267,7 @@ async def start() -> None:
         await by_prefix.start(shared, picker.process_id)
     listener = asyncio.create_task(_listen(wake_ups, prefixes))
     gateway = Gateway(picker, clients, loads, prefixes)
-    _running = _Running(gateway, heartbeat, clients, loads, listener, by_prefix)
+    _running = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
 
 
 async def end_waits() -> None:

@@ -40,7 +40,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequenced:
+class Concatenation:
     """A sequence of parts."""
 
     parts: tuple["Grammar", ...]
@@ -54,7 +54,7 @@ class Alternatives:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class Repetition:
     """From `least` to `most` repetitions of the part; without an upper bound if `most` is None."""
 
     part: "Grammar"
@@ -62,7 +62,7 @@ class Repeated:
     most: int | None = None
 
 
-Grammar = Text | Chars | Reference | Sequenced | Alternatives | Repeated
+Grammar = Text | Chars | Reference | Concatenation | Alternatives | Repetition
 
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
@@ -77,19 +77,19 @@ def to_text(part: Grammar) -> str:
             return f"[{members}]"
         case Reference(name):
             return name
-        case Sequenced(parts):
-            return " ".join(map(_inner, parts)) or '""'
+        case Concatenation(parts):
+            return " ".join(map(_parenthesized_text, parts)) or '""'
         case Alternatives(options):
-            return " | ".join(map(_inner, options))
-        case Repeated(inside, least, most):
-            return f"{_inner(inside)}{_times(least, most)}"
+            return " | ".join(map(_parenthesized_text, options))
+        case Repetition(inside, least, most):
+            return f"{_parenthesized_text(inside)}{_repetition_suffix(least, most)}"
 
 
-def _inner(part: Grammar) -> str:
-    return f"({to_text(part)})" if isinstance(part, Sequenced | Alternatives) else to_text(part)
+def _parenthesized_text(part: Grammar) -> str:
+    return f"({to_text(part)})" if isinstance(part, Concatenation | Alternatives) else to_text(part)
 
 
-def _times(least: int, most: int | None) -> str:
+def _repetition_suffix(least: int, most: int | None) -> str:
     if most is None:
         return "*" if least == 0 else f"{{{least},}}"
     return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"
@@ -112,48 +112,51 @@ beyond the limit are omitted.
 _HEX = Chars("0-9a-fA-F")
 _DIGIT = Chars("0-9")
 _SPACE = Reference("space")
-_COMMA = Sequenced((Text(","), _SPACE))
+_COMMA = Concatenation((Text(","), _SPACE))
 _EMPTY_TEXT = Text("")
 
 
 def _digits(count: int) -> Grammar:
-    return Repeated(_DIGIT, count, count)
+    return Repetition(_DIGIT, count, count)
 
 
 def _quoted(*parts: Grammar) -> Grammar:
-    return Sequenced((Text('"'), *parts, Text('"')))
+    return Concatenation((Text('"'), *parts, Text('"')))
 
 
 def _optional(part: Grammar) -> Grammar:
-    return Repeated(part, 0, 1)
+    return Repetition(part, 0, 1)
 
 
 def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
-    return Sequenced((Text(opening), _SPACE, inside, _SPACE, Text(closing)))
+    return Concatenation((Text(opening), _SPACE, inside, _SPACE, Text(closing)))
 
 
-def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
+def _comma_separated_list(item: Grammar, least: int, most: int | None) -> Grammar:
     """Return a comma-separated list of items."""
     if most == 0:
         return _EMPTY_TEXT
     most = None if most is None else max(most, least)
-    items = Sequenced(
-        (item, Repeated(Sequenced((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1))
+    items = Concatenation(
+        (
+            item,
+            Repetition(Concatenation((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1),
+        )
     )
     return items if least else _optional(items)
 
 
 _DATE = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
 _ZONE = Alternatives(
-    (Text("Z"), Sequenced((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT)))
+    (Text("Z"), Concatenation((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT)))
 )
 _TIME = (
     *(Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT),
-    *(_optional(Sequenced((Text("."), Repeated(_DIGIT, 1, 9)))), _ZONE),
+    *(_optional(Concatenation((Text("."), Repetition(_DIGIT, 1, 9)))), _ZONE),
 )
 _UUID = (
-    *(part for count in (8, 4, 4, 4) for part in (Repeated(_HEX, count, count), Text("-"))),
-    Repeated(_HEX, 12, 12),
+    *(part for count in (8, 4, 4, 4) for part in (Repetition(_HEX, count, count), Text("-"))),
+    Repetition(_HEX, 12, 12),
 )
 _FORMATS: Mapping[str, Grammar] = {
     "date": _quoted(*_DATE),
@@ -161,44 +164,44 @@ _FORMATS: Mapping[str, Grammar] = {
     "date-time": _quoted(*_DATE, Text("T"), *_TIME),
     "uuid": _quoted(*_UUID),
 }
-_WHOLE = Alternatives((Text("0"), Sequenced((Chars("1-9"), Repeated(_DIGIT, 0, 15)))))
-_PLAIN: Mapping[str, Grammar] = {
+_WHOLE_NUMBER = Alternatives((Text("0"), Concatenation((Chars("1-9"), Repetition(_DIGIT, 0, 15)))))
+_COMMON_RULES: Mapping[str, Grammar] = {
     # Bounded: with unlimited white space a small model may emit nothing else until its tokens are used up.
-    "space": _optional(Alternatives((Text(" "), Sequenced((Text("\n"), Repeated(Text(" "), 0, 16)))))),
+    "space": _optional(Alternatives((Text(" "), Concatenation((Text("\n"), Repetition(Text(" "), 0, 16)))))),
     "character": Alternatives(
         (
             Chars('^"\\\\\\x00-\\x1F\\x7F'),
-            Sequenced(
+            Concatenation(
                 (
                     Text("\\"),
-                    Alternatives((Chars('"\\\\/bfnrt'), Sequenced((Text("u"), Repeated(_HEX, 4, 4))))),
+                    Alternatives((Chars('"\\\\/bfnrt'), Concatenation((Text("u"), Repetition(_HEX, 4, 4))))),
                 )
             ),
         )
     ),
-    "string": _quoted(Repeated(Reference("character"))),
-    "whole": _WHOLE,
-    "integer": Sequenced((_optional(Text("-")), Reference("whole"))),
-    "fraction": Sequenced(
+    "string": _quoted(Repetition(Reference("character"))),
+    "whole": _WHOLE_NUMBER,
+    "integer": Concatenation((_optional(Text("-")), Reference("whole"))),
+    "fraction": Concatenation(
         (
-            _optional(Sequenced((Text("."), Repeated(_DIGIT, 1, 16)))),
-            _optional(Sequenced((Chars("eE"), _optional(Chars("-+")), Repeated(_DIGIT, 1, 3)))),
+            _optional(Concatenation((Text("."), Repetition(_DIGIT, 1, 16)))),
+            _optional(Concatenation((Chars("eE"), _optional(Chars("-+")), Repetition(_DIGIT, 1, 3)))),
         )
     ),
-    "number": Sequenced((Reference("integer"), Reference("fraction"))),
+    "number": Concatenation((Reference("integer"), Reference("fraction"))),
     "boolean": Alternatives((Text("true"), Text("false"))),
     "null": Text("null"),
-    "member": Sequenced((Reference("string"), Text(":"), _SPACE, Reference("value"))),
-    "object": _enclosed("{", _listed(Reference("member"), 0, None), "}"),
-    "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
+    "member": Concatenation((Reference("string"), Text(":"), _SPACE, Reference("value"))),
+    "object": _enclosed("{", _comma_separated_list(Reference("member"), 0, None), "}"),
+    "array": _enclosed("[", _comma_separated_list(Reference("value"), 0, None), "]"),
     "value": Alternatives(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
 _ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
 """Keywords beside a reference that do not change its meaning."""
-_OF_OBJECTS = ("properties", "patternProperties", "required", "additionalProperties")
+_OBJECT_KEYWORDS = ("properties", "patternProperties", "required", "additionalProperties")
 _MERGED_KEYWORDS = frozenset({"properties", "patternProperties", "required", "allOf"})
-_CHOICES = frozenset({"anyOf", "oneOf"})
-_OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
+_CHOICE_KEYWORDS = frozenset({"anyOf", "oneOf"})
+_ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems")
 
 
 def from_schema(schema: Mapping[str, Any]) -> str:
@@ -227,7 +230,7 @@ class _Rules:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
-        self.rules = dict(_PLAIN)
+        self.rules = dict(_COMMON_RULES)
         self._references: dict[str, Reference] = {}
         self._steps = self._copied = self._characters = 0
 
@@ -256,7 +259,7 @@ class _Rules:
         self._characters += max(least, most or 0)
         if (not least and most is None) or self._characters > MOST_CHARACTERS:
             return Reference("string")
-        return _quoted(Repeated(Reference("character"), least, None if most is None else max(most, least)))
+        return _quoted(Repetition(Reference("character"), least, None if most is None else max(most, least)))
 
     def of(self, part: Any) -> Grammar:
         """Return the grammar of a schema or a part of one; unsupported parts accept any value."""
@@ -277,9 +280,9 @@ class _Rules:
         if isinstance(part.get("allOf"), list):
             siblings = {key: value for key, value in part.items() if key != "allOf"}
             return self.of(self._merge_all((siblings, *part["allOf"])))
-        if lists := _values(part):
+        if lists := _allowed_value_lists(part):
             return Alternatives(tuple(map(self._literal, self._common_values(lists))))
-        return self._of_type(part, part.get("type"))
+        return self._type_rule(part, part.get("type"))
 
     def _choice(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
         """Return a choice of the options that are consistent with the sibling keywords."""
@@ -301,12 +304,12 @@ class _Rules:
             raise _Contradiction
         return common
 
-    def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
+    def _type_rule(self, part: Mapping[str, Any], kind: Any) -> Grammar:
         if isinstance(kind, list) and kind:
-            return Alternatives(tuple(self._of_type(part, option) for option in kind))
-        if kind == "object" or (kind is None and any(name in part for name in _OF_OBJECTS)):
+            return Alternatives(tuple(self._type_rule(part, option) for option in kind))
+        if kind == "object" or (kind is None and any(name in part for name in _OBJECT_KEYWORDS)):
             return self._object(part)
-        if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
+        if kind == "array" or (kind is None and any(name in part for name in _ARRAY_KEYWORDS)):
             return self._array(part)
         if kind == "string":
             return self._text(part)
@@ -314,7 +317,7 @@ class _Rules:
             return (
                 Reference("whole")
                 if kind == "integer"
-                else Sequenced((Reference("whole"), Reference("fraction")))
+                else Concatenation((Reference("whole"), Reference("fraction")))
             )
         return Reference(kind if kind in ("integer", "number", "boolean", "null") else "value")
 
@@ -354,10 +357,10 @@ class _Rules:
                 merged[name] = {**first[name], **second[name]}
             elif isinstance(first[name], list) and isinstance(second[name], list):
                 merged[name] = [*first[name], *second[name]]
-        for name in _CHOICES & first.keys() & second.keys():
+        for name in _CHOICE_KEYWORDS & first.keys() & second.keys():
             merged[name] = first[name]
             merged["allOf"] = [*merged.get("allOf", ()), {name: second[name]}]
-        if (lists := _values(first)) and (second_lists := _values(second)):
+        if (lists := _allowed_value_lists(first)) and (second_lists := _allowed_value_lists(second)):
             merged.pop("const", None)
             merged["enum"] = self._common_values((*lists, *second_lists))
         self._copied += len(merged) + sum(
@@ -374,18 +377,20 @@ class _Rules:
         listed = properties if isinstance(properties, Mapping) else {}
         needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
-        extra = self._extra(part)
+        extra = self._extra_members_schema(part)
         members = [
-            (name in needed, Sequenced((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
+            (name in needed, Concatenation((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
             for name, value in all_properties.items()
             if value is not False
         ]
         extra_member = None
         if extra is not False:
-            extra_member = self._add_rule(Sequenced((Reference("string"), Text(":"), _SPACE, self.of(extra))))
+            extra_member = self._add_rule(
+                Concatenation((Reference("string"), Text(":"), _SPACE, self.of(extra)))
+            )
         return _enclosed("{", self._members(members, extra_member), "}")
 
-    def _extra(self, part: Mapping[str, Any]) -> Any:
+    def _extra_members_schema(self, part: Mapping[str, Any]) -> Any:
         """Return the schema of further members, False for none.
 
         An object with named members has no others unless it says so: a small model would invent some. Since
@@ -405,13 +410,15 @@ class _Rules:
 
         Each step has two variants: `after_member` if a member precedes, `at_start` if none does.
         """
-        after_member: Grammar = Repeated(Sequenced((_COMMA, extra_member))) if extra_member else _EMPTY_TEXT
-        at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _EMPTY_TEXT
+        after_member: Grammar = (
+            Repetition(Concatenation((_COMMA, extra_member))) if extra_member else _EMPTY_TEXT
+        )
+        at_start: Grammar = _comma_separated_list(extra_member, 0, None) if extra_member else _EMPTY_TEXT
         for is_required, member in reversed(members):
             member_rule = self._add_rule(member)
             # Separate rules: written inline, the tail would double with each optional member.
             tail = self._add_rule(after_member)
-            continued, first = Sequenced((_COMMA, member_rule, tail)), Sequenced((member_rule, tail))
+            continued, first = Concatenation((_COMMA, member_rule, tail)), Concatenation((member_rule, tail))
             if is_required:
                 after_member, at_start = continued, first
             else:
@@ -431,12 +438,12 @@ class _Rules:
             further_items = (
                 _EMPTY_TEXT
                 if items is False
-                else Repeated(Sequenced((_COMMA, self._add_rule(self.of(items)))), missing)
+                else Repetition(Concatenation((_COMMA, self._add_rule(self.of(items)))), missing)
             )
-            return _enclosed("[", Sequenced((*exact, further_items)), "]")
+            return _enclosed("[", Concatenation((*exact, further_items)), "]")
         if items is False:
             return _enclosed("[", _EMPTY_TEXT, "]")
-        return _enclosed("[", _listed(self._add_rule(self.of(items)), least, most), "]")
+        return _enclosed("[", _comma_separated_list(self._add_rule(self.of(items)), least, most), "]")
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:
@@ -446,7 +453,7 @@ def _at_least_zero(part: Mapping[str, Any]) -> bool:
     )
 
 
-def _values(part: Mapping[str, Any]) -> list[list[Any]]:
+def _allowed_value_lists(part: Mapping[str, Any]) -> list[list[Any]]:
     """Return the value lists of `const` and `enum`; a value must be in each of them."""
     enum = part.get("enum")
     lists = [[part["const"]]] if "const" in part else []

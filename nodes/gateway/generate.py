@@ -266,10 +266,12 @@ def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]
             yield {"token": token, "logprob": float(logprob), "bytes": token_bytes}, entry
 
 
-AT_ONCE = 8
-"""Limit on the concurrent choices of one request on its replica."""
-_SILENT = "the engine has sent nothing for too long"
-_TOO_LONG = "the whole answer took longer than CLUSTER_REQUEST_TIMEOUT allows; a streamed one may take longer"
+CONCURRENT_CHOICES = 8
+"""Maximum number of choices of one request that its replica generates in parallel."""
+_STALL_MESSAGE = "the engine has sent nothing for too long"
+_TIMEOUT_MESSAGE = (
+    "the whole answer took longer than CLUSTER_REQUEST_TIMEOUT allows; a streamed one may take longer"
+)
 
 
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
@@ -378,7 +380,7 @@ class _Calls:
         for is_streamed in (wants_stream, not wants_stream):
             replies = engine.predict_stream(options) if is_streamed else engine.predict(options)
             first = self._request.deadline - clock.monotonic()
-            stall, message = conf.cluster().stream_stall, _SILENT if is_streamed else _TOO_LONG
+            stall, message = conf.cluster().stream_stall, _STALL_MESSAGE if is_streamed else _TIMEOUT_MESSAGE
             try:
                 async with aclosing(replies.within(first, stall, message)) as pieces:
                     async for reply in pieces:
@@ -424,7 +426,10 @@ class _Calls:
 
 
 async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
-    """Yield the deltas of several choices, up to `AT_ONCE` concurrently; the first failure ends all."""
+    """Yield the deltas of several choices, up to `CONCURRENT_CHOICES` at a time.
+
+    The first failure ends all choices.
+    """
     pipe, waiting = Pipe(), iter(choices)
 
     async def read_choices() -> None:
@@ -433,7 +438,7 @@ async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGen
                 async for delta in deltas:
                     await pipe.put(delta)
 
-    readers = [asyncio.ensure_future(read_choices()) for _ in range(min(AT_ONCE, len(choices)))]
+    readers = [asyncio.ensure_future(read_choices()) for _ in range(min(CONCURRENT_CHOICES, len(choices)))]
 
     def close_pipe(ended: "asyncio.Future[Any]") -> None:
         # Reads the exception too, so that asyncio logs none if the consumer has left.

@@ -180,7 +180,7 @@ class Pipe:
         self._closed = True
         self._ready.set()
 
-    def nudge(self) -> None:
+    def wake_reader(self) -> None:
         """Wake the reader without a delta."""
         self._ready.set()
 
@@ -215,9 +215,9 @@ class Events(Protocol):
         ...
 
 
-EVENTS = b"text/event-stream; charset=utf-8"
+EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 """Content type of server-sent events."""
-WORKING = b": working\n\n"
+KEEP_ALIVE_COMMENT = b": working\n\n"
 """A server-sent comment, which clients ignore."""
 
 
@@ -228,9 +228,9 @@ class StreamFormat:
     events: Events
     done: bytes = b""
     """Bytes that end a successful stream."""
-    kind: bytes = EVENTS
+    kind: bytes = EVENT_STREAM_TYPE
     """Content type of the stream."""
-    keep_alive: bytes = WORKING
+    keep_alive: bytes = KEEP_ALIVE_COMMENT
     """Bytes without meaning that may be sent between two events."""
 
 
@@ -242,8 +242,8 @@ class Dialect:
     events: Callable[[Head], Events]
     render_response: Callable[[Head, Sequence[TextDelta]], bytes]
     done: bytes = b""
-    kind: bytes = EVENTS
-    keep_alive: bytes = WORKING
+    kind: bytes = EVENT_STREAM_TYPE
+    keep_alive: bytes = KEEP_ALIVE_COMMENT
     """`done`, `kind` and `keep_alive` are as in `StreamFormat`."""
 
     def stream_format(self, head: Head) -> StreamFormat:

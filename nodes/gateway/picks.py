@@ -36,7 +36,7 @@ from nodes.replicas import statements, terminations
 
 logger = logging.getLogger(__name__)
 
-MAX_AGE = 60.0
+CONFIRMATION_SECONDS = 60.0
 """Seconds that a confirmation stays valid."""
 MOST_KEYS = 10_000
 
@@ -54,7 +54,7 @@ class ConfirmedKeys:
 
     def __contains__(self, key_hash: str) -> bool:
         confirmed_at = self._confirmed_at.get(key_hash)
-        return confirmed_at is not None and clock.monotonic() - confirmed_at < MAX_AGE
+        return confirmed_at is not None and clock.monotonic() - confirmed_at < CONFIRMATION_SECONDS
 
     def add(self, key_hash: str) -> None:
         """Record that the key is valid now."""
@@ -73,12 +73,12 @@ class ConfirmedKeys:
 
 # Errors after which a statement may be retried, because it had no effect: a deadlock, or a process row that
 # the liveness pass removed.
-_REPEATABLE = (
+_RETRYABLE_ERRORS = (
     psycopg.errors.ForeignKeyViolation,
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
 )
-_ATTEMPTS = 3
+_STATEMENT_ATTEMPTS = 3
 RELEASE_DELAY = 0.005
 """Seconds that a release waits for further releases to share its statement."""
 CROWD, CROWD_DELAY = 4, 0.003
@@ -224,13 +224,13 @@ class Picker:
         if self._unsettled:
             raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
 
-    async def exclude(self, replica: Replica, *, strange: bool = False) -> bool:
-        """Exclude a replica that failed to serve from further picks.
+    async def exclude(self, replica: Replica, *, has_wrong_model: bool = False) -> bool:
+        """Exclude a replica that failed to serve from further picks; return True if it was in the picks.
 
-        Only the picked row is excluded, not a successor in its slot. `strange`: its engine responds, but
-        holds another model or none.
+        Only the picked row is excluded, not a later row of the same slot. `has_wrong_model`: the engine
+        responds, but has another model or none.
         """
-        reason = PhaseReason.WRONG_MODEL if strange else PhaseReason.LOST
+        reason = PhaseReason.WRONG_MODEL if has_wrong_model else PhaseReason.LOST
         return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:
@@ -292,7 +292,7 @@ class Picker:
                 if count >= CROWD:
                     await asyncio.sleep(CROWD_DELAY)
                 count = await self._exchange()
-        except (*_REPEATABLE, *UNREACHABLE) as error:
+        except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
             self._refuse(
                 Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
@@ -322,8 +322,8 @@ class Picker:
         document = orjson.dumps(exchange.document(self._weights)).decode()
         values = (str(self.process_id), clock.now().isoformat(), document)
         try:
-            rows = await self._connection.rows(statements.EXCHANGE, values)
-        except (*_REPEATABLE, *UNREACHABLE) as error:
+            rows = await self._connection.fetch_rows(statements.EXCHANGE, values)
+        except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
             # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
             self._waiting = [*self._retryable(requests, error), *self._waiting]
@@ -333,7 +333,7 @@ class Picker:
 
     def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
-        limit = _ATTEMPTS if isinstance(error, _REPEATABLE) else 2
+        limit = _STATEMENT_ATTEMPTS if isinstance(error, _RETRYABLE_ERRORS) else 2
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:

@@ -61,7 +61,7 @@ class Pressure:
             times.popleft()
 
 
-REPORT_EVERY = 2.0
+REPORT_SECONDS = 2.0
 """Seconds between two reports of pressure, and between two checks for a due sweep."""
 
 
@@ -130,7 +130,7 @@ class PrefixRouter:
     async def keep(self, pool: Pool, process: UUID) -> None:
         """Report pressure and drop expired entries until cancelled."""
         while True:
-            await asyncio.sleep(REPORT_EVERY)
+            await asyncio.sleep(REPORT_SECONDS)
             if clock.monotonic() - self._swept_at >= self._sweep_every:
                 self._swept_at = clock.monotonic()
                 self._affinity.sweep(self._swept_at)

@@ -5,7 +5,7 @@ than that; most responses fit in, so it does not block the engine. A client that
 an engine may be silent counts as disconnected.
 
 Status and headers are sent with the first delta: until then a failure is an ordinary error response. If an
-engine is silent for longer than `QUIET`, the client gets a 200 and keep-alives, so that no proxy closes the
+engine is silent for `KEEP_ALIVE_SECONDS`, the client gets a 200 and keep-alives, so that no proxy closes the
 connection; later failures are an event of the dialect. After the first byte of audio or a file a failure
 cannot be reported: the connection ends without the end of the body.
 """
@@ -19,17 +19,17 @@ from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Header, Outgoing, Send
 from nodes.gateway import generate
-from nodes.gateway.endpoint import until_stop
+from nodes.gateway.endpoint import cancel_on_stop
 from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
-QUIET = 5.0
+KEEP_ALIVE_SECONDS = 5.0
 """Seconds of silence after which a keep-alive is sent."""
-STOPPING = "this web process is stopping"
+STOPPING_MESSAGE = "this web process is stopping"
 # Proxies must not buffer the pieces.
 _HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
-Keep = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
+StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
 """Processes all deltas of a response, before the client gets the last one."""
 
 
@@ -57,12 +57,12 @@ class EventStream:
         # Also if it is cancelled before its first step.
         producer.add_done_callback(self._end_production)
         self._tick()
-        _playing.add(self)
+        _open_streams.add(self)
         try:
             with Outgoing(send) as client:
                 return await self._send_all(client, producer)
         finally:
-            _playing.discard(self)
+            _open_streams.discard(self)
             self._ticker.cancel()
             if producer.cancel():
                 await asyncio.gather(producer, return_exceptions=True)
@@ -84,7 +84,7 @@ class EventStream:
             await producer
         except asyncio.CancelledError:
             if self._is_stopped and producer.cancelled():
-                raise Unavailable(STOPPING, retry_after=1) from None
+                raise Unavailable(STOPPING_MESSAGE, retry_after=1) from None
             raise
 
     def stop(self) -> None:
@@ -102,7 +102,7 @@ class EventStream:
                     await self._pipe.put(delta)
         except asyncio.CancelledError:
             if self._is_stopped:
-                raise Unavailable(STOPPING, retry_after=1) from None
+                raise Unavailable(STOPPING_MESSAGE, retry_after=1) from None
             raise
         finally:
             self._pipe.close()
@@ -113,11 +113,11 @@ class EventStream:
         _ = producer.cancelled() or producer.exception()
 
     def _tick(self) -> None:
-        """Wake the sender when nothing has been sent for `QUIET` seconds; then check again."""
+        """Wake the sender when nothing has been sent for `KEEP_ALIVE_SECONDS` seconds; then check again."""
         if self._is_quiet:
-            self._pipe.nudge()
+            self._pipe.wake_reader()
         self._is_quiet = True
-        self._ticker = asyncio.get_running_loop().call_later(QUIET, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     async def _send_deltas(self, client: Outgoing) -> bytes:
         """Send deltas until their production has ended or failed; return the events of the last ones."""
@@ -153,12 +153,12 @@ class EventStream:
             await client.head([kind, *_HEADERS, *node_header(self._request)])
 
 
-_playing: set[EventStream] = set()
+_open_streams: set[EventStream] = set()
 
 
 def end_all() -> None:
     """End the streams of this process with an error event, because it is about to stop."""
-    for stream in list(_playing):
+    for stream in list(_open_streams):
         stream.stop()
 
 
@@ -184,14 +184,14 @@ class FileAnswer:
 
 
 async def respond(
-    request: InferenceRequest, dialect: Dialect, head: Head, keep: Keep | None = None
+    request: InferenceRequest, dialect: Dialect, head: Head, keep: StoreResponse | None = None
 ) -> Answer | EventStream:
     """Return the answer to a parsed request."""
     request.body = b""  # it may be large, and generation takes long
     if head.generation.stream:
         deltas = generate.stream(request, head.generation)
         if keep is not None:
-            deltas = _keep_at_end(deltas, head, keep)
+            deltas = _store_at_end(deltas, head, keep)
         return EventStream(request, dialect.stream_format(head), deltas)
     response = await generate.generate(request, head.generation)
     if keep is not None:
@@ -199,8 +199,8 @@ async def respond(
     return Answer(dialect.render_response(head, response), headers=tuple(node_header(request)))
 
 
-async def _keep_at_end(
-    deltas: AsyncGenerator[TextDelta, None], head: Head, keep: Keep
+async def _store_at_end(
+    deltas: AsyncGenerator[TextDelta, None], head: Head, keep: StoreResponse
 ) -> AsyncGenerator[TextDelta, None]:
     seen = []
     async with aclosing(deltas):
@@ -226,7 +226,7 @@ class ByteStream:
         has_started = False
         with Outgoing(send) as client:
             try:
-                with until_stop():
+                with cancel_on_stop():
                     async with aclosing(self._pieces) as pieces:
                         async for piece in pieces:
                             if not has_started:

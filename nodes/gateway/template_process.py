@@ -29,7 +29,7 @@ PROMPT, REFUSED, UNUSABLE, TOO_MUCH = range(4)
 LARGEST_PROMPT = 32 * 1024 * 1024
 """Limit on the characters of a prompt."""
 _LONGEST_ERROR = 500
-_KEPT_MEMORY = 256 * 1024
+_REUSE_MEMORY = 256 * 1024
 """Peak memory in KiB above which a process ends after its reply, so that the machine gets the memory back."""
 
 _FAILURES = (
@@ -38,11 +38,11 @@ _FAILURES = (
 )
 
 
-class _Refused(Exception):
+class _TemplateRefusal(Exception):
     """The template itself refused the messages."""
 
 
-class _TooMuch(Exception):
+class _PromptTooLong(Exception):
     """The prompt is longer than `LARGEST_PROMPT`."""
 
 
@@ -51,7 +51,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     is_last = False
     while not is_last and len(header := requests.read(LENGTH.size)) == LENGTH.size:
         result, text = _answer(orjson.loads(requests.read(LENGTH.unpack(header)[0])))
-        is_last = result == TOO_MUCH or _peak_memory() > _KEPT_MEMORY
+        is_last = result == TOO_MUCH or _peak_memory() > _REUSE_MEMORY
         replies.write(REPLY.pack(is_last, result, len(text)))
         replies.write(text)
         replies.flush()
@@ -71,10 +71,10 @@ def _answer(request: Any) -> tuple[int, bytes]:
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
         values = request["values"] | {"raise_exception": _raise}
-        return PROMPT, "".join(_check_length(_compiled(request["source"]).generate(values))).encode()
-    except _Refused as error:
+        return PROMPT, "".join(_check_length(_compile_template(request["source"]).generate(values))).encode()
+    except _TemplateRefusal as error:
         return REFUSED, _error_bytes(error)
-    except (MemoryError, _TooMuch):
+    except (MemoryError, _PromptTooLong):
         return TOO_MUCH, b""
     except _FAILURES as error:
         return UNUSABLE, _error_bytes(error)
@@ -87,7 +87,7 @@ def _check_length(pieces: Iterator[str]) -> Iterator[str]:
     for piece in pieces:
         size += len(piece)
         if size > LARGEST_PROMPT:
-            raise _TooMuch
+            raise _PromptTooLong
         yield piece
 
 
@@ -96,16 +96,16 @@ def _error_bytes(error: Exception) -> bytes:
 
 
 def _raise(message: object) -> None:
-    raise _Refused(str(message))
+    raise _TemplateRefusal(str(message))
 
 
 @lru_cache(maxsize=64)
-def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
+def _compile_template(source: str) -> jinja2.Template:
+    return _build_environment().from_string(source)
 
 
 @lru_cache(maxsize=1)
-def _environment() -> jinja2.sandbox.SandboxedEnvironment:
+def _build_environment() -> jinja2.sandbox.SandboxedEnvironment:
     # Templates of models expect these options.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

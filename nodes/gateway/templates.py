@@ -46,11 +46,11 @@ class TemplateUnusable(ClusterError):
     code = "template_unusable"
 
 
-class _Ended(Exception):
+class _ProcessEnded(Exception):
     """The process ended before it replied."""
 
 
-class _Silent(Exception):
+class _ProcessSilent(Exception):
     """The process neither replied nor ended in time."""
 
 
@@ -84,7 +84,7 @@ def _render(source: str, conversation: Conversation) -> str:
     try:
         request = orjson.dumps({"source": source, "values": values, "seconds": CPU_LIMIT})
         result, text = _exchange(request)
-    except (_Ended, _Silent, orjson.JSONEncodeError) as error:
+    except (_ProcessEnded, _ProcessSilent, orjson.JSONEncodeError) as error:
         raise TemplateUnusable(f"the chat template of the model's definition fails: {error}") from error
     if result == TOO_MUCH:
         raise InvalidInput("the model's template makes too much of it", field="messages")
@@ -127,7 +127,7 @@ def _exchange(request: bytes) -> tuple[int, str]:
         return _run_in(_Process(), request)
     try:
         return _run_in(process, request)
-    except _Ended:
+    except _ProcessEnded:
         return _run_in(_Process(), request)
 
 
@@ -136,7 +136,7 @@ def _run_in(process: "_Process", request: bytes) -> tuple[int, str]:
     try:
         is_last, result, text = process.exchange(request)
     except BaseException as error:
-        if process.end() == -signal.SIGPROF and isinstance(error, _Ended):
+        if process.end() == -signal.SIGPROF and isinstance(error, _ProcessEnded):
             return TOO_MUCH, ""  # its timer ended it
         raise
     if is_last:
@@ -165,7 +165,7 @@ class _Process:
         os.set_blocking(self._input, False)
 
     def exchange(self, request: bytes) -> tuple[bool, int, bytes]:
-        """Send a request and return the reply; raise _Ended or _Silent if there is none."""
+        """Send a request and return the reply; raise _ProcessEnded or _ProcessSilent if there is none."""
         deadline = clock.monotonic() + LONGEST_WAIT
         remaining = memoryview(LENGTH.pack(len(request)) + request)
         while remaining:
@@ -173,10 +173,10 @@ class _Process:
             try:
                 remaining = remaining[os.write(self._input, remaining[:_PIECE_BYTES]) :]
             except BrokenPipeError as error:
-                raise _Ended("its process has ended") from error
+                raise _ProcessEnded("its process has ended") from error
         is_last, result, length = REPLY.unpack(self._read(REPLY.size, deadline))
         if length > 4 * LARGEST_PROMPT:
-            raise _Silent("its process answers too much")
+            raise _ProcessSilent("its process answers too much")
         return is_last, result, self._read(length, deadline)
 
     def _read(self, length: int, deadline: float) -> bytes:
@@ -185,7 +185,7 @@ class _Process:
             _wait(self._output, select.POLLIN, deadline)
             piece = os.read(self._output, min(remaining, 16 * _PIECE_BYTES))
             if not piece:
-                raise _Ended("its process has ended")
+                raise _ProcessEnded("its process has ended")
             pieces.append(piece)
             remaining -= len(piece)
         return b"".join(pieces)
@@ -200,8 +200,8 @@ class _Process:
 
 
 def _wait(file: int, event: int, deadline: float) -> None:
-    """Wait until the pipe is ready; raise _Silent after the deadline."""
+    """Wait until the pipe is ready; raise _ProcessSilent after the deadline."""
     poll = select.poll()
     poll.register(file, event)
     if not poll.poll(max(0.0, deadline - clock.monotonic()) * 1000):
-        raise _Silent(f"its process did not answer within {LONGEST_WAIT:g} s")
+        raise _ProcessSilent(f"its process did not answer within {LONGEST_WAIT:g} s")

@@ -37,9 +37,9 @@ LARGEST_OUTPUT = 256 * 1024 * 1024
 EMPTY_LIMIT = 10.0
 """Time limit in seconds for emptying the files of a request."""
 _LONGEST_ANSWER = 64 * 1024
-_WORKER = "the worker of the model's node"
+_WORKER_NAME = "the worker of the model's node"
 """The worker in messages for callers who may not see nodes."""
-_NO_FILES = "takes and gives no files right now"
+_NO_FILES_MESSAGE = "takes and gives no files right now"
 
 
 class FilesUnavailable(BackendError, Unavailable):
@@ -48,19 +48,19 @@ class FilesUnavailable(BackendError, Unavailable):
     code = "worker_files_unavailable"
 
 
-class _NothingDone(FilesUnavailable):
+class _UnavailableBeforeCall(FilesUnavailable):
     """The worker's files are unavailable, and the engine was not called yet; another replica may succeed."""
 
     repeatable = True
 
 
-class _Place(msgspec.Struct):
+class _FileLocation(msgspec.Struct):
     """The worker's response: the path of a file on it."""
 
     local_path: str
 
 
-_emptying: set["asyncio.Task[None]"] = set()
+_emptying_tasks: set["asyncio.Task[None]"] = set()
 
 
 class WorkerFiles:
@@ -73,7 +73,7 @@ class WorkerFiles:
         self._client = client
         self._deadline = deadline
         self._shows_node = shows_node
-        self._subject = f"node {server.node}: its worker" if shows_node else _WORKER
+        self._subject = f"node {server.node}: its worker" if shows_node else _WORKER_NAME
         self._folder = f"{INPUTS}/{secrets.token_hex(4)}"
         self._keys: list[str] = []
 
@@ -122,7 +122,7 @@ class WorkerFiles:
             logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
 
     async def _request_body(self, method: str, key: str, **options: Any) -> bytes:
-        async with self._request(method, key, _NothingDone, **options) as response:
+        async with self._request(method, key, _UnavailableBeforeCall, **options) as response:
             body = b""
             async for piece in response.aiter_raw():
                 body += piece
@@ -153,7 +153,7 @@ class WorkerFiles:
 
     def _path(self, body: bytes) -> str:
         try:
-            path = msgspec.json.decode(body, type=_Place).local_path
+            path = msgspec.json.decode(body, type=_FileLocation).local_path
         except msgspec.DecodeError:
             path = ""
         if _base(path) in ("", ".", "..") or not path.isprintable():
@@ -170,7 +170,9 @@ async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
         server = await database_sync_to_async(dial_targets.http_server)(node_id)
     except ClusterError as error:
         logger.info("no files on the worker of node %s: %s", node_id, error.message)
-        raise _NothingDone(error.message if shows_node else f"{_WORKER} {_NO_FILES}") from error
+        raise _UnavailableBeforeCall(
+            error.message if shows_node else f"{_WORKER_NAME} {_NO_FILES_MESSAGE}"
+        ) from error
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     client = client_of(server)
@@ -180,8 +182,8 @@ async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
     finally:
         # In the background, because the request's client may have disconnected.
         task = asyncio.ensure_future(_end(files, client))
-        _emptying.add(task)
-        task.add_done_callback(_emptying.discard)
+        _emptying_tasks.add(task)
+        task.add_done_callback(_emptying_tasks.discard)
 
 
 async def _end(files: WorkerFiles, client: httpx.AsyncClient) -> None:

@@ -30,7 +30,7 @@ from nodes.registry import identity, resources, states
 from nodes.registry.identity import NodeFacts
 from nodes.registry.resources import GpuList
 from nodes.replicas.checks import ExitReport
-from nodes.replicas.statements import Rows
+from nodes.replicas.statements import StatementRunner
 from operations.changes.events import NODES
 
 LARGEST = 2**63 - 1
@@ -224,7 +224,7 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 """
 
 
-async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+async def record(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
     """Write all heartbeats (no two of one key) in one statement; return per key the refusal, or None.
 
     `Overtaken` is no refusal: another transaction changed the node, and the heartbeat goes into the next
@@ -232,20 +232,20 @@ async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.Clus
     """
     budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
     encoded = [_encode(beat, budgets.get(beat.id, "")) for beat in beats]
-    rows = await database.rows(WRITE, {"beats": orjson.dumps(encoded).decode()})
+    rows = await database.fetch_rows(WRITE, {"beats": orjson.dumps(encoded).decode()})
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     refusals = await _refusals(database, [beat for beat in beats if beat.key not in written])
     return dict.fromkeys(written) | {key: refusal or Overtaken() for key, refusal in refusals.items()}
 
 
-async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+async def prove(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
     """Return per key the refusal of the heartbeat, or None; one SELECT for all, and nothing is written."""
     return await _refusals(database, beats)
 
 
-async def _budgets(database: Rows, ids: Sequence[UUID]) -> dict[UUID, str]:
+async def _budgets(database: StatementRunner, ids: Sequence[UUID]) -> dict[UUID, str]:
     """Return the budgets of the nodes that report a total; stock workers do not."""
-    return dict(await database.rows(_BUDGETS, {"ids": ids})) if ids else {}
+    return dict(await database.fetch_rows(_BUDGETS, {"ids": ids})) if ids else {}
 
 
 def _encode(beat: Beat, text: str) -> dict[str, Any]:
@@ -260,11 +260,13 @@ def _encode(beat: Beat, text: str) -> dict[str, Any]:
     }
 
 
-async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+async def _refusals(
+    database: StatementRunner, beats: Sequence[Beat]
+) -> dict[Key, errors.ClusterError | None]:
     if not beats:
         return {}
     names = {"ids": [beat.id for beat in beats], "fingerprints": [beat.fingerprint for beat in beats]}
-    node_facts = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
+    node_facts = [NodeFacts(*row) for row in await database.fetch_rows(_REFUSED, names)]
     by_id, by_secret = {row.id: row for row in node_facts}, {row.fingerprint: row for row in node_facts}
     return {
         beat.key: verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
@@ -312,11 +314,11 @@ class IdentityCache:
         age = clock.monotonic() - self._read_at
         return age >= IDENTITY_MAX_AGE or len(self._removed) * _REMOVED_RATIO > len(self._nodes)
 
-    async def refresh(self, database: Rows) -> None:
+    async def refresh(self, database: StatementRunner) -> None:
         """Read all identities. Nodes that change during the read are left out."""
         began = clock.monotonic()
         self._removed.clear()
-        facts_by_node = {row[0]: NodeFacts(*row) for row in await database.rows(ALL_IDENTITIES, {})}
+        facts_by_node = {row[0]: NodeFacts(*row) for row in await database.fetch_rows(ALL_IDENTITIES, {})}
         if began > self._not_before:
             self._nodes = {node: facts for node, facts in facts_by_node.items() if node not in self._removed}
             self._read_at = began

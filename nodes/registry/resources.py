@@ -196,7 +196,7 @@ def budget_ceiling(text: str, total: int) -> int:
 
     Accepts `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
     """
-    size, share = _size_or_share(text, "VRAM budget")
+    size, share = _parse_size_or_fraction(text, "VRAM budget")
     return min(size or int(total * share), total)
 
 
@@ -205,14 +205,14 @@ def parse_disk_quota(text: str) -> tuple[int, Decimal]:
 
     Raise ValueError unless `text` is empty or a budget (`budget_ceiling`) of at least one byte.
     """
-    size, share = _size_or_share(text, "disk quota")
+    size, share = _parse_size_or_fraction(text, "disk quota")
     share = share.quantize(_LEAST_SHARE)
     if text.strip() and not size and not share:
         raise ValueError("a disk quota of 0 bytes: leave it empty for none")
     return min(size, _MAX_VALUE), share
 
 
-def _size_or_share(text: str, what: str) -> tuple[int, Decimal]:
+def _parse_size_or_fraction(text: str, what: str) -> tuple[int, Decimal]:
     """Return the bytes or the share that a budget text means; both are 0 if it is empty."""
     text = text.strip().lower()
     if not text:

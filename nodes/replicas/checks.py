@@ -22,7 +22,7 @@ from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import engines, terminations
 from nodes.replicas.evidence import CheckResult, Suspect
-from nodes.replicas.statements import Rows
+from nodes.replicas.statements import StatementRunner
 from operations.changes import events
 
 CHANNEL = "cluster_replica_checks"
@@ -137,7 +137,7 @@ FROM same WHERE r.id = same.id
 """A pick may be later than the start of the check: its time stays."""
 
 
-async def report_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport]) -> int:
+async def report_exits(database: StatementRunner, node_id: UUID, ended: Sequence[ExitReport]) -> int:
     """Mark the replicas of these processes as suspect at once; return their number. One statement.
 
     No replica is removed: a report may come late, when another engine has the same key and port. The check
@@ -145,7 +145,7 @@ async def report_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport
     """
     named = json.dumps([vars(report) for report in ended])
     values = {"node": node_id, "named": named, "loaded": ReplicaState.LOADED, "channel": CHANNEL}
-    return len(await database.rows(_NOTE_EXITS, values))
+    return len(await database.fetch_rows(_NOTE_EXITS, values))
 
 
 _NOTE_EXITS = """

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from localai_cluster.accounts.principals import VALID_SQL
 
 
-class Rows(Protocol):
-    """The database interface of the statements: run one, return its rows."""
+class StatementRunner(Protocol):
+    """A database connection or pool that runs the statements of this module."""
 
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-        """Run one statement in its own transaction."""
+    async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        """Run one statement in its own transaction and return its rows."""
         ...
 
 

@@ -49,7 +49,11 @@ def _terminate(
 
 
 async def lose(
-    database: statements.Rows, replica_id: UUID, address: str, *, reason: PhaseReason = PhaseReason.LOST
+    database: statements.StatementRunner,
+    replica_id: UUID,
+    address: str,
+    *,
+    reason: PhaseReason = PhaseReason.LOST,
 ) -> bool:
     """Take a replica that did no work out of the picks: exactly the row that was picked.
 
@@ -65,7 +69,7 @@ async def lose(
         "now": now,
         "channel": events.NODES,
     }
-    return bool(await database.rows(statements.LOSE, values))
+    return bool(await database.fetch_rows(statements.LOSE, values))
 
 
 def restore_lost(engine: Engine) -> bool:

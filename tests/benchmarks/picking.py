@@ -89,10 +89,10 @@ async def picker(
 
         executed = 0
 
-        async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+        async def fetch_rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
             """Counts, then runs."""
             self.executed += 1
-            return await super().rows(statement, parameters)
+            return await super().fetch_rows(statement, parameters)
 
     async def pair(caller: int) -> None:
         request = InferenceRequest(model=model)

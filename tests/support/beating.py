@@ -20,9 +20,9 @@ class Counted:
         self.pool = pool
         self.statements: list[str] = []
 
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+    async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
         self.statements.append(statement)
-        return await self.pool.rows(statement, parameters)
+        return await self.pool.fetch_rows(statement, parameters)
 
 
 async def beat(

@@ -113,7 +113,7 @@ def kinds(node: BackendNode | UUID) -> list[str]:
 class _Here:
     """The rows of a statement, on Django's own connection and in its transaction."""
 
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+    async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
         with connection.cursor() as cursor:
             cursor.execute(statement, dict(parameters))
             return list(cursor.fetchall())

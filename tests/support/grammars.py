@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping
 
-from nodes.gateway.gbnf import Alternatives, Chars, Grammar, Reference, Repeated, Sequenced, Text
+from nodes.gateway.gbnf import Alternatives, Chars, Concatenation, Grammar, Reference, Repetition, Text
 
 
 class Speaker:
@@ -21,12 +21,12 @@ class Speaker:
                 return self._one_of(members)
             case Reference(name):
                 return self.says(self._rules[name], depth + 1)
-            case Sequenced(parts):
+            case Concatenation(parts):
                 return "".join(self.says(one, depth) for one in parts)
             case Alternatives(options):
                 # Deep inside, what comes last among the values is the shortest.
                 return self.says(options[-1] if depth > 40 else self._chance.choice(options), depth)
-            case Repeated(inside, least, most):
+            case Repetition(inside, least, most):
                 most = least + 2 if most is None else min(most, least + 2)
                 count = least if depth > 40 else self._chance.randint(least, most)
                 return "".join(self.says(inside, depth) for _ in range(count))
@@ -59,14 +59,14 @@ class Hearer:
                 return {at + 1} if at < len(self._text) and _among(self._text[at], members) else set()
             case Reference(name):
                 return self.after(self._rules[name], at)
-            case Sequenced(parts):
+            case Concatenation(parts):
                 places = {at}
                 for one in parts:
                     places = {end for place in places for end in self.after(one, place)}
                 return places
             case Alternatives(options):
                 return {end for option in options for end in self.after(option, at)}
-            case Repeated(inside, least, most):
+            case Repetition(inside, least, most):
                 return self._many(inside, least, most, at)
 
     def _many(self, inside: Grammar, least: int, most: int | None, at: int) -> set[int]:

@@ -68,10 +68,10 @@ class CountingConnection(DedicatedConnection):
 
     executed = 0
 
-    async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+    async def fetch_rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
         """Counts, then runs."""
         self.executed += 1
-        return await super().rows(statement, parameters)
+        return await super().fetch_rows(statement, parameters)
 
 
 class CountedPicker(Picker):
@@ -120,7 +120,7 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
         database_pool._shared = made.pool
         listener = asyncio.create_task(gateway._listen(hints, prefixes))
         heartbeat = ProcessHeartbeat(made, 15)
-        gateway._running = gateway._Running(
+        gateway._running = gateway._GatewayResources(
             gateway.Gateway(made, clients, loads, prefixes), heartbeat, clients, loads, listener
         )
         try:

@@ -95,10 +95,10 @@ async def test_what_cannot_be_noted_is_not_answered_well(database: Counted) -> N
     node = await node_with_replica()
 
     class Cut(Counted):
-        async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             if "node_models" in statement:
                 raise psycopg.OperationalError("cut")
-            return await super().rows(statement, parameters)
+            return await super().fetch_rows(statement, parameters)
 
     application = HeartbeatApplication(lambda: Cut(database.pool), IdentityCache())
     assert (await beat(application, node.id, {"ended_processes": [REPORT]}))[0] == 503

@@ -93,8 +93,8 @@ async def test_an_override_that_comes_between_wins(database: Counted) -> None:
     node = await made(total_vram=100, available_vram=100, vram_budget="50%")
 
     class Late(Counted):
-        async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-            found = await super().rows(statement, parameters)
+        async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+            found = await super().fetch_rows(statement, parameters)
             if statement != heartbeats.WRITE:
                 await sync_to_async(overrides.set_vram_budget)(node.id, "20%", actor=ROOT, now=clock.now())
             return found
@@ -207,7 +207,7 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
     batch = {"beats": orjson.dumps([heartbeats._encode(one, "")]).decode()}
 
     async def blocked() -> bool:
-        return bool(await database.pool.rows(_BLOCKED, {}))
+        return bool(await database.pool.fetch_rows(_BLOCKED, {}))
 
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
         await first.execute(heartbeats.WRITE, batch)
@@ -274,11 +274,11 @@ async def test_a_lost_batch_costs_one_beat(database: Counted) -> None:
     class Flickering(Counted):
         gone = True
 
-        async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             if self.gone:
                 self.gone = False
                 raise psycopg.OperationalError("gone")
-            return await super().rows(statement, parameters)
+            return await super().fetch_rows(statement, parameters)
 
     flickering = Flickering(database.pool)
     writer = BeatWriter(lambda: flickering, interval=0.01)
@@ -293,7 +293,7 @@ async def test_the_database_is_away() -> None:
     """A refusal that says when to come back, not an error."""
 
     class Away:
-        async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             raise psycopg.OperationalError("gone")
 
     status, body = await beat(HeartbeatApplication(Away, IdentityCache()), uuid4())

@@ -93,7 +93,7 @@ def test_an_engine_that_thinks_gets_comments(monkeypatch: pytest.MonkeyPatch) ->
             await work
             return answer
 
-    monkeypatch.setattr(streams, "QUIET", 0.02)
+    monkeypatch.setattr(streams, "KEEP_ALIVE_SECONDS", 0.02)
     gate = asyncio.Event()
     answer: Streamed = play(scenario, Scripted([gate, Refusal(grpc.StatusCode.INTERNAL, "out of ideas")]))
     assert answer.status == 200

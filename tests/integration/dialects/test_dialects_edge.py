@@ -262,7 +262,7 @@ def test_an_engine_that_thinks_is_waited_for_with_keep_alives(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them is an event to a client: it reads the same answer."""
-    monkeypatch.setattr(streams, "QUIET", 0.01)
+    monkeypatch.setattr(streams, "KEEP_ALIVE_SECONDS", 0.01)
 
     async def scenario(*_: Any) -> Any:
         async with asked(application, path, BODIES[path] | {"stream": True}) as (answer, work):

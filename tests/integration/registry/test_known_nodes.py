@@ -100,8 +100,8 @@ async def test_what_changes_while_it_is_read_is_not_remembered(
     node, memory = await made(), IdentityCache()
 
     class Late(Counted):
-        async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-            found = await super().rows(statement, parameters)
+        async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+            found = await super().fetch_rows(statement, parameters)
             hand.now += 0.1
             memory.forget(str(node.id) if heard == "its id" else "")
             return found

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.backends.installed import Build, Offered
-from nodes.backends.upgrade_check import BackendPlace, Verdict, identity, plan, verdict
+from nodes.backends.upgrade_check import BackendOnNode, Verdict, identity, plan, verdict
 
 OLD, NEW, THIRD = (f"sha256:{letter * 64}" for letter in "abc")
 TWO = Offered("2", "/srv/2")
 
 
-def place(status: str = "healthy", version: str = "1", digest: str = "", **more: object) -> BackendPlace:
-    return BackendPlace(UUID(int=1), "a", status, Build(version, digest), **more)  # type: ignore[arg-type]
+def place(status: str = "healthy", version: str = "1", digest: str = "", **more: object) -> BackendOnNode:
+    return BackendOnNode(UUID(int=1), "a", status, Build(version, digest), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.rule("O103")
@@ -40,14 +40,14 @@ def place(status: str = "healthy", version: str = "1", digest: str = "", **more:
         (place(), Offered("", "/srv/2"), Verdict.NOTHING),
     ],
 )
-def test_the_table(there: BackendPlace, offer: Offered, expected: Verdict) -> None:
+def test_the_table(there: BackendOnNode, offer: Offered, expected: Verdict) -> None:
     """What cannot be compared with the offer is left alone: nodes that differ are no reason by themselves."""
     assert verdict(there, offer) is expected
 
 
 places = st.lists(
     st.builds(
-        BackendPlace,
+        BackendOnNode,
         id=st.uuids(),
         name=st.text(max_size=3),
         status=st.sampled_from(["healthy", "unhealthy", "offline", "draining"]),
@@ -64,7 +64,7 @@ offers = st.sampled_from([TWO, Offered("1"), Offered("", "oci://i/b", (NEW,)), O
 
 @pytest.mark.rule("O103")
 @given(places, offers)
-def test_nobody_is_upgraded_without_need_or_twice(there: list[BackendPlace], offer: Offered) -> None:
+def test_nobody_is_upgraded_without_need_or_twice(there: list[BackendOnNode], offer: Offered) -> None:
     found = plan(there, offer)
     assert len({one.id for one in (*found.decided, *found.away)}) == len(found.decided) + len(found.away)
     for one in found.upgrade:

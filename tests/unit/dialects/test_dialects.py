@@ -177,21 +177,21 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMED = {
-    openai.CHAT: (CHAT, (*ChatBody.__struct_fields__, *openai.REFUSED_IN_CHAT)),
+    openai.CHAT: (CHAT, (*ChatBody.__struct_fields__, *openai.UNSUPPORTED_IN_CHAT)),
     openai.COMPLETIONS: (
         COMPLETION,
-        (*CompletionBody.__struct_fields__, *openai.REFUSED_IN_COMPLETIONS, "best_of"),
+        (*CompletionBody.__struct_fields__, *openai.UNSUPPORTED_IN_COMPLETIONS, "best_of"),
     ),
     anthropic.DIALECT: (
         CHAT | {"max_tokens": 5},
-        (*MessagesBody.__struct_fields__, *anthropic.REFUSED),
+        (*MessagesBody.__struct_fields__, *anthropic.UNSUPPORTED_FIELDS),
     ),
     responses.DIALECT: (
         {"model": "m", "input": "hello"},
-        (*ResponsesBody.__struct_fields__, *responses.REFUSED),
+        (*ResponsesBody.__struct_fields__, *responses.UNSUPPORTED_FIELDS),
     ),
     ollama.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
-    ollama.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama.REFUSED)),
+    ollama.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama.UNSUPPORTED_FIELDS)),
 }
 
 
@@ -464,21 +464,21 @@ def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
 
 TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
     "Chats and completions": [
-        (ChatBody, openai.REFUSED_IN_CHAT),
-        (CompletionBody, openai.REFUSED_IN_COMPLETIONS),
+        (ChatBody, openai.UNSUPPORTED_IN_CHAT),
+        (CompletionBody, openai.UNSUPPORTED_IN_COMPLETIONS),
     ],
-    "Anthropic's fields": [(MessagesBody, anthropic.REFUSED)],
-    "Fields of OpenAI's Responses": [(ResponsesBody, responses.REFUSED)],
+    "Anthropic's fields": [(MessagesBody, anthropic.UNSUPPORTED_FIELDS)],
+    "Fields of OpenAI's Responses": [(ResponsesBody, responses.UNSUPPORTED_FIELDS)],
     "Ollama's fields": [
         (OllamaChatBody, ()),
-        (GenerateBody, ollama.REFUSED),
+        (GenerateBody, ollama.UNSUPPORTED_FIELDS),
         (OllamaOptions, ()),
         (EmbedBody, ()),
         (OlderEmbedBody, ()),
     ],
     "Sound and images": [
-        (SpeechBody, audio.REFUSED),
-        (ImagesBody, images.REFUSED),
+        (SpeechBody, audio.UNSUPPORTED_FIELDS),
+        (ImagesBody, images.UNSUPPORTED_FIELDS),
     ],
 }
 

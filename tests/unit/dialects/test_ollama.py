@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects import blocks
-from nodes.dialects.ollama import CHAT, GENERATE, REFUSED, parse_chat, parse_generate, render_error
+from nodes.dialects.ollama import CHAT, GENERATE, UNSUPPORTED_FIELDS, parse_chat, parse_generate, render_error
 from nodes.gateway.generation import Conversation, Dialect, Durations, TextDelta, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
@@ -61,7 +61,7 @@ def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) ->
         ({"system": 5}, "system"),
         ({"images": ["!!"]}, "images"),
         ({"images": [PNG], "raw": True}, "images"),
-        *[({name: [1]}, name) for name in REFUSED],
+        *[({name: [1]}, name) for name in UNSUPPORTED_FIELDS],
     ],
 )
 def test_a_wrong_field_of_a_prompt_is_named(change: dict[str, Any], field: str) -> None:
