@@ -36,7 +36,7 @@ from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
 from nodes.replicas.engines import end_unlisted
 from nodes.replicas.evidence import Running
-from nodes.replicas.reserved_memory import CLOCKS_DIFFER
+from nodes.replicas.reserved_memory import CLOCK_TOLERANCE
 from operations.changes import events
 from operations.executor.work import in_thread
 from operations.models import storable
@@ -324,7 +324,7 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
         return
-    retired = await in_thread(end_unlisted, node_id, running, before=asked_at - CLOCKS_DIFFER)
+    retired = await in_thread(end_unlisted, node_id, running, before=asked_at - CLOCK_TOLERANCE)
     if retired:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
 

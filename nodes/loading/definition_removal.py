@@ -53,7 +53,11 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
     if row is None:
         store.require_no_file(name)
         raise errors.NotFound(f"there is no stored definition of {name}")
-    replicas = drains.unloadable(name).order_by("node__name") if not file else drains.unloadable(name).none()
+    replicas = (
+        drains.unloadable_replicas(name).order_by("node__name")
+        if not file
+        else drains.unloadable_replicas(name).none()
+    )
     admission = admit(
         OperationRequest(
             KIND,

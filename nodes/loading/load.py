@@ -210,7 +210,10 @@ class LoadModel:
         check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
-            engines.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
+            engines.end_at_address,
+            engine.address,
+            node_id=attempt.slot.node_id,
+            new_engine_id=attempt.slot.id,
         ):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(retired))
         return engine

@@ -71,7 +71,7 @@ class StatePass(PeriodicTask):
         """Claim and check suspects; return their number."""
         now = clock.now()
         heard_since = now - timedelta(seconds=conf.cluster().node_stale_after)
-        suspects = await in_thread(checks.claim_suspects, heard_since=heard_since, now=now)
+        suspects = await in_thread(checks.claim_suspects, heartbeat_since=heard_since, now=now)
         if not suspects:
             return 0
         by_node = groupby(sorted(suspects, key=_node_id), key=_node_id)

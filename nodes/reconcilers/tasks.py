@@ -79,7 +79,9 @@ def state_pass() -> None:
         if not locked:
             return
         now = clock.now()
-        checks.request_checks(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
+        checks.request_checks(
+            heartbeat_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now
+        )
         corrected = recount()
         load_info.learn_from_readings(now=now)
     if stuck_engines := unload_requests.report_stuck(now=now):

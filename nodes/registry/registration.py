@@ -37,7 +37,7 @@ from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_a
 from nodes.registry.labels import check_labels, reported_labels
 from nodes.registry.states import Event, facts_of
 from nodes.replicas import engines
-from nodes.replicas.states import STARTS_WITHIN
+from nodes.replicas.states import UNANSWERED_START_LIMIT
 from nodes.scheduling.passes import clear_cooldowns
 
 
@@ -458,7 +458,7 @@ def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> boo
     """
     if registration.running_processes is None:
         return False
-    if row.started_at is not None and now < row.started_at + STARTS_WITHIN:
+    if row.started_at is not None and now < row.started_at + UNANSWERED_START_LIMIT:
         return False
     return not _lists(registration, row)
 

@@ -1,10 +1,10 @@
 """Liveness checks of loaded replicas: suspects, claims of controllers, and results.
 
-A loaded replica is suspect when it was silent for two minutes (C3), or at once when its worker reports that
-the engine has ended (`report_exits`). `request_checks` wakes the controllers; `claim_suspects` assigns each
-row to one of them, for the longest duration of a check; `record_results` writes the results. No lock is held
-between the last two: a result names row, address and claim, so it does not apply to a row that was replaced
-or claimed since.
+A loaded replica is suspect after two minutes of silence (C3), or at once when its worker reports that the
+engine has ended (`report_exits`). `request_checks` wakes the controllers; `claim_suspects` assigns each row
+to one controller, for the longest duration of a check; `record_results` writes the results. No lock is held
+between the claim and the result: a result names row, address and claim, so it does not apply to a row that
+was replaced or claimed since.
 """
 
 import json
@@ -26,11 +26,11 @@ from nodes.replicas.statements import StatementRunner
 from operations.changes import events
 
 CHANNEL = "cluster_replica_checks"
-"""NOTIFY channel: there are suspect engines."""
-STALE = timedelta(seconds=120)
-"""Silence after which a replica is suspect (C3)."""
-CLAIMED_FOR = timedelta(seconds=20)
-"""Duration of a claim: longer than a check, shorter than the pause between two passes."""
+"""NOTIFY channel: some engines are suspect and must be checked."""
+SILENCE_LIMIT = timedelta(seconds=120)
+"""Time without an update of its row after which a replica is suspect (C3)."""
+CLAIM_DURATION = timedelta(seconds=20)
+"""Duration of a claim; longer than a check, shorter than the pause between two passes."""
 _RESULT_COLUMNS = ["missed_reports", "missed_probes", "exit_reported"]
 _COLUMNS = (
     *("node", "model_name", "replica_index", "address", *_RESULT_COLUMNS),
@@ -40,18 +40,18 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """An engine process that has ended by itself, as its worker names it: key, and address of its replies."""
+    """An engine process that ended by itself: its key, and the address at which it was called."""
 
     process_key: str
     address: str
 
 
-def request_checks(*, heard_since: datetime, now: datetime) -> bool:
-    """Wake the controllers if there are suspect engines; return True if so.
+def request_checks(*, heartbeat_since: datetime, now: datetime) -> bool:
+    """Wake the controllers and return True if some engines are suspect.
 
-    A replica that is no longer suspect loses its streaks of misses (R4.35).
+    The function also resets the counts of misses of replicas that are no longer suspect (R4.35).
     """
-    suspects = _suspects(heard_since, now)
+    suspects = _suspects(heartbeat_since, now)
     with transaction.atomic():
         missed = NodeModel.objects.filter(Q(missed_reports__gt=0) | Q(missed_probes__gt=0))
         # The holder of a locked row is using or removing it; the next pass comes soon enough.
@@ -63,10 +63,10 @@ def request_checks(*, heard_since: datetime, now: datetime) -> bool:
     return has_suspects
 
 
-def claim_suspects(*, heard_since: datetime, now: datetime) -> list[Suspect]:
-    """Claim and return the suspects that no other controller checks; two statements."""
-    free = Q(checked_at__isnull=True) | Q(checked_at__lt=now - CLAIMED_FOR)
-    suspects = _suspects(heard_since, now).filter(free).order_by("id")
+def claim_suspects(*, heartbeat_since: datetime, now: datetime) -> list[Suspect]:
+    """Claim and return the suspects that no other controller is checking; two statements."""
+    free = Q(checked_at__isnull=True) | Q(checked_at__lt=now - CLAIM_DURATION)
+    suspects = _suspects(heartbeat_since, now).filter(free).order_by("id")
     return [
         Suspect(
             *(row.id, row.node_id, row.model_name, row.replica_index, row.address, now),
@@ -77,32 +77,32 @@ def claim_suspects(*, heard_since: datetime, now: datetime) -> list[Suspect]:
     ]
 
 
-def record_results(findings: Mapping[Suspect, CheckResult], *, now: datetime) -> list[Suspect]:
-    """Write the results of unchanged rows; return the replicas that do not serve any more.
+def record_results(results_by_suspect: Mapping[Suspect, CheckResult], *, now: datetime) -> list[Suspect]:
+    """Write the results for rows that have not changed; return the replicas that no longer serve.
 
-    If the worker did not report the end itself, the engine is stopped before its row is removed.
-    A constant number of statements for any number of rows. Most engines are alive: one statement in a
-    transaction of its own writes their rows, because picks wait while rows are locked.
+    If the worker did not report the end itself, the engine is stopped before its row is removed. The number
+    of statements is constant. Most engines are alive: one statement in a transaction of its own updates their
+    rows, because picks wait while rows are locked.
     """
-    _refresh([suspect for suspect, finding in findings.items() if finding.alive], now)
-    missed = {suspect.id: suspect for suspect, finding in findings.items() if not finding.alive}
+    _refresh([suspect for suspect, result in results_by_suspect.items() if result.alive], now)
+    missed = {suspect.id: suspect for suspect, result in results_by_suspect.items() if not result.alive}
     if not missed:
         return []
     with transaction.atomic():
         rows = NodeModel.objects.loaded().filter(pk__in=missed).order_by("id").defer("model_options")
         pairs = [(row, missed[row.pk]) for row in rows.select_for_update(of=("self",))]
         results = [
-            (row, findings[suspect])
+            (row, results_by_suspect[suspect])
             for row, suspect in pairs
             if (row.address, row.checked_at) == (suspect.address, suspect.checked_at)
         ]
-        for row, finding in results:
-            row.missed_reports, row.missed_probes = finding.missed_reports, finding.missed_probes
-            row.exit_reported = finding.exit_reported
-        update_rows([row for row, finding in results if not finding.gone], _RESULT_COLUMNS)
-        ended_rows = [row for row, finding in results if finding.gone]
-        engines.end_confirmed([row for row, finding in results if finding.gone and finding.confirmed])
-        if silent := [row.pk for row, finding in results if finding.gone and not finding.confirmed]:
+        for row, result in results:
+            row.missed_reports, row.missed_probes = result.missed_reports, result.missed_probes
+            row.exit_reported = result.exit_reported
+        update_rows([row for row, result in results if not result.gone], _RESULT_COLUMNS)
+        ended_rows = [row for row, result in results if result.gone]
+        engines.end_confirmed([row for row, result in results if result.gone and result.confirmed])
+        if silent := [row.pk for row, result in results if result.gone and not result.confirmed]:
             terminations.lose_all(silent, now=now)
     return [missed[row.pk] for row in ended_rows]
 
@@ -134,21 +134,21 @@ UPDATE node_models AS r SET
     updated_at = greatest(r.updated_at, %(now)s::timestamptz)
 FROM same WHERE r.id = same.id
 """
-"""A pick may be later than the start of the check: its time stays."""
+"""A pick may have updated the row after the start of the check: the later time stays."""
 
 
 async def report_exits(database: StatementRunner, node_id: UUID, ended: Sequence[ExitReport]) -> int:
     """Mark the replicas of these processes as suspect at once; return their number. One statement.
 
-    No replica is removed: a report may come late, when another engine has the same key and port. The check
-    that follows requests the worker's current list, which decides (`evidence.judge`).
+    No replica is removed, because a late report may name a key and port that another engine has now. The next
+    check requests the worker's current list, which decides (`evidence.judge`).
     """
     named = json.dumps([vars(report) for report in ended])
     values = {"node": node_id, "named": named, "loaded": ReplicaState.LOADED, "channel": CHANNEL}
-    return len(await database.fetch_rows(_NOTE_EXITS, values))
+    return len(await database.fetch_rows(_RECORD_EXITS, values))
 
 
-_NOTE_EXITS = """
+_RECORD_EXITS = """
 WITH named AS (
     SELECT * FROM jsonb_to_recordset(%(named)s::jsonb) AS one(process_key text, address text)
 ), found AS (
@@ -163,14 +163,19 @@ WITH named AS (
 )
 SELECT id, pg_notify(%(channel)s, '') FROM marked
 """
-"""A running check loses its claim with `checked_at`: its list may be older than the engine's end."""
+"""The statement sets `checked_at` to NULL, so that a running check loses its claim: its list of processes may
+be older than the engine's end.
+"""
 
 
-def _suspects(heard_since: datetime, now: datetime) -> NodeModelQuerySet:
-    """Return the suspects (R4.33, R4.37). The liveness pass handles silent nodes as a whole."""
-    stale = Q(node__status="healthy", updated_at__lt=now - STALE)
+def _suspects(heartbeat_since: datetime, now: datetime) -> NodeModelQuerySet:
+    """Return the suspects (R4.33, R4.37).
+
+    Nodes without a recent heartbeat are left out: the liveness pass takes the whole node offline.
+    """
+    stale = Q(node__status="healthy", updated_at__lt=now - SILENCE_LIMIT)
     return NodeModel.objects.loaded().filter(
         stale | Q(exit_reported=True),
         node__node_type="backend",
-        node__last_heartbeat__gte=heard_since,
+        node__last_heartbeat__gte=heartbeat_since,
     )

@@ -1,7 +1,7 @@
-"""Replicas that an unload takes out of the picks: they drain, and return if it ends before a stop was sent.
+"""Drains of replicas: no request picks them any more; they return if the operation ends before a stop.
 
-The row belongs to the operation that took it last. The operation stops the engine; what it leaves is the
-controllers' (`stops.py`).
+A row belongs to the last operation that drained it, and this operation stops the engine. After its end the
+controllers handle the remaining rows (`stops.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -27,15 +27,15 @@ from operations.models import ACTIVE, OperationTarget
 
 @dataclass(frozen=True)
 class UpgradeDrain:
-    """The state of a drain before an upgrade: running requests, or models that would have no replica."""
+    """State of a drain before an upgrade: running requests, or models whose last replica blocks it."""
 
     running: int = 0
     last_of: tuple[str, ...] = ()
-    """Models that no other node serves, and whose last replica may not go."""
+    """Models without a replica on another node, whose last replica must not stop yet."""
 
 
 def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[str]]:
-    """Return, by node, the models that only its replicas of this backend serve."""
+    """Return, by node, the models of which only this node has replicas that serve; of one backend."""
     concerned = NodeModel.objects.loaded().filter(node__in=node_ids).of_backend(backend)
     serving = NodeModel.objects.reached().filter(model_name__in=concerned.values("model_name"))
     nodes: dict[str, set[UUID]] = {}
@@ -51,9 +51,10 @@ def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[st
 def drain_for_upgrade(
     node_id: UUID, backend: str, *, intent_id: UUID, confirmed: Collection[str], deadline: datetime
 ) -> UpgradeDrain:
-    """Take the node's replicas of this backend out of the picks, or none of them if a model's last would go.
+    """Drain the node's replicas of this backend; drain none if a model would lose its last replica.
 
-    Two nodes never go at once as the last two of a model: all its serving rows are locked.
+    All serving rows of the models are locked, so two nodes with the last two replicas of a model never drain
+    both.
     """
     mine = NodeModel.objects.filter(node_id=node_id).of_backend(backend)
     with transaction.atomic():
@@ -70,8 +71,8 @@ def drain_for_upgrade(
             engines.apply_event(
                 NodeModel.objects.filter(pk__in=[row.pk for row in draining]),
                 ReplicaEvent.DRAINED,
-                **engines.owned_by(OwnerKind.INTENT, intent_id),
-                **engines.drain_until(deadline),
+                **engines.owner_columns(OwnerKind.INTENT, intent_id),
+                **engines.drain_columns(deadline),
                 reason=PhaseReason.UPGRADE,
             )
             events.notify(events.NODES, str(node_id))
@@ -80,20 +81,26 @@ def drain_for_upgrade(
 
 
 def end_upgrade(intent_id: UUID, fence: int) -> None:
-    """End the attempt: its replicas that still run serve again, unless a later attempt owns them."""
+    """End the attempt: its replicas whose engines still run serve again, unless a later attempt owns them."""
     if PendingBackendOp.objects.filter(pk=intent_id, fence=fence).exists():
         _return_drained(NodeModel.objects.filter(owner_id=intent_id))
 
 
 def return_without_upgrade() -> int:
-    """Return replicas to the picks whose upgrade is over or rests: its controller died. Return how many."""
+    """Return drained replicas whose upgrade no longer runs to the picks; return their number.
+
+    An upgrade may stop running because its controller died.
+    """
     return _return_drained(
         NodeModel.objects.exclude(Exists(_active_upgrades().filter(pk=OuterRef("owner_id"))))
     )
 
 
 def hand_to_upgrade(rows: Sequence[NodeModel]) -> set[UUID]:
-    """Hand the locked, draining rows to the upgrade that is about to stop their engines; return those."""
+    """Transfer these locked, draining rows to the upgrade that is about to stop their engines.
+
+    Return the ids of the transferred rows.
+    """
     kept: set[UUID] = set()
     busy = _active_upgrades().filter(node__in={row.node_id for row in rows}, spares_requests=True)
     for intent in busy if rows else ():
@@ -102,7 +109,7 @@ def hand_to_upgrade(rows: Sequence[NodeModel]) -> set[UUID]:
         engines.apply_event(
             NodeModel.objects.filter(pk__in=ids),
             ReplicaEvent.HANDED_BACK,
-            **engines.owned_by(OwnerKind.INTENT, intent.pk),
+            **engines.owner_columns(OwnerKind.INTENT, intent.pk),
             reason=PhaseReason.UPGRADE,
         )
         kept |= ids
@@ -124,24 +131,28 @@ def _return_drained(rows: NodeModelQuerySet) -> int:
 
 def _return_to_picks(rows: Sequence[NodeModel]) -> None:
     returned = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
-    engines.apply_event(returned, ReplicaEvent.RETURNED, **engines.SERVES)
+    engines.apply_event(returned, ReplicaEvent.RETURNED, **engines.SERVING_COLUMNS)
     if rows:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
 
 
 UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
 """The kinds of operations that take replicas out of the picks."""
-HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
-"""The states in which a replica has an engine that can be unloaded."""
+UNLOADABLE_STATES = (ReplicaState.LOADED, ReplicaState.UNLOADING)
+"""The states in which a replica has an engine that an unload stops."""
 _DRAIN_PHASES = (Phase.DRAINING, Phase.TERMINATING)
 _DRAIN_COLUMNS = ("id", "in_flight", "phase", "deadline")
 
 
-def unloadable(
+def unloadable_replicas(
     model_name: str, *, node_id: UUID | None = None, index: int | None = None
 ) -> NodeModelQuerySet:
-    """Return the replicas that an unload of the model is about: everywhere, of one node, or exactly one."""
-    rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(reason=PhaseReason.LOAD_FAILED)
+    """Return the replicas that an unload of the model stops: all, those of one node, or exactly one."""
+    rows = (
+        NodeModel.objects.of(model_name)
+        .filter(state__in=UNLOADABLE_STATES)
+        .exclude(reason=PhaseReason.LOAD_FAILED)
+    )
     rows = rows if node_id is None else rows.filter(node_id=node_id)
     return rows if index is None else rows.filter(replica_index=index)
 
@@ -155,15 +166,15 @@ def drain_for_unload(
     operation_id: UUID,
     now: datetime,
 ) -> list[Engine]:
-    """Take the replicas out of the picks for an operation; return their engines.
+    """Drain the replicas for an operation; return their engines.
 
-    Those that are out already are taken over and keep an earlier deadline. Needs a transaction. A constant
-    number of statements.
+    The operation takes over replicas that drain or terminate already; they keep an earlier deadline. Needs a
+    transaction. The number of statements is constant.
     """
-    found = unloadable(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
+    found = unloadable_replicas(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
     rows = list(found.select_for_update(of=("self",)))
     serving = [row for row in rows if row.phase == Phase.SERVING]
-    owner = engines.owned_by(OwnerKind.OPERATION, operation_id)
+    owner = engines.owner_columns(OwnerKind.OPERATION, operation_id)
     mine = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
     returns = Q(phase=Phase.DRAINING) & ~Q(owner_kind=OwnerKind.CONTROLLERS)
     earlier = Least(F("deadline"), Value(deadline))
@@ -184,7 +195,7 @@ def drain_for_unload(
         mine.filter(phase=Phase.SERVING),
         ReplicaEvent.DRAINED,
         **owner,
-        **engines.drain_until(deadline),
+        **engines.drain_columns(deadline),
         reason=PhaseReason.UNLOAD,
         updated_at=now,
     )
@@ -193,12 +204,12 @@ def drain_for_unload(
 
 
 def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
-    """Take a locked replica on which nothing runs out of the picks for an operation."""
+    """Drain a locked, idle replica for an operation: no further request picks it."""
     engines.apply_event(
         NodeModel.objects.filter(pk=row.pk),
         ReplicaEvent.DRAINED,
-        **engines.owned_by(OwnerKind.OPERATION, operation_id),
-        **engines.drain_until(now),
+        **engines.owner_columns(OwnerKind.OPERATION, operation_id),
+        **engines.drain_columns(now),
         reason=PhaseReason.UNLOAD,
         updated_at=now,
     )
@@ -206,28 +217,28 @@ def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
 
 
 def advance_deadline(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
-    """Have those of the replicas that still wait for their requests stopped at `deadline` already."""
+    """Move the deadlines of these draining or terminating replicas forward to `deadline`."""
     rows.filter(phase__in=_DRAIN_PHASES, deadline__gt=deadline).update(deadline=deadline)
 
 
 def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | None]]:
-    """Return, for those replicas that still wait, the requests that run and the deadline.
+    """Return the number of running requests and the deadline of each unloading replica, by id.
 
-    A replica whose stop was sent already is not waited for: no deadline.
+    The deadline is None once the stop command has been sent.
     """
     rows = NodeModel.objects.filter(pk__in=ids, state=ReplicaState.UNLOADING).values_list(*_DRAIN_COLUMNS)
     return {id: (count, until if phase in _DRAIN_PHASES else None) for id, count, phase, until in rows}
 
 
 def is_in_use(engine: Engine) -> bool:
-    """Return True if requests may run on the replica: it serves again, or they came before its stop."""
+    """Return True if the replica serves, or drains and may still have requests."""
     return NodeModel.objects.filter(pk=engine.id, phase__in=(Phase.SERVING, *_DRAIN_PHASES)).exists()
 
 
 def return_abandoned() -> list[Engine]:
-    """Return the replicas to the picks whose operation has ended before a stop was sent.
+    """Return replicas to the picks whose operation ended before it sent a stop; return their engines.
 
-    One that an upgrade is about to stop is handed to that instead: it returns after that.
+    If an upgrade is about to stop the engine, the upgrade gets the replica instead and returns it later.
     """
     abandoned = NodeModel.objects.filter(
         has_no_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION
@@ -241,9 +252,9 @@ def return_abandoned() -> list[Engine]:
 
 
 def has_no_operation() -> Q:
-    """Rows that no active operation is about, neither the one that took them out last nor an earlier one.
+    """Return a filter for rows that no active operation stops: neither their owner nor an earlier operation.
 
-    An operation is about the rows of its targets that have not ended.
+    An operation stops the rows of its targets that have not ended.
     """
     about = OperationTarget.objects.filter(
         operation__status__in=ACTIVE,

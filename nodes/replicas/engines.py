@@ -1,14 +1,14 @@
 """The life of an engine: the one writer of its columns, and the only code that deletes rows of replicas.
 
 Each change is an event of the table in `states.py`, and its UPDATE names the phases in which the event is
-allowed. So a change that comes late, after another one has moved the row on, changes nothing. The statement
-that takes a lost replica out of the picks (`statements.LOSE`) follows the same table without the ORM.
+allowed. So an event that arrives after another event has changed the phase changes nothing. The statement
+that drains a lost replica (`statements.LOSE`) follows the same table without the ORM.
 
-An engine ends when that is confirmed: its worker has confirmed the stop (`confirm_end`), or does not list it
-any more, reports it stopped, or has given its address to another one. When a node leaves, its replicas
-depart: they count for nobody, and their rows stay until the end is confirmed or the node is removed. What
-counted as a replica is announced once, when it departs or ends, after commit. Rows are locked in the order of
-their ids, as the hot path does it (`statements.py`), or two transactions would wait for each other.
+The end of an engine is confirmed when its worker has confirmed the stop (`confirm_end`), no longer lists the
+engine, reports it stopped, or has given its address to another engine. When a node leaves, its replicas
+depart: they no longer count as replicas, and their rows stay until the end is confirmed or the node is
+removed. The hooks are called once for each replica, when it departs or ends, after commit. Rows are locked in
+the order of their ids, as in the hot path (`statements.py`), so that transactions do not deadlock.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,42 +32,44 @@ from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 from operations.models import Operation, Status
 
-NO_OWNER: Mapping[str, Any] = {"owner_kind": "", "owner_id": None, "owner_fence": None}
-CONTROLLERS: Mapping[str, Any] = {**NO_OWNER, "owner_kind": OwnerKind.CONTROLLERS}
-_NO_STOP: Mapping[str, Any] = {
+NO_OWNER_COLUMNS: Mapping[str, Any] = {"owner_kind": "", "owner_id": None, "owner_fence": None}
+CONTROLLER_OWNER_COLUMNS: Mapping[str, Any] = {**NO_OWNER_COLUMNS, "owner_kind": OwnerKind.CONTROLLERS}
+_NO_STOP_COLUMNS: Mapping[str, Any] = {
     "claimed_until": None,
     "next_stop_at": None,
     "stop_attempts": 0,
     "stop_error": "",
 }
-SERVES: Mapping[str, Any] = {**NO_OWNER, **_NO_STOP, "reason": "", "deadline": None}
+SERVING_COLUMNS: Mapping[str, Any] = {**NO_OWNER_COLUMNS, **_NO_STOP_COLUMNS, "reason": "", "deadline": None}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine that is to be stopped: a snapshot of its row."""
+    """An engine to be stopped: a snapshot of its row."""
 
     id: UUID
     node_id: UUID
     model_name: str
     replica_index: int
     address: str
-    """Empty until the worker has answered the start."""
+    """Empty until the worker has answered the start command."""
     phase: Phase
     is_lost: bool = False
-    """True if it did not answer a request; the engine may still run."""
+    """True if the engine did not answer a request; its process may still run."""
     started_at: datetime | None = None
     start_answered: bool = True
 
     @property
     def process_key(self) -> str:
-        """The engine process on its worker."""
+        """The key of the engine process on its worker."""
         return process_key(self.model_name, self.replica_index)
 
     def may_still_start(self, now: datetime) -> bool:
-        """Return True if its start may still be on its way to the worker."""
+        """Return True if the start command may not have reached the worker yet."""
         started = self.started_at
-        return started is not None and not self.start_answered and now < started + states.STARTS_WITHIN
+        return (
+            started is not None and not self.start_answered and now < started + states.UNANSWERED_START_LIMIT
+        )
 
 
 def engine_of(row: NodeModel) -> Engine:
@@ -86,9 +88,9 @@ def engine_of(row: NodeModel) -> Engine:
 
 
 def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
-    """Apply `event` to the rows whose phase allows it (`states.MOVES`); return their number.
+    """Apply `event` to the rows whose phase allows it (`states.MOVES`); return the number of changed rows.
 
-    Writes the phase that follows and `columns`. `end_rows` deletes the rows that the event ends.
+    The UPDATE sets the next phase and `columns`. Events that end rows are for `end_rows`, which deletes them.
     """
     follows = states.MOVES[event]
     columns["phase"] = Case(
@@ -98,28 +100,28 @@ def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) ->
     return rows.filter(phase__in=follows).order_by().update(**columns)
 
 
-def drain_until(deadline: datetime) -> dict[str, Any]:
-    """Return the columns of a row that begins to drain or to terminate."""
-    return {**_NO_STOP, "deadline": deadline}
+def drain_columns(deadline: datetime) -> dict[str, Any]:
+    """Return the columns of a row that begins to drain or terminate."""
+    return {**_NO_STOP_COLUMNS, "deadline": deadline}
 
 
-def stop_from(now: datetime) -> dict[str, Any]:
-    """Return the columns of a row that begins to stop."""
-    return {**_NO_STOP, "deadline": now + states.REPORTED_AFTER}
+def stop_columns(now: datetime) -> dict[str, Any]:
+    """Return the columns of a row whose engine is about to be stopped."""
+    return {**_NO_STOP_COLUMNS, "deadline": now + states.UNCONFIRMED_STOP_LIMIT}
 
 
-def owned_by(kind: OwnerKind, id: UUID, fence: int | None = None) -> dict[str, Any]:
-    """Return the columns of a row that this operation or intent owns; of a load, its attempt `fence`."""
+def owner_columns(kind: OwnerKind, id: UUID, fence: int | None = None) -> dict[str, Any]:
+    """Return the owner columns for an operation or intent; `fence` is the attempt of a load."""
     return {"owner_kind": kind, "owner_id": id, "owner_fence": fence}
 
 
-def of_attempt(attempt: Attempt) -> Q:
-    """The rows of loads that the attempt owns."""
-    return Q(**owned_by(OwnerKind.OPERATION, *attempt), phase__in=LOADING_PHASES)
+def attempt_filter(attempt: Attempt) -> Q:
+    """Return a filter for the rows of loads that the attempt owns."""
+    return Q(**owner_columns(OwnerKind.OPERATION, *attempt), phase__in=LOADING_PHASES)
 
 
 def has_running_attempt() -> Exists:
-    """True for rows whose owner is an attempt that is being executed."""
+    """Return a condition that is true for rows whose owner is a running attempt."""
     running = Operation.objects.filter(
         pk=OuterRef("owner_id"), fence=OuterRef("owner_fence"), status=Status.PROCESSING
     )
@@ -127,12 +129,13 @@ def has_running_attempt() -> Exists:
 
 
 def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
-    """Make the replicas of these nodes `departed`, except `keep`; return their number.
+    """Mark the replicas of these nodes, except `keep`, as `departed`; return their number.
 
-    The rows stay while their engines may run; those in `ended` do not. A row that has departed already keeps
-    its deadline. Each model of a node is announced once, with index -1. Needs a transaction.
+    Rows in `ended`, and rows in a phase without an engine, are deleted; the others stay, because their
+    engines may still run. A row that has already departed keeps its deadline. The hooks are called once for
+    each model of a node, with the index -1. Needs a transaction.
     """
-    rows = _locked(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
+    rows = _lock_rows(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     removed = {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present}
     over = [row for row in rows if row.phase in states.WITHOUT_ENGINE or row.pk in ended]
@@ -141,8 +144,10 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     apply_event(
         NodeModel.engines.filter(pk__in=staying),
         ReplicaEvent.NODE_LEFT,
-        **CONTROLLERS,
-        deadline=Case(When(phase=Phase.DEPARTED, then=F("deadline")), default=now + states.CONFIRMED_AFTER),
+        **CONTROLLER_OWNER_COLUMNS,
+        deadline=Case(
+            When(phase=Phase.DEPARTED, then=F("deadline")), default=now + states.DEPARTED_ENGINE_LIMIT
+        ),
         reason=PhaseReason.NODE_LEFT,
         claimed_until=None,
         next_stop_at=None,
@@ -153,20 +158,20 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
 
 
 def forget_nodes(*node_ids: UUID) -> int:
-    """End all rows of nodes that are removed; return the number of replicas. Needs a transaction."""
-    rows = _locked(NodeModel.engines.filter(node_id__in=node_ids))
+    """Delete all rows of nodes that are removed; return the number of replicas. Needs a transaction."""
+    rows = _lock_rows(NodeModel.engines.filter(node_id__in=node_ids))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     _delete(rows, {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present})
     return len(present)
 
 
 def forget_departed(*, now: datetime) -> list[NodeModel]:
-    """End the engines of nodes that have been away past the deadline; return their rows."""
+    """Delete the rows of departed engines whose deadline has passed; return these rows."""
     overdue = NodeModel.engines.filter(phase=Phase.DEPARTED, deadline__lte=now)
     if not overdue.exists():
         return []
     with transaction.atomic():
-        rows = _locked(overdue)
+        rows = _lock_rows(overdue)
         end_rows(rows)
     return rows
 
@@ -174,21 +179,21 @@ def forget_departed(*, now: datetime) -> list[NodeModel]:
 def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
     """End the replicas of a node that its worker does not run; return their keys.
 
-    Those that serve, or that an upgrade has taken out of the picks. `running` are the worker's engines, as it
-    listed them after `before`.
+    Only replicas count that serve or that an upgrade drains. `running` is the worker's list of engines,
+    requested after `before`.
     """
     held = Q(phase=Phase.SERVING) | Q(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
-        rows = _locked(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
+        rows = _lock_rows(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
         gone = [row for row in rows if not is_listed(running, str(row), row.address)]
         end_rows(gone)
     return [str(row) for row in gone]
 
 
 def engine_ids(node_id: UUID) -> frozenset[UUID]:
-    """Return the engines of a node whose start was answered, as they are now, in every phase.
+    """Return the ids of the node's engines whose start was answered, in every phase.
 
-    A start that was not answered may be sent again: later the row may stand for a later process.
+    An unanswered start may be sent again, so its row may belong to a later process afterwards.
     """
     started = NodeModel.engines.filter(node_id=node_id).exclude(address="")
     return frozenset(started.values_list("pk", flat=True))
@@ -197,26 +202,26 @@ def engine_ids(node_id: UUID) -> frozenset[UUID]:
 def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
     """End the engines that a worker reports as stopped; return their keys (nats.md §6.2).
 
-    `among` are the engines from before the command (`engine_ids`): a row that was made since stands for
-    another engine under the same key. What is no key is ignored.
+    `among` are the engines from before the command (`engine_ids`): a later row belongs to another engine with
+    the same key. Invalid keys are ignored.
     """
     slots = {slot for key in keys if (slot := split_process_key(key)) is not None}
     with transaction.atomic():
-        rows = _locked(NodeModel.engines.filter(node_id=node_id, pk__in=among))
+        rows = _lock_rows(NodeModel.engines.filter(node_id=node_id, pk__in=among))
         gone = [row for row in rows if (row.model_name, row.replica_index) in slots]
         end_rows(gone)
     return [str(row) for row in gone]
 
 
-def end_at_address(address: str, *, node_id: UUID, but: UUID) -> list[str]:
-    """End the engines at `address` that were started before the one of row `but`; return their keys.
+def end_at_address(address: str, *, node_id: UUID, new_engine_id: UUID) -> list[str]:
+    """End the engines at `address` that started before engine `new_engine_id`; return their keys.
 
     A stock worker that has restarted assigns the same ports again before its list of engines is read. Nothing
-    ends if the new engine's load is over: then its address may have a later engine.
+    ends if the load of the new engine is over, because another engine may have its address since.
     """
     with transaction.atomic():
-        rows = _locked(NodeModel.engines.filter(node_id=node_id, address=address))
-        new = next((row for row in rows if row.pk == but and row.phase == Phase.STARTING), None)
+        rows = _lock_rows(NodeModel.engines.filter(node_id=node_id, address=address))
+        new = next((row for row in rows if row.pk == new_engine_id and row.phase == Phase.STARTING), None)
         gone = [row for row in rows if new is not None and _is_former(row, new)]
         end_rows(gone)
     return [str(row) for row in gone]
@@ -228,10 +233,10 @@ def _is_former(row: NodeModel, new: NodeModel) -> bool:
 
 
 def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
-    """End an engine whose worker has confirmed the stop; False when the row was gone already.
+    """End an engine whose worker has confirmed the stop; return False if the row no longer exists.
 
-    Loads that took a slot on its node without the memory have been waiting for what it gives back.
-    `stop_sent`: when the stop was sent that ended the engine; None if it may have ended before.
+    `stop_sent` is the time of the stop that ended the engine; None if the engine may have ended before. Loads
+    that reserved a slot on the node and wait for memory get the freed memory in their readings.
     """
     with committed("unload.gone"):
         mine = NodeModel.engines.filter(pk=engine_id)
@@ -239,7 +244,7 @@ def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
             state__in=BEING_LOADED, vram_on_node=False, vram_needed__gt=0, node_id__in=mine.values("node_id")
         )
         stopping = Q(pk=engine_id, phase__in=(Phase.STOPPING, Phase.DEPARTED))
-        locked = {row.pk: row for row in _locked(NodeModel.engines.filter(short | stopping))}
+        locked = {row.pk: row for row in _lock_rows(NodeModel.engines.filter(short | stopping))}
         row = locked.pop(engine_id, None)
         if row is None:
             return False
@@ -253,9 +258,9 @@ def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
 
 
 def end_confirmed(rows: Sequence[NodeModel]) -> None:
-    """End these locked rows, whose engines do not run any more. Needs a transaction.
+    """Delete these locked rows, whose engines have certainly ended. Needs a transaction.
 
-    Who waits for the nodes hears of it: a slot there is free.
+    The function notifies the operations that wait for a free slot on these nodes.
     """
     end_rows(rows)
     if rows:
@@ -263,7 +268,7 @@ def end_confirmed(rows: Sequence[NodeModel]) -> None:
 
 
 def end_rows(rows: Sequence[NodeModel]) -> None:
-    """Delete these locked rows and announce those that were replicas. Needs a transaction."""
+    """Delete these locked rows and call the hooks for those that were replicas. Needs a transaction."""
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     _delete(rows, [RemovedReplica(row.model_name, row.node_id, row.replica_index) for row in present])
 
@@ -276,19 +281,21 @@ _DELETE = """
 
 
 def _release(rows: Sequence[NodeModel]) -> None:
-    """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss.
+    """Release the reserved memory of the rows (R2.43, "Port:"); after commit.
 
-    Replicas too: a node that never reports free memory has no reading that clears their reservations.
+    Nodes are locked before replicas, so this must not run in the transaction that locks the rows. The
+    reservations of loaded replicas are released too, because on a node that never reports free memory no
+    reading clears them. If the release is lost, the next reading clears the reservation.
     """
     reserved_memory.release((row.node_id, row.vram_needed, row.created_at) for row in rows)
 
 
-def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
+def _lock_rows(rows: NodeModelQuerySet) -> list[NodeModel]:
     return list(rows.order_by("id").select_for_update(of=("self",)))
 
 
 def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> None:
-    """Delete the rows, tell other processes of the removed replicas, and call the hooks after commit."""
+    """Delete the rows, notify other processes of the removed replicas, and call the hooks after commit."""
     if rows:
         with connection.cursor() as cursor:
             cursor.execute(_DELETE, {"ids": [row.pk for row in rows]})
@@ -306,16 +313,15 @@ def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> Non
 def _credit_freed_memory(
     gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None
 ) -> None:
-    """Add the memory of an engine that has ended to the readings that these locked loads started from.
+    """Add the memory of an ended engine to the readings from which these locked loads started.
 
-    Later readings show that much more free memory; without the correction it would hide the memory of the
-    loads until they have ended. Two kinds of loads stay unchanged: those whose reading is older than the
-    engine's allocation, and those whose reading may be newer than its end. The engine ran until its stop was
-    sent; nothing changes if that time is unknown.
+    Later readings show more free memory by this amount, which would hide the memory that the loads use. Two
+    kinds of loads stay unchanged: their reading is older than the engine's allocation, or may be newer than
+    its end. The engine ran until its stop was sent; without this time nothing changes.
     """
     if gone.loaded_at is None or stop_sent is None:
         return
-    until = stop_sent - reserved_memory.CLOCKS_DIFFER
+    until = stop_sent - reserved_memory.CLOCK_TOLERANCE
     freed = {gpu["index"]: gpu["bytes"] for gpu in gone.gpus}
     affected_loads = [row for row in loads if row.vram_seen_at and gone.loaded_at < row.vram_seen_at < until]
     for row in affected_loads:

@@ -1,7 +1,7 @@
-"""Replicas that a load evicts: the snapshot that the choice uses, and the locked rows that prove it.
+"""Replicas that a load evicts: the snapshot for the choice, and the locks under which the choice is verified.
 
-A victim terminates in the transaction in which the load takes its slot, with a stop that is due at once. A
-controller stops exactly its process until the worker confirms it (`stops.py`), whatever becomes of the load.
+A victim terminates in the transaction in which the load takes its slot, and its stop is due at once. A
+controller stops this process until the worker confirms the stop (`stops.py`), even if the load fails.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import ProtectionRules, Resident
 
 STOPS_WITHIN = timedelta(seconds=60)
-"""Limit for the stops of evicted replicas; after it the load tries another node."""
-_NOT_COUNTED = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAILED)
-"""The reasons of replicas whose engines may have ended before their stop."""
+"""Limit for the stops of evicted replicas; then the load tries another node."""
+_MAY_HAVE_ENDED_REASONS = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAILED)
+"""Reasons of terminations whose engines may have ended before the stop."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
     *("vram_needed", "loaded_at", "gpus", "started_at"),
@@ -33,7 +33,7 @@ def residents(node_ids: Collection[UUID], *, now: datetime) -> list[Resident]:
 
 
 def serving(replica_id: UUID) -> Resident | None:
-    """Return this replica if it serves; one query."""
+    """Return the replica if it serves, otherwise None; one query."""
     return next(iter(_residents(NodeModel.objects.loaded().filter(pk=replica_id))), None)
 
 
@@ -59,20 +59,21 @@ def _residents(rows: NodeModelQuerySet) -> list[Resident]:
 def guard(
     model_name: str, among: Iterable[Resident], *, now: datetime, claimed: Set[UUID] = frozenset()
 ) -> ProtectionRules:
-    """Return what protects these replicas from a load of `model_name`; two queries.
+    """Return the rules that protect these replicas from a load of `model_name`; two queries.
 
     `claimed`: the nodes whose memory older loads wait for.
     """
     models = {replica.model_name for replica in among}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models)
     columns = rules.values_list("model_name", "min_replicas", "spread_all")
-    return replace(_guard(model_name, models, columns, now), claimed=claimed)
+    return replace(_protection_rules(model_name, models, columns, now), claimed=claimed)
 
 
 def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
-    """Return True if all victims serve, may be evicted and those that were idle are; lock rows and rules.
+    """Lock the victims and the rules of their models; return True if all victims can be evicted now.
 
-    The lock on a model's rule serializes loads that evict its replicas, so its minimum holds.
+    Every victim must serve, a victim that was idle must be idle, and no rule may protect it. The lock on a
+    model's rule serializes evictions of its replicas, so the model keeps its minimum.
     """
     idle = [victim.id for victim in victims if not victim.in_flight]
     busy = [victim.id for victim in victims if victim.in_flight]
@@ -82,7 +83,7 @@ def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime)
     models = {victim.model_name for victim in victims}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models).order_by("model_name")
     locked = rules.select_for_update(no_key=True).values_list("model_name", "min_replicas", "spread_all")
-    current_guard, evictions = _guard(model_name, models, list(locked), now), Counter[str]()
+    current_guard, evictions = _protection_rules(model_name, models, list(locked), now), Counter[str]()
     for victim in victims:
         if current_guard.find_protection(victim, evictions) is not None:
             return False
@@ -91,31 +92,34 @@ def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime)
 
 
 def terminating_replicas(node_id: UUID, *, now: datetime) -> list[Resident]:
-    """Return the replicas of the node that will free their memory."""
+    """Return the replicas of the node that are about to stop and free their memory."""
     return [replica for replica in residents([node_id], now=now) if replica.leaving]
 
 
 def remaining_rows(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
-    """Return the rows that still exist of these replicas."""
+    """Return the rows of these replicas that still exist."""
     return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
 
 
 def _about_to_stop(now: datetime) -> Q:
-    """Filter replicas about to stop: out of the picks for good, and either idle or with the stop sent.
+    """Return a filter for replicas about to stop: they never serve again, and are idle or get a stop.
 
-    Excluded are replicas drained by an upgrade, which serve again, and replicas with running requests, for
-    which an unload may wait an hour. A replica whose stop has failed counts for `STOPS_WITHIN`, as long as
-    the load that evicted it waits: until then its memory is that load's, and without it the next load would
-    evict other replicas for the same bytes. Replicas with a reason in `_NOT_COUNTED` may have ended before: a
-    reading may show their memory as free already. An evicted replica whose requests have yet to end counts:
-    its memory is that of the load which evicted it.
+    Excluded are replicas that an upgrade drains, because they serve again, and replicas with running
+    requests, for which an unload may wait an hour. An evicted replica counts even with running requests,
+    because its memory belongs to the load that evicted it.
+
+    A replica whose stop has failed counts for `STOPS_WITHIN`, as long as the load that evicted it waits.
+    Without it the next load would evict other replicas for the same bytes. Replicas with a reason in
+    `_MAY_HAVE_ENDED_REASONS` do not count, because a reading may already show their memory as free.
     """
-    terminating = Q(state="unloading") & ~Q(owner_kind=OwnerKind.INTENT) & ~Q(reason__in=_NOT_COUNTED)
+    terminating = (
+        Q(state="unloading") & ~Q(owner_kind=OwnerKind.INTENT) & ~Q(reason__in=_MAY_HAVE_ENDED_REASONS)
+    )
     stopping = Q(in_flight=0) | Q(phase=Phase.STOPPING) | Q(reason=PhaseReason.EVICTED)
     return terminating & stopping & (Q(stop_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
 
 
-def _guard(
+def _protection_rules(
     model_name: str, models: Collection[str], rules: Iterable[tuple[str, int, bool]], now: datetime
 ) -> ProtectionRules:
     # Count only replicas that requests can reach, as the replica pass does.

@@ -1,8 +1,8 @@
 """Liveness decisions for replicas, from their workers' lists and probes of their ports. Pure functions.
 
-A worker's list of its processes comes first. Only without a list, the engine's port counts. One check never
-decides: a streak of misses does, or a miss after the worker has reported the engine's end by itself. The rows
-store the streaks (`checks.py`), so that any process continues them.
+A worker's list of its processes takes precedence; the engine's port counts only without a list. A single
+check never decides. Several misses in a row are necessary, or one miss after the worker has reported the
+engine's end. The rows store the numbers of misses (`checks.py`), so that any process can continue counting.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ Running = Collection[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Suspect:
-    """A replica whose engine may have ended, with the columns of its row at the claim."""
+    """A replica whose engine may have ended, with the columns of its row at the time of the claim."""
 
     id: UUID
     node_id: UUID
@@ -41,15 +41,16 @@ class Suspect:
 
     @property
     def process_key(self) -> str:
-        """The engine process on its worker."""
+        """The key of the engine process on its worker."""
         return process_key(self.model_name, self.replica_index)
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check for a replica's row. `alive`: its engine certainly runs.
+    """The result of a check for a replica's row.
 
-    `confirmed`: its worker reports that the process has ended. Otherwise nothing answers at its address.
+    `alive`: its engine certainly runs. `gone`: the engine counts as ended. `confirmed`: the worker reports
+    that the process has ended; otherwise nothing answers at its address.
     """
 
     gone: bool = False
@@ -66,8 +67,8 @@ ALIVE = CheckResult(alive=True)
 def is_listed(running: Running, key: str, address: str) -> bool:
     """Return True if the process of the row is in the worker's list.
 
-    The host of an address depends on the worker's network, so only ports are compared: another port is
-    another engine under the same key.
+    Only ports are compared, because the host of an address depends on the worker's network. Another port
+    means that another engine has the key.
     """
     return (key, address.rpartition(":")[2]) in running or (key, "") in running
 

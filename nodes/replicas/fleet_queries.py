@@ -1,4 +1,4 @@
-"""Read nodes and replicas from the rows: for placement, waiting loads and drains."""
+"""Queries of nodes and replicas, for placement, waiting loads and drains."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from nodes.placement.explain import SHOWN, FleetView
 
 
 def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
-    """Return True if a replica outside `excluded_nodes` can take a request now (R2.10)."""
+    """Return True if a replica on a node outside `excluded_nodes` can take a request now (R2.10)."""
     rows = NodeModel.objects.of(model_name).serving().exclude(node__in=excluded_nodes)
     labels = selectors_of([model_name])[model_name].labels
     if labels is None:
@@ -22,13 +22,13 @@ def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool
 
 
 def is_being_loaded(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
-    """Return True if a load has a slot for the model outside `excluded_nodes`."""
+    """Return True if a load has reserved a slot for the model on a node outside `excluded_nodes`."""
     loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
     return loading.exclude(node__in=excluded_nodes).exists()
 
 
 def loaded_revision(replica_id: UUID) -> str | None:
-    """Return the revision of the definition that the replica was loaded from; None if it does not serve."""
+    """Return the definition revision from which the replica was loaded; None if it does not serve."""
     return NodeModel.objects.loaded().filter(pk=replica_id).values_list("config_revision", flat=True).first()
 
 
@@ -55,7 +55,7 @@ def occupied_indices(model_names: Collection[str]) -> dict[str, dict[UUID, set[i
 def lock_in_flight_counts(*node_ids: UUID) -> dict[UUID, int]:
     """Return the number of running requests of each node that has replicas.
 
-    The rows stay locked, so the counts stay true in this transaction.
+    The rows stay locked until the end of the transaction, so the counts cannot change before.
     """
     rows = NodeModel.objects.filter(node_id__in=node_ids).order_by("id").select_for_update(of=("self",))
     counts: Counter[UUID] = Counter()
@@ -65,9 +65,10 @@ def lock_in_flight_counts(*node_ids: UUID) -> dict[UUID, int]:
 
 
 def prefer_installed(view: FleetView, decision: Decision, backend: str) -> tuple[FleetView, Decision]:
-    """Return the view and the decision with the backend as the last term among equally good nodes.
+    """Return view and decision; among equally good nodes, those that have the backend come first.
 
-    One query, and only if there are several. The nodes that an explanation names are marked.
+    One query, and only if several nodes are equally good. The nodes that an explanation names are marked by
+    `mark_installed`.
     """
     equal = equal_to_best(decision, view.need, view.backoffs)
     if len(equal) < 2:
@@ -81,7 +82,7 @@ def prefer_installed(view: FleetView, decision: Decision, backend: str) -> tuple
 
 
 def mark_installed(nodes: Sequence[Candidate], backend: str) -> list[Candidate]:
-    """Return these nodes, marked by whether the backend is installed; one query, none without a backend."""
+    """Return the nodes with the fact whether the backend is installed; one query, none without a backend."""
     if not backend:
         return list(nodes)
     rows = NodeBackend.objects.named(backend).filter(node__in=[node.id for node in nodes])

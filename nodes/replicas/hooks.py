@@ -1,8 +1,8 @@
 """Hooks for removed replicas (R1.101 to R1.103).
 
 A hook is a function that is called after commit, once for each removal, in the process that removed the row.
-The failure of a hook is logged and does not affect the others. Other processes receive a NOTIFY of the same
-transaction.
+If a hook fails, the failure is logged and the other hooks are still called. Other processes receive a NOTIFY
+of the same transaction.
 """
 
 import logging
@@ -13,12 +13,12 @@ from uuid import UUID
 log = logging.getLogger(__name__)
 
 ALL_REPLICAS = -1
-"""The index in a removal of all replicas of a model on a node."""
+"""Replica index that stands for all replicas of a model on a node."""
 
 
 @dataclass(frozen=True, order=True)
 class RemovedReplica:
-    """A removal: of one replica, or of all replicas of a model on a node (index -1)."""
+    """A removed replica; with the index -1, all replicas of a model on a node."""
 
     model_name: str
     node_id: UUID

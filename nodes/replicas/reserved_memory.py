@@ -2,8 +2,9 @@
 
 `reserved_vram` of a node works as in the reference: a load adds to it, the next reading clears it, and until
 then the end of the load or of its replica subtracts its amount (R1.51 to R1.54, R1.33). The rows of loads
-hold the needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the
-larger one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
+hold the needed bytes until readings show them (`placement/memory.py`). Column and rows count the same bytes,
+so the larger of both sums applies. The memory of an ended engine counts as free before the next reading shows
+it (`credit_stopped_engine`).
 """
 
 import logging
@@ -29,7 +30,8 @@ from operations.changes import events
 
 log = logging.getLogger(__name__)
 
-CLOCKS_DIFFER = timedelta(seconds=1)
+CLOCK_TOLERANCE = timedelta(seconds=1)
+"""Assumed maximum difference between the clocks of two machines."""
 _ZERO = Value(0, BigIntegerField())
 _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
@@ -38,7 +40,7 @@ _UNREAD = (
 
 @dataclass(frozen=True)
 class GpuShare:
-    """A GPU that an engine may use, by the id that its worker uses, and the bytes that it may take there."""
+    """A GPU that an engine may use, by its id on the worker, and the bytes that the engine may take."""
 
     id: str
     amount: int
@@ -46,9 +48,10 @@ class GpuShare:
 
 @dataclass(frozen=True)
 class MemoryReservation:
-    """The reservation of a load: the columns of its row, and the only GPUs that its engine may see.
+    """The reservation of a load: the columns of its row, and the GPUs that its engine may see.
 
-    Without GPUs the engine sees all of them: the node reports none, or the load fits on no set of them.
+    Without GPUs the engine sees all GPUs: the node reports none, or no set of GPUs has enough memory for the
+    load.
     """
 
     columns: Mapping[str, Any]
@@ -56,7 +59,7 @@ class MemoryReservation:
 
 
 def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
-    """Add `amount` bytes to the node's column if they are effectively free, else return False (R1.51)."""
+    """Add `amount` bytes to the node's column and return True if they are effectively free (R1.51)."""
     if amount <= 0:
         return True
     free_node = BackendNode.objects.filter(pk=node_id, available_vram__gte=F("reserved_vram") + amount)
@@ -80,9 +83,10 @@ _RELEASE = """
 
 
 def release(reservations: Iterable[tuple[UUID, int, datetime]]) -> None:
-    """Subtract the bytes that each node had reserved at a time, in one statement (R1.52).
+    """Subtract reserved bytes from the columns of their nodes, in one statement (R1.52).
 
-    What a later reading has cleared, and more than a node has reserved, is not subtracted.
+    A reservation is a node, its bytes and its time. Bytes that a later reading has cleared, and bytes beyond
+    what a node has reserved, are not subtracted.
     """
     amounts = [reservation for reservation in reservations if reservation[1] > 0]
     if amounts:
@@ -90,9 +94,12 @@ def release(reservations: Iterable[tuple[UUID, int, datetime]]) -> None:
             cursor.execute(_RELEASE, [list(column) for column in zip(*amounts, strict=True)])
 
 
-def fits_after_stops(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
-    """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
-    fits = need.shares(*_after_stops(node, *_free(node), soon), _needed(node, need)) is not None
+def fits_after_stops(node: BackendNode, need: Need, *, terminating: Collection[Resident]) -> bool:
+    """Return True if the load fits once the replicas in `terminating` have freed their memory.
+
+    Needs the node's lock.
+    """
+    fits = need.shares(*_after_stops(node, *_free(node), terminating), _needed(node, need)) is not None
     return fits and not need.lacks_card(node.total_vram)
 
 
@@ -109,27 +116,28 @@ def _free(node: BackendNode) -> tuple[int, FreeByGpu]:
 
 
 def _after_stops(
-    node: BackendNode, free: int, rooms: FreeByGpu, soon: Collection[Resident]
+    node: BackendNode, free: int, free_by_gpu: FreeByGpu, terminating: Collection[Resident]
 ) -> tuple[int, FreeByGpu]:
     return add_freed_memory(
         free,
-        rooms,
-        [(replica.vram, replica.gpus) for replica in soon],
+        free_by_gpu,
+        [(replica.vram, replica.gpus) for replica in terminating],
         most=fleet_cache.most_free(vars(node)),
         gpu_totals=fleet_cache.gpu_totals(vars(node)),
     )
 
 
 def reserve_for_load(
-    node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()
+    node: BackendNode, need: Need, *, now: datetime, terminating: Collection[Resident] = ()
 ) -> MemoryReservation | None:
     """Reserve a load's memory on the node and its GPUs; return None if the node lacks required memory.
 
-    `soon`: replicas that free their memory before the load uses its reservation.
-    Needs the node's lock: no other load reserves and no reading arrives between the check and the row.
+    `terminating`: replicas that free their memory before the load uses its reservation. Needs the node's
+    lock, so that no other load reserves memory and no reading arrives between the check and the write of the
+    row.
     """
-    free, rooms = _free(node)
-    free_later, later = _after_stops(node, free, rooms, soon)
+    free, free_by_gpu = _free(node)
+    free_later, later = _after_stops(node, free, free_by_gpu, terminating)
     needed = _needed(node, need)
     shares = need.shares(free_later, later, needed)
     is_reported = max(node.total_vram, node.available_vram) > 0
@@ -141,7 +149,9 @@ def reserve_for_load(
     # With GPUs that its definition names, nobody can tell which of them it fills.
     expected = shares if shares is not None else {} if need.own_gpus else fill_gpus(later, needed)
     amount = total_bytes(shares or {}, needed)
-    fits_after_stops = need.shares(free, rooms, needed) is not None and reserve(node.pk, amount, now=now)
+    fits_after_stops = need.shares(free, free_by_gpu, needed) is not None and reserve(
+        node.pk, amount, now=now
+    )
     by_index = {gpu["index"]: gpu for gpu in node.gpus}
     columns = {
         "vram_needed": amount,
@@ -150,7 +160,9 @@ def reserve_for_load(
         "vram_seen_at": node.vram_read_at,
         "gpus": [_row(by_index[index], share) for index, share in expected.items()],
         # With memory that others still hold, or on GPUs that it may not keep to, its own part is unknown.
-        "vram_alone": bool(shares or not expected) and not soon and has_device_alone(node, shares or ()),
+        "vram_alone": bool(shares or not expected)
+        and not terminating
+        and has_device_alone(node, shares or ()),
     }
     gpus = (
         GpuShare(by_index[index]["uuid"] or str(index), share)
@@ -167,10 +179,11 @@ def reserve_unknown(node: BackendNode) -> MemoryReservation:
 
 
 def note_ended_engines(node_ids: Collection[UUID]) -> None:
-    """Record that the last readings of these nodes are from before the end of an engine; one statement.
+    """Record that the last readings of these nodes are older than the end of an engine; one statement.
 
-    Must not run in the transaction that locks replicas. A lost note only lets a load be measured against a
-    reading that shows too little free memory; that reading counts only if it is plausible (`fit.learned`).
+    Must not run in the transaction that locks replicas. If the record is lost, a load may be measured against
+    a reading that shows too little free memory; such a measurement counts only if it is plausible
+    (`fit.learned`).
     """
     stale = BackendNode.objects.filter(pk__in=node_ids, vram_read_at__isnull=False)
     stale = stale.exclude(returned_beside=F("vram_read_at")).order_by("id")
@@ -180,9 +193,9 @@ def note_ended_engines(node_ids: Collection[UUID]) -> None:
 
 
 def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
-    """Return True if no other engine uses these GPUs, none = all, and no other load runs on the node.
+    """Return True if no other engine uses these GPUs and no other load runs on the node.
 
-    Needs the node's lock.
+    Without `gpus`, no other engine may run on the node. Needs the node's lock.
     """
     read_at = node.vram_read_at
     if read_at is None or node.returned_beside == read_at:
@@ -199,10 +212,10 @@ def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
 
 
 def taken_since_load(row: NodeModel) -> int:
-    """Return by how many bytes its load has reduced the free memory of its GPUs; 0 = unknown.
+    """Return the bytes by which the load of this replica reduced the free memory of its GPUs; 0 if unknown.
 
-    Known only if it was alone there, and no other load has begun on its node before the last reading. A
-    budget of the node hides a part of its total.
+    The number is known only if the load was alone on its GPUs, and no other load began on the node before the
+    last reading. Without GPUs it is unknown if the node has a VRAM budget, which hides a part of the total.
     """
     node = row.node
     if not row.vram_alone or node.newest_load != row.pk:
@@ -219,12 +232,12 @@ def taken_since_load(row: NodeModel) -> int:
 def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:
     """Count the memory of an engine that ran until its stop was sent as free before a reading shows it.
 
-    Applies only to a reading that includes the engine: taken after its load, and before the stop by more than
-    clocks differ. The amount is limited to the memory that the node uses, because the engine's need may have
-    been overestimated. Must not run in the transaction that locks replicas, because nodes are locked before
-    them. If the credit is lost, the next reading corrects it.
+    The credit applies only to a reading that includes the engine: after the load, and before the stop by more
+    than `CLOCK_TOLERANCE`. It is limited to the memory that the node uses, because the need of the engine may
+    have been overestimated. Must not run in the transaction that locks replicas, because nodes are locked
+    before replicas. If the credit is lost, the next reading corrects the free memory.
     """
-    shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - CLOCKS_DIFFER)
+    shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - CLOCK_TOLERANCE)
     beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO)
     with transaction.atomic():
         node = BackendNode.objects.filter(shows, pk=gone.node_id)
@@ -235,7 +248,7 @@ def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:
 
 
 def _limit_to_used(returned: CombinedExpression) -> Case:
-    """Limit `returned` to the bytes that the node's reading shows as used, if its size is known."""
+    """Limit `returned` to the bytes that the reading shows as used, if the total memory is known."""
     amount = ExpressionWrapper(returned, BigIntegerField())
     used = ExpressionWrapper(F("total_vram") - F("available_vram"), BigIntegerField())
     return Case(When(total_vram__gt=0, then=Greatest(Least(amount, used), _ZERO)), default=amount)
@@ -246,7 +259,7 @@ def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
-    """Return the reservations of `rows` by node, for nodes where a reading lacks at least one; one query."""
+    """Return the reservations of `rows`, for nodes whose reading lacks at least one; by node, one query."""
     unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
     reservations: defaultdict[UUID, list[Reservation]] = defaultdict(list)
     reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *fleet_cache.RESERVING)
@@ -256,6 +269,6 @@ def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
 
 
 def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
-    """Return the GPUs of the node, given by its columns, each with the bytes that loads have reserved."""
+    """Return the GPUs of the node, each with the bytes that loads have reserved; `node` has its columns."""
     reserved = fleet_cache.reserved_on_gpus(node, reservations)
     return [gpu | {"reserved_vram": max(reserved[gpu["index"]], 0)} for gpu in node["gpus"]]

@@ -1,8 +1,8 @@
-"""The rows of a load: the slot it reserves, by eviction if it must, and how a slot becomes a replica.
+"""The rows of a load: how it reserves a slot, by eviction if necessary, and how a slot becomes a replica.
 
-Each reservation is a row of its own, which belongs to the attempt that made it. Everything names slot and
-attempt, so an attempt that was overtaken changes nothing (I3). An index is free again when the row is gone:
-when the engine is confirmed to have ended.
+Each reservation is a row of its own, which belongs to the attempt that created it. Every change names slot
+and attempt, so an attempt that lost its slot changes nothing (I3). An index is free again when the row is
+deleted, after the engine is confirmed to have ended.
 """
 
 import types
@@ -42,7 +42,7 @@ from operations.ledger import attempts
 
 
 class OverQuota(Exception):
-    """The files do not fit into the node's disk quota; the text has the figures and what helps."""
+    """The files do not fit into the node's disk quota; the text has the sizes and a hint."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class Slot:
     node_name: str
     replica_index: int
     gpus: tuple[GpuShare, ...] = ()
-    """The only GPUs that its engine may see; none: all of them."""
+    """The only GPUs that the engine may see; empty for all GPUs."""
     gpu_layers: int = 0
-    """Layers on the GPU, fewer than the definition allows; 0: as defined."""
+    """Number of layers on the GPU if smaller than in the definition; 0 for the definition's number."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The load options that differ from the definition's; they are in its row and in no revision."""
+        """The load options that differ from the definition's; stored in the row, not in a revision."""
         return {"NGPULayers": self.gpu_layers} if self.gpu_layers else {}
 
 
 @dataclass(frozen=True)
 class NoSlot:
-    """The node has no slot for the replica any more, and why."""
+    """The reason why the node has no slot for the replica."""
 
     reason: str
 
@@ -85,9 +85,9 @@ def reserve(
 ) -> Slot | NoSlot:
     """Take the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
-    As the rows are now: an index is taken until its engine has ended, also one in `unloading` (R1.67). With
-    `room` its victims leave the picks, and memory that leaving replicas will give back counts as free: the
-    slot must not be used before they have gone. `why` is kept with the slot or not at all.
+    The function reads the current rows: an index is taken until its engine has ended, also in `unloading`
+    (R1.67). With `room`, its victims terminate and the memory that terminating replicas free counts as free:
+    the slot must not be used before these replicas have ended. `why` is stored in the same transaction.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -110,8 +110,8 @@ def reserve(
             model_name=model_name,
             replica_index=index,
             phase=Phase.RESERVED,
-            **engines.owned_by(OwnerKind.OPERATION, *attempt),
-            deadline=now + states.LOAD_WITHIN,
+            **engines.owner_columns(OwnerKind.OPERATION, *attempt),
+            deadline=now + states.LOAD_LIMIT,
             backend_type=backend,
             last_used=now,
             created_at=now,
@@ -126,7 +126,7 @@ def reserve(
 
 
 def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
-    """Raise OverQuota unless the bytes of the model's files fit. Needs the node's lock; one query."""
+    """Raise OverQuota if the model's files exceed the disk quota. Needs the node's lock; one query."""
     quota = node.disk_quota_bytes
     if not quota or not files:
         return
@@ -138,7 +138,7 @@ def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
 
 
 def _after_reading(node: BackendNode, now: datetime) -> datetime:
-    """Return `now`, or a time after the node's last reading, which may be newer than the caller's clock."""
+    """Return `now`, or a time just after the node's last reading if the reading is newer."""
     # A reservation counts until the next reading, so it must be newer than this one.
     return now if node.vram_read_at is None else max(now, node.vram_read_at + timedelta(microseconds=1))
 
@@ -153,21 +153,21 @@ def _free_index(node: BackendNode, model_name: str) -> int | None:
 def _memory(
     node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
 ) -> reserved_memory.MemoryReservation | NoSlot:
-    """Reserve the memory of the locked node that the load takes; the victims of `room` leave the picks then.
+    """Reserve the load's memory on the locked node; on success terminate the victims of `room`.
 
     Under the node's lock no other load counts on the same bytes: each reserves what it takes.
     """
-    soon = []
+    terminating = []
     if room is not None:
         if not eviction.lock_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
-        soon = eviction.terminating_replicas(node.pk, now=now)
+        terminating = eviction.terminating_replicas(node.pk, now=now)
     if room is not None and room.victims:
-        if reserved_memory.fits_after_stops(node, need, soon=soon):
+        if reserved_memory.fits_after_stops(node, need, terminating=terminating):
             return NoSlot("another load has made room there meanwhile")
-        soon = [*soon, *room.victims]
+        terminating = [*terminating, *room.victims]
     memory = (
-        reserved_memory.reserve_for_load(node, need, now=now, soon=soon)
+        reserved_memory.reserve_for_load(node, need, now=now, terminating=terminating)
         if need.vram > 0 or need.vram_share > 0
         else reserved_memory.reserve_unknown(node)
     )
@@ -182,20 +182,20 @@ def _memory(
 
 
 def is_owned(slot: Slot, *, attempt: Attempt) -> bool:
-    """Return True if the attempt still owns the slot: a node that leaves or a later attempt takes it away."""
-    return _of(slot, attempt).exists()
+    """Return True if the attempt still owns the slot: a departing node or a later attempt ends that."""
+    return _owned_rows(slot, attempt).exists()
 
 
 def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
-    """Begin to send `files` bytes of the model's files to the node, alone of all its loads there (R2.26).
+    """Begin to send `files` bytes of the model to the node, as its only load of the model (R2.26).
 
-    Return False while another running attempt does that, None when the attempt does not own the slot any
-    more. Raise OverQuota if the files do not fit into the node's disk quota.
+    Return False while another running attempt sends the files, None if the attempt no longer owns the slot.
+    Raise OverQuota if the files do not fit into the node's disk quota.
     """
     with committed("load.staging"):
         # As for a slot: of two that begin at once one sees the other.
         node = BackendNode.objects.filter(pk=slot.node_id).select_for_update(no_key=True).first()
-        mine = _of(slot, attempt)
+        mine = _owned_rows(slot, attempt)
         row = mine.select_for_update(no_key=True, of=("self",)).first()
         if row is None or node is None:
             return None
@@ -207,25 +207,25 @@ def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
 
 
 def end_staging(slot: Slot, *, attempt: Attempt) -> bool:
-    """The files are there; return False when the attempt does not own the slot any more."""
+    """Record that all files are on the node; return False if the attempt no longer owns the slot."""
     with committed("load.staged"):
         # The record of its files counts from now on.
-        return bool(engines.apply_event(_of(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
+        return bool(engines.apply_event(_owned_rows(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
 
 
 def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
     """Record that the engine is about to be started.
 
-    Return False when the attempt does not own the slot any more: then it must not start an engine.
+    Return False if the attempt no longer owns the slot; it must not start an engine then.
     """
     with committed("load.start"):
-        return bool(engines.apply_event(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
+        return bool(engines.apply_event(_owned_rows(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
-    """Record that the worker has answered the start: no engine comes of it but the one at `address`, if any.
+    """Record the worker's answer to the start: an engine runs at `address`, or none if it is empty.
 
-    The row is this engine's whatever its phase is now, so after a late answer a stop names the right address.
+    The row is updated in every phase, so that a stop after a late answer names the right address.
     """
     rows = NodeModel.engines.filter(pk=slot.id, started_at__isnull=False).exclude(phase=Phase.SERVING)
     kept = Case(When(address="", then=Value(address)), default=F("address"))
@@ -247,23 +247,23 @@ def publish(
     remembered: Mapping[str, Any] = types.MappingProxyType({}),
     result: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> bool:
-    """Make the slot a replica that receives traffic; False when the attempt does not own it any more.
+    """Make the slot a replica that receives traffic; return False if the attempt no longer owns the slot.
 
     `options_hash`: fingerprint of the options that the engine got, which the node may have changed (R2.80).
-    `remembered`: further columns of the model's load record. The replica that it replaces leaves the picks
-    with it: there is no moment with neither or with both. The operation keeps the `result` from then on: a
-    repeated attempt has nothing to load.
+    `remembered`: further columns of the model's load record. The replica `replaces` terminates in the same
+    transaction, so exactly one of both serves at any time. The operation stores `result` in this transaction
+    too: a repeated attempt has nothing to load.
     """
     with committed("load.publish"):
         try:
             operation = attempts.owned(*attempt)
         except LeaseLost:
             return False
-        former = _locked_beside(slot, replaces)
+        former = _lock_replaced_replica(slot, replaces)
         published = engines.apply_event(
-            _of(slot, attempt),
+            _owned_rows(slot, attempt),
             ReplicaEvent.PUBLISHED,
-            **engines.SERVES,
+            **engines.SERVING_COLUMNS,
             start_answered=True,
             address=address,
             model_options=options | slot.options,
@@ -293,12 +293,12 @@ def _record_load(slot: Slot, **columns: Any) -> None:
     )
 
 
-def _of(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
-    return NodeModel.objects.filter(engines.of_attempt(attempt), pk=slot.id)
+def _owned_rows(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
+    return NodeModel.objects.filter(engines.attempt_filter(attempt), pk=slot.id)
 
 
-def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
-    """Return the replica to be replaced if it still serves, locked in order with the slot's row."""
+def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
+    """Lock the replica to be replaced and the slot's row, in order; return its id if it still serves."""
     if replaced is None:
         return None
     rows = NodeModel.objects.filter(pk__in=[slot.id, replaced]).order_by("id").select_for_update(of=("self",))
@@ -307,18 +307,20 @@ def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
 
 
 def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None:
-    """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
+    """End an attempt without a replica.
+
+    Return its engine if one may have been started; it must be stopped now.
+    """
     with committed("load.ended"):
-        ended = _end_loads(_of(slot, attempt), now)
+        ended = _end_loads(_owned_rows(slot, attempt), now)
     return next((engines.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
 
 
 def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
-    """End the loads, of one model or all, whose attempt does not run any more or is too old; return their
-    rows.
+    """End the loads of one model or all whose attempt no longer runs or is too old; return their rows.
 
-    A killed attempt leaves its row, and so does one whose reservation was committed after its operation was
-    cancelled. Rows that may have an engine are stopped by the controllers.
+    A killed attempt leaves its row, and so does an attempt whose reservation was committed after its
+    operation was cancelled. The controllers stop the engines that may exist.
     """
     rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
     abandoned = rows.filter(Q(deadline__lte=now) | ~Q(engines.has_running_attempt()))
@@ -329,14 +331,14 @@ def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list
 
 
 def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
-    """Free the slots of these loads, and have the engines stopped that may exist. Needs a transaction."""
+    """Free the slots of these loads, and schedule stops of engines that may exist. Needs a transaction."""
     rows = list(loads.order_by("id").select_for_update(of=("self",)).select_related("node"))
     started = [row for row in rows if row.phase not in states.WITHOUT_ENGINE]
     engines.apply_event(
         NodeModel.objects.filter(pk__in=[row.pk for row in started]),
         ReplicaEvent.LOAD_ENDED,
-        **engines.CONTROLLERS,
-        **engines.stop_from(now),
+        **engines.CONTROLLER_OWNER_COLUMNS,
+        **engines.stop_columns(now),
         reason=PhaseReason.LOAD_FAILED,
     )
     for row in started:

@@ -1,8 +1,8 @@
 """The SQL of the hot path, and all other SQL that web processes run without the ORM.
 
 One invariant keeps the counts exact and the locks free of cycles: a transaction that changes a `replica_uses`
-row holds the lock of its `node_models` row, and takes these locks in the order of their ids.
-`node_models.in_flight` is then the sum of its uses, however many web processes work at the same time.
+row holds the lock of its `node_models` row, and takes these locks in the order of their ids. So
+`node_models.in_flight` is always the sum of the uses, for any number of concurrent web processes.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,10 @@ class StatementRunner(Protocol):
 
 
 EXTRA_REPLICAS = 64
-"""Number of replicas of a model that are locked beyond the number of requests. All replicas are compared
-before; among the locked ones the choice is exact, whatever other processes have counted meanwhile."""
+"""Number of replicas of a model that are locked in addition to the number of requests. Before that, all
+replicas are compared without locks. Among the locked replicas the choice is exact, whatever other processes
+have counted meanwhile.
+"""
 
 ALLOWED = """(s.nodes IS NULL OR s.nodes ? r.node_id::text) AND (s.labels IS NULL OR NOT EXISTS (
                SELECT FROM jsonb_each(s.labels) AS wanted(key, value) WHERE NOT EXISTS (
@@ -29,7 +31,7 @@ ALLOWED = """(s.nodes IS NULL OR s.nodes ? r.node_id::text) AND (s.labels IS NUL
                     WHERE l.node_id = r.node_id AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value
                )
            ))"""
-"""Condition: picks of the scope `s` may get the replica `r`, by their nodes and by the rule of the model."""
+"""SQL condition: picks of the scope `s` may get replica `r`, by their nodes and by the rule of the model."""
 
 OWNERS = f"""owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
@@ -109,8 +111,9 @@ COUNTED = f"""locked AS MATERIALIZED (
       FROM counted r JOIN scopes s ON s.model = r.model_name
      WHERE r.serving AND {ALLOWED}
 )"""
-"""The replicas to choose from and to release, with the requests that this process holds there; `choices` are
-the replicas of each scope."""
+"""The replicas to choose from and to release, with the number of requests of this process on each; `choices`
+are the replicas of each scope.
+"""
 
 PLACES = """ranked AS (
     SELECT a.ask, a.n, r.*, (r.node_id = a.node AND r.replica_index = a.index) IS TRUE AS preferred,
@@ -132,7 +135,7 @@ PLACES = """ranked AS (
            ) AS place
       FROM ranked r CROSS JOIN LATERAL generate_series(0, r.n - r.rank) AS j
 )"""
-"""The replicas for the picks of each `ask`, spread by R1.78."""
+"""The replicas for the picks of each `ask`, distributed by R1.78."""
 
 PROMPTS = """prompts AS MATERIALIZED (
     SELECT a.ask, a.scope, a.n, r.id AS hot, r.load,
@@ -241,8 +244,8 @@ SELECT m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_
  UNION ALL
 SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL, NULL FROM owners
 """
-"""All picks and releases that wait in a process, in one statement: $1 this process, $2 now, $3 the waiting
-ones.
+"""All waiting picks and releases of a process, in one statement: $1 is the process, $2 now, $3 the picks and
+releases.
 
 `releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
 declared dead cannot subtract a second time. Counting out moves neither `last_used` nor `updated_at` (R1.60),
@@ -279,7 +282,8 @@ settlement and write what it had read before; the sum is then wrong until the st
 Its cost does not grow with the tables: it is planned once, without knowing what it will be asked for, so
 `OFFSET 0` and `= ANY(ARRAY(...))` leave only one way to find a row, its key. A replica of rank k has k - 1
 before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared. Picks
-with a ratio that their own replicas take are counted together; the walk has a step for some of the others."""
+with a ratio that their own replicas take are counted together; the walk has a step for some of the others.
+"""
 
 ANNOUNCE = """
 INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)
@@ -302,8 +306,9 @@ SELECT r.id FROM node_models r
    AND r.state IS NOT NULL
  ORDER BY r.id FOR UPDATE OF r
 """
-"""Lock all rows that `SETTLE` or `RELEASE_ALL` may change. It must be a statement of its own before them,
-so that they see what others committed while this one waited."""
+"""Lock all rows that `SETTLE` or `RELEASE_ALL` may change. It must be a separate statement before `SETTLE` or
+`RELEASE_ALL`, so that these see what other transactions committed while `LOCK_USED` waited.
+"""
 
 SETTLE = """
 WITH mine AS MATERIALIZED (
@@ -322,8 +327,9 @@ UPDATE node_models r
        last_released_at = CASE WHEN m.after < m.before THEN %(now)s ELSE r.last_released_at END
   FROM mine m WHERE r.id = m.id
 """
-"""Set the counts of this process to those in its memory; idempotent. Departed replicas, which have no state,
-are not counted."""
+"""Set the counts of this process in the database to the counts in its memory; idempotent. Departed replicas,
+which have no state, are not counted.
+"""
 
 RELEASE_ALL = """
 WITH gone AS (
@@ -345,8 +351,9 @@ WITH lost AS (
 )
 SELECT node_id, pg_notify(%(channel)s, node_id::text) FROM lost
 """
-"""Take one replica out of the picks (`terminations.lose`), if it is the one that was picked. Requests that
-run there are still counted out."""
+"""Drain one replica (`terminations.lose`), if its row is the one that was picked. Requests that run on it are
+still counted out.
+"""
 
 DROP_DEAD_PROCESSES = """
 WITH dead AS (
@@ -368,8 +375,9 @@ WITH dead AS (
 )
 SELECT count(*) FROM dead
 """
-"""A process that uses a replica which is not `locked` has just picked it: it lives, and locking that replica
-now would be out of order."""
+"""A process that uses a replica which is not `locked` has just picked this replica. The process is alive, and
+a lock on the replica now would violate the order of locks.
+"""
 
 LOCK_MISCOUNTED = """
 SELECT r.id FROM node_models r
@@ -378,7 +386,9 @@ SELECT r.id FROM node_models r
  WHERE r.in_flight <> COALESCE(u.held, 0)
  ORDER BY r.id FOR UPDATE OF r SKIP LOCKED
 """
-"""A locked row is skipped: its holder is changing the count, and the next pass checks it."""
+"""The statement skips a locked row: the holder of the lock is changing the count, and the next pass checks
+the row.
+"""
 
 RECOUNT = """
 UPDATE node_models r SET in_flight = s.held
@@ -386,5 +396,6 @@ UPDATE node_models r SET in_flight = s.held
           FROM node_models m WHERE m.id = ANY(%(ids)s)) s
  WHERE r.id = s.id AND r.in_flight <> s.held
 """
-"""A statement of its own after `LOCK_MISCOUNTED`, so that it sees what others committed before
-the rows were locked."""
+"""A separate statement after `LOCK_MISCOUNTED`, so that it sees what other transactions committed before the
+rows were locked.
+"""

@@ -1,10 +1,10 @@
 """The life of an engine, from its reserved slot to the confirmed end of its process.
 
-One row of `node_models` is one engine. `PHASES` states for each phase the owner that moves the row on, what
-its deadline means, and what moves it on. `TRANSITIONS` states for each event the phases in which it is
-allowed and the phase that follows; None stands for no row. The diagram in `docs/replica-states.md` is
-generated from both. Nothing here reads a clock or a database: `engines.py` turns a transition into an
-UPDATE, and constraints of the table keep phase and columns consistent.
+One row of `node_models` is one engine. `PHASES` states for each phase its owners, the effect of its deadline,
+and the event that ends it. `TRANSITIONS` states for each event the phases in which it is allowed and the
+phase that follows; None stands for no row. The diagram in `docs/replica-states.md` is generated from both.
+Nothing here reads a clock or a database: `engines.py` turns a transition into an UPDATE, and constraints of
+the table keep phase and columns consistent.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,20 @@ from enum import StrEnum
 from nodes.models.replica import REASONS_OF, OwnerKind, Phase, PhaseReason
 from nodes.placement import load_times
 
-LOAD_WITHIN = timedelta(seconds=load_times.LONGEST_HOLD + load_times.LONGEST_LOAD)
-"""The longest time from the reservation of a slot to its publication (C31, C28)."""
-STARTS_WITHIN = timedelta(seconds=60)
-"""The time in which an unanswered start may still reach its worker: "no such process" is no proof yet."""
-REPORTED_AFTER = timedelta(minutes=2)
-"""The time that a stop may stay unconfirmed before an operator sees an unload of it."""
-CONFIRMED_AFTER = timedelta(days=7)
-"""The time after which the engine of a node that has left counts as ended."""
+LOAD_LIMIT = timedelta(seconds=load_times.LONGEST_HOLD + load_times.LONGEST_LOAD)
+"""Longest time from the reservation of a slot to the publication of the replica (C31, C28)."""
+UNANSWERED_START_LIMIT = timedelta(seconds=60)
+"""Time in which an unanswered start command may still reach its worker. During this time the worker's answer
+"no such process" does not prove the end of the engine.
+"""
+UNCONFIRMED_STOP_LIMIT = timedelta(minutes=2)
+"""Time for which a stop may stay unconfirmed; after it, an operator sees an unload of the replica."""
+DEPARTED_ENGINE_LIMIT = timedelta(days=7)
+"""Time after which the engine of a node that has left counts as ended."""
 
 OPERATION, INTENT, CONTROLLERS = OwnerKind.OPERATION, OwnerKind.INTENT, OwnerKind.CONTROLLERS
-REPORTED_REASONS = REASONS_OF[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
-"""The reasons of stops that no operation owns and that an operator sees if they stay unconfirmed."""
+REPORTED_STOP_REASONS = REASONS_OF[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
+"""Reasons of stops without an operation that operators see if they stay unconfirmed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class PhaseRules:
     deadline: str
     """The effect of the deadline; empty if the phase has none."""
     ends: str
-    """The actor or event that moves the row on."""
+    """The actor or event that ends the phase."""
     reasons: frozenset[PhaseReason] = frozenset()
 
 
@@ -127,7 +129,7 @@ class ReplicaEvent(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaTransition:
-    """One row of the table. `follows` maps each phase in which the event is allowed to the next one."""
+    """One row of the table. `follows` maps each phase in which the event is allowed to the next phase."""
 
     sentence: str
     follows: Mapping[Phase | None, Phase | None]
@@ -138,7 +140,7 @@ def _to(target: Phase | None, *sources: Phase | None) -> dict[Phase | None, Phas
 
 
 WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
-"""Phases in which no process has been started."""
+"""Phases in which no engine process has been started."""
 _ENGINES = tuple(phase for phase in Phase if phase not in (*WITHOUT_ENGINE, Phase.DEPARTED))
 
 TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
@@ -229,4 +231,4 @@ MOVES: Mapping[ReplicaEvent, Mapping[Phase, Phase]] = {
     event: {source: target for source, target in transition.follows.items() if source and target}
     for event, transition in TRANSITIONS.items()
 }
-"""By event: the phases that it changes, or allows to stay, without those that it ends."""
+"""By event: the allowed phases and the phase that follows each; without the phases that the event ends."""

@@ -1,18 +1,17 @@
-"""Stops of engines: which ones are due, who sends them, and what follows until the worker confirms the end.
+"""Stops of engines: which stops are due, who sends them, and what follows until the worker confirms the end.
 
-An unload stops its own engines. All others are claimed by one controller at a time: engines of ended load
-attempts, those that an ended operation has left, those of departed replicas as soon as their node can be
-reached. Each outcome names the row of the engine, so it does not affect another engine that has the same slot
-later.
+An unload stops its own engines. One controller at a time claims all other engines: those of ended load
+attempts, those of ended operations, and those of departed replicas as soon as their node can be reached. Each
+outcome names the row of the engine, so it does not affect a later engine in the same slot.
 
 `model.stop` names key and address, so it does not affect an engine that was started since under the same key.
 A worker without this command gets a stop of the key, and `models.running` reports the result. Every request
-is idempotent: a lost or late reply costs one more request, which finds that the engine has ended. Only a
-confirmation ends an engine, except at a stock worker, which cannot confirm it.
+is idempotent: after a lost or late reply, one more request finds that the engine has ended. Only a
+confirmation ends an engine, except at a stock worker, which cannot confirm the end.
 
-A drain is over when the node has no replica and no engine of a former one. From then on a controller stops
-what its worker lists, until it lists nothing. A result is written only while the same drain lasts: engines of
-a resumed node are not stopped.
+A drain is over when the node has no replicas and no engines of former replicas. From then on a controller
+stops the engines that the node's worker lists, until the list is empty. A result is written only while the
+same drain lasts: engines of a resumed node are not stopped.
 """
 
 import asyncio
@@ -51,23 +50,24 @@ log = logging.getLogger(__name__)
 POLL_EVERY = 5.0
 """Seconds between two passes without a wake-up."""
 AT_ONCE = 16
+"""Maximum number of engines, and of drained nodes, that one pass claims."""
 _GATHER = 1.0
-"""Seconds for which wake-ups are gathered into one pass: nodes change more often than drains end."""
+"""Seconds for which wake-ups are collected into one pass: nodes change more often than drains end."""
 _POLL_AFTER_STOP = 1.0
 _PROBE_TIMEOUT = 1.0
 """Seconds for a probe of an engine's port (C4)."""
 
 StillDue = Callable[[], Awaitable[bool]]
-"""Callable that returns True while the stop is still due; called before each command after the first."""
+"""Returns True while the stop is still due; called before each command after the first."""
 NO_CONFIRMATION = "termination not confirmed"
 
 
 @dataclass(frozen=True)
 class StopResult:
-    """The result of a stop. `gone`: the engine certainly does not run any more; otherwise see `reason`.
+    """The result of a stop. `gone`: the engine has certainly ended; otherwise `reason` states the problem.
 
-    `silent`: its worker does not answer at all. `sent_at`: time of the stop that ended it; None if it may
-    have ended before.
+    `silent`: the worker does not answer at all. `sent_at`: time of the stop that ended the engine; None if
+    the engine may have ended before.
     """
 
     gone: bool
@@ -79,22 +79,22 @@ class StopResult:
 GONE = StopResult(True)
 
 
-async def stop_exactly(worker: Worker, process_key: str, address: str, still: StillDue) -> StopResult:
-    """Stop the engine at this address; "" is an unknown address."""
+async def stop_exactly(worker: Worker, process_key: str, address: str, is_still_due: StillDue) -> StopResult:
+    """Stop the engine at this address; an empty address is unknown."""
     sent_at = clock.now()
     outcome = await worker.stop_model(process_key, address)
     if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
         recorded_address = outcome.reply.address
         if address and _port(recorded_address) != _port(address):
             return GONE  # another process has the key now, so this one has ended
-        if recorded_address != address and await still():
+        if recorded_address != address and await is_still_due():
             # A stock worker compares with its own form of the address (nats.md §4.5).
             outcome = await worker.stop_model(process_key, recorded_address)
     match outcome:
         case Done(reply):
             return StopResult(True, sent_at=sent_at if reply.matched else None)
         case NoResponders(reason):
-            if not await still():
+            if not await is_still_due():
                 return StopResult(False, reason)
             return await _stop_by_key(worker, process_key, address)
         case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
@@ -104,7 +104,7 @@ async def stop_exactly(worker: Worker, process_key: str, address: str, still: St
 
 
 async def _stop_by_key(worker: Worker, process_key: str, address: str) -> StopResult:
-    """Stop the engine of a worker without `model.stop`, or of an absent worker (nats.md §6.3)."""
+    """Stop the engine of a worker that lacks `model.stop` or does not listen (nats.md §6.3)."""
     if address:
         await worker.unload_model(process_key.rpartition("#")[0], address)
     await worker.stop(process_key)
@@ -130,52 +130,54 @@ def _port(address: str) -> str:
 _LONGEST_ERROR = 240
 _LONGEST_PAUSE = 300.0
 _CLAIMED_FOR = timedelta(seconds=60)
-"""Longer than one stop of one engine, or one check of one drained node, takes."""
+"""Duration of a claim; longer than one stop of an engine, or one check of a drained node."""
 _REACHABLE = ("healthy", "unhealthy", "draining")
-"""The statuses of nodes whose worker can be sent a stop."""
+"""Statuses of nodes to whose worker a stop can be sent."""
 _STOPPABLE = (Phase.STOPPING, Phase.DEPARTED)
-_NO_UNLOADS = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
-"""The reasons of engines that no unload is about: they are no replicas."""
+_REASONS_WITHOUT_UNLOAD = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
+"""Reasons of engines that are no replicas, so no unload stops them."""
 
 
-def _is_quiet(now: datetime) -> Q:
+def _is_drained(now: datetime) -> Q:
     return Q(in_flight=0) | Q(deadline__lte=now)
 
 
 def claim_due(limit: int, *, now: datetime) -> list[Engine]:
-    """Return engines whose stop is due and that no operation stops, for this caller alone."""
+    """Claim engines whose stop is due and that no operation stops; return them."""
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
     is_departed = Q(phase=Phase.DEPARTED, node__status__in=_REACHABLE)
-    due = ((Q(phase=Phase.TERMINATING) | is_lost) & _is_quiet(now)) | (
+    due = ((Q(phase=Phase.TERMINATING) | is_lost) & _is_drained(now)) | (
         (Q(phase=Phase.STOPPING) | is_departed) & (Q(next_stop_at__isnull=True) | Q(next_stop_at__lte=now))
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
-    is_left = Q(reason__in=_NO_UNLOADS) | drains.has_no_operation()
+    is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | drains.has_no_operation()
     rows = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
-    claimed = claim_rows(rows, limit=limit, **engines.CONTROLLERS, claimed_until=now + _CLAIMED_FOR)
+    claimed = claim_rows(
+        rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIMED_FOR
+    )
     return [engines.engine_of(row) for row in claimed]
 
 
 def record_sent(engine: Engine, *, now: datetime) -> bool:
-    """Record that a stop is about to be sent; False when the engine has ended, serves or has departed.
+    """Record that a stop is about to be sent; return False if the engine has ended, serves or has departed.
 
-    Also when it is used again: this caller may have found it idle long ago.
+    The function also returns False if the replica has running requests again: the caller's check may be old.
     """
-    first = now + states.REPORTED_AFTER
+    first = now + states.UNCONFIRMED_STOP_LIMIT
     deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
     seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
-    rows = seen.filter(Q(phase__in=_STOPPABLE) | _is_quiet(now), pk=engine.id)
+    rows = seen.filter(Q(phase__in=_STOPPABLE) | _is_drained(now), pk=engine.id)
     attempts = F("stop_attempts") + 1
     return bool(engines.apply_event(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
 
 
 def is_due(engine: Engine) -> bool:
-    """Return True while the end of the engine is not confirmed: nothing else has its slot."""
+    """Return True while the end of the engine is not confirmed; until then no other engine has its slot."""
     return NodeModel.engines.filter(pk=engine.id, phase__in=_STOPPABLE).exists()
 
 
 async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | None:
-    """Send one stop; None if the engine has ended, is used again or has departed: then no stop is due."""
+    """Send one stop; return None without a command if the engine has ended, departed or is used again."""
     if not await in_thread(record_sent, engine, now=clock.now()):
         return None
     worker = Worker(bus, str(engine.node_id), node_name)
@@ -183,7 +185,7 @@ async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | No
 
 
 def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
-    """The engine may still run: keep the reason, and the time of the next stop."""
+    """Store why the engine may still run, and the time of the next stop."""
     with transaction.atomic():
         rows = NodeModel.engines.filter(pk=engine.id)
         row = rows.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
@@ -203,7 +205,7 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
 class Stopper(PeriodicTask):
     """Stops engines in a controller: after a change of nodes, and every `POLL_EVERY` seconds.
 
-    Each stop is claimed, so one controller at a time contacts a worker.
+    Each stop is claimed, so that one controller at a time contacts a worker.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -217,9 +219,10 @@ class Stopper(PeriodicTask):
             return _POLL_AFTER_STOP if await self.run_pass() else None
 
     async def run_pass(self) -> int:
-        """End what has no owner and send the stops that are due; return the number of stops.
+        """End abandoned loads, return abandoned replicas, and send the due stops; return the number of stops.
 
-        Without the bus no stop is sent. Requests reach engines without it, so replicas return all the same.
+        Without the bus no stop is sent, but abandoned replicas still return to the picks, because requests
+        reach engines without the bus.
         """
         now = clock.now()
         for row in await in_thread(slots.end_abandoned_loads, now=now):
@@ -243,7 +246,7 @@ class Stopper(PeriodicTask):
         return len(stops)
 
     async def _stop(self, engine: Engine) -> None:
-        """Send the stop of an engine that this controller has claimed."""
+        """Send the stop to an engine that this controller has claimed."""
         if (
             engine.is_lost
             and await self._answers(engine)
@@ -263,7 +266,7 @@ class Stopper(PeriodicTask):
         await in_thread(record_failure, engine, stopped.reason, now=clock.now())
 
     async def _answers(self, engine: Engine) -> bool:
-        """Return True if the engine serves its model: it was only out of reach when a request came."""
+        """Return True if the engine serves its model: it was only unreachable when a request came."""
         proof = await in_thread(_bearer, engine.node_id)
         return proof is not None and await probe(engine.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
 
@@ -280,15 +283,15 @@ def _bearer(node_id: UUID) -> str | None:
 
 _ERROR_LENGTH = 255
 _MOST_STOPS = 256
-"""Engines of one node that one pass stops; the next pass stops the rest."""
+"""Maximum number of engines of one node that one pass stops; the next pass stops the rest."""
 _STOPPING_POLL, _SILENT_POLL, _STOCK_POLL = 1.0, 10.0, 60.0
 """Seconds until the next check of a node whose engines stop, whose worker is silent, or cannot list them."""
-CANNOT_TELL = "its worker cannot tell what runs there"
+NO_ENGINE_LIST_MESSAGE = "its worker cannot tell what runs there"
 
 
 @dataclass(frozen=True)
 class DrainedNode:
-    """A node without replicas under one drain."""
+    """A node without replicas, during one drain."""
 
     id: UUID
     name: str
@@ -297,7 +300,7 @@ class DrainedNode:
 
 
 def claim_drained_nodes(limit: int, *, now: datetime) -> list[DrainedNode]:
-    """Claim due nodes, the longest drained first."""
+    """Claim drained nodes whose check is due; nodes that were drained earlier come first."""
     due = BackendNode.objects.filter(
         Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
         ~Exists(NodeModel.engines.filter(node=OuterRef("pk"))),
@@ -314,19 +317,22 @@ def claim_drained_nodes(limit: int, *, now: datetime) -> list[DrainedNode]:
 
 
 def is_same_drain(node: DrainedNode) -> bool:
-    """Return True if the same drain lasts: engines of a resumed node must not be stopped."""
+    """Return True if the node is still in the same drain: engines of a resumed node must not be stopped."""
     return _same_drain(node).exists()
 
 
 def confirm_empty(node: DrainedNode, *, now: datetime) -> None:
-    """Record that nothing runs there: it is safe to power off."""
+    """Record that no engine runs on the node: it is safe to power off."""
     with transaction.atomic():
         if _same_drain(node).update(engines_gone_at=now, engines_error="", engines_due_at=None):
             events.notify(events.NODES, str(node.id))
 
 
 def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
-    """Store the time of the next check, and why it is not known what runs there; "" while engines stop."""
+    """Store the time of the next check and the error.
+
+    `error` states why the engines on the node are unknown; it is empty while engines stop.
+    """
     error = names.plain(error[:_ERROR_LENGTH])
     nodes = _same_drain(node)
     with transaction.atomic():
@@ -340,7 +346,7 @@ def _same_drain(node: DrainedNode) -> BackendNodeQuerySet:
 
 
 async def stop_engines(bus: Bus, node: DrainedNode) -> None:
-    """Stop what runs on a claimed node; store the result, and the time of the next check."""
+    """Stop the engines on a claimed node; store the result and the time of the next check."""
     if node.node_type == NodeType.AGENT:
         await in_thread(confirm_empty, node, now=clock.now())
         return
@@ -366,7 +372,7 @@ async def stop_engines(bus: Bus, node: DrainedNode) -> None:
 
 
 async def _stop_all(worker: Worker, models: tuple[messages.RunningModel, ...]) -> str:
-    """Send a stop for each; return the first error."""
+    """Send a stop for each engine; return the first error, empty if there is none."""
     stops = [_stop_one(worker, model) for model in models]
     return next((error for error in await asyncio.gather(*stops) if error), "")
 
@@ -387,9 +393,9 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
 
 
 async def _without_engine_list(worker: Worker, node: DrainedNode, reason: str) -> tuple[str, float]:
-    """Return the error for a node whose worker does not answer `models.running`, and the next poll."""
+    """Return the error and the pause in seconds for a node whose worker does not answer `models.running`."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _SILENT_POLL
     if await in_thread(is_same_drain, node):
         await worker.stop("")
-    return CANNOT_TELL, _STOCK_POLL
+    return NO_ENGINE_LIST_MESSAGE, _STOCK_POLL

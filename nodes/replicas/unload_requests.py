@@ -1,14 +1,14 @@
 """Unloads and deletions of a model (`model_unload`, `model_delete`): their creation and their run.
 
 An operation for one node owns the model on that node. An operation for the cluster owns a key suffix of the
-model, as each of its loads does, so unloads and loads exclude each other. The nodes are chosen here, when the
-operation is created, one target for each.
+model, as each of its loads does, so unloads and loads exclude each other. This module chooses the nodes when
+it creates the operation, with one target for each node.
 
-One transaction, under the attempt's fence, takes the replicas out of the picks before any command is sent.
-Their requests may run until the row's deadline. Then up to `AT_ONCE` engines are stopped by key and address,
-again and again until the worker confirms the stop or `STOP_WITHIN` has passed; only a confirmation removes
-the row. A target ends with success or with an error, and the operation ends like its targets. An interrupted
-attempt is repeated: every command is idempotent, and targets that have ended keep their result.
+One transaction, under the attempt's fence, drains the replicas before any command is sent. Their requests may
+run until the row's deadline. Then up to `AT_ONCE` engines are stopped by key and address, again and again
+until the worker confirms the stop or `STOP_WITHIN` has passed; only a confirmation removes the row. A target
+ends with success or with an error, and the operation ends like its targets. An interrupted attempt is
+repeated: every command is idempotent, and targets that have ended keep their result.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def record_unload(
     index: int | None,
     now: datetime,
 ) -> None:
-    """Record the reason for the unload of all replicas, of one node's, or of one. Three statements."""
+    """Record why all replicas, those of one node, or one replica are unloaded. Three statements."""
     rows = NodeModel.objects.of(model_name).values_list(*_COLUMNS)
     replicas = {row[0]: row[1:] for row in rows}
     of_operation = {
@@ -84,7 +84,7 @@ def record_unload(
 
 
 def replay_unload(state: State, model_name: str, operation_id: UUID | None) -> str | None:
-    """Return the sentence of the record, from its snapshot; None if that lacks the operation."""
+    """Return the sentence of the record from its snapshot; None if the snapshot lacks the operation."""
     request = state.get(f"unload/{operation_id}")
     return _sentence(state.get(f"held/{model_name}", {}), request) if request else None
 
@@ -93,7 +93,7 @@ def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
     terminating = [
         f"{index} on {node}"
         for node_id, node, index, state in replicas.values()
-        if state in drains.HELD
+        if state in drains.UNLOADABLE_STATES
         and request["node"] in (None, str(node_id))
         and request["index"] in (None, index)
     ]
@@ -110,14 +110,14 @@ Targets = Sequence[tuple[UUID, str]]
 
 @dataclass(frozen=True)
 class UnloadRequest:
-    """The request of an unload or deletion, and its requester; without a node for the whole cluster.
+    """A request for an unload or deletion, on one node or, without a node, in the whole cluster.
 
-    `grace`: seconds that running requests have before their engine is stopped, None = the setting.
-    `reason` is stored with the operation.
+    `grace`: seconds that running requests have before their engine is stopped, None = the setting. `reason`
+    is stored with the operation.
     """
 
     model: str
-    by: Requester
+    requester: Requester
     node: BackendNode | None = None
     index: int | None = None
     grace: float | None = None
@@ -125,11 +125,11 @@ class UnloadRequest:
 
 
 def unload(request: UnloadRequest, *, now: datetime) -> Admission:
-    """Unload the model's replicas; join the active operation that does so.
+    """Create the operation that unloads the model's replicas, or join the active one.
 
     Raises NotFound without a replica, Conflict while the model is being loaded or deleted.
     """
-    rows = drains.unloadable(
+    rows = drains.unloadable_replicas(
         request.model, node_id=request.node.id if request.node else None, index=request.index
     )
     targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
@@ -165,7 +165,7 @@ def least_recently_used(node_ids: Collection[UUID] = ()) -> NodeModelQuerySet:
 
 
 def delete(request: UnloadRequest, *, now: datetime) -> Admission:
-    """Unload the model and remove its files, on the node or on every approved node.
+    """Create the operation that unloads the model and deletes its files, on one or every approved node.
 
     Raises NotFound if no node can have it, Conflict while it is being loaded or unloaded.
     """
@@ -187,13 +187,13 @@ def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admiss
 
 
 def _record(request: UnloadRequest, kind: str, operation: Operation, now: datetime) -> None:
-    reason = request.reason or f"{kind} asked for by {request.by.actor}"
+    reason = request.reason or f"{kind} asked for by {request.requester.actor}"
     node_id = request.node.id if request.node is not None else None
     record_unload(request.model, operation.id, because=reason, node_id=node_id, index=request.index, now=now)
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
-    """Return the load that has a slot for the model on the node; None if there is none."""
+    """Return the load operation that has a slot for the model on the node; None if there is none."""
     rows = NodeModel.objects.of(model).filter(node_id=node_id, state__in=BEING_LOADED)
     return rows.values_list("owner_id", flat=True).first()
 
@@ -214,7 +214,7 @@ def _admit(request: UnloadRequest, kind: str, targets: Targets, now: datetime) -
         key=_key(request),
         element=request.model,
         payload=payload,
-        by=request.by,
+        by=request.requester,
         node=(request.node.id, request.node.name) if request.node else None,
         targets=targets,
     )
@@ -247,10 +247,10 @@ ACTOR = "system"
 
 
 def report_stuck(*, now: datetime) -> int:
-    """Request an unload of each replica whose stop stays unconfirmed; return their number.
+    """Create an unload for each replica whose stop stays unconfirmed; return the number of unloads.
 
-    The stops of replicas that terminate without an operation are repeated in silence. The unload owns the row
-    from then on; if it fails too, it stays in the inbox with the reason while controllers repeat the stops.
+    Until then the stops of replicas without an operation are repeated without a report. The unload then owns
+    the row. If the unload fails too, it stays in the inbox with the reason, and controllers repeat the stops.
     """
     created = 0
     for row in terminations.overdue_stops(now=now):
@@ -270,13 +270,13 @@ def report_stuck(*, now: datetime) -> int:
 R = TypeVar("R")
 
 STOP_WITHIN = 45.0
-"""Seconds for which an unconfirmed command is repeated; a worker has 20 for one stop."""
+"""Seconds for which an unconfirmed command is repeated; a worker has 20 seconds for one stop."""
 SILENT_FOR = SETTLED_AFTER
-"""Seconds without a listener after which a worker counts as unreachable."""
-ASK_AGAIN = 2.0
+"""Seconds without a listener on the bus after which a worker counts as unreachable."""
+REPEAT_SECONDS = 2.0
 LOOK_EVERY = 0.25
 AT_ONCE = 64
-"""Nodes that one operation contacts at the same time."""
+"""Maximum number of nodes that one operation contacts in parallel."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class UnloadTarget:
 
 @dataclass
 class DrainWatch:
-    """Watch that signals when a replica is idle or its deadline has passed; one query for all replicas."""
+    """Sets an event for each replica when it is idle or past its deadline; one query for all replicas."""
 
     work: Work
     parts: Sequence[UnloadTarget]
@@ -326,7 +326,7 @@ class DrainWatch:
 
 
 class UnloadModel:
-    """Handler; one instance serves all operations of its controller."""
+    """Handler of `model_unload`; one instance serves all operations of its controller."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -334,8 +334,10 @@ class UnloadModel:
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the targets that have not ended; raise CommandFailed if any target failed."""
         parts = await in_thread(_drain_targets, work)
-        quiet, bound = DrainWatch(work, parts), asyncio.Semaphore(AT_ONCE)
-        await _run_all(quiet.watch(), *(self._part(work, part, quiet, bound) for part in parts))
+        drain_watch, bound = DrainWatch(work, parts), asyncio.Semaphore(AT_ONCE)
+        await _run_all(
+            drain_watch.watch(), *(self._run_target(work, part, drain_watch, bound) for part in parts)
+        )
         ended_targets = await in_thread(_targets, work)
         failed = [
             f"{part.node_name}: {part.error}" for part in ended_targets if part.status == TargetStatus.ERROR
@@ -344,10 +346,10 @@ class UnloadModel:
             raise CommandFailed("; ".join(failed))
         return {"nodes": [part.node_name for part in ended_targets]}
 
-    async def _part(
-        self, work: Work, part: UnloadTarget, quiet: DrainWatch, bound: asyncio.Semaphore
+    async def _run_target(
+        self, work: Work, part: UnloadTarget, drain_watch: DrainWatch, bound: asyncio.Semaphore
     ) -> None:
-        stops = (self._unload(work, part, replica, quiet, bound) for replica in part.replicas)
+        stops = (self._unload(work, part, replica, drain_watch, bound) for replica in part.replicas)
         problems = [problem for problem in await _run_all(*stops) if problem]
         problem = "; ".join(problems) or part.why_unreachable()
         if not problem:
@@ -363,10 +365,15 @@ class UnloadModel:
         return ""
 
     async def _unload(
-        self, work: Work, part: UnloadTarget, replica: Engine, quiet: DrainWatch, bound: asyncio.Semaphore
+        self,
+        work: Work,
+        part: UnloadTarget,
+        replica: Engine,
+        drain_watch: DrainWatch,
+        bound: asyncio.Semaphore,
     ) -> str:
         """Stop one engine and remove its row; return the error, empty for success."""
-        await quiet.reached[replica.id].wait()
+        await drain_watch.reached[replica.id].wait()
 
         async def stop() -> StopResult | None:
             await work.report(_tick(part, "stopping", f"stopping {replica.process_key} on {part.name}"))
@@ -384,7 +391,7 @@ class UnloadModel:
 
 
 class DeleteModel(UnloadModel):
-    """Handler that unloads the model and removes its files on each node where it does not run any more."""
+    """Handler of `model_delete`: unload the model and delete its files on nodes where it no longer runs."""
 
     async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
         model = work.operation.element
@@ -418,7 +425,7 @@ def forget_staged_files(node_id: UUID, model_name: str) -> None:
 
 
 async def _until_confirmed(command: Callable[[], Awaitable[StopResult | None]]) -> StopResult | None:
-    """Repeat a command until it has a final result, the worker is unreachable, or time is up."""
+    """Repeat a command until its result is final, the worker is unreachable, or `STOP_WITHIN` has passed."""
     began, silent_since = clock.monotonic(), None
     while True:
         stopped, now = await command(), clock.monotonic()
@@ -427,11 +434,11 @@ async def _until_confirmed(command: Callable[[], Awaitable[StopResult | None]]) 
         silent_since = (silent_since or now) if stopped.silent else None
         if now - began >= STOP_WITHIN or (silent_since and now - silent_since >= SILENT_FOR):
             return stopped
-        await asyncio.sleep(ASK_AGAIN)
+        await asyncio.sleep(REPEAT_SECONDS)
 
 
 def _drain_targets(work: Work) -> list[UnloadTarget]:
-    """Take the replicas out of the picks; return the targets that have not ended yet.
+    """Drain the replicas; return the targets that have not ended yet.
 
     Raises LeaseLost before any write if another attempt owns the operation.
     """
@@ -465,7 +472,7 @@ def _targets(work: Work) -> list[OperationTarget]:
 
 
 def _reason_not_stopped(part: UnloadTarget, replica: Engine) -> str:
-    """Return the reason why no stop was sent: the row has gone with its node, or the replica is in use."""
+    """Return why no stop was sent: the replica is in use again, or its row was deleted with the node."""
     if drains.is_in_use(replica):
         return f"{replica.process_key} is in use again: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()

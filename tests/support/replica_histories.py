@@ -44,7 +44,7 @@ from operations.executor.work import Recorder, write_batch
 from tests.support.loading import EngineClient
 
 MOST_DELAYED = timedelta(seconds=57)
-"""A start arrives within this time or never: `states.STARTS_WITHIN`, less what two clocks differ."""
+"""A start arrives within this time or never: `states.UNANSWERED_START_LIMIT`, less what two clocks differ."""
 SKEWS = (-0.5, 0.0, 0.5)
 """Seconds by which the clock of a controller is wrong; it steps from one to another."""
 BLOCKERS = "SELECT unnest(pg_blocking_pids(%s))"

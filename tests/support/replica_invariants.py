@@ -18,7 +18,7 @@ from tests.support.replica_log import ALLOWED, Row, read_state, take_changes
 WAITING = (Phase.DRAINING, Phase.TERMINATING)
 LONGEST_GRACE = 60
 """Seconds that an operator grants in these histories."""
-CLOCKS_DIFFER = timedelta(seconds=1)
+CLOCK_TOLERANCE = timedelta(seconds=1)
 
 
 class Invariants:
@@ -92,7 +92,7 @@ class Invariants:
             if after.phase in WAITING:
                 self._waits_no_longer(before, after)
             if before.phase in WAITING and after.phase == Phase.STOPPING and before.deadline:
-                is_over = before.deadline <= self.world.time + CLOCKS_DIFFER
+                is_over = before.deadline <= self.world.time + CLOCK_TOLERANCE
                 assert not before.in_flight or is_over, f"{before} is stopped while requests may run there"
 
     def _is_published_by_its_attempt(self, before: Row, rows: dict[UUID, NodeModel]) -> None:
@@ -121,7 +121,7 @@ class Invariants:
             "replaced": cluster.request_timeout,
             "evicted": 0,
         }.get(after.reason, cluster.unload_grace)
-        latest = self.world.time + timedelta(seconds=grace) + CLOCKS_DIFFER
+        latest = self.world.time + timedelta(seconds=grace) + CLOCK_TOLERANCE
         assert after.deadline <= latest, f"{after} waits until {after.deadline}, not {latest}"
         is_evicted = after.reason == "evicted"
         assert not (is_evicted and before.in_flight), f"{after} is evicted while requests run there"

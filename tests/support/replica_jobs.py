@@ -187,7 +187,7 @@ class Cluster:
     def checks(self) -> None:
         """A controller looks at engines that may have ended."""
         since = clock.now() - timedelta(hours=1)
-        call(checks.request_checks, heard_since=since, now=clock.now())
+        call(checks.request_checks, heartbeat_since=since, now=clock.now())
         asyncio.run(StatePass(self.world).run_pass())
 
     def compares(self) -> None:

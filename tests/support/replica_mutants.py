@@ -41,7 +41,7 @@ def _drops_the_fence(patch: pytest.MonkeyPatch) -> None:
 
     def publish(slot: slots.Slot, **named: Any) -> bool:
         rows = NodeModel.engines.filter(pk=slot.id).exclude(phase="serving")
-        columns = {**engines.SERVES, "phase": "serving", "address": named["address"]}
+        columns = {**engines.SERVING_COLUMNS, "phase": "serving", "address": named["address"]}
         return genuine(slot, **named) or bool(rows.update(**columns))
 
     patch.setattr(slots, "publish", publish)
@@ -67,7 +67,7 @@ def _late_note(patch: pytest.MonkeyPatch) -> None:
 
     def restore_lost(engine: Engine) -> bool:
         rows = NodeModel.engines.filter(pk=engine.id).exclude(address="")
-        return bool(rows.update(**engines.SERVES, phase=Phase.SERVING))
+        return bool(rows.update(**engines.SERVING_COLUMNS, phase=Phase.SERVING))
 
     patch.setattr(terminations, "restore_lost", restore_lost)
 
@@ -86,7 +86,7 @@ def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
 
 def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
     """Replicas wait for their requests forever."""
-    genuine = engines.drain_until
+    genuine = engines.drain_columns
 
     def drain_until(deadline: datetime) -> dict[str, Any]:
         return genuine(deadline + timedelta(days=30))
@@ -109,7 +109,7 @@ def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
         with transaction.atomic():
-            mine = NodeModel.engines.filter(engines.of_attempt(attempt), pk=slot.id)
+            mine = NodeModel.engines.filter(engines.attempt_filter(attempt), pk=slot.id)
             engines.end_rows(list(mine.select_for_update(of=("self",))))
 
     patch.setattr(slots, "end_attempt", give_up)
@@ -138,7 +138,7 @@ def _returns_stopped(patch: pytest.MonkeyPatch) -> None:
 
     def return_abandoned() -> list[Engine]:
         gone = NodeModel.objects.filter(drains.has_no_operation(), phase="stopping", owner_kind="operation")
-        gone.exclude(address="").update(**engines.SERVES, phase=Phase.SERVING)
+        gone.exclude(address="").update(**engines.SERVING_COLUMNS, phase=Phase.SERVING)
         return genuine()
 
     patch.setattr(drains, "return_abandoned", return_abandoned)
@@ -202,7 +202,7 @@ def _returns_early(patch: pytest.MonkeyPatch) -> None:
 
 def _keeps_the_former(patch: pytest.MonkeyPatch) -> None:
     """A replica that was replaced serves on."""
-    patch.setattr(slots, "_locked_beside", lambda slot, replaced: None)
+    patch.setattr(slots, "_lock_replaced_replica", lambda slot, replaced: None)
 
 
 def _releases_for_others(patch: pytest.MonkeyPatch) -> None:

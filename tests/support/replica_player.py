@@ -33,7 +33,7 @@ MOMENT = 0.001
 ROUNDS = 40
 """Passes of a controller after the faults."""
 WEEK = 8 * 86_400
-"""Seconds, longer than `states.CONFIRMED_AFTER`."""
+"""Seconds, longer than `states.DEPARTED_ENGINE_LIMIT`."""
 
 CONTROLLERS = ["works"] * 6 + ["stops"] * 4 + ["upgrades"] * 2 + ["recovers", "checks", "compares"]
 """What a controller does next; one that is at a job mostly goes on with it."""

@@ -8,7 +8,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import Attempt
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import slots
-from nodes.replicas.engines import owned_by
+from nodes.replicas.engines import owner_columns
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import WITHOUT_ENGINE
 from operations.models import Operation
@@ -55,7 +55,7 @@ def columns(
     now, phase = clock.now(), phase or _OF_STATE[state]
     life: dict[str, Any] = {"phase": phase, "address": "127.0.0.1:1"}
     if phase in LOADING_PHASES:
-        load = owned_by(OwnerKind.OPERATION, *(owner or attempt("nobody:1")))
+        load = owner_columns(OwnerKind.OPERATION, *(owner or attempt("nobody:1")))
         life |= {"address": "", **load, "deadline": now + SOON}
     elif phase != Phase.SERVING:
         life |= {

@@ -116,7 +116,7 @@ def test_a_lookup_that_fails_is_not_taken_for_absence(monkeypatch: pytest.Monkey
     def away(*_: Any, **__: Any) -> Any:
         raise OperationalError("the connection is lost")
 
-    monkeypatch.setattr(drains, "unloadable", away)
+    monkeypatch.setattr(drains, "unloadable_replicas", away)
     answer = everywhere("unload", {"model_name": "echo"})
     assert (answer.status_code, api.message(answer)) == (503, "the database is unavailable")
     assert not Operation.objects.exists()

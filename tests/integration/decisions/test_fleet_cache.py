@@ -20,7 +20,7 @@ from nodes.models import BackendNode, NodeLabel, NodeModel
 from nodes.placement.choose import NO_NEED, Candidate, Need, Selector, choose_node
 from nodes.placement.explain import FleetView
 from nodes.replicas import reserved_memory
-from nodes.replicas.engines import SERVES
+from nodes.replicas.engines import SERVING_COLUMNS
 from tests.support import hot
 from tests.support.effort import EFFORT
 from tests.support.replicas import columns
@@ -75,7 +75,7 @@ def move(node: BackendNode, number: int) -> None:
     """Serving, being stopped, or departed."""
     phase = ["serving", "stopping", "departed"][number % 3]
     rows = NodeModel.engines.filter(node=node).exclude(phase="reserved")
-    rows.update(**{**SERVES, "in_flight": 0, **columns(phase=phase)})
+    rows.update(**{**SERVING_COLUMNS, "in_flight": 0, **columns(phase=phase)})
 
 
 def remove(node: BackendNode) -> None:

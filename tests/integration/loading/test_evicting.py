@@ -134,7 +134,7 @@ def test_no_request_loses_its_replica_to_an_eviction_and_no_release_is_lost() ->
         while not evicted.is_set():
             replica = await picker.acquire(InferenceRequest(model="a"))
             assert replica is not None
-            [[state]] = await looking.rows(STATE, {"id": replica.id})
+            [[state]] = await looking.fetch_rows(STATE, {"id": replica.id})
             held.append(state)
             picker.release(replica)
 

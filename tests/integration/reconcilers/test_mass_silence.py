@@ -171,7 +171,7 @@ def test_the_state_pass_leaves_silent_nodes_to_the_brake(fleet: list[BackendNode
     """Who is cut off from a node would find its engines unreachable."""
     heard(fleet[:4], 70)
     NodeModel.objects.update(updated_at=later(-999))
-    claimed = checks.claim_suspects(heard_since=later(10), now=later(70))
+    claimed = checks.claim_suspects(heartbeat_since=later(10), now=later(70))
     assert {one.node_id for one in claimed} == {node.pk for node in fleet[:4]}
 
 

@@ -25,7 +25,7 @@ from nodes.models import (
 from nodes.reconcilers.liveness import Limits, Plan, apply
 from nodes.registry import lifecycle
 from nodes.registry.registration import Running
-from nodes.replicas.engines import SERVES
+from nodes.replicas.engines import SERVING_COLUMNS
 from nodes.replicas.slots import Slot, reserve
 from tests.support.fleet import (
     NOW,
@@ -179,7 +179,7 @@ def reserve_row(node: BackendNode) -> None:
     view = next(one for one in read_fleet("m") if one.id == node.pk)
     slot = reserve(view, "m", attempt=attempt("x"), backend="b", now=NOW)
     if isinstance(slot, Slot):
-        NodeModel.objects.filter(pk=slot.id).update(phase="serving", **SERVES, address="h:1")
+        NodeModel.objects.filter(pk=slot.id).update(phase="serving", **SERVING_COLUMNS, address="h:1")
 
 
 def everything_told_is_consistent() -> None:

@@ -104,11 +104,11 @@ def heard_since() -> Any:
 
 
 def claim() -> list[Suspect]:
-    return checks.claim_suspects(heard_since=heard_since(), now=clock.now())
+    return checks.claim_suspects(heartbeat_since=heard_since(), now=clock.now())
 
 
 def ask() -> bool:
-    return checks.request_checks(heard_since=heard_since(), now=clock.now())
+    return checks.request_checks(heartbeat_since=heard_since(), now=clock.now())
 
 
 ENGINE = ("echo", 0, "127.0.0.1:50000")

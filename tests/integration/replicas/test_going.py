@@ -80,7 +80,7 @@ async def lost(row: NodeModel, *, strange: bool = False) -> None:
     """As a request says that got no answer there."""
     async with hot.picker() as picker:
         replica = Replica(row.id, row.node_id, row.replica_index, row.model_name, row.address)
-        assert await picker.exclude(replica, strange=strange)
+        assert await picker.exclude(replica, has_wrong_model=strange)
 
 
 async def state(row: NodeModel) -> str:
@@ -116,7 +116,7 @@ async def test_what_was_only_out_of_reach_serves_again() -> None:
         bus = bus_of(node)
         await Stopper(bus).run_pass()
         assert await state(row) == "loaded"
-        await lost(row, strange=True)
+        await lost(row, has_wrong_model=True)
         await Stopper(bus).run_pass()
     assert await state(row) == "gone", "another model answers there, or none"
     assert len(stops(bus, node)) == 1
@@ -127,7 +127,7 @@ async def test_requests_that_run_there_may_end_first() -> None:
     """For as long as an unload gives them; then it is stopped all the same."""
     node = await in_thread(hot.node)
     row = await in_thread(lambda: hot.replica(node, in_flight=1))
-    await lost(row, strange=True)
+    await lost(row, has_wrong_model=True)
     bus = bus_of(node)
     assert await Stopper(bus).run_pass() == 0
     await in_thread(lambda: stop_now())
@@ -208,7 +208,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
     """Nothing to unload and nothing to return."""
     node = await in_thread(hot.node)
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: drains.unloadable("echo").count()) == 0
+    assert await in_thread(lambda: drains.unloadable_replicas("echo").count()) == 0
     assert await in_thread(drains.return_abandoned) == []
     assert await in_thread(NodeModel.objects.count) == 1
 
@@ -226,7 +226,7 @@ async def test_what_an_unload_gives_back_counts_until_the_next_reading() -> None
     node = await in_thread(lambda: read_node("one", 2))
     await in_thread(lambda: BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8)))
     row = await in_thread(lambda: old(node, "echo"))
-    await lost(row, strange=True)
+    await lost(row, has_wrong_model=True)
     await Stopper(bus_of(node)).run_pass()
     assert await state(row) == "gone"
     assert await in_thread(lambda: free(node)) == 12
@@ -242,7 +242,7 @@ async def test_what_a_reading_may_show_already_is_not_given_away_twice(case: str
     await in_thread(lambda: BackendNode.objects.update(vram_read_at=at))
     loaded_at = clock.now() if case == "not-shown" else hot.EPOCH
     row = await in_thread(lambda: hot.replica(node, vram_needed=10 * GB, loaded_at=loaded_at))
-    await lost(row, strange=True)
+    await lost(row, has_wrong_model=True)
     reply = dataclasses.replace(TERMINATED, matched=False) if case == "ended-before" else TERMINATED
     await Stopper(bus_of(node, reply)).run_pass()
     assert await state(row) == "gone"

@@ -166,7 +166,7 @@ async def test_its_engine_is_stopped_if_it_may_have_one() -> None:
 def test_a_load_that_is_too_old_ends_although_its_operation_goes_on() -> None:
     slot = reserved(hot.node(), owner := running_load())
     assert slots.end_abandoned_loads(now=clock.now()) == []
-    late = clock.now() + states.LOAD_WITHIN + timedelta(seconds=1)
+    late = clock.now() + states.LOAD_LIMIT + timedelta(seconds=1)
     assert [row.pk for row in slots.end_abandoned_loads(now=late)] == [slot.id]
     assert not slots.is_owned(slot, attempt=owner)
 
@@ -216,7 +216,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
     (view,) = await in_thread(fleet_cache.read_fleet, "echo")
     assert (view.used_indices, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
-    await in_thread(lambda: engines.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
+    await in_thread(lambda: engines.forget_departed(now=clock.now() + states.DEPARTED_ENGINE_LIMIT))
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"
 
 
@@ -271,8 +271,8 @@ def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
     hot.replica(node)
     lifecycle.deactivate(node.pk, now=clock.now())
     now = clock.now()
-    assert engines.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
-    assert len(engines.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
+    assert engines.forget_departed(now=now + states.DEPARTED_ENGINE_LIMIT - timedelta(minutes=1)) == []
+    assert len(engines.forget_departed(now=now + states.DEPARTED_ENGINE_LIMIT + timedelta(minutes=1))) == 1
     assert phases() == []
 
 
@@ -285,7 +285,7 @@ def test_a_node_that_comes_and_goes_does_not_extend_the_deadline_of_its_departed
         with transaction.atomic():
             assert engines.depart(node.pk, now=now + timedelta(hours=hours)) == (2 if hours == 0 else 1)
     deadlines = NodeModel.engines.order_by("replica_index").values_list("deadline", flat=True)
-    assert [deadline - now - states.CONFIRMED_AFTER for deadline in deadlines if deadline] == [
+    assert [deadline - now - states.DEPARTED_ENGINE_LIMIT for deadline in deadlines if deadline] == [
         timedelta(hours=hours) for hours in (0, 0, 1, 2)
     ]
 
@@ -395,10 +395,10 @@ def test_an_attempt_that_is_over_ends_no_engine_at_its_former_address() -> None:
         model_name="other",
         **columns(phase="starting", address=ADDRESS, started_at=early + timedelta(seconds=30)),
     )
-    assert engines.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
+    assert engines.end_at_address(ADDRESS, node_id=node.pk, new_engine_id=over.id) == []
     assert slots.end_attempt(over, attempt=owner, now=clock.now())
     NodeModel.engines.filter(pk=later.pk).update(started_at=early - timedelta(seconds=30))
-    assert engines.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
+    assert engines.end_at_address(ADDRESS, node_id=node.pk, new_engine_id=over.id) == []
     assert phases() == ["starting", "stopping"]
 
 

@@ -25,7 +25,7 @@ from nodes.models.replica import load_key
 from nodes.registry import lifecycle, registration
 from nodes.replicas import engines, slots, stops
 from nodes.replicas.slots import Slot
-from nodes.replicas.stops import CANNOT_TELL, Stopper
+from nodes.replicas.stops import NO_ENGINE_LIST_MESSAGE, Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
@@ -254,7 +254,7 @@ class TestDrainedNode:
         stage.answers("backend.list", m.ListReply())
         await stage.look()
         found = await in_thread(row, stage.node)
-        assert (found.engines_gone_at, found.engines_error) == (None, CANNOT_TELL)
+        assert (found.engines_gone_at, found.engines_error) == (None, NO_ENGINE_LIST_MESSAGE)
         assert stage.bus.stops(stage.node.id) == [""]
 
     @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from nodes.gateway.request import InferenceRequest
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import lifecycle
 from nodes.replicas import drains, unload_requests
-from nodes.replicas.engines import SERVES
+from nodes.replicas.engines import SERVING_COLUMNS
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
 from operations.executor.work import Recorder, Work, in_thread, write_batch
@@ -92,7 +92,7 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for module, name in ((commands, "PING_EVERY"), (commands, "_ASK_AGAIN"), (commands, "BUS_WAIT")):
         monkeypatch.setattr(module, name, 0.0)
-    monkeypatch.setattr(unload_requests, "ASK_AGAIN", 0.01)
+    monkeypatch.setattr(unload_requests, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(unload_requests, "LOOK_EVERY", 0.01)
     monkeypatch.setattr(unload_requests, "STOP_WITHIN", 60.0)
     monkeypatch.setattr(unload_requests, "SILENT_FOR", 60.0)
@@ -418,7 +418,7 @@ class TestLeftBehind:
     async def test_an_unload_whose_replica_serves_again_is_no_success(self, stage: Stage) -> None:
         def is_put_back() -> None:
             again = NodeModel.objects.filter(node=stage.one, model_name="echo")
-            again.update(phase="serving", **SERVES)
+            again.update(phase="serving", **SERVING_COLUMNS)
 
         await in_thread(lambda: NodeModel.objects.filter(model_name="echo").update(in_flight=1))
         work = await in_thread(lambda: stage.begins(node=stage.one, grace=600))

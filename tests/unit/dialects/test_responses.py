@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.web.openapi import response_schema_of
 from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, ResponseObject, parse_request
-from nodes.dialects.responses_input import NOTHING, Earlier, Item
+from nodes.dialects.responses_input import NO_STORED_ITEMS, Item, StoredItems
 from nodes.gateway.generation import Conversation, Head, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
@@ -110,7 +110,7 @@ def reference(name: str) -> dict[str, Any]:
     return {"type": "item_reference", "id": name}
 
 
-def roles(items: list[dict[str, Any]], earlier: Earlier = NOTHING) -> list[str]:
+def roles(items: list[dict[str, Any]], earlier: StoredItems = NO_STORED_ITEMS) -> list[str]:
     """The roles of the messages for the engine."""
     (prompt,) = parse_request(ASK | {"input": items}, earlier).prompts
     assert isinstance(prompt, Conversation)
@@ -138,15 +138,15 @@ def test_a_reference_is_left_out_only_if_its_item_is_there() -> None:
 @pytest.mark.rule("http-6a")
 def test_stored_items_come_before_the_input_and_in_place_of_references() -> None:
     """C5."""
-    before = Earlier(is_kept=True, items=[USER, CALL])
+    before = StoredItems(is_kept=True, items=[USER, CALL])
     assert roles([CALL_OUTPUT], before) == ["user", "assistant", "tool"]
     assert roles([reference("fc_1"), CALL_OUTPUT], before) == ["user", "assistant", "tool"]
-    named = Earlier(is_kept=True, by_id={"fc_1": CALL})
+    named = StoredItems(is_kept=True, by_id={"fc_1": CALL})
     assert roles([USER, reference("fc_1"), CALL_OUTPUT], named) == ["user", "assistant", "tool"]
     with pytest.raises(InvalidInput, match="no stored item has this id"):
         roles([USER, reference("fc_2"), CALL_OUTPUT], named)
     with pytest.raises(InvalidInput, match="at most 4096 items"):
-        roles([USER], Earlier(is_kept=True, items=[USER] * 4096))
+        roles([USER], StoredItems(is_kept=True, items=[USER] * 4096))
 
 
 def test_items_that_only_openai_can_read_are_left_out() -> None:

@@ -49,7 +49,7 @@ class Replicas:
     def release(self, replica: Replica) -> None:
         self.released += 1
 
-    async def exclude(self, replica: Replica, *, strange: bool = False) -> bool:
+    async def exclude(self, replica: Replica, *, has_wrong_model: bool = False) -> bool:
         return True
 
     def get(self, address: str, token: str) -> "Replicas":
