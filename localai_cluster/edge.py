@@ -171,7 +171,7 @@ class Edge:
     async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
         app: Any = find_route(scope["path"]) or self._django
-        refused = app.refused if isinstance(app, Endpoint) else wire.error_answer
+        refused = app.render_error if isinstance(app, Endpoint) else wire.error_answer
         origin = _allowed_origin(scope) if isinstance(app, Endpoint) else b""
         if origin:
             answer.add(_cors_headers(origin))

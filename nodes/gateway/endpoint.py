@@ -1,19 +1,19 @@
 """Common processing of all inference routes: credential, body, handler, and cancellation on disconnect.
 
-A handler returns a complete answer or one that is played here, such as an `EventStream`. A stream that fails
-before its first byte becomes an ordinary error response. A stopping process ends the work on answers that
-have not begun with a 503 (`end_all`).
+A handler returns a complete answer, or an answer that `play` sends piece by piece, such as an `EventStream`.
+A stream that fails before its first byte becomes an ordinary error response. If a process stops, requests
+whose answers have not begun get a 503 (`end_all`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
 is read, unless it comes from a network that the operator admits without a key. A client that can send no
 other credential may send the key as the password of Basic authentication. Both exceptions exclude requests
-with a cookie or an `Origin`, which a page may have caused. A form, which may be large, is read for a
-confirmed caller only. The statement that picks the replica checks a stored key. If this process has no recent
-confirmation of the key, it reads at most the first part of a body before a separate statement confirms the
-key, and nothing at all from an address over its failure limit; the pick checks the key again. A request that
-ends before its pick has its key checked by such a statement too. After that a wrong key counts against its
-address. A request without a key may come from the page: its session is looked up, and its origin checked. A
-missing session counts as a wrong key.
+with a cookie or an `Origin`, because a browser may have sent them for a page. A form may be large, so it is
+read for a confirmed caller only. The statement that picks the replica checks a stored key. If this process
+has no recent confirmation of the key, it reads at most the first part of a body before a separate statement
+confirms the key, and nothing at all from an address over its failure limit; the pick checks the key again. If
+a request ends before its pick, a separate statement checks its key too. A wrong key counts as a failure of
+its address. A request without a key may come from a page of the cluster: its session and its origin are
+checked. A missing session counts as a wrong key.
 """
 
 import asyncio
@@ -58,14 +58,14 @@ class StreamedAnswer(Protocol):
     """An answer that is sent while it is produced or read."""
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the answer; return its status and the last piece of the body, which the caller sends."""
+        """Send the answer; return its status and the last piece of its body, which the caller must send."""
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
 
 
 class _AnswerScope(CancelScope):
-    """The work on one answer, which `end_all` ends."""
+    """A cancel scope around the work on one answer; `end_all` cancels it."""
 
     def __enter__(self) -> Self:
         _answer_scopes.add(self)
@@ -80,22 +80,25 @@ _answer_scopes: set[_AnswerScope] = set()
 
 
 def cancel_on_stop() -> CancelScope:
-    """Return a block that raises Unavailable when `end_all` ends it."""
+    """Return a context manager that raises Unavailable when `end_all` cancels it."""
     return _AnswerScope()
 
 
 def end_all() -> None:
-    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
+    """Cancel the work on all answers that have not begun, and on all audio streams.
+
+    The process is about to stop.
+    """
     for scope in list(_answer_scopes):
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 
 
 WATCH_DELAY = 0.1
-"""Seconds until a request watches for a disconnect: most requests have ended by then and need no task."""
+"""Seconds until a request watches for a disconnect: most requests end earlier and need no task."""
 
 
 class _CancelOnDisconnect(CancelScope):
-    """A block that raises Disconnected when the client disconnects."""
+    """A context manager that raises Disconnected when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -124,7 +127,7 @@ class _CancelOnDisconnect(CancelScope):
 class Endpoint:
     """The ASGI application of one route. Without a `limit` its body has the default limit.
 
-    With `form` the body is a form with files, passed to the handler in `request.form`. `refused` renders
+    With `form` the body is a form with files, passed to the handler in `request.form`. `render_error` renders
     errors in the envelope of the route's dialect.
     """
 
@@ -132,17 +135,17 @@ class Endpoint:
     handler: Handler
     limit: int | None = None
     form: bool = False
-    refused: Callable[[ClusterError], Answer] = wire.error_answer
+    render_error: Callable[[ClusterError], Answer] = wire.error_answer
     is_patient: bool = False
-    """True if the requests wait longer for a load."""
-    refused_for_anthropic: Callable[[ClusterError], Answer] | None = None
-    """Renders errors for requests with the header `anthropic-version`, on routes that dialects share."""
+    """True if the requests of this route wait longer for a load than others."""
+    render_error_for_anthropic: Callable[[ClusterError], Answer] | None = None
+    """Renders errors for requests with the header `anthropic-version`, on routes of several dialects."""
     others: Mapping[str, Handler] = field(default_factory=dict)
-    """Handlers of further methods."""
+    """Handlers of further HTTP methods, by method."""
 
     @property
     def methods(self) -> str:
-        """The accepted methods, as the header `Allow` lists them."""
+        """The accepted methods, as the value of the header `Allow`."""
         return ", ".join((self.method, *self.others))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +156,7 @@ class Endpoint:
             request_id=request_id.get(),
             path=scope["path"],
             is_patient=self.is_patient,
-            is_of_anthropic=self.refused_for_anthropic is not None and is_of_anthropic(scope),
+            is_of_anthropic=self.render_error_for_anthropic is not None and is_of_anthropic(scope),
         )
         limit = self.limit or wire.MAX_BODY
         body = bodies.Body(scope, receive, limit, _too_large if self.limit else None)
@@ -177,7 +180,9 @@ class Endpoint:
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | tuple[int, bytes]:
         """Return the answer, or the status and the last piece of a streamed one."""
-        refused = (self.refused_for_anthropic if request.is_of_anthropic else None) or self.refused
+        render_error = (
+            self.render_error_for_anthropic if request.is_of_anthropic else None
+        ) or self.render_error
         try:
             await identify(request, scope)
             method = scope["method"]
@@ -188,14 +193,14 @@ class Endpoint:
             with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
-            answer = refused(error)
+            answer = render_error(error)
             return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().noted(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
-            return refused(error)
+            return render_error(error)
 
     async def _read(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
         if self.form:
@@ -232,12 +237,12 @@ class Endpoint:
 
 
 def _is_confirmed(request: InferenceRequest) -> bool:
-    """Return True if the caller is confirmed, or its key was confirmed recently."""
+    """Return True if the caller is confirmed, or if its key was confirmed recently."""
     return not request.key_hash or request.key_hash in gateway.current().picker.confirmed_keys
 
 
 def _is_suspect(request: InferenceRequest) -> bool:
-    """Return True if no part of the body may be read before the key is confirmed."""
+    """Return True if the key must be confirmed before any part of the body is read."""
     return bodies.shared_budget.is_half_used or throttle.api_keys().was_refused(
         request.client_address, clock.now()
     )
@@ -246,7 +251,7 @@ def _is_suspect(request: InferenceRequest) -> bool:
 async def _confirm_early(request: InferenceRequest) -> None:
     """Confirm the key before the body is read.
 
-    The pick checks it again, because it may be revoked meanwhile.
+    The pick checks the key again, because it may be revoked meanwhile.
     """
     key_hash = request.key_hash
     await confirm(request)
@@ -277,12 +282,12 @@ def _basic_password(authorization: str) -> str | None:
 
 
 def _lacks_browser_headers(scope: Scope) -> bool:
-    """Return True if no browser has sent the request on behalf of a page."""
+    """Return True if the request has no header that only browsers send."""
     return not any(name in _BROWSER_HEADERS for name, _ in scope["headers"])
 
 
 async def identify(request: InferenceRequest, scope: Scope) -> None:
-    """Set the caller, or a stored key to confirm; raise NotAuthenticated without either."""
+    """Set the caller, or a stored key that must be confirmed; raise NotAuthenticated if there is neither."""
     headers = principals.credential_headers(scope)
     password = _basic_password(headers.get("authorization", ""))
     if password is not None and _lacks_browser_headers(scope):
@@ -307,7 +312,7 @@ async def identify(request: InferenceRequest, scope: Scope) -> None:
 
 
 def _is_admitted(address: str) -> bool:
-    """Return True if the operator admits this address without a key."""
+    """Return True if the operator admits requests from this address without a key."""
     networks = conf.cluster().keyless_networks
     try:
         ip = ip_address(address) if networks else None
@@ -319,7 +324,7 @@ def _is_admitted(address: str) -> bool:
 
 
 async def confirm(request: InferenceRequest) -> None:
-    """Confirm the request's key in the database unless a pick has confirmed it; raise NotAuthenticated."""
+    """Confirm the request's key in the database if no pick has confirmed it; raise NotAuthenticated."""
     if request.key_hash:
         request.model = ""  # nothing is picked
         await gateway.current().picker.acquire(request)

@@ -1,4 +1,4 @@
-"""The gateway from a model's name to an engine: pick or load a replica, call it, count out, retry elsewhere.
+"""The gateway from a model's name to an engine: pick or load a replica, call, release, retry.
 
 Each web process has one `Gateway` on the serving event loop; `manage.py serve` (or ASGI's lifespan) calls
 `start` and `stop`. A request is counted out in a `finally`, so success, error, disconnect and cancellation
@@ -43,7 +43,7 @@ class ModelNotFound(NotFound):
 
 
 _DEFAULT_TAG = ":latest"
-"""The tag that Ollama's clients may append to a name. A model whose name really ends with it takes
+"""The tag that Ollama's clients may append to a name. A model whose own name has this ending takes
 precedence.
 """
 
@@ -51,8 +51,8 @@ precedence.
 async def find_definition(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag.
 
-    Raises ModelNotFound, or Unavailable if the folder, or the database, which has definitions of past loads,
-    is needed and does not respond.
+    Raises ModelNotFound. Raises Unavailable if the models folder, or the database with the definitions of
+    past loads, is needed and does not respond.
     """
     models = folder.folder()
     try:
@@ -69,9 +69,9 @@ async def find_definition(name: str) -> Definition:
 
 
 MAX_REPLICAS = 4
-"""Limit on the replicas that one request tries."""
+"""Maximum number of replicas that one request tries."""
 MAX_LOADS = 3
-"""Loads that succeed without yielding a replica before a request gives up (C34)."""
+"""Number of successful loads without a replica for the request after which the request fails (C34)."""
 PROBE_SECONDS = 2.0
 """Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
 
@@ -94,10 +94,10 @@ class Gateway:
         self._clients = clients
         self._loads = loads
         self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
-        """Running health calls, by (address, token); concurrent failures there share one call."""
+        """Running health calls by (address, token); concurrent failures of one engine share a call."""
 
     async def acquire(self, request: InferenceRequest) -> Replica:
-        """Pick a replica and count the request in; wait for a load if none is loaded."""
+        """Pick a replica and count the request as running on it; wait for a load if no replica is loaded."""
         if (replica := await self._pick(request)) is not None:
             return replica
         for _ in range(MAX_LOADS):
@@ -122,7 +122,7 @@ class Gateway:
         return replica
 
     async def check(self, replica: Replica, error: BackendError) -> None:
-        """Exclude the replica from picks if the error or a probe shows that it cannot serve."""
+        """Exclude the replica from picks if the error, or a health call, shows that it cannot serve."""
         has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
         is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
         if not (has_wrong_model or is_dead):
@@ -144,8 +144,8 @@ class Gateway:
     async def _is_responding(self, replica: Replica) -> bool:
         """Return True if the replica's engine responds (R2.13).
 
-        Concurrent requests share one call. The result is not cached, because a failure is newer than any
-        success.
+        Concurrent requests share one health call. The result is not cached, because the failure that caused
+        the call is newer than any cached success.
         """
         key = (replica.address, replica.token)
         probe = self._probes.get(key)
@@ -164,14 +164,14 @@ class Gateway:
 class Attempts:
     """The attempts of one request: `while True: async with attempts as engine: return …`.
 
-    Entering picks a replica. The body makes the calls, which must finish by the request's `deadline`; leaving
-    it counts the request out. A replica that did no work (dead, busy, or holding another model) is followed
-    by an attempt on the next one or on a loaded one. A replica whose connection broke during the call is
-    replaced only once, because the request itself may have crashed it. Any other error is raised, and every
-    error is once the response has begun.
+    On entry a replica is picked. The block makes the calls, which must finish by the request's `deadline`; on
+    exit the replica is released. If a replica did no work (dead, busy, or with another model), the request is
+    retried on another replica. If the connection broke during the call, the request is retried only once,
+    because it may have crashed the engine. Any other error is raised. Once the response has begun, every
+    error is raised.
 
-    The request's deadline is set with its first replica and covers all further replicas. For a streamed
-    response it is the limit of the first piece.
+    The deadline is set when the first replica is picked and covers all attempts. For a streamed response it
+    is the time limit of the first piece.
     """
 
     def __init__(self, gateway: Gateway, request: InferenceRequest) -> None:
@@ -271,13 +271,13 @@ async def start() -> None:
 
 
 async def end_waits() -> None:
-    """End all requests that wait for a load with a 503; the loads themselves continue."""
+    """End all requests that wait for a load with a 503; the loads continue."""
     if _running is not None:
         await _running.loads.close()
 
 
 async def stop() -> None:
-    """Stop the gateway and release everything; requests must have ended before."""
+    """Stop the gateway and release everything; all requests must have ended before."""
     global _running
     running, _running = _running, None
     if running is None:

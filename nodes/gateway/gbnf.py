@@ -2,10 +2,10 @@
 
 The entry point is `from_schema`. Every text that the grammar accepts is JSON of the schema's shape: types,
 properties in the schema's order and no others unless it permits them, lists and their lengths, enumerated
-values, references, texts of a supported format. A schema whose `const` and `enum` exclude every value is
-refused. Constraints that would need a huge grammar are omitted: bounds of numbers (except the sign),
-`pattern`, patterns of names, `not`, `uniqueItems`. An engine with better support finds the schema beside the
-grammar.
+values, references, texts of a supported format. A schema whose `const` and `enum` exclude every value raises
+InvalidInput. Constraints that would need a huge grammar are omitted: bounds of numbers (except the sign),
+`pattern`, patterns of names, `not`, `uniqueItems`. An engine with better support for schemas can read the
+schema, which is sent in addition to the grammar.
 """
 
 import contextlib
@@ -197,7 +197,7 @@ _COMMON_RULES: Mapping[str, Grammar] = {
     "value": Alternatives(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
 _ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
-"""Keywords beside a reference that do not change its meaning."""
+"""Keywords that may stand beside a reference without changing its meaning."""
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "required", "additionalProperties")
 _MERGED_KEYWORDS = frozenset({"properties", "patternProperties", "required", "allOf"})
 _CHOICE_KEYWORDS = frozenset({"anyOf", "oneOf"})
@@ -226,7 +226,7 @@ class _Contradiction(InvalidInput):
 
 
 class _Rules:
-    """Builds the rules for the parts of one schema, within the limits."""
+    """Builds the rules for the parts of one schema, within the limits of this module."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -262,7 +262,7 @@ class _Rules:
         return _quoted(Repetition(Reference("character"), least, None if most is None else max(most, least)))
 
     def of(self, part: Any) -> Grammar:
-        """Return the grammar of a schema or a part of one; unsupported parts accept any value."""
+        """Return the grammar of a schema or of a part of a schema; unsupported parts accept any value."""
         self._steps += 1
         self._check()
         if not isinstance(part, Mapping):
@@ -295,7 +295,7 @@ class _Rules:
         return Alternatives(tuple(alternatives))
 
     def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
-        """Return the values that are in all lists."""
+        """Return the values that all lists contain."""
         first, *other_lists = [{_key(value): value for value in values} for values in lists]
         self._copied += sum(len(key) for values in (first, *other_lists) for key in values)
         self._check()
@@ -329,7 +329,7 @@ class _Rules:
         return self._references[reference]
 
     def _merge_all(self, parts: Iterable[Any]) -> Mapping[str, Any]:
-        """Return one schema with the constraints of all parts, as far as they do not conflict."""
+        """Return one schema with the constraints of all parts, except those that conflict."""
         schemas_to_merge = [part for part in parts if isinstance(part, Mapping) and part]
         if len(schemas_to_merge) == 1:
             return schemas_to_merge[0]
@@ -339,7 +339,7 @@ class _Rules:
         return merged
 
     def _resolve_reference(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the schema with its reference resolved and merged with the sibling keywords."""
+        """Resolve the schema's reference and merge the result with the keywords beside the reference."""
         if not isinstance(part.get("$ref"), str):
             return part
         target = schemas.resolve_reference(self._schema, part["$ref"])
@@ -391,10 +391,10 @@ class _Rules:
         return _enclosed("{", self._members(members, extra_member), "}")
 
     def _extra_members_schema(self, part: Mapping[str, Any]) -> Any:
-        """Return the schema of further members, False for none.
+        """Return the schema of members that are not in `properties`; False if such members are not allowed.
 
-        An object with named members has no others unless it says so: a small model would invent some. Since
-        GBNF has no patterns of names, a further member fits all `patternProperties`.
+        An object with named members has no others unless the schema permits them, because a small model would
+        invent some. GBNF has no patterns of names, so a further member must fit all `patternProperties`.
         """
         patterns = part.get("patternProperties")
         if isinstance(patterns, Mapping) and patterns:
@@ -408,7 +408,7 @@ class _Rules:
     def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
         """Return the grammar of an object's members, built from the last member to the first.
 
-        Each step has two variants: `after_member` if a member precedes, `at_start` if none does.
+        Each step has two variants: `after_member` if another member precedes, `at_start` otherwise.
         """
         after_member: Grammar = (
             Repetition(Concatenation((_COMMA, extra_member))) if extra_member else _EMPTY_TEXT
@@ -454,14 +454,14 @@ def _at_least_zero(part: Mapping[str, Any]) -> bool:
 
 
 def _allowed_value_lists(part: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the value lists of `const` and `enum`; a value must be in each of them."""
+    """Return the lists of allowed values from `const` and `enum`; a value must be in every list."""
     enum = part.get("enum")
     lists = [[part["const"]]] if "const" in part else []
     return [*lists, enum] if isinstance(enum, list) and enum else lists
 
 
 def _key(value: Any) -> str:
-    """Return a key that is equal for equal JSON values; 1 equals 1.0, but not true."""
+    """Return a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
     is_whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if is_whole else value, sort_keys=True)
 

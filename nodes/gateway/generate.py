@@ -44,16 +44,17 @@ from nodes.gateway.prefix_table import prompt_bytes, prompt_chain
 from nodes.gateway.request import InferenceRequest
 
 CACHED_TOKENS = "localai-cached-tokens"
+"""Trailing metadata in which an engine may report the number of cached prompt tokens."""
 FINISH_REASON = "localai-finish-reason"
+"""Trailing metadata in which an engine may report the finish reason."""
 STOP_WORD = "localai-stop-word"
-"""Trailing metadata in which an engine may report the number of cached prompt tokens, the finish reason, and
-as a JSON string the stop word that it found.
-"""
-_COUNT = re.compile("[0-9]{1,10}")
-_REASONS = ("stop", "length", "tool_calls")
-"""The accepted finish reasons; clients handle no others. `_COUNT` is the accepted form of a token count."""
+"""Trailing metadata in which an engine may report the stop word that it found, as a JSON string."""
+_TOKEN_COUNT = re.compile("[0-9]{1,10}")
+"""The accepted form of a token count in trailing metadata."""
+_FINISH_REASONS = ("stop", "length", "tool_calls")
+"""The accepted finish reasons; clients handle no others."""
 SCHEMA = "json_schema"
-"""Request metadata: the schema that `Grammar` was compiled from, for engines that read schemas themselves."""
+"""Request metadata: the schema of which `Grammar` was compiled, for engines that read schemas themselves."""
 _DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
 """The reference's values for options that neither the request nor the definition sets."""
 _NUMBERS = {
@@ -69,7 +70,7 @@ _NUMBERS = {
 }
 _LARGEST_SEED = 2**31 - 1
 _ANY_SEED = -1
-"""The reference's value for a random seed, in definitions and in requests."""
+"""The value for a random seed, in definitions and in requests; as in the reference."""
 _REQUEST_FIELDS = {
     "Grammar": "response_format",
     "json_schema": "response_format",
@@ -82,7 +83,7 @@ _REQUEST_FIELDS = {
     "Logprobs": "logprobs",
     "TopLogprobs": "top_logprobs",
 }
-"""Field names in requests, by the name that an engine's error message may start with."""
+"""Field names in requests, by the name with which an engine's error message may start."""
 
 
 class LogprobsUnsupported(InvalidInput):
@@ -127,7 +128,10 @@ def sampling_options(
 
 
 def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int) -> PredictOptions:
-    """Return the options of the `answer`-th call for this prompt. Each call has a different seed."""
+    """Return the options of the call number `answer` for this prompt.
+
+    Each call has a different seed.
+    """
     call = PredictOptions()
     call.CopyFrom(options)
     call.Seed = (options.Seed + answer) & _LARGEST_SEED
@@ -160,8 +164,8 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
 def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
     """Return the refusal with its field renamed to the client's name for it.
 
-    An engine's refusal concerns the field whose name starts its text, else the prompt, for example if the
-    prompt is too long.
+    An engine's refusal concerns the field whose name begins the text of the refusal, otherwise the prompt,
+    which may be too long.
     """
     field = refusal.field
     if isinstance(refusal, Rejected):
@@ -175,7 +179,7 @@ def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
 class ReplyReader:
     """Converts the replies of one call into deltas, in order.
 
-    An engine that parses its own output sends it as `chat_deltas`; from the first of them on, the raw text of
+    An engine that parses its own output sends `chat_deltas`; from the first `chat_deltas` on, the raw text of
     the replies is ignored. A character may be split across two replies.
     """
 
@@ -188,7 +192,7 @@ class ReplyReader:
         self._prompt = self._completion = 0
 
     def delta(self, reply: Reply) -> TextDelta | None:
-        """Return the new content of the reply; None if it has none."""
+        """Return the new content of the reply; None if it has no new content."""
         self._prompt = max(self._prompt, reply.prompt_tokens)
         self._completion = max(self._completion, reply.tokens)
         self._is_parsed = self._is_parsed or bool(reply.chat_deltas)
@@ -213,11 +217,11 @@ class ReplyReader:
         return TextDelta(self._choice, text, reasoning, tools, logprobs)
 
     def last(self, cached: str = "", finish: str = "", stop_word: str = "") -> TextDelta:
-        """Return the final delta of the choice, with the facts that the engine has reported at its end."""
+        """Return the choice's final delta: finish reason, stop word and usage as the engine reported them."""
         text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
-        cached_count = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
+        cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT.fullmatch(cached) else None
         usage = Usage(self._prompt, self._completion, cached_count)
-        finish_reason = finish if finish in _REASONS else self._finish()
+        finish_reason = finish if finish in _FINISH_REASONS else self._finish()
         known = _parse_text(stop_word) if stop_word and finish_reason == "stop" else ""
         return TextDelta(
             self._choice,
@@ -234,7 +238,7 @@ class ReplyReader:
 
 
 def _parse_text(text: str) -> str:
-    """Return the value of a JSON string, "" for anything else."""
+    """Return the value of a JSON string; "" for any other JSON or text."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -256,7 +260,7 @@ def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
 
 
 def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield each token of a list, without its alternatives, and the engine's original entry."""
+    """Yield each token of a list, without its alternatives, and the entry as the engine sent it."""
     for entry in listed if isinstance(listed, list) else ():
         if not isinstance(entry, dict) or "token" not in entry:
             continue
@@ -275,7 +279,7 @@ _TIMEOUT_MESSAGE = (
 
 
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
-    """Return the deltas of a complete response, made by one replica."""
+    """Return the deltas of a complete response, generated by one replica."""
     try:
         calls = await _prepare(request, generation)
         attempts = gateway.attempts(request)
@@ -287,7 +291,7 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
 
 
 async def stream(request: InferenceRequest, generation: Generation) -> AsyncGenerator[TextDelta, None]:
-    """Yield the deltas of a response. Once the reader sets `request.begun`, no other replica is tried."""
+    """Yield the deltas of a response. After the caller sets `request.begun`, no other replica is tried."""
     try:
         calls = await _prepare(request, generation)
         attempts = gateway.attempts(request)
@@ -335,7 +339,7 @@ async def render_template(definition: Definition, prompt: Conversation) -> Conve
 async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
     """Return the prompt in a form that engines accept.
 
-    They have no field for token ids, so those are decoded.
+    Engines have no field for token ids, so the engine decodes the ids first.
     """
     if not isinstance(prompt, tuple):
         return prompt
@@ -361,7 +365,7 @@ class _Calls:
         self._first_at: float | None = None
 
     async def start(self, engine: BackendClient) -> AsyncGenerator[TextDelta, None]:
-        """Return the deltas of all choices on this engine; the first failure cancels the other choices."""
+        """Return the deltas of all choices from this engine; the first failure cancels the other choices."""
         texts = [await _text(engine, prompt, self._request) for prompt in self._prompts]
         self._called_at, self._first_at = clock.monotonic(), None
         choices = [
@@ -398,7 +402,7 @@ class _Calls:
     def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
         """Record the start of the response.
 
-        It is its first piece, or the end of prompt processing that the engine reports.
+        The start is the first piece, or the end of prompt processing if the engine reports it.
         """
         if self._first_at is not None:
             return
@@ -413,7 +417,7 @@ class _Calls:
             self._first_at = self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
 
     def _end(self, last: TextDelta) -> TextDelta:
-        """Return the last delta of a choice with the durations of the response."""
+        """Return the last delta of a choice, with the durations of the response added."""
         if last.usage is not None:
             metrics.tokens_used(
                 self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0

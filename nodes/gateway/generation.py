@@ -37,9 +37,7 @@ class Conversation(msgspec.Struct, frozen=True):
     audios: tuple[str, ...] = ()
     """Base64 data of the media, in the order of the messages."""
     rendered: str | None = None
-    """The prompt that the definition's template rendered from messages and tools; it replaces them in engine
-    calls.
-    """
+    """The prompt that the definition's template rendered. In engine calls it replaces messages and tools."""
 
 
 Prompt = Conversation | str | tuple[int, ...]
@@ -62,7 +60,7 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: Mapping[str, float] = msgspec.field(default_factory=dict)
     ignore_eos: bool = False
     grammar: str = ""
-    """GBNF, or a JSON schema, which begins with `{`."""
+    """A grammar in GBNF, or a JSON schema, which begins with `{`."""
     logprobs: bool = False
     top_logprobs: int = 0
 
@@ -81,11 +79,11 @@ class Generation(msgspec.Struct, frozen=True):
     echo: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Fields of the request that the response repeats."""
     tool_namespaces: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
-    """Namespace and name there of the functions that the client has sent in one, by their name here."""
+    """For functions from a namespace: the name in this request -> the namespace and the name in it."""
 
     @property
     def choices(self) -> int:
-        """Number of choices of the request; the choices for the first prompt come first."""
+        """Number of choices of the request. The choices of the first prompt come first."""
         return len(self.prompts) * self.n
 
 
@@ -99,7 +97,7 @@ class ToolPiece(msgspec.Struct, frozen=True):
 
 
 NO_ARGUMENTS = "{}"
-"""Arguments of a call for which the engine reported none: clients parse JSON."""
+"""Arguments of a call without reported arguments: clients parse JSON."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -136,11 +134,11 @@ class TextDelta(msgspec.Struct):
     usage: Usage | None = None
     durations: Durations | None = None
     prompt_tokens: int = 0
-    """Of a response's first delta: tokens of its prompt, if the engine has reported them by then."""
+    """In the first delta of a response: the tokens of its prompt, if the engine has reported them by then."""
 
     @property
     def size(self) -> int:
-        """Approximate size in bytes while queued."""
+        """Approximate size in bytes of the delta in the queue."""
         if not (self.tools or self.logprobs):
             return 64 + len(self.text) + len(self.reasoning)
         tools = sum(len(piece.arguments) + len(piece.name) for piece in self.tools)
@@ -176,7 +174,7 @@ class Pipe:
         self._ready.set()
 
     def close(self) -> None:
-        """Mark the end: no further delta follows the queued ones."""
+        """Mark the end: no delta is added any more."""
         self._closed = True
         self._ready.set()
 
@@ -185,7 +183,7 @@ class Pipe:
         self._ready.set()
 
     async def take(self) -> list[TextDelta]:
-        """Return all queued deltas; none if the pipe was closed or the reader was nudged."""
+        """Return all queued deltas; none if the pipe was closed or the reader was woken without a delta."""
         await self._ready.wait()
         deltas, self._queue, self._size = self._queue, [], 0
         if not self._closed:
@@ -196,7 +194,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Metadata of a response, apart from its deltas."""
+    """Metadata of a response, without its content."""
 
     id: str
     created: int
@@ -204,7 +202,7 @@ class Head:
 
 
 class Events(Protocol):
-    """Renders the stream of one response as bytes. Stateful: calls come in the order of the deltas."""
+    """Renders the stream of one response as bytes. Stateful: calls must follow the order of the deltas."""
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of the next deltas."""
@@ -218,7 +216,7 @@ class Events(Protocol):
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 """Content type of server-sent events."""
 KEEP_ALIVE_COMMENT = b": working\n\n"
-"""A server-sent comment, which clients ignore."""
+"""A server-sent comment that clients ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +229,7 @@ class StreamFormat:
     kind: bytes = EVENT_STREAM_TYPE
     """Content type of the stream."""
     keep_alive: bytes = KEEP_ALIVE_COMMENT
-    """Bytes without meaning that may be sent between two events."""
+    """Bytes that clients ignore and that may be sent between two events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +295,7 @@ def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
 
 
 def total_usage(deltas: Iterable[TextDelta], n: int) -> Usage:
-    """Return the usage of the whole request. A prompt counts once, regardless of its number of choices."""
+    """Return the usage of the whole request. Each prompt counts once, whatever its number of choices."""
     usages = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
     firsts = [usage for choice, usage in usages if choice % n == 0]
     cached_counts = [usage.cached for usage in firsts if usage.cached is not None]

@@ -1,11 +1,12 @@
 """Micro-batched picks and releases: this process's in-flight counts, in memory and in the database.
 
 One statement runs at a time. Requests that arrive meanwhile wait, and the next statement serves all of them.
-So a request costs at most one statement on the way in and one on the way out, and less under load.
+So a request costs at most one statement for its pick and one for its release, and less under load.
 
-`_held` counts the requests that run in this process now and is always right. The database follows it by
-deltas. When the outcome of a statement is unknown (connection lost, this process removed as dead), the next
-step is a settlement, which sets the rows to `_held` instead. `ProcessHeartbeat` keeps the process's row.
+`_held` counts the requests that run in this process now and is always exact. The counts in the database are
+updated by differences. When the outcome of a statement is unknown (connection lost, this process removed as
+dead), the next step is a settlement, which sets the rows to `_held` instead. `ProcessHeartbeat` keeps the
+process's row.
 """
 
 import asyncio
@@ -37,16 +38,16 @@ from nodes.replicas import statements, terminations
 logger = logging.getLogger(__name__)
 
 CONFIRMATION_SECONDS = 60.0
-"""Seconds that a confirmation stays valid."""
+"""Seconds for which a confirmation of a key stays valid."""
 MOST_KEYS = 10_000
 
 
 class ConfirmedKeys:
     """API keys that the database confirmed recently, with the time of their last confirmation.
 
-    A hint, never a proof: it only decides how much of a body is read before the statement that picks a
-    replica checks the key again. A change of a key or user empties it (NOTIFY). After a lost NOTIFY the
-    process reads the body of a request with a revoked key, no more. Not thread-safe: used on one event loop.
+    The set does not authenticate. It only decides how much of a body is read before the statement that picks
+    a replica checks the key again. A change of a key or user clears the set (NOTIFY). After a lost NOTIFY the
+    process only reads the body of a request with a revoked key. Not thread-safe: used on one event loop.
     """
 
     def __init__(self) -> None:
@@ -80,13 +81,15 @@ _RETRYABLE_ERRORS = (
 )
 _STATEMENT_ATTEMPTS = 3
 RELEASE_DELAY = 0.005
-"""Seconds that a release waits for further releases to share its statement."""
-CROWD, CROWD_DELAY = 4, 0.003
-"""Picks in a statement after which the next statement waits for more, and its wait in seconds."""
+"""Seconds that a release waits for other releases that can share its statement."""
+CROWD = 4
+"""Number of picks in one statement from which on the next statement waits for more picks."""
+CROWD_DELAY = 0.003
+"""Seconds for which the next statement waits for more picks."""
 
 
 Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
-"""Return the prefix weight of each replica of a model, by node and index (R3.12)."""
+"""Returns the prefix weight of each replica of a model, by node and index (R3.12)."""
 
 
 def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
@@ -95,10 +98,10 @@ def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
 
 
 class _Exchange:
-    """The requests of one statement, its document, and the numbers under which their replicas return.
+    """The requests of one statement, its document, and the numbers that identify picks in the result.
 
-    Equal pick requests have one number, `ask`. Those of one scope (model and allowed nodes) that a rule
-    routes without prefixes are spread together under the number of the scope, which is below 0.
+    Equal pick requests have one number, `ask`. If a rule routes without prefixes, the picks of one scope
+    (model and allowed nodes) are distributed together, under the number of the scope, which is below 0.
     """
 
     def __init__(self, requests: list[InferenceRequest], released: Counter[UUID]) -> None:
@@ -108,7 +111,7 @@ class _Exchange:
         self._scopes: dict[tuple[str, frozenset[UUID] | None], int] = {}
         self._picks: Counter[tuple[int, str]] = Counter()
         self.numbers: list[tuple[int, ...]] = []
-        """The numbers under which a replica may return, for each request."""
+        """For each request, the numbers under which the result may have its replica."""
         for request in requests:
             if not request.model:
                 self.numbers.append(())
@@ -120,7 +123,7 @@ class _Exchange:
             self.numbers.append((ask,) if pick_request.cached_ratio is None else (ask, scope))
 
     def document(self, weights: Weights) -> dict[str, Any]:
-        """Return the statement's document; the prefix weights only if a pick has a prompt."""
+        """Return the statement's document, with the prefix weights if any pick has a prompt."""
         pick_requests = list(self._asks)
         document = {
             "keys": list({request.key_hash for request in self.requests if request.key_hash}),
@@ -182,10 +185,10 @@ class Picker:
         self._delayed: asyncio.TimerHandle | None = None
 
     async def acquire(self, request: InferenceRequest) -> Replica | None:
-        """Pick a replica of the request's model and count the request in; None if none is loaded.
+        """Pick a replica of the request's model and count the request; return None if no replica is loaded.
 
-        The same statement confirms the request's API key and fills in its principal; raises WrongKey for an
-        invalid key. Without a model it only does that. Raises Unavailable when the database is unreachable.
+        The same statement confirms the request's API key and sets its principal; without a model it does
+        nothing else. Raises WrongKey for an invalid key, Unavailable if the database is unreachable.
         """
         started_at, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
         self._waiting.append(request)
@@ -208,7 +211,7 @@ class Picker:
         return request.replica
 
     def release(self, replica: Replica) -> None:
-        """Count one request out. Never waits and never fails, so that every path can call it (R2.73)."""
+        """Stop counting one request. Never waits and never raises, so every code path can call it (R2.73)."""
         if self._held[replica.id] <= 1:
             del self._held[replica.id]
         else:
@@ -220,7 +223,7 @@ class Picker:
         """Create or renew this process's row and set its counts in the database to those in memory."""
         self._unsettled = True
         self._wake()
-        await self.idle()
+        await self.wait_until_idle()
         if self._unsettled:
             raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
 
@@ -238,7 +241,7 @@ class Picker:
         return await self._pool.run(statements.RENEW, self._parameters()) == 1
 
     async def report_counts(self) -> None:
-        """Write what this process has counted for models since the last report; never raises.
+        """Write the counts for models since the last report; never raises.
 
         A failed report is not repeated, because it may have been written.
         """
@@ -247,9 +250,9 @@ class Picker:
         except (psycopg.Error, *UNREACHABLE) as error:
             logger.info("Figures of some seconds are lost: %s", error)
 
-    async def sign_off(self) -> None:
-        """Release everything and remove this process's row: a clean stop."""
-        await self.idle()
+    async def unregister(self) -> None:
+        """Release all requests and remove this process's row, when the process stops."""
+        await self.wait_until_idle()
         self._cancel_delayed()
         self._released.clear()
         await self._connection.close()
@@ -257,7 +260,7 @@ class Picker:
         texts = (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS)
         await self._pool.run_in_transaction([(text, parameters) for text in texts])
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no statement is running."""
         while self._task is not None:
             await asyncio.wait([self._task])
@@ -393,13 +396,13 @@ def _fail(request: InferenceRequest, error: Exception) -> None:
 
 
 HEARTBEATS_PER_LIMIT = 3
-"""Renewals of the row per silence limit."""
+"""Number of renewals of the row per silence limit."""
 HEARTBEATS_PER_AUDIT = 12
-"""Heartbeats between two settlements of the counts, in case a statement outlived its connection."""
+"""Number of heartbeats between two settlements of the counts; a statement may outlive its connection."""
 
 
 class ProcessHeartbeat:
-    """Maintains the row of one web process."""
+    """Renews the row of one web process."""
 
     def __init__(self, picker: Picker, silence_limit: float) -> None:
         self._picker = picker
@@ -407,19 +410,19 @@ class ProcessHeartbeat:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register the process; an unreachable database only delays the registration."""
+        """Register the process; if the database is unreachable, the registration happens later."""
         await self._announce()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Release every count and remove the row."""
+        """Release all requests and remove the row."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await self._picker.report_counts()
         try:
-            await self._picker.sign_off()
+            await self._picker.unregister()
         except UNREACHABLE as error:
             logger.warning(
                 "Cannot remove the row of this web process; the liveness pass removes it: %s", error

@@ -1,9 +1,10 @@
 """Routing by prefix in one web process: its table, its advice to picks, its updates from their results.
 
-request with a chain -> `advise` (the replica that had the prompt's prefix) -> the pick, one statement ->
-`landed` (record, count, notify other processes). The overload guard is in the statement, because only the
-database has the load of all replicas. `PrefixService` connects this to the bus, which carries hints between
-web processes (decision 20): without it each process remembers its own prompts only.
+For a request with a chain, `set_preferred_replica` finds the replica that had the prompt's prefix, the pick
+is one statement, and `record_pick` stores the result and notifies other processes. The overload guard is in
+the statement, because only the database has the load of all replicas. `PrefixService` connects the router to
+the bus, which carries updates between web processes (decision 20); without the bus each process knows its own
+prompts only.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pressure:
-    """The diversions of one web process: for each model the latest times, as many as count."""
+    """The diversions of one web process: the latest times of each model, up to the number that counts."""
 
     def __init__(self, window: timedelta = WINDOW) -> None:
         self._window = window
@@ -46,7 +47,7 @@ class Pressure:
         times.append(now)
         self._prune(times, now)
 
-    def within(self, model: str, now: datetime) -> Sequence[datetime]:
+    def recent_times(self, model: str, now: datetime) -> Sequence[datetime]:
         """Return the times that are at most one window old, oldest first (R3.19)."""
         times = self._times.get(model)
         if times is None:
@@ -62,7 +63,7 @@ class Pressure:
 
 
 REPORT_SECONDS = 2.0
-"""Seconds between two reports of pressure, and between two checks for a due sweep."""
+"""Seconds between two reports of pressure, and between two checks whether a sweep is due."""
 
 
 class PrefixRouter:
@@ -72,7 +73,7 @@ class PrefixRouter:
         self._affinity = PrefixTables(ttl)
         self._pressure = Pressure()
         self._unreported: set[str] = set()
-        """Models with pressure that is not stored in a row yet."""
+        """Models with pressure that is not yet stored in a row."""
         self._publish = publish
         self._sweep_every, self._swept_at = ttl / 2, clock.monotonic()
 
@@ -85,7 +86,7 @@ class PrefixRouter:
         if not request.chain:
             return
         match = self._affinity.match(request.model, request.chain, clock.monotonic())
-        request.preferred = None if match is None else match.place
+        request.preferred = None if match is None else match.slot
         request.cached_ratio = 0.0 if match is None else match.depth / len(request.chain)
 
     def record_pick(self, request: InferenceRequest) -> None:
@@ -93,41 +94,41 @@ class PrefixRouter:
         replica = request.replica
         if replica is None or request.is_prefix_cached is None:
             return
-        place, chain, model = (replica.node_id, replica.index), request.chain, request.model
+        slot, chain, model = (replica.node_id, replica.index), request.chain, request.model
         cached = 0
         if not request.is_prefix_cached:
             outcome = "miss"
-        elif place == request.preferred:
+        elif slot == request.preferred:
             outcome, cached = "hit", round(len(chain) * (request.cached_ratio or 0.0))
         else:
             outcome = "kept_away"
             self._pressure.record(model, clock.now())
             self._unreported.add(model)
         metrics.prefix_picked(model, outcome, len(chain), cached)
-        if self._affinity.observe(model, chain, place, clock.monotonic()):
-            self._publish(PrefixObserved(model, chain, *place))
+        if self._affinity.observe(model, chain, slot, clock.monotonic()):
+            self._publish(PrefixObserved(model, chain, *slot))
 
     def weights(self, model: str) -> list[tuple[Slot, float]]:
         """Return the prefix weights of the model's replicas for the pick (R3.12)."""
         return self._affinity.weights(model, clock.monotonic())
 
     def apply_update(self, update: PrefixUpdate) -> None:
-        """Apply an update of another process (R3.21). It is not forwarded."""
+        """Apply an update from another process (R3.21), without forwarding it."""
         if isinstance(update, PrefixObserved):
-            place = update.node_id, update.replica
-            self._affinity.observe(update.model, update.chain, place, clock.monotonic())
+            slot = update.node_id, update.replica
+            self._affinity.observe(update.model, update.chain, slot, clock.monotonic())
         else:
             self._affinity.forget(update.model, update.node_id, update.replica)
 
     def removed(self, replica: RemovedReplica) -> None:
-        """Forget a replica whose row was removed (R3.23)."""
+        """Forget a replica whose row was deleted (R3.23)."""
         self._affinity.forget(replica.model_name, replica.node_id, replica.replica_index)
 
     def forget_all(self) -> None:
-        """Drop all entries, after a period in which removals of replicas may have been missed."""
+        """Drop all entries after a period in which removals of replicas may have been missed."""
         self._affinity.clear()
 
-    async def keep(self, pool: Pool, process: UUID) -> None:
+    async def run_reports(self, pool: Pool, process: UUID) -> None:
         """Report pressure and drop expired entries until cancelled."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
@@ -140,11 +141,11 @@ class PrefixRouter:
                 logger.warning("Cannot report pressure: %s", error)
 
     async def report(self, pool: Pool, process: UUID) -> None:
-        """Store new pressure in one statement for all models; retry failed reports next time."""
+        """Store new pressure in one statement for all models; the next report includes a failed one."""
         if not self._unreported:
             return
         models, self._unreported, now = self._unreported, set(), clock.now()
-        times_by_model = {model: self._pressure.within(model, now) for model in models}
+        times_by_model = {model: self._pressure.recent_times(model, now) for model in models}
         try:
             await pool.run(REPORT, _report_parameters(process, times_by_model, now))
         except BaseException:
@@ -166,29 +167,29 @@ class PrefixService:
 
     def __init__(self, ttl: float, bus: Bus) -> None:
         self._bus = bus
-        self._telling = Outbox(bus)
-        self.prefixes = PrefixRouter(ttl, self._telling.queue)
+        self._outbox = Outbox(bus)
+        self.prefixes = PrefixRouter(ttl, self._outbox.queue)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     def connect(cls, ttl: float) -> "PrefixService":
-        """Create a service with a bus connection of its own, which `stop` closes."""
+        """Create a service with its own bus connection, which `stop` closes."""
         bus = NatsBus(bus_access.service("web"), name="web", echo=False)
         bus.start()
         return cls(ttl, bus)
 
     async def start(self, pool: Pool, process: UUID) -> None:
-        """Start to send and receive updates. Does not wait for a connection."""
+        """Start to send and receive updates, without waiting for a connection."""
         metrics.follow(metrics.PREFIX_ENTRIES, self.prefixes.entries)
-        hooks.on_removed.append(self._telling.removed)
+        hooks.on_removed.append(self._outbox.removed)
         await subscribe(self._bus, self.prefixes.apply_update)
         self._tasks = [
-            asyncio.create_task(self._telling.run(), name="prefix news"),
-            asyncio.create_task(self.prefixes.keep(pool, process), name="prefixes"),
+            asyncio.create_task(self._outbox.run(), name="prefix news"),
+            asyncio.create_task(self.prefixes.run_reports(pool, process), name="prefixes"),
         ]
 
     async def stop(self) -> None:
         """Stop the tasks and close the bus."""
-        hooks.on_removed.remove(self._telling.removed)
+        hooks.on_removed.remove(self._outbox.removed)
         await cancellation.end(*self._tasks)
         await self._bus.close()

@@ -1,14 +1,14 @@
 """Chains of prompts, and the table of the replica that last received each beginning of a prompt. Pure.
 
-A chain has one hash per block of a prompt, over the block and everything before it: two prompts for one model
-have equal hashes at a position if and only if they are equal up to there. Every process computes equal hashes
-for equal prompts, because processes exchange them (R3.3, R3.4).
+A chain has one hash per block of a prompt, over the block and all blocks before it: two prompts for one model
+have equal hashes at a position if and only if they are equal up to this position. Every process computes
+equal hashes for equal prompts, because processes exchange them (R3.3, R3.4).
 
-The tree of R3.8 is a radix tree per model: a node has consecutive blocks that were always used together. So a
-further prompt with a known beginning costs as much as the nodes on its path, not as its blocks. Nodes are in
-order of use; expired and excess blocks are dropped from the front. The blocks of a removed replica stay in
-the table and are skipped, because the replica is flagged. Each replica's weight is updated incrementally:
-nothing here iterates over all blocks. Not thread-safe.
+The tree of R3.8 is a radix tree per model: a node has consecutive blocks that were always used together. So
+the cost of another prompt with a known beginning depends on the nodes on its path, not on its blocks. Nodes
+are in order of use; expired and excess blocks are dropped from the front. The blocks of a removed replica
+stay in the table and are skipped, because the replica is flagged. Each replica's weight is updated
+incrementally: no function iterates over all blocks. Not thread-safe.
 """
 
 from collections import OrderedDict
@@ -23,10 +23,12 @@ from nodes.gateway.generation import Conversation, Prompt
 
 Chain = tuple[int, ...]
 
-WINDOW, DEPTH = 256, 64
-"""Bytes of a block, and the number of blocks that count (C40)."""
+WINDOW = 256
+"""Bytes of a prompt per block (C40)."""
+DEPTH = 64
+"""Maximum number of blocks in a chain (C40)."""
 MAX_PROMPT_BYTES = WINDOW * DEPTH
-"""Bytes of a prompt that count."""
+"""Bytes at the beginning of a prompt that the chain covers."""
 
 
 def prompt_chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
@@ -41,8 +43,8 @@ def prompt_chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = D
 def prompt_bytes(prompt: Prompt) -> bytes:
     """Return the beginning of the engine's prompt text.
 
-    If the engine renders the messages, it is the role and content of each message. It is empty for token ids,
-    because only the engine can decode them.
+    If the engine renders the messages, the result is the role and content of each message. The result is
+    empty for token ids, because only the engine can decode them.
     """
     if isinstance(prompt, Conversation):
         return _message_bytes(prompt) if prompt.rendered is None else _text(prompt.rendered)
@@ -75,34 +77,34 @@ Slot = tuple[UUID, int]
 
 
 class Match(NamedTuple):
-    """The replica that last received the longest cached prefix of a prompt; `depth` is in blocks."""
+    """The replica slot that last received the longest cached prefix of a prompt; `depth` is in blocks."""
 
-    place: Slot
+    slot: Slot
     depth: int
 
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """A replica as the owner of blocks; `weight` is their total weight at the time `at`."""
+    """A replica as the owner of blocks; `weight` is their total weight at the time `updated_at`."""
 
-    place: Slot
-    at: float
+    slot: Slot
+    updated_at: float
     weight: float = 0.0
     blocks: int = 0
     removed: bool = False
 
     def add(self, count: int, now: float, half_life: float) -> None:
-        """Add blocks that were used now."""
-        self.weight = self.weight * _decay_factor(now - self.at, half_life) + count
-        self.at = now
+        """Add `count` blocks that are used now."""
+        self.weight = self.weight * _decay_factor(now - self.updated_at, half_life) + count
+        self.updated_at = now
         self.blocks += count
 
     def subtract(self, count: int, used_at: float, now: float, half_life: float) -> None:
-        """Subtract blocks that have a new owner, were used again or were dropped."""
+        """Subtract `count` blocks that have a new owner, were used again or were dropped."""
         self.blocks -= count
-        if now != self.at:
-            self.weight *= _decay_factor(now - self.at, half_life)
-            self.at = now
+        if now != self.updated_at:
+            self.weight *= _decay_factor(now - self.updated_at, half_life)
+            self.updated_at = now
         # Without blocks the weight is exactly 0, despite rounding errors.
         weight = self.weight - count * _decay_factor(now - used_at, half_life)
         self.weight = weight if self.blocks and weight > 0 else 0.0
@@ -116,13 +118,13 @@ def _decay_factor(age: float, half_life: float) -> float:
 class _PrefixNode:
     """Consecutive blocks that were always used together, after those of `parent`: a node of the radix tree.
 
-    A block is used whenever one after it is, so a node was never used before the nodes below it, and the
-    blocks of a chain that the table has are the beginning of the chain.
+    Every use of a block is also a use of the blocks before it. So a node was used at least as recently as the
+    nodes below it, and the table always has a chain from its beginning.
     """
 
     parent: "_PrefixNode | None"
     start: int
-    """Number of blocks before the first of this node."""
+    """Number of blocks before the first block of this node."""
     blocks: Chain
     owner: _Owner
     used_at: float
@@ -136,10 +138,10 @@ class _Table:
         self.nodes: dict[int, _PrefixNode] = {}
         """The node of each block."""
         self.size = 0
-        """Number of blocks in all nodes; more than in `nodes` if a hostile chain repeats blocks elsewhere."""
+        """Number of blocks in all nodes; larger than `nodes` if a hostile chain repeats blocks."""
         self.owners: dict[Slot, _Owner] = {}
         self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
-        """All nodes, the least recently used first; of one chain the last comes first."""
+        """All nodes, the least recently used first; within one chain, the last node comes first."""
         self._ttl = ttl
         self._half_life = half_life
         self._none_expires_before = 0.0
@@ -164,9 +166,10 @@ class _Table:
             count -= dropped
 
     def depth(self, chain: Chain) -> int:
-        """Return the number of blocks of the chain that the table has.
+        """Return the number of blocks at the beginning of the chain that the table has.
 
-        Another process may send a chain that is none: its blocks count only at the depth where they are.
+        Another process may send an invalid chain: a block counts only at the position at which the table has
+        it.
         """
         nodes = self.nodes
         for position in range(len(chain) - 1, -1, -1):
@@ -178,22 +181,22 @@ class _Table:
         return 0
 
     def match(self, chain: Chain, depth: int, now: float) -> Match | None:
-        """Return the deepest live block among the first `depth` blocks of the chain, or None."""
+        """Return the match of the deepest live block among the first `depth` blocks of the chain, or None."""
         node = self.nodes[chain[depth - 1]] if depth else None
         while node is not None and (node.owner.removed or now - node.used_at > self._ttl):
             depth, node = node.start, node.parent
-        return None if node is None else Match(node.owner.place, depth)
+        return None if node is None else Match(node.owner.slot, depth)
 
-    def observe(self, chain: Chain, place: Slot, now: float) -> bool:
-        """Make the replica the owner of every block (R3.9); return False if it was that already."""
+    def observe(self, chain: Chain, slot: Slot, now: float) -> bool:
+        """Make the replica the owner of every block (R3.9); return False if it already owned all of them."""
         self.expire(now)
         depth = self.depth(chain)
-        is_news = depth < len(chain) or self.match(chain, depth, now) != (place, depth)
-        owner = self.owners.get(place)
+        is_new = depth < len(chain) or self.match(chain, depth, now) != (slot, depth)
+        owner = self.owners.get(slot)
         if owner is None:
             if len(self.owners) >= MOST_OWNERS:
-                return is_news
-            owner = self.owners[place] = _Owner(place, now)
+                return is_new
+            owner = self.owners[slot] = _Owner(slot, now)
         node = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
         owner.add(len(chain), now, self._half_life)
         # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
@@ -209,19 +212,19 @@ class _Table:
             self._order.move_to_end(node)
             self._subtract(previous, len(node.blocks), used_at, now)
             node = node.parent
-        return is_news
+        return is_new
 
     def forget(self, node: UUID, index: int) -> None:
-        """Skip this replica's blocks from now on (R3.22); below 0, those of all its node's replicas."""
-        places = [place for place in self.owners if place[0] == node] if index < 0 else [(node, index)]
-        for place in places:
-            if (owner := self.owners.pop(place, None)) is not None:
+        """Skip the replica's blocks from now on (R3.22); `index` below 0: of all replicas on the node."""
+        slots = [slot for slot in self.owners if slot[0] == node] if index < 0 else [(node, index)]
+        for slot in slots:
+            if (owner := self.owners.pop(slot, None)) is not None:
                 owner.removed = True
 
     def weights(self, now: float) -> Iterator[tuple[Slot, float]]:
-        """Yield each replica's weight (R3.12). Expired nodes must have been dropped before."""
+        """Yield the weight of each replica (R3.12). The caller drops expired nodes before."""
         for owner in self.owners.values():
-            yield owner.place, owner.weight * _decay_factor(now - owner.at, self._half_life)
+            yield owner.slot, owner.weight * _decay_factor(now - owner.updated_at, self._half_life)
 
     def _split(self, node: _PrefixNode, depth: int) -> _PrefixNode:
         """Return the node that ends after `depth` blocks; the rest of `node` stays below it."""
@@ -254,7 +257,7 @@ class _Table:
             return
         owner.subtract(count, used_at, now, self._half_life)
         if not owner.blocks:
-            del self.owners[owner.place]
+            del self.owners[owner.slot]
 
 
 class PrefixTables:
@@ -266,12 +269,12 @@ class PrefixTables:
         self._most = most
         self._tables: dict[str, _Table] = {}
         self.size = 0
-        """Number of blocks in all tables, including those of removed replicas."""
+        """Number of blocks in all tables, including blocks of removed replicas."""
 
     def __len__(self) -> int:
         return self.size
 
-    def observe(self, model: str, chain: Chain, place: Slot, now: float) -> bool:
+    def observe(self, model: str, chain: Chain, slot: Slot, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
 
         Returns True if other processes need the update.
@@ -281,19 +284,19 @@ class PrefixTables:
         table = self._tables.get(model)
         if table is None:
             table = self._tables[model] = _Table(self, self._ttl, self._half_life)
-        is_news = table.observe(chain, place, now)
+        is_new = table.observe(chain, slot, now)
         if (excess := self.size - self._most) > 0:
             # The model with the most blocks loses some.
             max(self._tables.values(), key=lambda table: table.size).shrink(excess, now)
-        return is_news
+        return is_new
 
     def match(self, model: str, chain: Chain, now: float) -> Match | None:
-        """Return the replica that last received the longest cached prefix of this prompt (R3.11), or None."""
+        """Return the match of the longest cached prefix of this prompt (R3.11), or None."""
         table = self._tables.get(model)
         return None if table is None else table.match(chain, table.depth(chain), now)
 
     def weights(self, model: str, now: float) -> list[tuple[Slot, float]]:
-        """Return the weights of all replicas with blocks; every other replica weighs 0."""
+        """Return the weights of all replicas that own blocks; every other replica has the weight 0."""
         table = self._tables.get(model)
         if table is None:
             return []
@@ -301,7 +304,7 @@ class PrefixTables:
         return list(table.weights(now))
 
     def forget(self, model: str, node: UUID, index: int) -> None:
-        """Forget a removed replica, or all of the model's replicas on the node (index below 0)."""
+        """Forget a removed replica, or all replicas of the model on the node if `index` is below 0."""
         if (table := self._tables.get(model)) is not None:
             table.forget(node, index)
 

@@ -1,7 +1,7 @@
 """Prefix updates that web processes exchange about prompts and replicas (`contract/nats.md` §7.4).
 
-Updates are hints only: a process drops updates that it cannot send and ignores implausible updates that it
-receives. The existence of a replica is decided by its row.
+Updates are best effort: a process drops updates that it cannot send and ignores implausible updates that it
+receives. Only the row of a replica decides whether the replica exists.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _INDICES = 2**31
 
 
 class PrefixObserved(msgspec.Struct, frozen=True):
-    """A replica received a prompt. Hashes are 64-bit integers, which no double represents exactly."""
+    """A replica received a prompt. Hashes are 64-bit integers, which no double can represent exactly."""
 
     model: str
     chain: tuple[int, ...]
@@ -91,7 +91,7 @@ class Outbox(PeriodicTask):
         self.wake()
 
     def removed(self, replica: RemovedReplica) -> None:
-        """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
+        """Queue the invalidation of a replica whose row this process deleted (R3.21, R3.23). Thread-safe."""
         update = PrefixInvalidated(replica.model_name, replica.node_id, replica.replica_index)
         self._loop.call_soon_threadsafe(self.queue, update)
 

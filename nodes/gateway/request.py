@@ -1,4 +1,4 @@
-"""One inference request: a single object that every processing step fills in.
+"""One inference request: an object whose fields every processing step sets.
 
 The endpoint sets the caller, the client's address, the path and the body; the handler sets the model and the
 wait limit; the gateway sets the deadline; the picker sets the confirmed caller and the replica.
@@ -51,13 +51,13 @@ _NO_FORM = Form()
 
 @dataclass(slots=True, eq=False)
 class InferenceRequest:
-    """One request with the results of the steps so far."""
+    """One request with the results of the steps that have run."""
 
     principal: Principal = ANONYMOUS
     key_hash: str = ""
     """Hash of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
     key_owner: str = ""
-    """Hash of the API key of the request, stored or static; "" for a session and without a key."""
+    """Hash of the API key of the request, stored or static; "" for a session or without a key."""
     client_address: str = ""
     request_id: str = ""
     path: str = ""
@@ -69,25 +69,25 @@ class InferenceRequest:
     candidates: frozenset[UUID] | None = None
     """The allowed nodes; None means all nodes that the model's rule allows."""
     preferred: tuple[UUID, int] | None = None
-    """Node and index of the preferred replica. Without a `cached_ratio` the preference holds at any load
-    (R1.80); with one, only if the replica is not overloaded (R3.14).
+    """Node and index of the preferred replica. Without a `cached_ratio` the preference applies at any load
+    (R1.80); with a `cached_ratio` only if the replica is not overloaded (R3.14).
     """
     chain: Chain = ()
     """Block hashes of the prompt; empty if the request is not routed by prefix."""
     cached_ratio: float | None = None
-    """Cached prefix ratio of the preferred replica, from 0 to 1; 0 without such a replica, None without a
-    chain.
+    """Cached prefix ratio of the preferred replica, from 0 to 1; 0 without a preferred replica, None without
+    a chain.
     """
     is_prefix_cached: bool | None = None
-    """True if the latest pick matched a replica with a sufficient cached prefix; None if prefixes did not
-    count.
+    """True if the latest pick matched a replica with a sufficient cached prefix; None if the pick ignored
+    prefixes.
     """
     wait_until: float = math.inf
     """Time on the monotonic clock at which the request stops waiting for a load; infinite without a limit."""
     is_of_anthropic: bool = False
-    """True on a route that dialects share if the client speaks Anthropic's."""
+    """True if the client uses Anthropic's API, on a route that several dialects share."""
     is_patient: bool = False
-    """True if the request waits longer for a load, because its client does not repeat a refused one."""
+    """True if the request waits longer for a load, because its client does not retry."""
     deadline: float = math.inf
     """Time on the monotonic clock at which the response must be complete; set with the first replica."""
     replica: Replica | None = None
@@ -97,9 +97,9 @@ class InferenceRequest:
     page.
     """
     begun: bool = False
-    """True if the client has received a part of the response; no other replica may then start another one."""
+    """True if the client has received a part of the response; then no other replica may be tried."""
     picked: "asyncio.Future[None]" = field(init=False, repr=False)
-    """Completed when the picker has decided; each pick creates a new future."""
+    """Completed when the picker has a result; each pick creates a new future."""
     pick_attempts: int = 0
     """Number of failed statements during the latest pick."""
 
@@ -114,18 +114,18 @@ class InferenceRequest:
         return PickRequest(self.model, self.candidates, self.preferred, self.cached_ratio)
 
     def ignore_prefixes(self) -> None:
-        """Exclude prefixes from the next picks."""
+        """Ignore prefixes in all further picks."""
         self.chain, self.preferred, self.cached_ratio = (), None, None
 
     def begin_pick(self) -> "asyncio.Future[None]":
-        """Start a first or further pick; return a future that completes when the picker has decided."""
+        """Start a pick; return a future that completes when the picker has a result."""
         self.replica, self.is_prefix_cached, self.pick_attempts = None, None, 0
         self.picked = asyncio.get_running_loop().create_future()
         return self.picked
 
 
 def node_header(request: InferenceRequest) -> Sequence[Header]:
-    """Return the header with the replica's node (§6.3); () if it is disabled or no replica was picked."""
+    """Return the header with the replica's node (§6.3); empty if it is disabled or no replica was picked."""
     is_exposed = request.names_node or conf.cluster().expose_node_header
     if not is_exposed or request.replica is None:
         return ()

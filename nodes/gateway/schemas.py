@@ -26,7 +26,9 @@ _SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
 are referenced.
 """
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords whose values map names of the client's choice, which may be any of `_SKIPPED`, to schemas."""
+"""Keywords whose values map names to schemas; the client chooses the names, which may equal a name in
+`_SKIPPED`.
+"""
 
 
 MOST_GRAMMAR = 256 * 1024
@@ -88,7 +90,7 @@ def _weight(part: Any) -> float:
 
 
 def _inside(part: Any) -> Iterator[Any]:
-    """Yield the subschemas of a part, and the lists of them."""
+    """Yield the subschemas of a part, and lists of subschemas."""
     if isinstance(part, list):
         yield from (inner for inner in part if isinstance(inner, dict | list))
         return
@@ -111,7 +113,7 @@ def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str
 
 
 def resolve_reference(schema: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of the schema for a reference such as `#/$defs/city`; None if there is none."""
+    """Return the part of the schema for a reference such as `#/$defs/city`; None if it does not exist."""
     target: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

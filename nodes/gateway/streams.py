@@ -1,8 +1,8 @@
 """Streamed responses: events, audio and files on the wire; slow clients, silent engines, a stopping process.
 
-The engine's replies pass through a `Pipe` to the sender. Its size is bounded, so a slow client costs no more
-than that; most responses fit in, so it does not block the engine. A client that reads nothing for as long as
-an engine may be silent counts as disconnected.
+The engine's replies pass through a `Pipe` to the sender. The size of the pipe bounds the memory for a slow
+client. Most responses fit into the pipe, so a slow client does not block the engine. A client that reads
+nothing for the time that an engine may be silent counts as disconnected.
 
 Status and headers are sent with the first delta: until then a failure is an ordinary error response. If an
 engine is silent for `KEEP_ALIVE_SECONDS`, the client gets a 200 and keep-alives, so that no proxy closes the
@@ -30,7 +30,7 @@ STOPPING_MESSAGE = "this web process is stopping"
 _HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
-"""Processes all deltas of a response, before the client gets the last one."""
+"""Stores all deltas of a response before the client gets the last delta."""
 
 
 class EventStream:
@@ -79,7 +79,7 @@ class EventStream:
         return 200, last + self._rendering.done
 
     async def _check_end(self, producer: "asyncio.Future[None]") -> None:
-        """Raise the error with which the production of deltas has ended, if any."""
+        """Raise the error with which the production of deltas has ended, if there was an error."""
         try:
             await producer
         except asyncio.CancelledError:
@@ -88,7 +88,7 @@ class EventStream:
             raise
 
     def stop(self) -> None:
-        """End the response at this point with an error."""
+        """End the response now with an error."""
         if self._producer is not None:
             self._is_stopped = True
             self._producer.cancel()
@@ -108,19 +108,22 @@ class EventStream:
             self._pipe.close()
 
     def _end_production(self, producer: "asyncio.Future[None]") -> None:
-        """Close the pipe, and read the exception so that asyncio logs none if the client has left."""
+        """Close the pipe.
+
+        The exception is read so that asyncio logs nothing if the client has left.
+        """
         self._pipe.close()
         _ = producer.cancelled() or producer.exception()
 
     def _tick(self) -> None:
-        """Wake the sender when nothing has been sent for `KEEP_ALIVE_SECONDS` seconds; then check again."""
+        """Wake the sender if nothing has been sent for `KEEP_ALIVE_SECONDS`; schedule the next check."""
         if self._is_quiet:
             self._pipe.wake_reader()
         self._is_quiet = True
         self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     async def _send_deltas(self, client: Outgoing) -> bytes:
-        """Send deltas until their production has ended or failed; return the events of the last ones."""
+        """Send deltas until their production has ended or failed; return the events of the last deltas."""
         while True:
             deltas = await self._pipe.take()
             is_last = self._pipe.ended
@@ -137,7 +140,7 @@ class EventStream:
                 await self._keep_alive(client)
 
     async def _keep_alive(self, client: Outgoing) -> None:
-        """Send a keep-alive if a replica is working; until then errors still set the status."""
+        """Send a keep-alive if a replica is working; before that, an error still sets the status."""
         if not self._has_started and (
             self._request.replica is None or self._quiet_replica != self._request.replica
         ):
@@ -166,7 +169,7 @@ PIECE_BYTES = 256 * 1024
 
 
 class FileAnswer:
-    """A file as the response. It is closed when it has been sent, or sending has failed."""
+    """A file as the response. The file is closed when it has been sent or when sending has failed."""
 
     def __init__(self, file: IO[bytes], kind: bytes, headers: tuple[Header, ...] = ()) -> None:
         self._file = file
@@ -212,7 +215,7 @@ async def _store_at_end(
 
 
 class ByteStream:
-    """Bytes sent while they are produced. `headers` is called at the first piece."""
+    """Bytes that are sent while they are produced. `headers` is called at the first piece."""
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Callable[[], list[Header]]) -> None:
         self._pieces = pieces
@@ -221,7 +224,8 @@ class ByteStream:
     async def play(self, send: Send) -> tuple[int, bytes]:
         """Send the bytes; return the status and an empty last piece.
 
-        Before the first byte every error is raised; after it, Disconnected ends the response early.
+        Before the first byte every error is raised. After the first byte an error raises Disconnected, which
+        ends the response early.
         """
         has_started = False
         with Outgoing(send) as client:

@@ -23,14 +23,14 @@ import orjson
 
 LENGTH = struct.Struct(">Q")
 REPLY = struct.Struct(">?BQ")
-"""Header of a reply: a flag that the process ends after it, a result code, and the bytes of the text."""
-PROMPT, REFUSED, UNUSABLE, TOO_MUCH = range(4)
+"""Header of a reply: True if the process ends after it, a result code, and the bytes of the text."""
+PROMPT_RENDERED, TEMPLATE_REFUSED, TEMPLATE_UNUSABLE, PROMPT_TOO_LONG = range(4)
 """Result codes. The text is the prompt, the template's own refusal, the error of a template, or empty."""
 LARGEST_PROMPT = 32 * 1024 * 1024
 """Limit on the characters of a prompt."""
 _LONGEST_ERROR = 500
 _REUSE_MEMORY = 256 * 1024
-"""Peak memory in KiB above which a process ends after its reply, so that the machine gets the memory back."""
+"""Peak memory in KiB above which a process ends after its reply, which frees the memory."""
 
 _FAILURES = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -39,10 +39,10 @@ _FAILURES = (
 
 
 class _TemplateRefusal(Exception):
-    """The template itself refused the messages."""
+    """The template itself raised an error about the messages."""
 
 
-class _PromptTooLong(Exception):
+class _PromptLimitExceeded(Exception):
     """The prompt is longer than `LARGEST_PROMPT`."""
 
 
@@ -51,7 +51,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     is_last = False
     while not is_last and len(header := requests.read(LENGTH.size)) == LENGTH.size:
         result, text = _answer(orjson.loads(requests.read(LENGTH.unpack(header)[0])))
-        is_last = result == TOO_MUCH or _peak_memory() > _REUSE_MEMORY
+        is_last = result == PROMPT_TOO_LONG or _peak_memory() > _REUSE_MEMORY
         replies.write(REPLY.pack(is_last, result, len(text)))
         replies.write(text)
         replies.flush()
@@ -60,7 +60,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def _peak_memory() -> int:
     """Return the most memory that this process has used, in KiB.
 
-    `getrusage` would count what the process that started this one used before.
+    `getrusage` would include the memory of the parent process before the start of this one.
     """
     with open("/proc/self/status", "rb") as status:
         return next((int(line.split()[1]) for line in status if line.startswith(b"VmHWM:")), 0)
@@ -71,13 +71,15 @@ def _answer(request: Any) -> tuple[int, bytes]:
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
         values = request["values"] | {"raise_exception": _raise}
-        return PROMPT, "".join(_check_length(_compile_template(request["source"]).generate(values))).encode()
+        return PROMPT_RENDERED, "".join(
+            _check_length(_compile_template(request["source"]).generate(values))
+        ).encode()
     except _TemplateRefusal as error:
-        return REFUSED, _error_bytes(error)
-    except (MemoryError, _PromptTooLong):
-        return TOO_MUCH, b""
+        return TEMPLATE_REFUSED, _error_bytes(error)
+    except (MemoryError, _PromptLimitExceeded):
+        return PROMPT_TOO_LONG, b""
     except _FAILURES as error:
-        return UNUSABLE, _error_bytes(error)
+        return TEMPLATE_UNUSABLE, _error_bytes(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -87,7 +89,7 @@ def _check_length(pieces: Iterator[str]) -> Iterator[str]:
     for piece in pieces:
         size += len(piece)
         if size > LARGEST_PROMPT:
-            raise _PromptTooLong
+            raise _PromptLimitExceeded
         yield piece
 
 
@@ -117,7 +119,10 @@ def _build_environment() -> jinja2.sandbox.SandboxedEnvironment:
 
 
 def _limit(memory: int) -> None:
-    """Limit this process: `memory` bytes of address space, no file, no core dump; its timer ends it."""
+    """Limit this process to `memory` bytes of address space, and forbid file writes and core dumps.
+
+    SIGPROF of the request timer ends the process.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -24,14 +24,21 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.kit.processes import MARK_VARIABLE
 from nodes.gateway import template_process
 from nodes.gateway.generation import Conversation, ConversationMessage
-from nodes.gateway.template_process import LARGEST_PROMPT, LENGTH, PROMPT, REFUSED, REPLY, TOO_MUCH
+from nodes.gateway.template_process import (
+    LARGEST_PROMPT,
+    LENGTH,
+    PROMPT_RENDERED,
+    PROMPT_TOO_LONG,
+    REPLY,
+    TEMPLATE_REFUSED,
+)
 
 CPU_LIMIT = 5.0
 """Limit on the CPU seconds of one prompt."""
 LONGEST_WAIT = 30.0
-"""Seconds until an unresponsive process is killed: it is stopped, or the machine is busy."""
-MEMORY = 768 * 1024 * 1024
-"""Limit on a process's address space in bytes; about 40 MB of it are Python's."""
+"""Seconds until a process that does not reply is killed; it may be stopped, or the machine is busy."""
+MEMORY_LIMIT = 768 * 1024 * 1024
+"""Limit on a process's address space in bytes; Python itself needs about 40 MB."""
 MOST_AT_ONCE = 4
 _PIECE_BYTES = 64 * 1024
 _ENVIRONMENT = ("PYTHONPATH", "LD_LIBRARY_PATH", MARK_VARIABLE)
@@ -55,21 +62,22 @@ class _ProcessSilent(Exception):
 
 
 def has_tools(source: str) -> bool:
-    """Return True if the template has a place for tools."""
+    """Return True if the template renders tools."""
     return "tools" in source
 
 
 async def render(source: str, conversation: Conversation) -> str:
     """Return the prompt that the template renders.
 
-    Raises InvalidInput if the template refuses the messages or its output is too long, else TemplateUnusable.
+    Raises InvalidInput if the template refuses the messages or its output is too long, TemplateUnusable for
+    any other failure.
     """
     return await asyncio.get_running_loop().run_in_executor(_threads(), _render, source, conversation)
 
 
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    """Return the threads that wait for the processes."""
+    """Return the executor whose threads wait for the processes."""
     return ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="templates")
 
 
@@ -86,11 +94,11 @@ def _render(source: str, conversation: Conversation) -> str:
         result, text = _exchange(request)
     except (_ProcessEnded, _ProcessSilent, orjson.JSONEncodeError) as error:
         raise TemplateUnusable(f"the chat template of the model's definition fails: {error}") from error
-    if result == TOO_MUCH:
+    if result == PROMPT_TOO_LONG:
         raise InvalidInput("the model's template makes too much of it", field="messages")
-    if result == REFUSED:
+    if result == TEMPLATE_REFUSED:
         raise InvalidInput(text, field="messages")
-    if result != PROMPT:
+    if result != PROMPT_RENDERED:
         raise TemplateUnusable(f"the chat template of the model's definition fails: {text}")
     return text
 
@@ -114,7 +122,7 @@ _idle: "list[_Process]" = []
 
 @atexit.register
 def _end_idle() -> None:
-    """End the processes at exit of the web process; they also end on their own when their input closes."""
+    """End the processes when the web process exits; processes also end when their input closes."""
     while _idle:
         _idle.pop().end()
 
@@ -132,12 +140,12 @@ def _exchange(request: bytes) -> tuple[int, str]:
 
 
 def _run_in(process: "_Process", request: bytes) -> tuple[int, str]:
-    """Return the process's result and text; return the process to the idle list if it continues."""
+    """Return the process's result and text; a process that continues is put back into the idle list."""
     try:
         is_last, result, text = process.exchange(request)
     except BaseException as error:
         if process.end() == -signal.SIGPROF and isinstance(error, _ProcessEnded):
-            return TOO_MUCH, ""  # its timer ended it
+            return PROMPT_TOO_LONG, ""  # its timer ended it
         raise
     if is_last:
         process.end()
@@ -152,7 +160,7 @@ class _Process:
     def __init__(self) -> None:
         self._child = subprocess.Popen(
             # -P: the modules beside the script must not stand for packages of the same name.
-            [sys.executable, "-P", str(template_process.__file__), str(MEMORY)],
+            [sys.executable, "-P", str(template_process.__file__), str(MEMORY_LIMIT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},

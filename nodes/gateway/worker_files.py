@@ -2,7 +2,7 @@
 
 Engines read and write files on their own machine: an input is stored there before the call, and an output is
 fetched from the path that the worker allotted for it. Neither the protocol nor a stock worker can delete
-files, so they are emptied when the request ends. Only the registered address is dialled.
+files, so the files are truncated to 0 bytes when the request ends. Only the registered address is dialled.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ PIECE_BYTES = 256 * 1024
 LARGEST_OUTPUT = 256 * 1024 * 1024
 """Limit on the bytes that an engine may write for one request."""
 EMPTY_LIMIT = 10.0
-"""Time limit in seconds for emptying the files of a request."""
+"""Time limit in seconds for truncating the files of a request to 0 bytes."""
 _LONGEST_ANSWER = 64 * 1024
 _WORKER_NAME = "the worker of the model's node"
-"""The worker in messages for callers who may not see nodes."""
+"""Text for the worker in messages to callers who may not see nodes."""
 _NO_FILES_MESSAGE = "takes and gives no files right now"
 
 
@@ -49,13 +49,13 @@ class FilesUnavailable(BackendError, Unavailable):
 
 
 class _UnavailableBeforeCall(FilesUnavailable):
-    """The worker's files are unavailable, and the engine was not called yet; another replica may succeed."""
+    """The worker's files are unavailable before the engine was called; another replica may succeed."""
 
     repeatable = True
 
 
 class _FileLocation(msgspec.Struct):
-    """The worker's response: the path of a file on it."""
+    """The response of a worker: the path of the file on the worker."""
 
     local_path: str
 
@@ -78,20 +78,20 @@ class WorkerFiles:
         self._keys: list[str] = []
 
     async def put(self, name: str, file: IO[bytes], size: int) -> str:
-        """Upload a file; return its path on the worker. `name` must be safe as a file name."""
+        """Upload a file; return its path on the worker. `name` must be a valid file name."""
         key = f"{self._folder}/{name}"
         self._keys.append(key)
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
         return self._path(await self._request_body("PUT", key, headers=headers, content=_pieces(file)))
 
     async def temp(self) -> str:
-        """Create an empty file on the worker; return its path there."""
+        """Create an empty file on the worker; return its path on the worker."""
         path = self._path(await self._request_body("POST", "temp"))
         self._keys.append(_base(path))
         return path
 
     async def fetch(self, path: str) -> IO[bytes]:
-        """Download the file of `temp` into an unnamed temporary file, positioned at its beginning."""
+        """Download a file created by `temp` into an unnamed temporary file, positioned at its beginning."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
         try:
             async with self._request("GET", _base(path), FilesUnavailable) as response:
@@ -113,7 +113,7 @@ class WorkerFiles:
             raise
 
     async def empty(self) -> None:
-        """Empty every file, best effort."""
+        """Truncate every file to 0 bytes; errors are logged."""
         try:
             async with asyncio.timeout(EMPTY_LIMIT):
                 for key in self._keys:
@@ -163,7 +163,7 @@ class WorkerFiles:
 
 @asynccontextmanager
 async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
-    """Provide files on the worker of the picked replica; empty them afterwards in the background."""
+    """Provide files on the worker of the picked replica; afterwards truncate them in the background."""
     assert request.replica is not None
     node_id, shows_node = request.replica.node_id, may_see_nodes(request.principal)
     try:

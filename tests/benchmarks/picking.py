@@ -111,7 +111,7 @@ async def picker(
     ours = Picker(pool, connection, prefixes.weights)
     await ours.settle()
     yield pair, lambda: connection.executed
-    await ours.sign_off()
+    await ours.unregister()
     await pool.close()
 
 

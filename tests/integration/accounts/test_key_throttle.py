@@ -113,7 +113,7 @@ def test_the_hot_path_limits_too_and_costs_nothing(
             ]
             replies, costs = [await ask for ask in asks], []
             for _ in range(3):
-                await picker.idle()
+                await picker.wait_until_idle()
                 before = picker.connection.executed
                 replies.append(await user.post("/v1/embeddings", body))
                 costs.append(picker.connection.executed - before)

@@ -31,7 +31,7 @@ async def flushed(picker: Picker) -> None:
 
 
 async def nothing_waits(picker: Picker) -> bool:
-    await picker.idle()
+    await picker.wait_until_idle()
     return not picker._released
 
 

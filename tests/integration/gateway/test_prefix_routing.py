@@ -164,7 +164,7 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
         land(one.prefixes, b"law " * 200)
         assert await until(lambda: two.prefixes.entries() == one.prefixes.entries() > 0)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0)
-        two._telling.removed(RemovedReplica("m", NODE, ALL_REPLICAS))
+        two._outbox.removed(RemovedReplica("m", NODE, ALL_REPLICAS))
         assert await until(lambda: advised(one.prefixes, b"law " * 200) is None)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0), "it hears of its own removals by NOTIFY"
 

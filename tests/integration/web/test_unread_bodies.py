@@ -124,7 +124,7 @@ async def test_a_right_key_costs_one_statement(tmp_path: Path, settings: Setting
     async with serving(tmp_path, settings) as picker:
         costs = []
         for size in (100_000, 100_000, 10):
-            await picker.idle()
+            await picker.wait_until_idle()
             before = picker.connection.executed
             assert (await Sender(large(size=size)).post(EMBEDDINGS, RIGHT)).status == 200
             costs.append(picker.connection.executed - before)

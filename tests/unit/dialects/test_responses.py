@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.web.openapi import response_schema_of
-from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, ResponseObject, parse_request
+from nodes.dialects.responses import DIALECT, LOGPROBS, UNSUPPORTED_FIELDS, ResponseObject, parse_request
 from nodes.dialects.responses_input import NO_STORED_ITEMS, Item, StoredItems
 from nodes.gateway.generation import Conversation, Head, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
@@ -83,7 +83,7 @@ def image(url: Any) -> dict[str, Any]:
         ({"input": [{"role": "user", "content": [{"type": "input_video", "text": "x"}]}]}, "input"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "computer_call_output"}]}, "input"),
         *[({"tool_choice": WRONG_CHOICE | wrong, "tools": [TOOL]}, "tool_choice") for wrong in WRONG_ALLOWED],
-        *[({name: True}, name) for name in REFUSED],
+        *[({name: True}, name) for name in UNSUPPORTED_FIELDS],
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ],
 )

@@ -171,9 +171,9 @@ def test_pressure_is_a_request_that_was_kept_away() -> None:
     ours, now = PrefixRouter(300, lambda news: None), clock.now()
     landed(ours, (NODE, 1))
     landed(ours, (NODE, 1), remembered=True)
-    assert ours._pressure.within("m", now) == ()
+    assert ours._pressure.recent_times("m", now) == ()
     landed(ours, (NODE, 2), remembered=True)
-    assert len(ours._pressure.within("m", now)) == 1
+    assert len(ours._pressure.recent_times("m", now)) == 1
 
 
 @pytest.mark.rule("R3.21", "R3.23", "T-PFX-48", "T-PFX-50", "T-PFX-51", "T-PFX-52", "R1.106")

@@ -71,7 +71,7 @@ class ByPrefix:
         weights = dict(self.affinity.weights("m", now))
         weighed = [Warm(*one.place, one.in_flight, weights.get(one.place, 0.0)) for one in replicas]
         share = found.depth / len(blocks) if found else 0.0
-        picked = select(weighed, found.place if found else None, share)
+        picked = select(weighed, found.slot if found else None, share)
         assert picked is not None
         self.affinity.observe("m", blocks, picked.place, now)
         return picked.place

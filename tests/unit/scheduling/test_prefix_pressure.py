@@ -22,11 +22,11 @@ def test_what_counts() -> None:
     pressure = Pressure()
     pressure.record("m", NOW)
     pressure.record("n", seconds(30))
-    assert pressure.within("unknown", NOW) == ()
+    assert pressure.recent_times("unknown", NOW) == ()
     for _ in range(2):
-        assert pressure.within("m", NOW + WINDOW) == (NOW,)
-    assert pressure.within("m", NOW + WINDOW + TICK) == ()
-    assert pressure.within("n", NOW + WINDOW) == (seconds(30),)
+        assert pressure.recent_times("m", NOW + WINDOW) == (NOW,)
+    assert pressure.recent_times("m", NOW + WINDOW + TICK) == ()
+    assert pressure.recent_times("n", NOW + WINDOW) == (seconds(30),)
     assert pressure._times.keys() == {"n"}
 
 
@@ -42,7 +42,7 @@ def test_it_is_bounded() -> None:
     assert len(pressure._times["sparse"]) == 1
     for _ in range(500):
         pressure.record("busy", NOW)
-    assert len(pressure.within("busy", NOW)) == MOST_PRESSURE
+    assert len(pressure.recent_times("busy", NOW)) == MOST_PRESSURE
 
 
 @pytest.mark.rule("R3.19", "T-PFX-40", "T-PFX-43", "T-PFX-45", "T-PFX-46")
