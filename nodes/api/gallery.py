@@ -116,7 +116,7 @@ async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -
         await database_sync_to_async(_prove_row)(node_id, secret, instance)
     except identity.OtherProcess:
         assert node_id is not None  # it was found
-        await database_sync_to_async(claims.note_other_process)(
+        await database_sync_to_async(claims.record_other_process)(
             node_id, instance, source_address=source, now=clock.now()
         )
         raise

@@ -78,7 +78,7 @@ class HeartbeatAuthenticator:
 
     async def _verdicts(self, beats: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
         database = self._database()
-        if self._known.is_worn:
+        if self._known.needs_refresh:
             await self._known.refresh(database)
         undecided = [beat for beat in beats.values() if not self._known.accepts(beat)]
         return dict.fromkeys(beats) | await heartbeats.prove(database, undecided)
@@ -115,7 +115,7 @@ class BeatWriter:
             return {
                 key: beat
                 for key, beat in batch.items()
-                if isinstance(verdicts.get(key), heartbeats.Overtaken)
+                if isinstance(verdicts.get(key), heartbeats.WriteConflict)
             }
         return {}
 
@@ -192,7 +192,7 @@ async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
-    if (fingerprint := identity.node_fingerprint(secret)) == identity.UNKNOWN:
+    if (fingerprint := identity.node_fingerprint(secret)) == identity.UNKNOWN_FINGERPRINT:
         raise identity.WrongCredential("invalid node credential")
     node_id, at, instance = _node_in(scope["path"]), clock.now(), _instance(headers)
     try:
@@ -208,13 +208,13 @@ def _instance(headers: Mapping[bytes, str]) -> str:
     try:
         return identity.check_instance(headers.get(b"x-localai-node-instance", ""))
     except errors.InvalidInput:
-        return identity.UNKNOWN
+        return identity.UNKNOWN_FINGERPRINT
 
 
 async def _note_copy(beat: Beat, source: str) -> None:
     """Record a conflict for an admin; the refusal does not depend on it."""
     try:
-        await database_sync_to_async(claims.note_other_process)(
+        await database_sync_to_async(claims.record_other_process)(
             beat.id, beat.instance, source_address=source, now=beat.at
         )
     except DatabaseError as error:

@@ -157,7 +157,7 @@ class NodesView(NodeView):
     )
     def get(self, request: Request) -> Response:
         """All nodes by name, or those that match the parameters."""
-        node_query = listing.wanted_nodes(request.query_params)
+        node_query = listing.parse_node_query(request.query_params)
         is_whole = node_query.page.whole and not node_query.filtered
         rows = node_rows.list_json(node_query.nodes[node_query.page.part], whole=is_whole)
         total = len(rows) if node_query.page.whole else node_query.nodes.count()

@@ -90,7 +90,7 @@ class NodeAuthentication(WorkerAuthentication):
         except identity.OtherProcess:
             assert node_id is not None  # it was found
             source = client_address(request)
-            claims.note_other_process(node_id, instance, source_address=source, now=clock.now())
+            claims.record_other_process(node_id, instance, source_address=source, now=clock.now())
             raise
         except (errors.NotFound, errors.Forbidden):
             if principals.is_registration_token(offered):

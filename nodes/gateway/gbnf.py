@@ -217,7 +217,7 @@ def build_rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
 
 
 class _Contradiction(InvalidInput):
-    """response_format: the schema leaves no value that all of its `const` and `enum` name."""
+    """The `const` and `enum` of the schema have no common value."""
 
     message = "response_format: the schema leaves no value that all of its `const` and `enum` name."
 

@@ -87,7 +87,7 @@ _REQUEST_FIELDS = {
 
 
 class LogprobsUnsupported(InvalidInput):
-    """The model's engine does not tell log probabilities."""
+    """The model's engine cannot return log probabilities."""
 
     message = "The model's engine does not tell log probabilities."
     code = "unsupported_by_backend"

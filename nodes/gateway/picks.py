@@ -357,7 +357,7 @@ class Picker:
                 owners[name] = Principal("admin" if flag else "user", text, user_id=number)
             else:
                 self._held[replica] += number
-                picked = Replica(replica, node, index, name, text, dial_targets.bearer(token, flag))
+                picked = Replica(replica, node, index, name, text, dial_targets.bearer_token(token, flag))
                 replicas.setdefault(ask, []).extend([picked] * number)
                 is_cached[ask] = has_prefix
         for request, numbers in zip(exchange.requests, exchange.numbers, strict=True):

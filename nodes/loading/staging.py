@@ -395,7 +395,7 @@ async def _send(
             return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
-        problem = file_port.sentence(server.contact.address, str(unreachable))
+        problem = file_port.failure_text(server.contact.address, str(unreachable))
         await in_thread(file_port.record_failure, slot.node_id, problem, now=clock.now())
         raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
 

@@ -107,7 +107,7 @@ class StatePass(PeriodicTask):
         return {one: judge(one, None, port) for one, port in zip(suspects, ports, strict=True)}
 
     async def _port(self, suspect: Suspect) -> Sign:
-        token = dial_targets.bearer(suspect.engine_token, suspect.weak_identity)
+        token = dial_targets.bearer_token(suspect.engine_token, suspect.weak_identity)
         async with self._ports:
             return await probe(suspect.address, token, PROBE_TIMEOUT)
 

@@ -1,8 +1,8 @@
 """The actions of an administrator on a node or an identity conflict: names, sentences and conditions. Pure.
 
-REST, the command line, Django's admin, operations over many nodes and, through `make types`, the pages take
-them from here. The row of
-`states.TRANSITIONS` for `event` states in which statuses an action is possible; `bulk.py` runs it.
+REST, the command line, Django's admin, operations over many nodes and, through `make types`, the pages use
+this table. The row of `states.TRANSITIONS` for `event` states in which statuses an action is possible;
+`bulk.py` runs the action.
 """
 
 from collections.abc import Mapping
@@ -20,24 +20,24 @@ LONGEST_REASON = 255
 
 @dataclass(frozen=True)
 class Action:
-    """One action: the sentences that every interface shows, and what it needs."""
+    """One action: its conditions, and the texts that every interface shows."""
 
     name: str
-    """In URLs and on the command line."""
+    """Name in URLs and on the command line."""
     title: str
-    """On its button."""
+    """Text on the button of the action."""
     done: str
-    """Participle for the rows on which it has succeeded."""
+    """Participle for the rows on which the action has succeeded."""
     message: str
-    """The answer of REST and of the command line."""
+    """Message in the response of REST and in the output of the command line."""
     summary: str
-    """In the API document."""
+    """Summary in the API document."""
     help: str
-    """On the command line."""
+    """Help text on the command line."""
     consequence: str
-    """Shown before the user confirms."""
+    """Text that is shown before the user confirms."""
     event: Event | None = None
-    """The event that it causes; None: it changes no fact about a node."""
+    """The event that the action causes; None if it changes no fact about a node."""
     reason: Literal["none", "optional", "required"] = "none"
 
 
@@ -145,7 +145,7 @@ ACCEPT_CONSEQUENCES: Mapping[str, str] = {
     "address": "The worker at the claimed address becomes the node, and the one at the current address is"
     " refused. The node is offline until it registers.",
 }
-"""The consequence of accepting a conflict, by its kind; the other kinds cannot be accepted."""
+"""The consequence of accepting a conflict, by kind; conflicts of other kinds cannot be accepted."""
 ACCEPT = Action(
     "accept",
     "Accept",
@@ -168,7 +168,7 @@ REFUSE = Action(
 
 
 def refusal(action: Action, node: "BackendNode") -> str:
-    """Return why the action is not possible on the node now; "" if it is."""
+    """Return why the action is not possible on the node now; "" if it is possible."""
     if action is STOP:
         return _stop_refusal(node)
     if action is ROTATE and not node.fingerprint:

@@ -2,8 +2,9 @@
 
 `perform` runs an action of `actions.py` on one node. `request` admits an operation over many; a controller
 runs it with `RunOnNodes`. Each node is one transaction that holds the verb and the outcome of its target;
-removals share one. So an attempt that is cut off at any statement is continued, and no node gets the verb
-twice. A refusal of one node does not stop the others. Progress is published for several nodes at a time.
+removals share one. So a later attempt continues after an interruption at any statement, and no node gets the
+verb twice. If one node refuses the verb, the others still get it. Progress is published for several nodes at
+a time.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ _ACTION_OF_KIND = {
     RESUME: actions.RESUME,
     REMOVE: actions.REMOVE,
 }
-"""The action whose conditions a verb has."""
+"""The action with the same conditions as the verb, by kind of operation."""
 _REFUSALS_SHOWN = 10
 NODES_AT_ONCE, REMOVED_AT_ONCE = 25, 100
 """Nodes between two reports of an operation's progress, and in one transaction of removals."""
@@ -58,7 +59,7 @@ class BulkFailed(errors.ClusterError):
 
 @dataclass(frozen=True)
 class BulkRequest:
-    """A verb, its nodes, and the user who requests it."""
+    """A verb, its nodes, and the user who requests the verb."""
 
     kind: str
     node_ids: Sequence[UUID]
@@ -71,8 +72,8 @@ class BulkRequest:
 def request(bulk: BulkRequest, *, now: datetime) -> Admission:
     """Admit the operation, or join the active one with the same verb, options and nodes.
 
-    Raises NodesRefused, which names the nodes that cannot take the verb now: then nothing has started. A node
-    that changes afterwards gets a target that fails.
+    Raises NodesRefused with the nodes that cannot take the verb now; nothing has started then. If a node
+    changes afterwards, its target fails.
     """
     ids = sorted(set(bulk.node_ids))
     key, element = identity(bulk.kind, bulk.options, ids)
@@ -170,7 +171,7 @@ def _actor_of(work: Work) -> Actor:
 
 
 def _run_on_node(work: Work, node_id: UUID) -> None:
-    """Run the verb and end the target, both or neither. Raises LeaseLost.
+    """Run the verb and end the target, in one transaction. Raises LeaseLost.
 
     The operation's row is locked before the node's: the change counter must be the last lock (decision 0002).
     """
@@ -187,9 +188,9 @@ def _run_on_node(work: Work, node_id: UUID) -> None:
 
 
 def perform(action: str, node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:
-    """Run the action of this name, with the options that it knows; return the result of its service.
+    """Run the action of this name with the options that the action uses; return its service's result.
 
-    Raises ClusterError if the node refuses it.
+    Raises ClusterError if the node refuses the action.
     """
     return _ACTIONS[action](node_id, actor, now, options)
 

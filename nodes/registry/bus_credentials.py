@@ -1,11 +1,11 @@
 """Credentials for the message bus: a JWT with each registration, revoked with the approval or identity.
 
-The rows state which users exist and which of them are revoked. The JWT and its seed exist only in the
+The rows state which NATS users exist and which users are revoked. The JWT and its seed exist only in the
 response to the registration. The NATS server ends connections with revoked credentials and refuses new ones:
 one `Revocations` runs in every controller, with its own connection to the bus's system account. It runs a
 pass after a NOTIFY, after every reconnect and every `REVOKE_EVERY` seconds: it compares the server's copy of
-the account's JWT with the rows, and pushes a new JWT if they differ. It checks again after each push, so that
-two controllers that push at once end with the state of the rows.
+the account's JWT with the rows, and pushes a new JWT if they differ. The pass compares again after each push,
+so that after concurrent pushes of two controllers the JWT matches the rows.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ MOST_REVOKED = 5000
 
 
 def issue(nodes: Sequence[BackendNode], now: datetime) -> dict[UUID, Credentials]:
-    """Return new JWTs for the approved nodes among these; earlier JWTs stay valid until they expire (§9.2).
+    """Return new JWTs for the approved ones of `nodes`; earlier JWTs stay valid until they expire (§9.2).
 
     A node keeps its NATS user until it is revoked, however often it registers. So the account's JWT, which is
     limited to 1 MiB, grows by one line for each revocation and not for each registration. Needs a transaction
@@ -85,12 +85,12 @@ def revoke(node_ids: Collection[UUID], now: datetime) -> None:
         events.notify(CHANNEL, "")
 
 
-def revoked(now: datetime) -> dict[str, int]:
-    """Return the revocations for the account's JWT: user -> time up to which that user's JWTs are refused.
+def current_revocations(now: datetime) -> dict[str, int]:
+    """Return the revocations for the account's JWT: user -> time up to which the user's JWTs are refused.
 
-    The user is never used again, so the expiry of its last JWT suffices. The time of the revocation would
-    not: the clock of the process that minted the JWT may be ahead. If there are too many, the newest are
-    returned.
+    A revoked user is never used again, so the expiry of its last JWT is sufficient as the time. The time of
+    the revocation is not sufficient, because the clock of the process that created the JWT may be ahead. If
+    the revocations exceed `MOST_REVOKED`, the newest are returned.
     """
     rows = BusCredential.objects.filter(revoked_at__isnull=False, expires_at__gt=now).order_by("-revoked_at")
     revocations = rows.values_list("public_key", "expires_at")[: MOST_REVOKED + 1]
@@ -111,13 +111,13 @@ def prune(now: datetime) -> int:
 REVOKE_EVERY = 30.0
 _PUSH_LIMIT = 5.0
 _INBOX = "_INBOX.revocations"
-_PUSHES = 5
+_PUSH_ATTEMPTS = 5
 
 
 class Revocations(PeriodicTask):
     """Periodic task of a controller; without the operator's key it logs a warning and does nothing.
 
-    `on_disconnect` gets the public key of each user whose connection the server reports as ended.
+    `on_disconnect` is called with the public key of each user whose connection the server reports as ended.
     """
 
     def __init__(self, on_disconnect: Callable[[str], None] = lambda user: None) -> None:
@@ -175,8 +175,8 @@ class Revocations(PeriodicTask):
         Raise ClusterError, and ValueError if the server refuses or another controller keeps pushing.
         """
         account = bus_access.account().public_key
-        for pushes in range(_PUSHES):
-            expected = await in_thread(revoked, clock.now())
+        for pushes in range(_PUSH_ATTEMPTS):
+            expected = await in_thread(current_revocations, clock.now())
             lookup = f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP"
             current = (await bus.request(lookup, b"", _PUSH_LIMIT, inbox=_INBOX)).decode()
             if revocations_of(current) == expected:

@@ -1,10 +1,10 @@
 """Changes to nodes: facts, columns and timeline, written together or not at all.
 
 A service opens a `Change` on the locked row, applies events to it and saves once. The UPDATE names the
-revision that was read, so a caller who forgot the lock loses nothing. Facts become columns here: each has a
-time, an author and a reason. `happen_to_all` applies one event to many nodes in a constant number of
-statements. Nodes are locked in the order of their ids before anything else, as heartbeats do it, and their
-replicas after them, so that a pass over the fleet and another transaction never wait for each other.
+revision that was read, so a caller that forgot the lock overwrites nothing. This module converts facts to
+columns: each fact has a time, an author and a reason. `apply_to_all` applies one event to many nodes in a
+constant number of statements. Nodes are locked first, in the order of their ids, as by heartbeats, and their
+replicas afterwards, so that a pass over the fleet and another transaction never deadlock.
 """
 
 import json
@@ -40,7 +40,7 @@ _COLUMNS = {
     "offline": ("offline_at", "offline_by", "offline_reason"),
     "unhealthy": ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
-_KIND = {
+_KIND_BY_EVENT = {
     Event.AUTO_APPROVED: NodeEvent.Kind.APPROVED,
     Event.DRAINED_ITSELF: NodeEvent.Kind.DRAINED,
     Event.RESUMED_ITSELF: NodeEvent.Kind.RESUMED,
@@ -49,13 +49,13 @@ _KIND = {
 ALWAYS_RECORDED = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
 """Events that are recorded even when no fact changes."""
 ENGINES_UNKNOWN: Mapping[str, Any] = {"engines_gone_at": None, "engines_error": "", "engines_due_at": None}
-"""Nothing is known of the engines of a drained node: a controller looks at once."""
+"""Columns of a drained node whose engines are unknown: a controller checks the node at once."""
 _REASON_LENGTH = 255
 _CHANGED_MEANWHILE = "the node was changed in the meantime"
 
 
 def event_kind(event: Event) -> NodeEvent.Kind:
-    return _KIND.get(event) or NodeEvent.Kind(event.value)
+    return _KIND_BY_EVENT.get(event) or NodeEvent.Kind(event.value)
 
 
 def changed_columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Change:
         detail: Mapping[str, Any] | None = None,
         routine: bool = False,
     ) -> bool:
-        """Apply `event`; return True if a fact changed. Raise Conflict if the table refuses it.
+        """Apply `event`; return True if a fact changed. Raise Conflict if the table does not allow the event.
 
         A `routine` event is recorded only if a fact changes.
         """
@@ -122,7 +122,7 @@ class Change:
         before: str = "",
         after: str = "",
     ) -> None:
-        """Add an event to the timeline; both statuses default to the present one."""
+        """Add an event to the timeline; `before` and `after` default to the present status."""
         status = states.status_of(facts_of(self.node))
         statuses = before or status, after or status
         self._entries.append(
@@ -152,7 +152,7 @@ class Change:
         return "fingerprint" in self._columns or is_unapproved
 
     def close(self) -> tuple[frozenset[str], list[Entry]]:
-        """Return the columns that were set, the new revision included, and the events; start over."""
+        """Return the set columns, with the new revision, and the events; reset the change."""
         self.set(revision=self.node.revision + 1, updated_at=self.now)
         names_set, entries = frozenset(self._columns), self._entries
         self._columns, self._entries = {}, []
@@ -223,7 +223,8 @@ def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
 def lock_node(node_id: UUID, revision: int | None = None) -> BackendNode:
     """Lock the node's row until the transaction ends, and return it; raise NotFound.
 
-    With the `revision` that a decision is based on, raises Conflict (field `revision`) if it has changed.
+    `revision` is the revision on which a decision is based; raises Conflict (field `revision`) if it has
+    changed.
     """
     node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
     if node is None:
@@ -242,19 +243,19 @@ def node_change(node_id: UUID, now: datetime, revision: int | None = None) -> It
         change.save()
 
 
-Why = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
-"""Returns the cause and detail of the event for a node."""
+EventReason = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
+"""Returns the cause and the detail of the event for a node."""
 
 
 def lock_in_order(nodes: BackendNodeQuerySet) -> list[BackendNode]:
-    """Lock the rows until the transaction ends, and return them without those that no longer match."""
+    """Lock the rows until the transaction ends, and return those that still match the query."""
     return list(nodes.order_by("id").select_for_update(no_key=True, of=("self",)))
 
 
 def apply_to_all(
-    nodes: Sequence[BackendNode], event: Event, actor: Actor, why: Why, *, now: datetime
+    nodes: Sequence[BackendNode], event: Event, actor: Actor, why: EventReason, *, now: datetime
 ) -> list[UUID]:
-    """Apply `event` to those of the locked nodes for which the table allows it; return their ids."""
+    """Apply `event` to those locked nodes for which the table allows it; return their ids."""
     entries: list[Entry] = []
     updates: dict[tuple[tuple[str, Any], ...], list[UUID]] = {}
     for node in nodes:
@@ -275,7 +276,7 @@ def apply_to_all(
 
 
 def remove_all(nodes: BackendNodeQuerySet, actor: Actor, *, now: datetime, reason: str = "") -> set[UUID]:
-    """Remove the nodes and all that belongs to them (R1.21, R1.38, R1.39); return their ids.
+    """Remove the nodes and all rows that belong to them (R1.21, R1.38, R1.39); return their ids.
 
     A constant number of statements. The lock also keeps out new rows that refer to a node.
     """
@@ -302,7 +303,7 @@ def remove_all(nodes: BackendNodeQuerySet, actor: Actor, *, now: datetime, reaso
 def _delete(ids: Sequence[UUID]) -> None:
     """Delete the nodes and the rows that Django would cascade to, with a NOTIFY for each, in one statement.
 
-    Rows are locked in the order of their ids, as those who change many intents do.
+    Rows are locked in the order of their ids, as in all transactions that change many intents.
     """
     cascading = [rel for rel in BackendNode._meta.related_objects if rel.on_delete is CASCADE]
     tables = ["backend_nodes", *(rel.related_model._meta.db_table for rel in cascading)]

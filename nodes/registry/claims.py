@@ -1,7 +1,7 @@
 """Claims to a node's identity: enrolment, conflicts, rotation and revocation of secrets.
 
-The first registration binds a secret to a name; enrolment approves that worker in advance. A worker with
-another secret is refused and recorded as a conflict for an administrator; the node itself is unaffected. Only
+The first registration binds a secret to a name; enrolment approves a worker in advance. A worker with another
+secret is refused, and its claim is recorded as a conflict for an administrator; the node is unaffected. Only
 an administrator resolves a conflict.
 """
 
@@ -40,11 +40,14 @@ NOT_ACCEPTABLE = {
     Kind.TOKEN: "a node with a secret cannot fall back to the shared token; deregister it instead",
     Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
 }
-"""Conflicts that an administrator cannot accept, and the action to take instead."""
+"""Kinds of conflicts that an administrator cannot accept, with the action to take instead."""
 
 
-def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
-    """Return the mismatch if a bearer of `fingerprint` ("" = shared token) may not register as `node`."""
+def find_mismatch(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
+    """Return why a bearer of `fingerprint` may not register as `node`; None if it may.
+
+    An empty `fingerprint` stands for the shared token.
+    """
     if principals.secrets_equal(fingerprint, node.fingerprint):
         return Kind.INSTANCE if instance and instance in node.former_instances else None
     if node.fingerprint:
@@ -55,10 +58,10 @@ def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mi
 
 
 def has_moved(node: BackendNode, source_address: str, address: str) -> bool:
-    """Return True if an approved node without a secret would register from, or at, another host than before.
+    """Return True if an approved node without a secret would register from, or at, a different host.
 
-    Its address is all that distinguishes its worker from others that have the shared token. Another port of
-    the same host is a restart.
+    Only its address distinguishes its worker from other workers with the shared token. Another port of the
+    same host means that the worker was restarted.
     """
     if not node.weak_identity or node.approved_at is None:
         return False
@@ -70,7 +73,7 @@ def has_moved(node: BackendNode, source_address: str, address: str) -> bool:
 
 
 def bind(change: Change, fingerprint: str, instance: str) -> None:
-    """Bind the node's identity to the bearer of `fingerprint`, and its instance to this process."""
+    """Bind the node's identity to the secret of `fingerprint`, and its instance to process `instance`."""
     node = change.node
     if fingerprint != node.fingerprint or bool(fingerprint) is node.weak_identity:
         change.set(fingerprint=fingerprint, weak_identity=not fingerprint)
@@ -81,7 +84,7 @@ def bind(change: Change, fingerprint: str, instance: str) -> None:
         change.set(instance=instance, former_instances=former[:MOST_INSTANCES])
 
 
-def note(
+def record_conflict(
     node: BackendNode,
     kind: NodeConflict.Mismatch,
     claim: str,
@@ -91,9 +94,9 @@ def note(
     advertised_address: str = "",
     claimed_name: str = "",
 ) -> errors.Conflict:
-    """Record the claim, or count a repeated one; return the refusal.
+    """Record the claim as a conflict, or count a repeated claim; return the error.
 
-    The caller holds the node's lock, commits, then raises.
+    The caller holds the node's lock, commits, then raises the error.
     """
     columns = {
         "source_address": source_address,
@@ -103,7 +106,7 @@ def note(
     }
     existing = NodeConflict.objects.filter(node=node, kind=kind, claim=claim)
     if not existing.update(**columns, count=F("count") + 1):
-        _add(node, kind, claim, {**columns, "first_at": now, "claimed_name": claimed_name})
+        _add_conflict(node, kind, claim, {**columns, "first_at": now, "claimed_name": claimed_name})
     _reopen_accepted(existing)
     entry = Entry(
         node.id,
@@ -120,21 +123,23 @@ def note(
 
 
 def _reopen_accepted(matching: "QuerySet[NodeConflict]") -> None:
-    """Reopen an accepted claim that no longer fits: an administrator must decide it again."""
+    """Reopen an accepted claim that mismatches again: an administrator must decide again."""
     matching.filter(state=NodeConflict.State.ACCEPTED).update(
         state=NodeConflict.State.OPEN, decided_at=None, decided_by=""
     )
 
 
-def note_other_process(node_id: UUID, instance: str, *, source_address: str, now: datetime) -> None:
-    """Record a call with the node's secret under the instance id of another process, as a conflict only."""
+def record_other_process(node_id: UUID, instance: str, *, source_address: str, now: datetime) -> None:
+    """Record a conflict: a call had the node's secret with the instance id of another process."""
     with transaction.atomic():
         node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
         if node is not None:
-            note(node, Kind.INSTANCE, instance[:32], now=now, source_address=source_address)
+            record_conflict(node, Kind.INSTANCE, instance[:32], now=now, source_address=source_address)
 
 
-def _add(node: BackendNode, kind: NodeConflict.Mismatch, claim: str, columns: dict[str, Any]) -> None:
+def _add_conflict(
+    node: BackendNode, kind: NodeConflict.Mismatch, claim: str, columns: dict[str, Any]
+) -> None:
     open_conflicts = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
     if open_conflicts.count() < MOST_CONFLICTS:
         NodeConflict.objects.create(node=node, kind=kind, claim=claim, **columns)
@@ -146,10 +151,10 @@ def _add(node: BackendNode, kind: NodeConflict.Mismatch, claim: str, columns: di
 def accept_conflict(
     conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
 ) -> BackendNode:
-    """Bind the node to the claimant; its former bearer is refused from now on.
+    """Bind the node to the claimant; the previous worker is refused from now on.
 
-    Raises NotFound, and Conflict if it is already accepted or cannot be accepted. A refused conflict can
-    still be accepted.
+    Raises NotFound, and Conflict if the conflict is already accepted or cannot be accepted. A refused
+    conflict can still be accepted.
     """
     conflict = _conflict(conflict_id, node_id)
     if conflict.kind in NOT_ACCEPTABLE:
@@ -194,7 +199,10 @@ def _conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
 
 
 def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now: datetime) -> None:
-    """Set the conflict to `state`, for one caller alone; the node is locked before it, as for a claim."""
+    """Set the conflict to `state`; raise Conflict if another caller has resolved it before.
+
+    The caller has locked the node before, as for a claim.
+    """
     decidable = [NodeConflict.State.OPEN]
     if state == NodeConflict.State.ACCEPTED:
         decidable.append(NodeConflict.State.REFUSED)
@@ -211,7 +219,7 @@ def _rename(change: Change, name: str) -> None:
 
 
 def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
-    """Bind the claimant's secret; drop the former worker's state until the claimant registers."""
+    """Bind the claimant's secret; clear the previous worker's state until the claimant registers."""
     _replace_secret(change, conflict.claim, actor)
     change.set(instance="", former_instances=[], engine_token="")
     lifecycle.revoke_agent(change)
@@ -219,7 +227,7 @@ def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
 
 
 def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> None:
-    """Move the node to the claimed address; its former bearer is refused, also on the bus."""
+    """Move the node to the claimed address; the previous worker is refused, also on the bus."""
     if not change.node.weak_identity:
         raise errors.Conflict("the node has a secret of its own by now", field="kind")
     change.set(
@@ -236,7 +244,7 @@ def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> Non
 
 
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
-    """Bind the new secret; the former one is refused forever."""
+    """Bind the new secret; the previous secret is refused forever."""
     check_free(fingerprint)
     _store_revocation(change, actor)
     change.set(
@@ -250,7 +258,7 @@ def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
 def check_free(fingerprint: str) -> None:
     """Raise Conflict for a secret that belongs to a node or was revoked.
 
-    The order matters: the secret may be revoked between the two queries.
+    The node is queried first, because the secret may be revoked between the two queries.
     """
     if BackendNode.objects.filter(fingerprint=fingerprint).exists():
         raise errors.Conflict("this secret already belongs to a node", field="secret")
@@ -259,18 +267,21 @@ def check_free(fingerprint: str) -> None:
 
 
 def is_revoked(fingerprint: str) -> bool:
-    """Return True if the secret is refused forever; "" never is."""
+    """Return True if the secret is refused forever; an empty fingerprint never is."""
     return any_revoked([fingerprint])
 
 
 def any_revoked(fingerprints: Iterable[str]) -> bool:
-    """Return True if any of the secrets is refused forever; "" never is."""
+    """Return True if any of the secrets is refused forever; an empty fingerprint never is."""
     secrets = [fingerprint for fingerprint in fingerprints if fingerprint]
     return bool(secrets) and RevokedSecret.objects.filter(pk__in=secrets).exists()
 
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
-    """Restrict the node's secret to replacing itself, and registering before that."""
+    """Request a new secret from the node.
+
+    Until the worker has one, its present secret permits only registration and rotation.
+    """
     with node_change(node_id, now) as change:
         if not change.node.fingerprint:
             raise errors.Conflict("the node has no secret of its own", field="weak_identity")
@@ -281,9 +292,9 @@ def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNo
 
 
 def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetime) -> BackendNode:
-    """Replace the secret of a worker; the old one is refused forever.
+    """Replace the secret of a worker; the old secret is refused forever.
 
-    Raise NotAuthenticated if it is not current.
+    Raise NotAuthenticated if the old secret is not the current one.
     """
     fingerprint = identity.check_node_secret(new_secret)
     with node_change(node_id, now) as change:
@@ -295,7 +306,7 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
 
 
 def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
-    """Refuse the secret from now on, under any name; the node becomes pending and has no identity."""
+    """Refuse the secret from now on, under any name; the node becomes pending without an identity."""
     with node_change(node_id, now) as change:
         change.apply(Event.REVOKED, actor, reason=reason)
         _store_revocation(change, actor)
@@ -333,9 +344,10 @@ ENROLLED_MESSAGE = "enrolled, not seen yet"
 def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> BackendNode:
     """Approve the worker of that name and fingerprint; until it registers, its row is offline.
 
-    Repeating it changes nothing, and it never overrides an administrator's refusal: a revoked secret is not
-    bound again, and a rejected or revoked node is not approved. Another fingerprint replaces the old one,
-    because the caller already controls the database. Raises Conflict for a name or a secret of another node.
+    A repeated enrolment changes nothing, and an enrolment never overrides an administrator's refusal: a
+    revoked secret is not bound again, and a rejected or revoked node is not approved. Another fingerprint
+    replaces the old fingerprint, because the caller already controls the database. Raises Conflict for a name
+    or a secret of another node.
     """
     names.check_name(name)
     with transaction.atomic():

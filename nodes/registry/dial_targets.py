@@ -1,11 +1,11 @@
 """Addresses of a node that may be dialled, and the bearer token for each.
 
-A worker names addresses when it registers and in its replies. If any host were dialled, a worker could direct
-our requests to a machine that is not its node. So a reply's address must have the host of `address` or
-`http_address`, or a host that the operator lists for that node (CLUSTER_NODE_HOSTS). Any other address causes
-an error that names both, an event, and no connection. A host name may lead anywhere: what it resolves to is
-checked for every HTTP connection, and when an engine's address is accepted; a barred address is an event too.
-HTTP clients follow no redirects and use no proxy of the environment.
+A worker names addresses when it registers and in its replies. Without checks, a worker could direct our
+requests to a machine that is not its node. So a reply's address must have the host of `address` or
+`http_address`, or a host that the operator lists for the node (CLUSTER_NODE_HOSTS). Any other address causes
+an error that names both addresses, an event, and no connection. A host name may resolve to any address: the
+IP addresses are checked for every HTTP connection, and when an engine's address is accepted; a barred address
+causes an event too. HTTP clients follow no redirects and use no proxy of the environment.
 
 Our worker's engines expect a token that the worker created at its start. Those of a stock worker expect the
 registration token, with which anyone can register, so no other node's engines receive it.
@@ -40,18 +40,18 @@ log = logging.getLogger(__name__)
 CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
 NEXT_ADDRESS_AFTER = 2.0
-"""Seconds after which the next address of a name is tried."""
+"""Seconds after which the next address of a host name is tried."""
 LOOKUP_LIMIT = 2.0
-"""Seconds that accepting an engine's address waits for the resolver: its thread serves the database."""
+"""Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
 _LOOKUPS = ThreadPoolExecutor(4, "lookup")
-"""Threads of their own: a resolver that hangs must not occupy those of the database."""
+"""Separate threads for lookups: a resolver that hangs must not block the threads of the database."""
 _MOST_SHOWN = 200
 """Most characters stored of a refused address: it may be arbitrarily long."""
 
 
 @dataclass(frozen=True)
 class Contact:
-    """The address of an engine and its bearer token ("" = none)."""
+    """The address of an engine and its bearer token; "" for none."""
 
     address: str
     token: str = field(repr=False)
@@ -82,7 +82,7 @@ class AddressRefused(errors.ClusterError):
 
 
 def check_registered(name: str, address: str, http_address: str, source_address: str) -> None:
-    """Raise InvalidInput naming the field unless both are `host:port` ("" = not reported) of one host.
+    """Raise InvalidInput with the field unless both addresses are `host:port` ("" = none) of one host.
 
     The HTTP address may also have a host that the operator lists for the node of this name. Loopback is the
     machine that dials: only a worker that registers from this machine may name it. A cloud's metadata service
@@ -111,8 +111,8 @@ def check_registered(name: str, address: str, http_address: str, source_address:
         )
 
 
-def permitted(address: str, *, name: str, registered: tuple[str, ...]) -> bool:
-    """Return True if the host of `address` (`host:port`) is in `registered` or listed for the node `name`."""
+def is_permitted(address: str, *, name: str, registered: tuple[str, ...]) -> bool:
+    """Return True if the host of `address` is one of `registered` or is listed for the node `name`."""
     try:
         host = addresses.parse(address).host
     except ValueError:
@@ -124,26 +124,27 @@ def permitted(address: str, *, name: str, registered: tuple[str, ...]) -> bool:
     return host in {parsed.host for text in registered if (parsed := _parse_or_none(text))}
 
 
-def bearer(engine_token: str, weak_identity: bool) -> str:
-    """Return the bearer token of a call to an engine of such a node; "" = none."""
+def bearer_token(engine_token: str, weak_identity: bool) -> str:
+    """Return the bearer token for calls to an engine of a node with these columns; "" for none."""
     return engine_token or (conf.cluster().registration_token if weak_identity else "")
 
 
 def accept(node_id: UUID, replied: str, *, now: datetime) -> Contact:
     """Return the contact of the engine at the address of a reply.
 
-    Raises AddressRefused, after an event, for an address that must not be dialled, and NotFound.
+    Raises NotFound, and AddressRefused for an address that must not be dialled, which is also recorded as an
+    event.
     """
     node = BackendNode.objects.filter(pk=node_id).first()
     if node is None:
         raise errors.NotFound(f"node {node_id} is no longer registered")
-    if permitted(replied, name=node.name, registered=(node.address, node.http_address)):
+    if is_permitted(replied, name=node.name, registered=(node.address, node.http_address)):
         try:
             _check_lookup(addresses.parse(replied), node.name)
         except AddressRefused as refusal:
             _record_refusal(node, refusal.message, {"replied": replied}, now)
             raise
-        return Contact(replied, bearer(node.engine_token, node.weak_identity))
+        return Contact(replied, bearer_token(node.engine_token, node.weak_identity))
     shortened = names.plain(replied[:_MOST_SHOWN])
     detail = {"replied": shortened, "registered": node.address}
     _record_refusal(node, "a reply names another host", detail, now)
@@ -177,22 +178,24 @@ def http_server(node_id: UUID) -> HttpServer:
         )
     if not node.http_address:
         raise NotReachable("node has no HTTP address")
-    if not permitted(node.http_address, name=node.name, registered=(node.address,)):
+    if not is_permitted(node.http_address, name=node.name, registered=(node.address,)):
         shortened = names.plain(node.http_address[:_MOST_SHOWN])
         raise AddressRefused(
             f"node {node.name} has registered the HTTP address {shortened!r},"
             f" whose host is not that of {node.address!r} (see CLUSTER_NODE_HOSTS)"
         )
-    contact = Contact(str(addresses.parse(node.http_address)), bearer(node.engine_token, node.weak_identity))
+    contact = Contact(
+        str(addresses.parse(node.http_address)), bearer_token(node.engine_token, node.weak_identity)
+    )
     return HttpServer(node.name, node.status, contact)
 
 
 def client_of(server: HttpServer) -> httpx.AsyncClient:
-    """Return a client with a connect timeout only: the caller limits everything else."""
-    bearer = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
+    """Return an HTTP client with a connect timeout only: the caller sets all other limits."""
+    authorization = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
     return httpx.AsyncClient(
         base_url=f"http://{server.contact.address}",
-        headers=bearer | {"Accept-Encoding": "identity"},
+        headers=authorization | {"Accept-Encoding": "identity"},
         timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
         trust_env=False,
         follow_redirects=False,
@@ -201,7 +204,7 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """Connections to the addresses to which a server's name leads, tried in turn; none to a barred one."""
+    """Connections to the IP addresses of a server's name, tried in turn; none to a barred address."""
 
     def __init__(self, node: str) -> None:
         # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
@@ -253,9 +256,9 @@ async def open_socket(server: HttpServer) -> socket.socket:
 
 
 async def resolve(target: addresses.Address, name: str) -> list[str]:
-    """Return the IP addresses to which `target` of the node `name` leads.
+    """Return the IP addresses of `target` of the node `name`.
 
-    Raises OSError, or AddressRefused after an event.
+    Raises OSError, or AddressRefused after it has recorded an event.
     """
     if addresses.is_number(target.host):
         return [target.host]
@@ -263,7 +266,7 @@ async def resolve(target: addresses.Address, name: str) -> list[str]:
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     results = await loop.run_in_executor(_LOOKUPS, lookup)
     try:
-        return _checked(target.host, results, name)
+        return _permitted_addresses(target.host, results, name)
     except AddressRefused as refusal:
         with suppress(DatabaseError):
             await database_sync_to_async(_record_barred)(name, str(target), refusal.message)
@@ -277,7 +280,10 @@ def _record_barred(name: str, address: str, cause: str) -> None:
 
 
 def _check_lookup(target: addresses.Address, name: str) -> None:
-    """Raise AddressRefused if the name leads to a barred address; an unknown name fails when dialled."""
+    """Raise AddressRefused if the name resolves to a barred address.
+
+    A name that cannot be resolved is accepted; the connection fails later.
+    """
     if addresses.is_number(target.host):
         return
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
@@ -285,10 +291,10 @@ def _check_lookup(target: addresses.Address, name: str) -> None:
         results = _LOOKUPS.submit(lookup).result(LOOKUP_LIMIT)
     except (OSError, TimeoutError):
         return
-    _checked(target.host, results, name)
+    _permitted_addresses(target.host, results, name)
 
 
-def _checked(host: str, results: Sequence[tuple[Any, ...]], name: str) -> list[str]:
+def _permitted_addresses(host: str, results: Sequence[tuple[Any, ...]], name: str) -> list[str]:
     numbers = list(dict.fromkeys(addresses.host(entry[4][0].partition("%")[0]) for entry in results))
     barred = next((number for number in numbers if _is_barred(number, name)), None)
     if barred is not None and host not in _listed_hosts(name):
@@ -300,7 +306,7 @@ def _checked(host: str, results: Sequence[tuple[Any, ...]], name: str) -> list[s
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason why a connection failed, in the operating system's words where it has any."""
+    """Return the reason why a connection failed, in the operating system's words if there are any."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
@@ -316,7 +322,7 @@ def _is_barred(host: str, name: str) -> bool:
 
 
 def _is_own_machine(source_address: str) -> bool:
-    """Return True if a call from this address came from this process's machine."""
+    """Return True if a call from this address came from the machine of this process."""
     if not source_address or addresses.is_local(source_address):
         return True
     interfaces = psutil.net_if_addrs().values()

@@ -1,11 +1,11 @@
 """Reachability of a node's HTTP server, through which the node gets the files of models.
 
-A load that cannot reach it records a failure and goes to another node; placement then leaves the node out of
-loads that bring files. One `FilePorts` lives in every controller and checks the port when the node has been
-approved, every `CHECK_INTERVAL` seconds, and after a failure at growing intervals, until it answers. The
-state is stored in the row (`file_port_*`), so every controller sees the failure of one. They share the nodes
-by claims, so no lock is held while a port is contacted. What a check finds wakes the loads that wait for the
-node, by the NOTIFY of its row.
+A load that cannot reach the server records a failure and tries another node. From then on placement excludes
+the node from loads that send files. One `FilePorts` lives in every controller and checks the port when the
+node has been approved, every `CHECK_INTERVAL` seconds, and after a failure at growing intervals, until the
+port answers. The result is stored in the row (`file_port_*`), so every controller sees it. A controller
+claims a node before the check, so no lock is held during the request. A changed result wakes the loads that
+wait for the node, by a NOTIFY.
 """
 
 import logging
@@ -36,14 +36,14 @@ CHECK_INTERVAL = 300.0
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 """Seconds until a port that did not answer is checked again; the pause doubles with each failure."""
 CLAIMED_FOR = 30.0
-"""Seconds for which a node that is being checked is left alone by other controllers."""
+"""Duration of a claim in seconds; meanwhile no other controller checks the node."""
 UNCHECKED_COLUMNS: Mapping[str, Any] = {
     "file_port_error": "",
     "file_port_failed_at": None,
     "file_port_failures": 0,
     "file_port_next_check_at": None,
 }
-"""The columns of a node whose port has not been checked: it is due at once."""
+"""The columns of a node whose port has not been checked: a check is due at once."""
 _ANSWER_LIMIT = 5.0
 _ERROR_LENGTH = 255
 _ROUTE = "/healthz"
@@ -51,7 +51,7 @@ _ROUTE = "/healthz"
 
 @dataclass(frozen=True)
 class DueCheck:
-    """A node whose port is to be checked."""
+    """A node whose port must be checked."""
 
     node_id: UUID
     node_name: str
@@ -61,7 +61,7 @@ class DueCheck:
 
 
 def claim_due(limit: int, *, now: datetime) -> list[DueCheck]:
-    """Claim at most `limit` due nodes for this caller; the longest waiting first."""
+    """Claim at most `limit` due nodes for this caller; the longest overdue first."""
     due = Q(file_port_next_check_at__isnull=True) | Q(file_port_next_check_at__lte=now)
     checkable = _checkable().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
     until = now + timedelta(seconds=CLAIMED_FOR)
@@ -75,13 +75,13 @@ def next_due(*, now: datetime, at_most: float) -> float:
 
 
 def _checkable() -> BackendNodeQuerySet:
-    """Return the approved backend nodes that are not offline and have reported an HTTP address."""
+    """Return the approved backend nodes that are not offline and have an HTTP address."""
     statuses = ("healthy", "draining", "unhealthy")
     return BackendNode.objects.filter(node_type="backend", status__in=statuses).exclude(http_address="")
 
 
 def record_failure(node_id: UUID, reason: str, *, now: datetime) -> None:
-    """Record that the port could not be reached, and when it is checked next.
+    """Record that the port could not be reached, and schedule the next check.
 
     Several loads may fail at once: while a check is pending, only the first failure counts.
     """
@@ -124,9 +124,9 @@ def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
 
 
 async def probe(server: dial_targets.HttpServer) -> str:
-    """Return why the port does not answer, "" if it does. The node's token is not sent.
+    """Return why the port does not answer; "" if it answers. The node's token is not sent.
 
-    A worker that reads a large file may be slow to answer: a connection is enough.
+    A worker that reads a large file may be slow to answer, so an open connection is sufficient.
     """
     anonymous = replace(server, contact=dial_targets.Contact(server.contact.address, ""))
     async with client_of(anonymous) as client:
@@ -135,17 +135,17 @@ async def probe(server: dial_targets.HttpServer) -> str:
         except httpx.ReadTimeout:
             return ""
         except httpx.TransportError as error:
-            return sentence(server.contact.address, reason_of(error))
+            return failure_text(server.contact.address, reason_of(error))
     return ""
 
 
-def sentence(address: str, reason: str) -> str:
-    """Return for people that the file port at this address does not answer, and why."""
+def failure_text(address: str, reason: str) -> str:
+    """Return the message for operators that the file port at this address does not answer."""
     return f"its file port {address} does not answer: {reason}"
 
 
 def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
-    """Return how to call the node's HTTP server; None for one that must not be called."""
+    """Return the contact of the node's HTTP server; None if the server must not be called."""
     try:
         return dial_targets.http_server(node_id)
     except errors.ClusterError:
@@ -155,10 +155,10 @@ def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
 log = logging.getLogger(__name__)
 
 PARALLEL = 16
-LOOK_EVERY = 30.0
+POLL_SECONDS = 30.0
 """Seconds between two passes when no wake-up arrives and nothing is due."""
 _GATHER = 0.2
-"""Seconds for which wake-ups are gathered into one pass."""
+"""Seconds for which wake-ups are collected into one pass."""
 
 
 class FilePorts(WorkPool[DueCheck]):
@@ -166,17 +166,17 @@ class FilePorts(WorkPool[DueCheck]):
 
     def __init__(self) -> None:
         super().__init__(
-            "file ports", parallel=PARALLEL, interval=LOOK_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+            "file ports", parallel=PARALLEL, interval=POLL_SECONDS, gather=_GATHER, retry_on=(DatabaseError,)
         )
 
     async def claim_due(self, limit: int) -> Sequence[DueCheck]:
-        """Claim due checks."""
+        """Claim nodes whose check is due."""
         with passes.count_pass("file ports"):
             return await in_thread(claim_due, limit, now=clock.now())
 
     async def next_due(self) -> float:
         """Return the seconds until a check is due."""
-        return await in_thread(next_due, now=clock.now(), at_most=LOOK_EVERY)
+        return await in_thread(next_due, now=clock.now(), at_most=POLL_SECONDS)
 
     async def run_item(self, item: DueCheck) -> None:
         """Check one node's port and record the result."""

@@ -1,17 +1,17 @@
 """Heartbeats: parse, authenticate, and write many in one statement.
 
-A caller gets its response when its heartbeat is authenticated; the heartbeat itself is written with the next
-batch. The UPDATE checks it again by matching node id, fingerprint and process: a secret revoked in between
-writes nothing. Figures count only for nodes that are approved and online (R1.34). A node that was silent
-returns by its heartbeat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation
-unless the reservation was made after the figure arrived; the arrival time is stored too, for the reservations
-of loads (`nodes/placement/memory.py`). A new total moves the ceiling of a budget in percent; these budgets
-are read beforehand, so that a batch is always one UPDATE.
+A caller gets its response when its heartbeat is authenticated; the heartbeat is written with the next batch.
+The UPDATE authenticates again by node id, fingerprint and process: after a revocation in between it writes
+nothing. Figures count only for nodes that are approved and online (R1.34). A silent node returns with its
+next heartbeat (R5.5), a node that left by itself does not (R5.7). Reported free VRAM clears the reservation
+unless the reservation is newer than the report; the arrival time is stored too, for the reservations of loads
+(`nodes/placement/memory.py`). A new total changes the ceiling of a budget in percent; these budgets are read
+before, so that a batch is always one UPDATE.
 
-`IdentityCache` authenticates without a SELECT for each heartbeat. One statement reads all identities; they
-are valid for at most 5 s, counted from the moment at which it was sent, and a NOTIFY about a node removes its
-entry at once. A missing entry or a mismatch refuses no heartbeat: the caller reads the row first. So after a
-lost NOTIFY a revoked secret passes for 5 s at most, and still writes nothing.
+`IdentityCache` authenticates without a SELECT for each heartbeat. One statement reads all identities. They
+are valid for at most 5 s from the start of the statement, and a NOTIFY about a node removes its entry at
+once. After a missing entry or a mismatch the caller reads the row before it refuses the heartbeat. So after a
+lost NOTIFY a revoked secret is accepted for 5 s at most, and still writes nothing.
 """
 
 import math
@@ -38,17 +38,18 @@ _FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "avai
 _VENDOR_LENGTH = 32
 MOST_ENDED = 64
 ENDED_LENGTHS = {"process_key": 300, "address": 512}
-"""Most characters of the texts that identify an ended engine."""
+"""Maximum numbers of characters of the texts that identify an ended engine."""
 
 Key = tuple[UUID, str, str]
-"""Node, fingerprint, process."""
+"""Node id, fingerprint and process (`instance`)."""
 
 
 @dataclass(frozen=True)
 class Beat:
     """One heartbeat: the node, its fingerprint, the time of arrival, and the reported figures (bytes).
 
-    `measured_at` is the arrival time of its `available_vram`, which in a merged heartbeat may be earlier.
+    `measured_at` is the arrival time of its `available_vram`; in a merged heartbeat it may be earlier than
+    `at`.
     """
 
     id: UUID
@@ -63,11 +64,11 @@ class Beat:
     available_disk: int | None = None
     gpu_vendor: str | None = None
     gpus: GpuList | None = None
-    """Set if and only if `available_vram` is, except in heartbeats that are constructed by hand."""
+    """Set if and only if `available_vram` is set, except in heartbeats that are constructed by hand."""
 
     @property
     def key(self) -> Key:
-        """The row of a batch: heartbeats with the same key are merged."""
+        """The key of the heartbeat in a batch: heartbeats with the same key are merged."""
         return self.id, self.fingerprint, self.instance
 
     def __post_init__(self) -> None:
@@ -75,12 +76,12 @@ class Beat:
             object.__setattr__(self, "measured_at", self.at)
 
     def after(self, earlier: "Beat") -> "Beat":
-        """Return this heartbeat, with figures that only the earlier one reported filled in."""
+        """Return this heartbeat; figures that it lacks are taken from the earlier heartbeat."""
         missing = {name: value for name, value in vars(earlier).items() if getattr(self, name) is None}
         return replace(self, **missing)
 
 
-class Overtaken(errors.ClusterError):
+class WriteConflict(errors.ClusterError):
     """The node was changed while the batch was being written."""
 
     message = "The node was changed while the batch was being written."
@@ -89,7 +90,7 @@ class Overtaken(errors.ClusterError):
 def read(body: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the known fields of a heartbeat (`contract/http-api.md` §1.2).
 
-    Raises InvalidInput naming the field.
+    Raises InvalidInput with the name of the field.
     """
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
     gpus = body.get("gpus")
@@ -102,7 +103,7 @@ def read(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
-    """Parse the engines of a heartbeat that ended by themselves; raise InvalidInput naming the field."""
+    """Parse the list of ended engines in a heartbeat; raise InvalidInput with the name of the field."""
     entries = body.get("ended_processes")
     if entries is None:
         return []
@@ -225,9 +226,9 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 
 
 async def record(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
-    """Write all heartbeats (no two of one key) in one statement; return per key the refusal, or None.
+    """Write heartbeats with different keys in one statement; return for each key the refusal, or None.
 
-    `Overtaken` is no refusal: another transaction changed the node, and the heartbeat goes into the next
+    `WriteConflict` is no refusal: another transaction changed the node, and the heartbeat is in the next
     batch.
     """
     budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
@@ -235,23 +236,23 @@ async def record(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, 
     rows = await database.fetch_rows(WRITE, {"beats": orjson.dumps(encoded).decode()})
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     refusals = await _refusals(database, [beat for beat in beats if beat.key not in written])
-    return dict.fromkeys(written) | {key: refusal or Overtaken() for key, refusal in refusals.items()}
+    return dict.fromkeys(written) | {key: refusal or WriteConflict() for key, refusal in refusals.items()}
 
 
 async def prove(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
-    """Return per key the refusal of the heartbeat, or None; one SELECT for all, and nothing is written."""
+    """Return for each key the refusal of the heartbeat, or None; one SELECT for all heartbeats, no writes."""
     return await _refusals(database, beats)
 
 
 async def _budgets(database: StatementRunner, ids: Sequence[UUID]) -> dict[UUID, str]:
-    """Return the budgets of the nodes that report a total; stock workers do not."""
+    """Return the budgets of the nodes that report a total, by node id; stock workers report none."""
     return dict(await database.fetch_rows(_BUDGETS, {"ids": ids})) if ids else {}
 
 
 def _encode(beat: Beat, text: str) -> dict[str, Any]:
-    """Encode a heartbeat with the ceiling that the budget `text` means for its total (R1.36, "Port:").
+    """Encode a heartbeat with the ceiling that the budget `text` has for its total (R1.36, "Port:").
 
-    The ceiling counts only while the node still has that budget.
+    The UPDATE uses the ceiling only while the node still has this budget.
     """
     text = text if beat.total_vram is not None else ""
     return vars(beat) | {
@@ -269,15 +270,15 @@ async def _refusals(
     node_facts = [NodeFacts(*row) for row in await database.fetch_rows(_REFUSED, names)]
     by_id, by_secret = {row.id: row for row in node_facts}, {row.fingerprint: row for row in node_facts}
     return {
-        beat.key: verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
+        beat.key: find_refusal(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
         for beat in beats
     }
 
 
-def verdict(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError | None:
-    """Return why these rows refuse the heartbeat, or None if they authenticate it."""
+def find_refusal(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError | None:
+    """Return the error if these rows do not authenticate the heartbeat, otherwise None."""
     try:
-        identity.judge(beat.id, beat.fingerprint, beat.instance, rows)
+        identity.authenticate(beat.id, beat.fingerprint, beat.instance, rows)
     except errors.ClusterError as refusal:
         return refusal
     return None
@@ -286,7 +287,7 @@ def verdict(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError | None
 IDENTITY_MAX_AGE = 5.0
 """Seconds for which the cached rows authenticate heartbeats."""
 _REMOVED_RATIO = 8
-"""The cache is refreshed early when a NOTIFY has removed more than one in this many identities."""
+"""The cache is refreshed early when NOTIFYs have removed more than 1 of this number of identities."""
 
 ALL_IDENTITIES = """
 SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
@@ -302,20 +303,20 @@ class IdentityCache:
         self._read_at = self._not_before = -math.inf
 
     def accepts(self, beat: Beat) -> bool:
-        """Return True if the cache authenticates this heartbeat. False: the caller must read the row."""
+        """Return True if the cache authenticates the heartbeat; otherwise the caller must read the row."""
         if clock.monotonic() - self._read_at >= IDENTITY_MAX_AGE:
             return False
         node_facts = self._nodes.get(beat.id)
-        return node_facts is not None and verdict(beat, [node_facts]) is None
+        return node_facts is not None and find_refusal(beat, [node_facts]) is None
 
     @property
-    def is_worn(self) -> bool:
-        """Return True if the cache must be refreshed: it is too old, or too many entries are missing."""
+    def needs_refresh(self) -> bool:
+        """Return True if the cache is too old or too many of its entries are missing."""
         age = clock.monotonic() - self._read_at
         return age >= IDENTITY_MAX_AGE or len(self._removed) * _REMOVED_RATIO > len(self._nodes)
 
     async def refresh(self, database: StatementRunner) -> None:
-        """Read all identities. Nodes that change during the read are left out."""
+        """Read all identities; nodes that change during the read are left out."""
         began = clock.monotonic()
         self._removed.clear()
         facts_by_node = {row[0]: NodeFacts(*row) for row in await database.fetch_rows(ALL_IDENTITIES, {})}
@@ -324,7 +325,7 @@ class IdentityCache:
             self._read_at = began
 
     def forget(self, node: str) -> None:
-        """Remove the node of a NOTIFY from the cache; "" = some NOTIFYs may have been missed, remove all."""
+        """Remove the node of a NOTIFY from the cache; "" removes all nodes, because a NOTIFY may be lost."""
         if not node:
             self._read_at, self._not_before = -math.inf, clock.monotonic()
             return

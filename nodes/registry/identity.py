@@ -19,8 +19,8 @@ from nodes.models import BackendNode
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
-UNKNOWN = "-"
-"""Fingerprint of a text that cannot be a node's secret; no row ever has it."""
+UNKNOWN_FINGERPRINT = "-"
+"""Fingerprint of a text that cannot be a node's secret; no row has it."""
 _NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
 _INSTANCE = re.compile(r"([0-9a-f]{32})?\Z")
 
@@ -33,7 +33,7 @@ def check_node_secret(secret: str, header: str = SECRET_HEADER) -> str:
 
 
 def check_instance(instance: str) -> str:
-    """Return the id of a worker's process, "" for a worker without one.
+    """Return the id of a worker's process; "" for a worker that sends none.
 
     Raises InvalidInput for any other text.
     """
@@ -47,21 +47,25 @@ def check_instance(instance: str) -> str:
 def node_fingerprint(credential: str) -> str:
     """Return the fingerprint that a node's row must have for this credential.
 
-    The hash of a node's secret, "" for an admitted shared token, UNKNOWN for any other text.
+    The result is the hash of a node's secret, "" for an admitted shared token, and UNKNOWN_FINGERPRINT for
+    any other text.
     """
     if conf.cluster().allow_shared_token_nodes and is_registration_token(credential):
         return ""
-    return hash_secret(credential) if _NODE_SECRET.match(credential) else UNKNOWN
+    return hash_secret(credential) if _NODE_SECRET.match(credential) else UNKNOWN_FINGERPRINT
 
 
 def is_bound(fingerprint: str) -> bool:
     """Return True if this is the fingerprint of a node's own secret."""
-    return fingerprint not in ("", UNKNOWN) and BackendNode.objects.filter(fingerprint=fingerprint).exists()
+    return (
+        fingerprint not in ("", UNKNOWN_FINGERPRINT)
+        and BackendNode.objects.filter(fingerprint=fingerprint).exists()
+    )
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The columns of one row that authentication needs."""
+    """The columns of a node that authentication needs."""
 
     id: UUID
     fingerprint: str
@@ -71,7 +75,7 @@ class NodeFacts:
 
 
 class WrongCredential(errors.NotAuthenticated):
-    """A token or secret that is unknown, or not this node's: perhaps a guess, so it is counted."""
+    """A token or secret that is unknown or belongs to another node; it counts as a failed attempt."""
 
 
 class OtherProcess(errors.Conflict):
@@ -81,12 +85,12 @@ class OtherProcess(errors.Conflict):
 
 
 class MustRotate(errors.NotAuthenticated):
-    """The secret is right, but good for nothing any more but registering and replacing it."""
+    """The secret is right, but it only permits registration and rotation."""
 
     code = "rotate"
 
 
-def judge(
+def authenticate(
     node_id: UUID | None,
     fingerprint: str,
     instance: str,
@@ -96,10 +100,10 @@ def judge(
 ) -> Principal:
     """Authenticate the bearer of `fingerprint`, in the process `instance`, as the node `node_id`.
 
-    `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token,
-    an empty instance for a worker that sends none. Raises WrongCredential for a secret of no node or not of
-    this one, NotFound for an unknown id, Forbidden for another node's secret, OtherProcess, InvalidInput for
-    an invalid process id, and MustRotate unless `rotating`: the caller is replacing the secret. A worker
+    `rows` are the nodes with this id or this fingerprint. An empty fingerprint stands for the shared token,
+    an empty instance for a worker that sends none. Raises WrongCredential for an unknown or wrong secret,
+    NotFound for an unknown id, Forbidden for another node's secret, OtherProcess, and InvalidInput for an
+    invalid process id. Raises MustRotate unless `rotating`: then the caller replaces the secret. A worker
     whose node was removed gets NotFound, so that it can register again.
     """
     candidates = list(rows)
@@ -111,7 +115,7 @@ def judge(
             check_instance(instance)
             raise OtherProcess("another process has registered with this secret: is its data folder a copy?")
         return Principal("node", str(target.id), node_id=target.id)
-    if fingerprint == UNKNOWN:
+    if fingerprint == UNKNOWN_FINGERPRINT:
         raise WrongCredential("invalid node credential")
     if target is None:
         raise errors.NotFound("node not found")
@@ -129,10 +133,10 @@ def _matches(row: NodeFacts, fingerprint: str) -> bool:
 def prove_node(
     node_id: UUID | None, credential: str, instance: str = "", *, rotating: bool = False
 ) -> Principal:
-    """Return the node behind `credential` if it is `node_id`, in one query; raise like `judge`."""
+    """Return the node of `credential` if it is `node_id`, in one query; raise like `authenticate`."""
     fingerprint = node_fingerprint(credential)
-    rows = [] if fingerprint == UNKNOWN else _rows(node_id, fingerprint)
-    return judge(node_id, fingerprint, instance, rows, rotating=rotating)
+    rows = [] if fingerprint == UNKNOWN_FINGERPRINT else _rows(node_id, fingerprint)
+    return authenticate(node_id, fingerprint, instance, rows, rotating=rotating)
 
 
 def _rows(node_id: UUID | None, fingerprint: str) -> list[NodeFacts]:

@@ -49,7 +49,7 @@ class TokenState(StrEnum):
 
 @dataclass(frozen=True)
 class JoinTicket:
-    """A recognised token: the part of it that a registration and the timeline may know."""
+    """A valid token without its secret: the facts for a registration and the timeline."""
 
     id: UUID
     note: str
@@ -57,7 +57,7 @@ class JoinTicket:
 
 
 class TokenRefused(errors.NotAuthenticated):
-    """The join token exists, but admits no new node any more."""
+    """The join token exists, but no longer admits new nodes."""
 
 
 def is_join_token(credential: str) -> bool:
@@ -79,7 +79,7 @@ def make(
 ) -> tuple[JoinToken, str]:
     """Create a token valid for `lifetime` seconds; return the row and the token, which is not stored.
 
-    Raises InvalidInput naming the field that is out of bounds.
+    Raises InvalidInput with the name of a field that is out of bounds.
     """
     if not SHORTEST <= lifetime <= LONGEST:
         _refuse("lifetime_seconds", f"must be a whole number from {SHORTEST} to {LONGEST}")
@@ -115,7 +115,7 @@ def _refuse(field: str, complaint: str) -> None:
 def check_change(token_id: UUID, changes: Mapping[str, Any], now: datetime) -> None:
     """Lock the token until the transaction ends and check changes of `note`, `expires_at` or `max_uses`.
 
-    Raises NotFound, Conflict if the token is revoked, InvalidInput naming the field.
+    Raises NotFound, Conflict if the token is revoked, InvalidInput with the name of the field.
     """
     row = JoinToken.objects.select_for_update().filter(pk=token_id).first()
     if row is None:
@@ -133,7 +133,7 @@ def check_change(token_id: UUID, changes: Mapping[str, Any], now: datetime) -> N
 def change(token_id: UUID, changes: Mapping[str, Any], *, actor: Actor, now: datetime) -> None:
     """Write the changes, which may make an expired token usable again. Raises as `check_change`.
 
-    Django's admin calls it; its log is part of the audit.
+    Django's admin calls this function; the admin's log is part of the audit.
     """
     with transaction.atomic():
         check_change(token_id, changes, now)
@@ -142,7 +142,7 @@ def change(token_id: UUID, changes: Mapping[str, Any], *, actor: Actor, now: dat
 
 
 def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
-    """Revoke the token: it admits no new node. Repeating it changes nothing. Raises NotFound."""
+    """Revoke the token: it admits no new node. A repeated call changes nothing. Raises NotFound."""
     rows = JoinToken.objects.filter(pk=token_id)
     with transaction.atomic():
         revoked = rows.filter(revoked_at=None).update(revoked_at=now, revoked_by=str(actor))
@@ -154,10 +154,10 @@ def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
 
 
 def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
-    """Return the ticket of a token that is offered with a worker's secret ("" without one).
+    """Return the ticket of a token that a worker sends with its secret; "" without a secret.
 
-    Raises WrongCredential for an unknown token, TokenRefused for one that admits no new node, unless the
-    secret belongs to a node that has not been revoked. One or two queries.
+    Raises WrongCredential for an unknown token. Raises TokenRefused if the token no longer admits new nodes,
+    unless the secret belongs to a node that has not been revoked. One or two queries.
     """
     row = JoinToken.objects.filter(token_hash=hash_secret(token)).first() if is_join_token(token) else None
     if row is None:
@@ -183,11 +183,11 @@ def _unusable(row: JoinToken, token_state: TokenState) -> TokenRefused:
     return TokenRefused(f"{reasons.get(token_state, 'this join token has just been used')}; make another one")
 
 
-def spend(newcomers: Iterable[tuple[JoinTicket, str]], now: datetime) -> None:
+def spend_uses(newcomers: Iterable[tuple[JoinTicket, str]], now: datetime) -> None:
     """Spend one use for each new node (ticket and name), in the caller's transaction.
 
     One conditional UPDATE for each token, in the order of ids: concurrent transactions wait for each other
-    and never spend more uses than there are. Raises TokenRefused if there are not enough.
+    and never spend more uses than the token has. Raises TokenRefused if the token has too few uses.
     """
     uses = list(newcomers)
     latest = {ticket.id: name for ticket, name in uses}
@@ -204,7 +204,7 @@ def spend(newcomers: Iterable[tuple[JoinTicket, str]], now: datetime) -> None:
 def prune(*, before: datetime, limit: int) -> int:
     """Delete at most `limit` tokens that expired before `before`; return their number.
 
-    A token with which a node registered stays: its worker restarts with it.
+    A token with which a node registered stays, because its worker uses the token at a restart.
     """
     nodes = BackendNode.objects.filter(joined_with=OuterRef("pk"))
     old = JoinToken.objects.filter(~Exists(nodes), expires_at__lt=before).order_by("expires_at", "pk")

@@ -1,8 +1,8 @@
 """Labels: a worker's, an administrator's and the registry's own (R1.40 to R1.44).
 
 The source of a label decides who may replace it: a worker's labels never replace an administrator's, the
-registry's own replace both, and an own label that no longer holds is removed. An administrator's change with
-the `revision` that he read raises Conflict (field `revision`) if the node has changed since.
+registry's own labels replace both, and are removed when they no longer apply. A change with the `revision`
+that the administrator has seen raises Conflict (field `revision`) if the node has changed since.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ MOST_LABELS = 64
 LONGEST_KEY, LONGEST_VALUE = 128, 255
 MOST_PENDING_BYTES = 2048
 """Bytes of all labels that the worker of a pending node may report: anyone with the token can be one."""
-SLOTS = "node.replica-slots"
+SLOTS_LABEL = "node.replica-slots"
 _GIB = 1024**3
 _BUCKETS = (80, 48, 24, 16, 8)
 
@@ -32,7 +32,7 @@ Source = NodeLabel.Source
 def check_labels(labels: Mapping[str, str]) -> None:
     """Raise InvalidInput naming the key unless all labels are valid.
 
-    At most 64 labels, keys of 1 to 128 and values of up to 255 characters.
+    A node has at most 64 labels, with keys of 1 to 128 and values of up to 255 characters.
     """
     if len(labels) > MOST_LABELS:
         raise errors.InvalidInput(f"labels: at most {MOST_LABELS} are allowed", field="labels")
@@ -57,7 +57,10 @@ def _check(key: str, value: str) -> None:
 def set_labels(
     node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
 ) -> dict[str, str]:
-    """Replace all labels; return the new set. The registry's own return at the next registration (R1.40)."""
+    """Replace all labels; return the new set.
+
+    The registry's own labels return at the next registration (R1.40).
+    """
     check_labels(labels)
     return _edit(node_id, labels, None, actor, now, revision)
 
@@ -65,7 +68,7 @@ def set_labels(
 def merge_labels(
     node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
 ) -> dict[str, str]:
-    """Set these labels and keep the others; return the new set."""
+    """Set these labels and keep all others; return the new set."""
     check_labels(labels)
     return _edit(node_id, labels, (), actor, now, revision)
 
@@ -73,7 +76,7 @@ def merge_labels(
 def remove_label(
     node_id: UUID, key: str, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> dict[str, str]:
-    """Remove one key, if it exists; return the new set."""
+    """Remove this label if it exists; return the new set."""
     return _edit(node_id, {}, (key,), actor, now, revision)
 
 
@@ -93,7 +96,7 @@ def _edit(
     now: datetime,
     revision: int | None = None,
 ) -> dict[str, str]:
-    """Write the administrator's labels and remove the keys in `drop`; None removes all other keys."""
+    """Write the administrator's labels and remove the keys in `drop`; with None, remove all other keys."""
     with transaction.atomic():
         change = Change(lock_node(node_id, revision), now)
         before = _labels(change.node)
@@ -122,7 +125,7 @@ def _check_bytes(labels: Mapping[str, str]) -> None:
 
 def auto_labels(node: BackendNode) -> dict[str, str]:
     """Return the registry's own labels of a node (R1.41, R1.42)."""
-    labels = {"node.name": node.name, SLOTS: str(max(node.max_replicas_per_model, 1))}
+    labels = {"node.name": node.name, SLOTS_LABEL: str(max(node.max_replicas_per_model, 1))}
     if node.gpu_vendor:
         labels["gpu.vendor"] = node.gpu_vendor
     if node.total_vram > 0:
@@ -131,17 +134,17 @@ def auto_labels(node: BackendNode) -> dict[str, str]:
 
 
 def vram_bucket(total: int) -> str:
-    """Return whole GiB, rounded down to a card's size (R1.42)."""
+    """Return the total in whole GiB, rounded down to a common size of GPU memory (R1.42)."""
     gib = total // _GIB
     floor = next((step for step in _BUCKETS if gib >= step), gib)
     return "80GB+" if floor == _BUCKETS[0] else f"{floor}GB"
 
 
-def reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: Actor) -> None:
+def merge_reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: Actor) -> None:
     """Merge the labels that workers report into the stored sets (R1.30).
 
-    An administrator's labels stay, the registry's own replace both. Two statements for any number of nodes,
-    and one for each node that loses a label.
+    An administrator's labels stay; the registry's own labels replace a worker's and an administrator's. Two
+    statements for any number of nodes, and one for each node that loses a label.
     """
     rows_by_node: dict[UUID, dict[str, NodeLabel]] = defaultdict(dict)
     old = [change.node.id for change, _ in reports if change.node.revision > 0]
@@ -156,7 +159,7 @@ def reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: 
 def _merge_reported(
     change: Change, reported: Mapping[str, str], rows: Mapping[str, NodeLabel], actor: Actor
 ) -> list[NodeLabel]:
-    """Return the labels to write; remove stale ones, and record what changed."""
+    """Remove stale labels, record the changes, and return the labels to write."""
     automatic = auto_labels(change.node)
     reserved_keys = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
     worker_labels = {key: value for key, value in reported.items() if key not in reserved_keys}
@@ -183,7 +186,7 @@ def _merge_reported(
 def _changed_rows(
     rows: Mapping[str, NodeLabel], labels: Mapping[str, str], node: BackendNode, source: NodeLabel.Source
 ) -> list[NodeLabel]:
-    """Return rows for the labels that are not stored in just this way: a worker mostly repeats itself."""
+    """Return rows for labels that are not stored with this value and source: most reports repeat labels."""
     stored = {key: label.value for key, label in rows.items() if label.source == source}
     changed = {key: value for key, value in labels.items() if stored.get(key) != value}
     return _rows(node, changed, source)
@@ -192,9 +195,9 @@ def _changed_rows(
 def refresh_slots_label(node: BackendNode) -> None:
     """Set `node.replica-slots` to the new cap, and keep the other labels (R1.45).
 
-    No event: the event of the cap states it already.
+    No event is recorded, because the event of the cap contains the value.
     """
-    _write(node, {SLOTS: auto_labels(node)[SLOTS]}, Source.AUTO)
+    _write(node, {SLOTS_LABEL: auto_labels(node)[SLOTS_LABEL]}, Source.AUTO)
 
 
 def _labels(node: BackendNode) -> dict[str, str]:
@@ -221,7 +224,7 @@ def _remove(node: BackendNode, keys: Collection[str]) -> None:
 
 
 def _record_change(change: Change, actor: Actor, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Record one event for the difference, none if there is none."""
+    """Record one event with the differences, none if the labels are equal."""
     detail = {
         "set": {key: value for key, value in after.items() if before.get(key) != value},
         "removed": sorted(before.keys() - after.keys()),

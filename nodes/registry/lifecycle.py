@@ -2,8 +2,8 @@
 
 A draining node gets no new requests and keeps its replicas until nothing runs on them or the deadline passes,
 so that a stopping worker can wait for its last requests (`contract/worker.md` §19). The user and API key of
-an agent node live as long as the node (R1.26, R1.31, R1.38): every approved registration replaces them,
-deregistration and a revoked secret remove them. The key is returned once and stored nowhere.
+an agent node exist as long as the node (R1.26, R1.31, R1.38): every approved registration replaces both,
+deregistration and a revoked secret remove both. The key is returned once and stored nowhere.
 """
 
 import types
@@ -49,7 +49,7 @@ def provision_agent(change: Change) -> str:
 
 
 def revoke_agent(change: Change) -> None:
-    """Remove the agent's user, and with it the key; do nothing if it has none."""
+    """Remove the agent's user, and with it the key; do nothing if there is no user."""
     user_id = change.node.auth_user_id
     if user_id is None:
         return
@@ -65,12 +65,12 @@ def _username(node: BackendNode) -> str:
     return f"agent-worker:{node.id}" if is_taken or len(name) > _LONGEST_USERNAME else name
 
 
-DEREGISTERED = "deregistered by the worker"
+DEREGISTERED_REASON = "deregistered by the worker"
 
 
 @dataclass(frozen=True)
 class Approval:
-    """An approved node, and an agent's API token, which is stored nowhere else; "" for other nodes."""
+    """An approved node; for an agent also its API token, which is stored nowhere else."""
 
     node: BackendNode
     api_token: str = ""
@@ -85,15 +85,15 @@ class ApprovalResult:
     status: str = ""
     error: str = ""
     api_token: str = ""
-    """API token of an agent, as in `Approved`."""
+    """API token of an agent, as in `Approval`."""
 
 
 def approve(
     node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", fingerprint: str | None = None
 ) -> Approval:
-    """Approve a pending node (R1.15, R1.31). Raise NotFound, or InvalidInput naming its state.
+    """Approve a pending node (R1.15, R1.31). Raise NotFound, or InvalidInput with the state of the node.
 
-    With the `fingerprint` that the user compared, "" for none, raises Conflict if it has changed.
+    `fingerprint` is the fingerprint that the user compared, "" for none; raises Conflict if it has changed.
     """
     with transaction.atomic():
         change = Change(lock_node(node_id), now)
@@ -122,7 +122,7 @@ def approve_many(
 ) -> list[ApprovalResult]:
     """Approve each node on its own, in the given order: an error of one does not stop the others.
 
-    `fingerprints` are those that the user compared, as in `approve`.
+    `fingerprints` are the fingerprints that the user compared, as in `approve`.
     """
     return [_approve_node(node_id, actor, now, fingerprints.get(node_id)) for node_id in node_ids]
 
@@ -145,7 +145,7 @@ def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> Backen
 def deactivate(node_id: UUID, *, now: datetime) -> None:
     """Take the node offline because its worker leaves: its replicas end, the record stays (R1.20)."""
     with node_change(node_id, now) as change:
-        change.apply(Event.DEACTIVATED, actors.WORKER, reason=DEREGISTERED)
+        change.apply(Event.DEACTIVATED, actors.WORKER, reason=DEREGISTERED_REASON)
 
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
@@ -163,7 +163,7 @@ def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -
 def mark_in_doubt(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:
-    """Mark those of the nodes unhealthy that are still silent for `limit` seconds; return their number.
+    """Mark the nodes that are still silent for `limit` seconds unhealthy; return their number.
 
     `detail` is appended to the reason. A constant number of statements for any number of nodes.
     """
@@ -177,9 +177,9 @@ def mark_in_doubt(
 
 
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
-    """Declare every node silent until its next heartbeat; return the number of nodes that were not yet.
+    """Mark every node silent until its next heartbeat; return the number of nodes that changed.
 
-    Their replicas depart. A constant number of statements for any number of nodes.
+    The replicas of these nodes depart. A constant number of statements for any number of nodes.
     """
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.all())
@@ -189,7 +189,7 @@ def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
 def mark_silent(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:
-    """Take those of the nodes offline that are still silent for `limit` seconds; return their number (R5.4).
+    """Take the nodes offline that are still silent for `limit` seconds; return their number (R5.4).
 
     `detail` is appended to the reason. A constant number of statements for any number of nodes.
     """
@@ -203,9 +203,10 @@ def mark_silent(
 
 
 def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
-    """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy (R1.18, R5.5).
+    """Mark the nodes healthy that sent a heartbeat since they became unhealthy (R1.18, R5.5).
 
-    Reverts nothing else. Returns their number. A constant number of statements for any number of nodes.
+    Changes nothing else. Returns the number of these nodes. A constant number of statements for any number of
+    nodes.
     """
     if not node_ids:
         return 0
@@ -219,8 +220,8 @@ def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -
 
 FINGERPRINT_CHANGED = "the fingerprint has changed; review the node again"
 RESUMED_OFFLINE = "resumed, waiting for its next heartbeat"
-OWN_DEADLINE = 60.0
-"""Seconds a stopping worker has for its whole way out (§0.6)."""
+WORKER_DRAIN_SECONDS = 60.0
+"""Seconds that a stopping worker has from its drain to its end (§0.6)."""
 LONGEST_DEADLINE = 30 * 86400.0
 
 
@@ -261,7 +262,7 @@ def drain_by_worker(node_id: UUID, *, now: datetime) -> None:
     """Drain the node because its worker stops (§1.3); an admin's drain keeps its author and deadline."""
     with node_change(node_id, now) as change:
         if change.apply(Event.DRAINED_ITSELF, actors.WORKER, reason="its worker is stopping"):
-            change.set(drain_deadline=now + timedelta(seconds=OWN_DEADLINE))
+            change.set(drain_deadline=now + timedelta(seconds=WORKER_DRAIN_SECONDS))
 
 
 def resume(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
@@ -279,9 +280,9 @@ def resume_by_worker(node_id: UUID, *, now: datetime) -> None:
 
 
 def finish_drains(*, now: datetime) -> int:
-    """End the drains on which nothing runs or whose deadline has passed; return the number of nodes.
+    """End the drains that have no running requests or are past their deadline; return their number.
 
-    One query when nothing is due, else a constant number of statements.
+    One query if no drain is due, otherwise a constant number of statements.
     """
     due = _due(now)
     if not due:

@@ -1,8 +1,8 @@
 """Filters, order and pages of lists, parsed from the parameters of a request.
 
-A list without parameters is complete and sorted by name. Every parameter has bounds; a parameter that is
-unknown, repeated or out of bounds is a 400 that names it. `X-Total-Count` is the number on all pages, `Link`
-leads to the neighbouring pages (RFC 8288).
+A list without parameters is complete and sorted by name. Every parameter has bounds; an unknown or repeated
+parameter, or one out of bounds, causes a 400 with its name. `X-Total-Count` is the number of entries on all
+pages, `Link` has the addresses of the neighbouring pages (RFC 8288).
 """
 
 import re
@@ -26,7 +26,7 @@ FARTHEST = 1_000_000
 MOST_LABELS = 16
 LONGEST_SEARCH = 255
 LONGEST_VENDOR = 32
-SORTED_BY = (
+SORT_FIELDS = (
     "name",
     "status",
     "node_type",
@@ -39,7 +39,7 @@ SORTED_BY = (
     "created_at",
     "updated_at",
 )
-ORDERS = tuple(sign + name for name in SORTED_BY for sign in ("", "-"))
+ORDERS = tuple(sign + name for name in SORT_FIELDS for sign in ("", "-"))
 _NUMBER = re.compile(r"[0-9]{1,19}\Z", re.ASCII)
 
 
@@ -59,7 +59,7 @@ class Parameters:
             raise _invalid(unknown[:64], "is not a parameter of this list")
         self._query = query
 
-    def many(self, name: str) -> list[str]:
+    def repeated_values(self, name: str) -> list[str]:
         """Return all values of a parameter that may be repeated."""
         return self._query.getlist(name)
 
@@ -112,7 +112,7 @@ def _invalid(name: str, complaint: str) -> errors.InvalidInput:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of a list; without a limit it extends to the end."""
+    """A page of a list; without a limit the page extends to the end of the list."""
 
     limit: int | None = None
     offset: int = 0
@@ -160,7 +160,7 @@ def page_of(parameters: Parameters, usual: int | None = None) -> Page:
 
 @dataclass(frozen=True)
 class NodeQuery:
-    """The requested nodes in order, and the page of them."""
+    """The requested nodes in their order, and the requested page."""
 
     nodes: BackendNodeQuerySet
     page: Page
@@ -170,8 +170,8 @@ class NodeQuery:
 NODE_PARAMETERS = ("status", "type", "vendor", "search", "label", "sort", "limit", "offset")
 
 
-def wanted_nodes(query: QueryDict) -> NodeQuery:
-    """Parse a request for the list of nodes; raise InvalidInput naming the parameter."""
+def parse_node_query(query: QueryDict) -> NodeQuery:
+    """Parse a request for the list of nodes; raise InvalidInput with the name of the parameter."""
     parameters = Parameters(query, *NODE_PARAMETERS)
     condition = _condition(parameters)
     labels = _labels(parameters)
@@ -198,7 +198,7 @@ def _condition(parameters: Parameters) -> Q:
 
 def _labels(parameters: Parameters) -> list[tuple[str, str]]:
     """Parse the pairs of `label=key=value`; the first `=` ends the key."""
-    texts = parameters.many("label")
+    texts = parameters.repeated_values("label")
     if len(texts) > MOST_LABELS:
         raise _invalid("label", f"is given more than {MOST_LABELS} times")
     pairs = []
@@ -212,7 +212,10 @@ def _labels(parameters: Parameters) -> list[tuple[str, str]]:
 
 
 def _order(sort: str) -> list[OrderBy]:
-    """Sort by the column and then by name; a node without a heartbeat counts as the longest silent."""
+    """Return the order by the column, then by name.
+
+    A node without a heartbeat counts as the longest silent.
+    """
     column = F(sort.removeprefix("-"))
     first = column.desc(nulls_last=True) if sort.startswith("-") else column.asc(nulls_first=True)
     return [first, F("name").asc()]

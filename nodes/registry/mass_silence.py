@@ -1,4 +1,4 @@
-"""The mass-disruption hold on nodes that fell silent together: the only writer of `MassSilence`."""
+"""The mass-disruption hold on nodes that became silent together: the only writer of `MassSilence`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nodes.registry.timeline import Entry
 
 @dataclass(frozen=True)
 class CurrentHold:
-    """The hold: `silent` of `of` nodes are silent, and are kept until `until`."""
+    """The hold: `silent` of `of` nodes are silent, and are not taken offline before `until`."""
 
     since: datetime
     until: datetime
@@ -26,7 +26,7 @@ class CurrentHold:
 
 
 def current_hold() -> CurrentHold | None:
-    """Return the current hold, None without one; one query."""
+    """Return the current hold, None if there is none; one query."""
     row = MassSilence.objects.first()
     return None if row is None else CurrentHold(row.since, row.until, len(row.nodes), row.of)
 
@@ -36,7 +36,7 @@ def hold(
 ) -> None:
     """Hold these silent nodes; nodes that are newly held get an event in their timeline.
 
-    Needs a transaction in which no one else decides. A constant number of statements.
+    Needs a transaction that excludes other decisions. A constant number of statements.
     """
     silent = sorted(map(str, nodes))
     current = MassSilence.objects.first()
@@ -54,8 +54,8 @@ def hold(
 def release_silent_node(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
     """Take a held node offline after nothing listened for it on the bus; return True if it was held.
 
-    The caller's request found no listener over a live connection, so the node is away, and not this process.
-    A node with a heartbeat within `limit` seconds stays.
+    The caller's request found no listener over a live connection, so the node is disconnected, and not this
+    process. A node with a heartbeat within the last `limit` seconds stays online.
     """
     row = MassSilence.objects.first()
     if row is None or str(node_id) not in row.nodes:

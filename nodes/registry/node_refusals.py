@@ -12,7 +12,7 @@ GONE = "the node is no longer registered"
 
 @dataclass(frozen=True)
 class NodeRefusal:
-    """One node and why it cannot take the request."""
+    """One node and the reason why it cannot take the request."""
 
     node_id: UUID
     node_name: str

@@ -37,33 +37,35 @@ _VERSION = "{0}.xmin::text || {0}.ctid::text || (SELECT pg_postmaster_start_time
 
 Every write changes the first two; another server may repeat them.
 """
-_OF_ANY = "(%(ids)s::uuid[] IS NULL OR node_id = ANY(%(ids)s))"
-_PARTS = f"""
+_ID_FILTER = "(%(ids)s::uuid[] IS NULL OR node_id = ANY(%(ids)s))"
+_ROW_PARTS = f"""
     SELECT n.id::text, {_VERSION.format("n")}, concat(
         ',"model_count":', coalesce(loaded, 0), ',"in_flight_count":', coalesce(running, 0),
         ',"labels":' || labels, ',"open_conflicts":' || claims, '}}')
     FROM backend_nodes n
     LEFT JOIN (SELECT node_id, count(*) FILTER (WHERE state = 'loaded') AS loaded, sum(in_flight) AS running
-        FROM node_models WHERE state = ANY(%(counted)s) AND {_OF_ANY} GROUP BY node_id) m ON m.node_id = n.id
+        FROM node_models WHERE state = ANY(%(counted)s) AND {_ID_FILTER}
+        GROUP BY node_id) m ON m.node_id = n.id
     LEFT JOIN (SELECT node_id, json_object_agg(key, value)::text AS labels
-        FROM node_labels WHERE {_OF_ANY} GROUP BY node_id) l ON l.node_id = n.id
+        FROM node_labels WHERE {_ID_FILTER} GROUP BY node_id) l ON l.node_id = n.id
     LEFT JOIN (SELECT node_id, count(*) AS claims
-        FROM node_conflicts WHERE state = 'open' AND {_OF_ANY} GROUP BY node_id) c ON c.node_id = n.id
+        FROM node_conflicts WHERE state = 'open' AND {_ID_FILTER} GROUP BY node_id) c ON c.node_id = n.id
     WHERE %(ids)s::uuid[] IS NULL OR n.id = ANY(%(ids)s)"""
-"""SQL: the version of each node's row, and the end of its list element as JSON."""
+"""SQL: the version of each node's row, and the end of the node's list element as JSON."""
 _MOST_CACHED = 20_000
 _cached: dict[str, tuple[str, str]] = {}
-"""The version of a node's row and the start of its list element as JSON, by id: a kilobyte each."""
+"""The version of a node's row and the start of its list element as JSON, by id; about a kilobyte each."""
 
 
 def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragment]:
-    """Return the list elements of these nodes, in their order; `whole`: no node is left out.
+    """Return the list elements of these nodes, in their order.
 
-    Only nodes that were written since the last list are read; labels and counts always are.
+    `whole`: `nodes` are all nodes. Only rows that were written since the last list are read again; labels and
+    counts are always read.
     """
     ids = list(nodes.values_list(text("id"), flat=True))
     with connection.cursor() as cursor:
-        cursor.execute(_PARTS, {"ids": None if whole else ids, "counted": list(COUNTED_IN_FLIGHT)})
+        cursor.execute(_ROW_PARTS, {"ids": None if whole else ids, "counted": list(COUNTED_IN_FLIGHT)})
         parts = {id: (version, end) for id, version, end in cursor}
     known = [(id, _cached.get(id, ("", ""))) for id in parts]
     current = {id: cached for id, cached in known if cached[0] == parts[id][0]}
@@ -99,31 +101,31 @@ def list_rows(nodes: BackendNodeQuerySet, *, of: Shape = shape.NODE) -> list[Row
 
 
 def version_skew_of(row: Row) -> str:
-    """Return the version difference of a node in any of its shapes."""
+    """Return the version difference of a node; the row may have any shape of a node."""
     weak = bool(row.get("weak_identity"))
     return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
-def _of(rows: QuerySet[Any], ids: Collection[str]) -> QuerySet[Any]:
+def _group_by_node(rows: QuerySet[Any], ids: Collection[str]) -> QuerySet[Any]:
     return rows.filter(node_id__in=ids).order_by().values("node_id").values_list(text("node_id"))
 
 
 def _counts(ids: Collection[str]) -> dict[str, tuple[int, int]]:
-    rows = _of(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), ids)
+    rows = _group_by_node(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), ids)
     counted = rows.annotate(loaded=Count("pk", filter=Q(state="loaded")), running=Sum("in_flight"))
     return {node: (loaded, running) for node, loaded, running in counted}
 
 
 def _labels(ids: Collection[str]) -> dict[str, str]:
-    return dict(_of(NodeLabel.objects.all(), ids).annotate(labels=LabelsOf(F("key"), F("value"))))
+    return dict(_group_by_node(NodeLabel.objects.all(), ids).annotate(labels=LabelsOf(F("key"), F("value"))))
 
 
 def _open_conflicts(ids: Collection[str]) -> dict[str, int]:
-    return dict(_of(NodeConflict.objects.filter(state="open"), ids).annotate(claims=Count("pk")))
+    return dict(_group_by_node(NodeConflict.objects.filter(state="open"), ids).annotate(claims=Count("pk")))
 
 
 def detail_row(node_id: UUID) -> Row | None:
-    """Return the node's list element with the facts behind its status; None if there is no such node.
+    """Return the node's list element with the facts that determine its status; None for an unknown node.
 
     `labels` is always an object (R1.107).
     """
@@ -144,7 +146,7 @@ def _gpus(node_id: UUID) -> list[Row]:
 
 
 def _overrides(node_id: UUID, node: Row) -> Row:
-    """Return the user and time of each override, if the timeline still has it."""
+    """Return the user and time of each override, as far as the timeline still has the events."""
     overridden = [
         name for name in shape.OVERRIDES.fields if node.get(f"{name}_manually_set", bool(node.get(name)))
     ]
@@ -159,19 +161,19 @@ def _overrides(node_id: UUID, node: Row) -> Row:
     )
 
 
-STOCK = "stock worker"
+STOCK_WORKER = "stock worker"
 
 
 def version_skew(node_type: str, worker_version: str, *, weak: bool) -> str:
     """Return the version difference for the operator; "" if there is none or the version is unknown.
 
-    A node without a secret of its own is a stock worker: ours always has one.
+    A node without a secret of its own is a stock worker: our workers always have one.
     """
     if node_type == "agent":
         return ""
     if worker_version:
         return "" if worker_version == __version__ else f"worker {worker_version}, server {__version__}"
-    return STOCK if weak else ""
+    return STOCK_WORKER if weak else ""
 
 
 APPROVED = Shape(

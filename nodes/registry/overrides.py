@@ -1,7 +1,7 @@
 """An administrator's settings of a node: replica cap and VRAM budget (R1.45 to R1.50), disk quota for models.
 
-All survive the worker's restarts until they are reset. With the `revision` that the administrator read, each
-function raises Conflict (field `revision`) if the node has changed since.
+All settings survive the worker's restarts until they are reset. `revision` is the revision that the
+administrator has seen; each function raises Conflict (field `revision`) if the node has changed since.
 """
 
 from datetime import datetime
@@ -99,7 +99,7 @@ def set_disk_quota(
 ) -> BackendNode:
     """Limit the disk space that the files of models take on the node, "" = no limit.
 
-    Files that are there stay. Raises InvalidInput if `text` is not a budget, as for VRAM.
+    Existing files stay. Raises InvalidInput if `text` is not a budget, as for VRAM.
     """
     text = text.strip()
     if len(text) > LONGEST_BUDGET:
@@ -118,7 +118,7 @@ def set_disk_quota(
 
 
 def _override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
-    """Set the columns and record the event; do nothing if they have these values."""
+    """Set the columns and record the event; do nothing if the columns have these values."""
     before = {name: getattr(change.node, name) for name in values}
     if before == values:
         return

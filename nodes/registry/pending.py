@@ -1,8 +1,8 @@
 """Nodes that await approval: their largest number, and the time until a silent one is removed.
 
 Anyone with the registration token can register names, so their number is limited, per address and in total.
-Nodes that an administrator rejected or revoked do not count. A join token has a limit of its own, so nodes
-that register with one are always admitted; they count for the others.
+Nodes that an administrator rejected or revoked do not count. A join token has its own limit, so nodes that
+register with a join token are always admitted, but count towards the limits of other nodes.
 """
 
 import logging
@@ -19,7 +19,7 @@ from nodes.registry.change import remove_all
 
 log = logging.getLogger(__name__)
 
-SILENT_FOR = timedelta(days=1)
+SILENCE_LIMIT = timedelta(days=1)
 """Time without a heartbeat after which a pending node is removed."""
 _RETRY_AFTER = 60.0
 
@@ -36,7 +36,8 @@ class TooManyPending(errors.ClusterError):
 def check_limits(newcomers: Collection[BackendNode]) -> None:
     """Raise TooManyPending if these new rows of the caller's transaction exceed a limit.
 
-    Transactions with new nodes pass here one at a time, so that several at once do not exceed it either.
+    Transactions with new nodes run this check one at a time, so that concurrent ones do not exceed a limit
+    together.
     """
     if not newcomers:
         return
@@ -65,10 +66,11 @@ def _refusal(problem: str, setting: str) -> TooManyPending:
 def expire(*, now: datetime) -> int:
     """Remove the pending nodes that are silent for a day; return their number.
 
-    A node that an administrator rejected or revoked stays: that decision outlives its worker.
+    A node that an administrator rejected or revoked stays, so that the decision applies if the worker
+    returns.
     """
     silent = BackendNode.objects.filter(
-        approved_at=None, rejected_at=None, revoked_at=None, last_heartbeat__lt=now - SILENT_FOR
+        approved_at=None, rejected_at=None, revoked_at=None, last_heartbeat__lt=now - SILENCE_LIMIT
     )
     reason = "pending, and silent for a day"
     return len(remove_all(silent, actors.task("pending nodes"), now=now, reason=reason))

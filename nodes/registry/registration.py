@@ -1,8 +1,8 @@
 """Registration: a worker reports its identity and resources (R1.22 to R1.31, `contract/http-api.md` §1.1).
 
-`claim` checks what needs no row. One transaction covers all registrations that arrive together: identity
-first, then facts, figures, labels and replicas. A claim that does not fit is recorded, and refused after the
-commit: an administrator can see the conflict.
+`claim` makes the checks that need no row. One transaction handles all registrations that arrive together:
+identity first, then facts, figures, labels and replicas. A mismatching claim is recorded, and refused after
+the commit, so that an administrator can see the conflict.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ from nodes.registry import (
     states,
 )
 from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_all
-from nodes.registry.labels import check_labels, reported_labels
+from nodes.registry.labels import check_labels, merge_reported_labels
 from nodes.registry.states import Event, facts_of
 from nodes.replicas import engines
 from nodes.replicas.states import UNANSWERED_START_LIMIT
@@ -43,7 +43,7 @@ from nodes.scheduling.passes import clear_cooldowns
 
 @dataclass(frozen=True)
 class Running:
-    """One engine process that a worker reports as running; `address` may be empty."""
+    """An engine process that a worker reports as running; `address` may be empty."""
 
     process_key: str
     address: str = ""
@@ -76,7 +76,7 @@ class Registration:
     """Version of our worker; stock workers send none."""
     labels: Mapping[str, str] = field(default_factory=dict)
     engine_token: str = field(default="", repr=False)
-    """The bearer token that its engines expect; "" = the registration token."""
+    """The bearer token that its engines expect; empty for the registration token."""
     running_processes: Collection[Running] | None = None
     """None: the worker does not report them, so all replicas end (R1.12 to R1.14), except those of a stock
     worker.
@@ -85,9 +85,9 @@ class Registration:
 
 @dataclass(frozen=True)
 class Claim:
-    """A registration and its sender: fingerprint of the secret ("" = shared token), process, address.
+    """A registration and its sender: fingerprint of the secret ("" for the shared token), process, address.
 
-    `ticket`: the join token that it came with instead of the registration token.
+    `ticket`: the join token, if it was sent instead of the registration token.
     """
 
     registration: Registration
@@ -106,7 +106,7 @@ def claim(
     source_address: str,
     ticket: joining.JoinTicket | None = None,
 ) -> Claim:
-    """Return a well-formed claim.
+    """Check a registration and return the claim.
 
     Raises InvalidInput for an invalid name, label or address, Forbidden without a secret (unless shared-token
     nodes are admitted, and never with a join token).
@@ -137,9 +137,9 @@ def _fingerprint(secret: str, ticket: joining.JoinTicket | None) -> str:
 
 
 _TRIES = 3
-"""Attempts to create and lock the node rows: the node may be removed between the insert and the lock."""
-LISTS_AFTER = 3.0
-"""Seconds until a registered worker listens on the bus and can answer an inventory request."""
+"""Attempts to create and lock the rows of nodes: a node may be removed between the insert and the lock."""
+INVENTORY_DELAY = 3.0
+"""Seconds after a registration until the worker listens on the bus and can answer an inventory request."""
 _PRESERVED_IF_EMPTY = (
     *("address", "http_address", "gpu_vendor", "gpu_compute_capability", "capability"),
     *("total_vram", "total_ram", "available_ram"),
@@ -150,7 +150,7 @@ _PRESERVED_IF_EMPTY = (
 class Registered:
     """A registered node; an approved one has bus credentials, an approved agent an API token.
 
-    Token and credentials are stored nowhere else.
+    The token and the credentials are stored nowhere else.
     """
 
     node: BackendNode
@@ -159,13 +159,13 @@ class Registered:
 
 
 RegistrationOutcome = Registered | errors.Conflict
-"""The result of a claim. A Conflict has been recorded for an administrator."""
+"""The result of a claim. A Conflict is already recorded for an administrator."""
 
 
 def register_one(new_claim: Claim, *, now: datetime, auto_approve: bool) -> Registered:
-    """Create or refresh the node of that name (R1.10 to R1.31).
+    """Create or update the node with the name of the claim (R1.10 to R1.31).
 
-    Raises Conflict for a claim that does not fit, and the errors of `register_all`.
+    Raises Conflict for a mismatching claim, and the errors of `register_all`.
     """
     (outcome,) = register_all([new_claim], now=now, auto_approve=auto_approve)
     if isinstance(outcome, errors.Conflict):
@@ -178,10 +178,10 @@ def register_all(
 ) -> list[RegistrationOutcome]:
     """Register claims of different names and secrets in one transaction, in a constant number of queries.
 
-    Raises Forbidden for a revoked secret, TokenRefused for a join token that was spent meanwhile, Conflict
-    for a claim that cannot be recorded, and TooManyPending; then no claim is registered. A join token costs
-    one more statement, a new node that must be approved two.
-    With `patience`, raises OperationalError if another transaction holds a row for that many seconds.
+    Raises Forbidden for a revoked secret, TokenRefused for a join token that was used up meanwhile, Conflict
+    for a claim that cannot be recorded, and TooManyPending. After an error no claim is registered. A join
+    token costs one more statement, a new node that must be approved two. With `patience`, raises
+    OperationalError if another transaction holds a row for that many seconds.
     """
     with transaction.atomic():
         if patience:
@@ -200,7 +200,7 @@ def register_all(
             for (node, kind), new_claim in zip(matches, new_claims, strict=True)
             if kind is None
         ]
-        joining.spend(_unbound_tickets(fitting), now)
+        joining.spend_uses(_unbound_tickets(fitting), now)
         if not auto_approve:
             pending.check_limits(
                 [node for node, new_claim in fitting if not node.revision and new_claim.ticket is None]
@@ -213,7 +213,7 @@ def register_all(
 
 
 def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:
-    """Return the join tokens to spend: those of claims whose secret is not bound to their node yet."""
+    """Return the join tokens to spend: from claims whose secret is not yet bound to their node."""
     return [
         (new_claim.ticket, new_claim.registration.name)
         for node, new_claim in fitting
@@ -228,9 +228,9 @@ def _is_bound(node: BackendNode, new_claim: Claim) -> bool:
 def _record_conflict(
     node: BackendNode, kind: NodeConflict.Mismatch, new_claim: Claim, now: datetime
 ) -> errors.Conflict:
-    """Record the claim that does not fit, and return the refusal."""
+    """Record the mismatching claim, and return the error."""
     with logs.of_request(new_claim.request_id):
-        return claims.note(
+        return claims.record_conflict(
             node,
             kind,
             _claimed_value(kind, new_claim),
@@ -244,10 +244,10 @@ def _record_conflict(
 def _match_node(
     rows: Collection[BackendNode], new_claim: Claim
 ) -> tuple[BackendNode, NodeConflict.Mismatch | None]:
-    """Return the node of the claim and the mismatch, if any; the name's node precedes the secret's."""
+    """Return the node of the claim and the mismatch, if any; the node with the claim's name comes first."""
     named = next((row for row in rows if row.name == new_claim.registration.name), None)
     secret_node = next((row for row in rows if row is not named), None)
-    kind = claims.judge(named, new_claim.fingerprint, new_claim.instance) if named else None
+    kind = claims.find_mismatch(named, new_claim.fingerprint, new_claim.instance) if named else None
     if (
         named
         and not kind
@@ -273,7 +273,7 @@ def _claimed_value(kind: NodeConflict.Mismatch, new_claim: Claim) -> str:
 def _lock_or_create(new_claims: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:
     """Return for each claim the locked rows with its name or secret; the first claim creates the row (R1.22).
 
-    Raises Conflict for a name that cannot be distinguished from another node's.
+    Raises Conflict for a name that cannot be distinguished from another node's name.
     """
     for _ in range(_TRIES):
         existing = _lock_existing(new_claims)
@@ -304,7 +304,7 @@ def _matching_rows(new_claim: Claim, existing: Sequence[BackendNode]) -> list[Ba
 
 
 def _lock_existing(new_claims: Sequence[Claim]) -> list[BackendNode]:
-    """Lock and return the nodes with these names, similar names or these secrets."""
+    """Lock and return the nodes with these names, with similar names, or with these secrets."""
     claimed_names = [new_claim.registration.name for new_claim in new_claims]
     condition = Q(name_key__in=[names.key(name) for name in claimed_names]) | Q(name__in=claimed_names)
     if secrets := [new_claim.fingerprint for new_claim in new_claims if new_claim.fingerprint]:
@@ -338,9 +338,9 @@ def _admit_all(
         (change, new_claim.registration.labels)
         for change, (_, new_claim) in zip(changes, fitting, strict=True)
     ]
-    reported_labels(reports, actors.WORKER)
+    merge_reported_labels(reports, actors.WORKER)
     changed = [(node, new_claim.registration) for node, new_claim in fitting if node.id not in routine]
-    _drop_absent(changed, now)
+    _drop_unlisted_replicas(changed, now)
     tokens = [_agent_token(change) for change in changes]
     save_all(changes)
     issued = bus_credentials.issue([change.node for change in changes], now)
@@ -355,8 +355,8 @@ def _admit_all(
 def _is_routine(node: BackendNode, new_claim: Claim) -> bool:
     """Return True if the same process registers again, for new credentials or while it waits for approval.
 
-    Such a registration carries no new facts, and none about replicas either: its list was built before loads
-    that have ended since, and omits engines that are still to be started.
+    Such a registration has no new facts. Its list of replicas may be outdated: loads may have ended since,
+    and engines may be starting.
     """
     same = new_claim.instance == node.instance and new_claim.fingerprint == node.fingerprint
     registration = new_claim.registration
@@ -402,7 +402,7 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
         figures["reserved_vram"] = 0
     change.set(engine_token=registration.engine_token, **figures)
     if not routine:
-        soon = now + timedelta(seconds=LISTS_AFTER)
+        soon = now + timedelta(seconds=INVENTORY_DELAY)
         change.set(inventory_due_at=soon, **{**file_port.UNCHECKED_COLUMNS, "file_port_next_check_at": soon})
     return change
 
@@ -421,12 +421,13 @@ def _agent_token(change: Change) -> str:
     return ""
 
 
-def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: datetime) -> None:
-    """Take away the replicas that a worker does not list; a listed one at another address is another process.
+def _drop_unlisted_replicas(registered: Sequence[tuple[BackendNode, Registration]], now: datetime) -> None:
+    """End or depart the replicas whose process a worker does not list.
 
-    Those that cannot run any more end. The others depart: controllers stop them, as also those that departed
-    earlier and are listed now. A stock worker lists nothing, and registers again for new credentials while
-    its engines run on: a controller requests its list (`nodes/backends/inventory.py`).
+    A listed process at another address is another process. Replicas that cannot run any more end. The others
+    depart, also replicas that departed earlier and are listed now: controllers stop their engines. A stock
+    worker lists nothing, and registers again for new credentials while its engines still run: a controller
+    requests its list (`nodes/backends/inventory.py`).
     """
     old = [node.id for node, _ in registered if node.revision > 0]
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)
@@ -442,29 +443,29 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
 def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:
     if registration.node_type == NodeType.AGENT or row.phase == Phase.DEPARTED:
         return False
-    if row.address and not dial_targets.permitted(
+    if row.address and not dial_targets.is_permitted(
         row.address, name=registration.name, registered=(registration.address, registration.http_address)
     ):
         return False
     if registration.running_processes is None:
         return weak
-    return _lists(registration, row)
+    return _is_listed(registration, row)
 
 
 def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> bool:
     """Return True if the worker's list proves that the engine does not run and will not start.
 
-    An engine that was started a moment ago may have come up since the worker made the list.
+    An engine that was started a moment ago may have started after the worker created the list.
     """
     if registration.running_processes is None:
         return False
     if row.started_at is not None and now < row.started_at + UNANSWERED_START_LIMIT:
         return False
-    return not _lists(registration, row)
+    return not _is_listed(registration, row)
 
 
-def _lists(registration: Registration, row: NodeModel) -> bool:
-    """Return True if the worker lists the process of the row; a list or a row may lack its address."""
+def _is_listed(registration: Registration, row: NodeModel) -> bool:
+    """Return True if the worker lists the process of the row; the list or the row may lack the address."""
     listed = {process.process_key: process.address for process in registration.running_processes or ()}
     address = listed.get(process_key(row.model_name, row.replica_index))
     return address is not None and (not address or not row.address or addresses.same(address, row.address))
@@ -473,7 +474,7 @@ def _lists(registration: Registration, row: NodeModel) -> bool:
 def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, Any]:
     """Return the reported figures (R1.23 to R1.25, R1.50).
 
-    Zero and empty keep the stored value, except where they mean something.
+    A zero or empty figure keeps the stored value, except where it has a meaning.
     """
     columns: dict[str, Any] = {
         name: getattr(reported, name) or getattr(node, name) for name in _PRESERVED_IF_EMPTY

@@ -17,13 +17,13 @@ MOST_GPUS = 64
 LARGEST_INDEX = 1023
 _MAX_VALUE = 2**63 - 1
 GPU_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
-"""Most characters."""
+"""Maximum numbers of characters."""
 
 GpuList = list[dict[str, Any]]
 
 
 def parse_gpus(value: Any) -> GpuList:
-    """Parse the GPUs of a body, sorted by index; raise InvalidInput naming the field.
+    """Parse the GPUs of a body, sorted by index; raise InvalidInput with the name of the field.
 
     Unknown fields of a GPU are ignored.
     """
@@ -43,7 +43,7 @@ def _gpu(field: str, value: Any) -> dict[str, Any]:
 
 
 def _valid(facts: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
-    """Return the facts that are present and valid: a wrong sensor must not refuse what liveness needs."""
+    """Return the facts that are present and valid: a broken sensor must not block a heartbeat."""
     valid = {}
     for name, check in checks.items():
         with contextlib.suppress(errors.InvalidInput):
@@ -146,7 +146,7 @@ GPUS_SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""The schema of the values that `read` accepts, for the API document."""
+"""The schema of the values that `parse_gpus` accepts, for the API document."""
 
 
 _SYSTEM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -192,7 +192,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
 
 
 def budget_ceiling(text: str, total: int) -> int:
-    """Return the bytes of `total` that may be used, 0 = no cap; raise ValueError if `text` is not a budget.
+    """Return the usable bytes of `total`, 0 for no limit; raise ValueError if `text` is not a budget.
 
     Accepts `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
     """
@@ -201,9 +201,10 @@ def budget_ceiling(text: str, total: int) -> int:
 
 
 def parse_disk_quota(text: str) -> tuple[int, Decimal]:
-    """Return the bytes of a disk quota, or its share of the disk; the other is 0. Both are 0 without a quota.
+    """Return a disk quota as bytes and as a fraction of the disk.
 
-    Raise ValueError unless `text` is empty or a budget (`budget_ceiling`) of at least one byte.
+    One of both numbers is 0; both are 0 without a quota. Raise ValueError unless `text` is empty or a budget
+    (`budget_ceiling`) of at least one byte.
     """
     size, share = _parse_size_or_fraction(text, "disk quota")
     share = share.quantize(_LEAST_SHARE)
@@ -212,30 +213,30 @@ def parse_disk_quota(text: str) -> tuple[int, Decimal]:
     return min(size, _MAX_VALUE), share
 
 
-def _parse_size_or_fraction(text: str, what: str) -> tuple[int, Decimal]:
-    """Return the bytes or the share that a budget text means; both are 0 if it is empty."""
+def _parse_size_or_fraction(text: str, setting: str) -> tuple[int, Decimal]:
+    """Return the bytes and the fraction of a budget text; one of both is 0, or both for an empty text."""
     text = text.strip().lower()
     if not text:
         return 0, Decimal(0)
     parsed = _SIZE.match(text)
     if parsed is None:
-        raise ValueError(f"not a {what}: {text!r}")
+        raise ValueError(f"not a {setting}: {text!r}")
     number, unit = Decimal(parsed[1]), parsed[2] or ""
     if unit == "%":
         if number > 100:
-            raise ValueError(f"a {what} over 100 %")
+            raise ValueError(f"a {setting} over 100 %")
         return 0, number / 100
     if unit:
         return int(number * _UNITS[unit]), Decimal(0)
     if number <= 1:
         return 0, number
     if number != number.to_integral_value():
-        raise ValueError(f"a {what} with a fraction of a byte")
+        raise ValueError(f"a {setting} with a fraction of a byte")
     return int(number), Decimal(0)
 
 
 def budget_ceiling_or_none(text: str, total: int) -> int:
-    """Return `ceiling`, or no cap if the budget is unreadable (R1.49, registry level)."""
+    """Return `budget_ceiling`, or 0 if the budget is unreadable (R1.49, registry level)."""
     try:
         return budget_ceiling(text, total)
     except ValueError:
@@ -243,5 +244,5 @@ def budget_ceiling_or_none(text: str, total: int) -> int:
 
 
 def cap_to_ceiling(available: int, ceiling_bytes: int) -> int:
-    """Return the part of `available` that a ceiling allows, 0 = no ceiling (R1.36)."""
+    """Return the part of `available` below the ceiling (R1.36); a ceiling of 0 is no limit."""
     return min(available, ceiling_bytes) if ceiling_bytes else available

@@ -1,10 +1,9 @@
 """The shape of a node: one table for REST, the live feed, the command line and the API document.
 
-A column that shows everywhere is one line of `FIELDS`. A field says in which views it is: the list, the node
-on its own, the live feed. In the live feed every key is always there; over REST a key is left out while its
-value is empty or null, where its line says so (`contract/http-api.md` §2.1, §2.3). Conflicts and events
-have their shapes here too, replicas in `nodes/replicas/shape.py`. `node_rows.py` and `nodes/live/rows.py`
-read them.
+Each field is one line of `FIELDS`, which states the views with the field: the list, the single node, the live
+feed. The live feed always has every key. REST omits an empty or null value if the line of the field states so
+(`contract/http-api.md` §2.1, §2.3). Conflicts and events have their shapes here too, replicas in
+`nodes/replicas/shape.py`. `node_rows.py` and `nodes/live/rows.py` read them.
 """
 
 from dataclasses import replace
@@ -53,7 +52,7 @@ from nodes.models import (
 from nodes.replicas.shape import LIVE_MODEL
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
-"""The list's time of the last heartbeat of a node that never sent one."""
+"""Time of the last heartbeat in the list for a node that never sent a heartbeat."""
 
 NODE_STATUS = enum("NodeStatus", NodeStatus)
 NODE_TYPE = enum("NodeTypeEnum", NodeType)
@@ -69,7 +68,7 @@ FACT = Shape(
 
 
 def fact_column(at: str, by: str, reason: str) -> Combinable:
-    """Return a fact of a node's row as a JSON text, null while it does not hold."""
+    """Return a fact of a node's row as a JSON text, null if the fact does not hold."""
     return FACT.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
 
 
@@ -358,7 +357,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ((LIVE,), column("source_address", TEXT, "Where it registered from.")),
     ((LIVE,), column("rotation_requested_at", TIME, nullable=True)),
 )
-"""Every key of a node and the views that have it. What has no column is read from other tables."""
+"""Every key of a node, with the views that have the key. Fields without a column come from other tables."""
 
 
 def _fields(view: str) -> list[Field]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY = "pending", "offline", "draining", "unhealthy", "healthy"
 STATUSES = (PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY)
-"""All statuses, by precedence: the first that applies."""
+"""All statuses by precedence: a node has the first status that applies."""
 _ANY = frozenset(STATUSES)
 
 Drain = Literal["", "own", "admin"]
@@ -25,7 +25,11 @@ Absence = Literal["", "silent", "left"]
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a node. `own`: its worker drained it; `silent`: a heartbeat brings it back."""
+    """The facts about a node.
+
+    `drained` is `own` if the worker drained the node. `offline` is `silent` if the next heartbeat brings the
+    node back.
+    """
 
     approved: bool = False
     rejected: bool = False
@@ -86,8 +90,9 @@ class Event(StrEnum):
 
 
 Replicas = Literal["kept", "unlisted", "idle", "all", "forgotten"]
-"""The replicas that an event takes away. Their rows stay until their engines have ended, unless forgotten
-(`nodes/replicas/states.py`)."""
+"""The replicas of the node that end or depart with an event. Their rows stay until their engines have ended,
+except with `forgotten` (`nodes/replicas/states.py`).
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Transition:
     effect: Callable[[Facts], Facts]
     guard: Callable[[Facts], bool] = lambda facts: True
     guard_reason: str = ""
-    """The reason when `guard` refuses, for the error message."""
+    """The reason for the error message when `guard` refuses the event."""
     replicas: Replicas = "kept"
 
 
@@ -110,16 +115,16 @@ class Refusal:
     reason: str
 
 
-def _set(**changes: Any) -> Callable[[Facts], Facts]:
+def _fact_change(**changes: Any) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, **changes)
 
 
-def _registered(facts: Facts) -> Facts:
+def _facts_after_registration(facts: Facts) -> Facts:
     drained: Drain = "" if facts.drained == "own" else facts.drained
     return replace(facts, identified=True, offline="", unhealthy=False, drained=drained)
 
 
-def _resumed(facts: Facts) -> Facts:
+def _facts_after_resume(facts: Facts) -> Facts:
     return replace(facts, drained="", unhealthy=False, offline="silent" if facts.offline else "")
 
 
@@ -128,32 +133,32 @@ TRANSITIONS: Mapping[Event, Transition] = {
         "The worker starts or reconnects: the node is online and its own drain ends. Approval and an admin's"
         " drain stay (R1.10 to R1.14).",
         _ANY,
-        _registered,
+        _facts_after_registration,
         replicas="unlisted",
     ),
     Event.AUTO_APPROVED: Transition(
         "With LOCALAI_AUTO_APPROVE_NODES a registration approves, unless an admin rejected it (R1.10).",
         frozenset({PENDING}),
-        _set(approved=True),
+        _fact_change(approved=True),
         lambda facts: facts.identified and not facts.rejected and not facts.revoked,
         "an administrator rejected it or revoked its secret",
     ),
     Event.APPROVED: Transition(
         "An admin approves a pending node; an earlier rejection is undone (R1.15).",
         frozenset({PENDING}),
-        _set(approved=True, rejected=False, revoked=False),
+        _fact_change(approved=True, rejected=False, revoked=False),
         lambda facts: facts.identified,
         "no worker has registered since the secret was revoked",
     ),
     Event.REJECTED: Transition(
         "An admin rejects a pending node; registering again does not change that.",
         frozenset({PENDING}),
-        _set(rejected=True),
+        _fact_change(rejected=True),
     ),
     Event.DRAINED: Transition(
         "An admin drains the node: no new requests. Only an admin ends that (R1.19).",
         _ANY,
-        _set(drained="admin"),
+        _fact_change(drained="admin"),
         replicas="idle",
     ),
     Event.DRAINED_ITSELF: Transition(
@@ -165,37 +170,37 @@ TRANSITIONS: Mapping[Event, Transition] = {
     Event.DRAIN_ENDED: Transition(
         "A draining node is idle or its deadline has passed: its replicas are removed.",
         frozenset({DRAINING}),
-        _set(),
+        _fact_change(),
         replicas="all",
     ),
     Event.RESUMED: Transition(
         "An admin returns the node to service; an offline one waits for its next heartbeat (R1.18).",
         frozenset({OFFLINE, DRAINING, UNHEALTHY}),
-        _resumed,
+        _facts_after_resume,
     ),
     Event.RESUMED_ITSELF: Transition(
         "The worker ends its own drain, never an admin's.",
         frozenset({DRAINING}),
-        _set(drained=""),
+        _fact_change(drained=""),
         lambda facts: facts.drained == "own",
         "drained by an administrator",
     ),
     Event.DEACTIVATED: Transition(
         "The worker shuts down: offline until it registers again, even if heartbeats still arrive (R1.20).",
         _ANY,
-        _set(offline="left"),
+        _fact_change(offline="left"),
         replicas="all",
     ),
     Event.FELL_SILENT: Transition(
         "No heartbeat for too long: offline, also if draining or unhealthy, but not if pending (R5.4).",
         frozenset({DRAINING, UNHEALTHY, HEALTHY}),
-        _set(offline="silent"),
+        _fact_change(offline="silent"),
         replicas="all",
     ),
     Event.HEARD_AGAIN: Transition(
         "A heartbeat of a node that had lost contact: it is online again (R5.5).",
         _ANY,
-        _set(offline=""),
+        _fact_change(offline=""),
         lambda facts: facts.offline == "silent",
         "contact was not lost",
     ),
@@ -203,19 +208,19 @@ TRANSITIONS: Mapping[Event, Transition] = {
         "It did not answer a command, or nothing listens for it on the bus while a heartbeat is late."
         " Replicas stay, because the next pass may revert this (R1.17).",
         _ANY,
-        _set(unhealthy=True),
+        _fact_change(unhealthy=True),
     ),
     Event.MARKED_HEALTHY: Transition(
         "It has sent a heartbeat since it was marked unhealthy (R5.5), and answered on the bus (H7).",
         _ANY,
-        _set(unhealthy=False),
+        _fact_change(unhealthy=False),
         lambda facts: facts.unhealthy,
         "not marked unhealthy",
     ),
     Event.REVOKED: Transition(
         "An admin revokes the secret: permanently rejected, and the node is pending without identity.",
         _ANY,
-        _set(approved=False, revoked=True, identified=False),
+        _fact_change(approved=False, revoked=True, identified=False),
         lambda facts: facts.identified,
         "has no identity to revoke",
         replicas="all",
@@ -223,20 +228,20 @@ TRANSITIONS: Mapping[Event, Transition] = {
     Event.HANDED_OVER: Transition(
         "An admin accepts a worker with another secret: offline until that worker registers.",
         _ANY,
-        _set(identified=True, offline="left"),
+        _fact_change(identified=True, offline="left"),
         replicas="all",
     ),
     Event.DEREGISTERED: Transition(
         "An admin removes the node (R1.21).",
         _ANY,
-        _set(),
+        _fact_change(),
         replicas="forgotten",
     ),
 }
 
 
 def apply(event: Event, facts: Facts) -> Facts | Refusal:
-    """Return the facts after `event`, or the refusal."""
+    """Return the facts after `event`, or the refusal of the event."""
     row, status = TRANSITIONS[event], status_of(facts)
     if status not in row.allowed:
         return Refusal(f"the node is {status}")

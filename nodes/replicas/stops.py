@@ -278,7 +278,7 @@ def _node_name(node_id: UUID) -> str:
 def _bearer(node_id: UUID) -> str | None:
     """Return the token for calls to engines of the node; None if the node was removed."""
     node = BackendNode.objects.filter(pk=node_id).values_list("engine_token", "weak_identity").first()
-    return None if node is None else dial_targets.bearer(*node)
+    return None if node is None else dial_targets.bearer_token(*node)
 
 
 _ERROR_LENGTH = 255

@@ -122,7 +122,7 @@ class _Here:
 def beat(*given: Beat) -> dict[heartbeats.Key, Exception | None]:
     """Writes these beats as one batch, the overtaken ones as the next; answers why each was refused."""
     verdicts: dict[heartbeats.Key, Exception | None] = dict(_finished(heartbeats.record(_Here(), given)))
-    overtaken = [one for one in given if isinstance(verdicts[one.key], heartbeats.Overtaken)]
+    overtaken = [one for one in given if isinstance(verdicts[one.key], heartbeats.WriteConflict)]
     return verdicts | (beat(*overtaken) if overtaken else {})
 
 

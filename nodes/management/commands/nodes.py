@@ -287,7 +287,7 @@ def _duration(text: str) -> float:
 def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
-    rows = node_rows.list_rows(listing.wanted_nodes(QueryDict(urlencode(query, doseq=True))).nodes)
+    rows = node_rows.list_rows(listing.parse_node_query(QueryDict(urlencode(query, doseq=True))).nodes)
     return as_json(rows) if options["json"] else nodes(rows, clock.now())
 
 

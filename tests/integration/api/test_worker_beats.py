@@ -167,7 +167,7 @@ async def test_a_conflict_that_cannot_be_noted_is_refused_all_the_same(
     def broken(*_: Any, **__: Any) -> None:
         raise OperationalError("gone")
 
-    monkeypatch.setattr(claims, "note_other_process", broken)
+    monkeypatch.setattr(claims, "record_other_process", broken)
     assert (await beat(application, node.id, instance="1" * 32))[0] == 409
 
 

@@ -355,10 +355,10 @@ def test_requests_that_fail_at_one_moment_share_one_health_call(monkeypatch: pyt
         there = Replica(uuid4(), uuid4(), 0, "echo", "127.0.0.1:1")
         found = gateway.current()
         for count, lives in ((1, True), (2, False), (3, True)):
-            answers = await asyncio.gather(*(found._answers(there) for _ in range(20)))
+            answers = await asyncio.gather(*(found._is_responding(there) for _ in range(20)))
             assert (answers, len(asked)) == ([lives] * 20, count)
         other = Replica(uuid4(), uuid4(), 0, "echo", "127.0.0.1:2")
-        assert all(await asyncio.gather(found._answers(there), found._answers(other)))
+        assert all(await asyncio.gather(found._is_responding(there), found._is_responding(other)))
         assert asked == [2.0] * 5
 
     run(scenario)

@@ -97,9 +97,9 @@ def test_they_end_with_the_approval_the_identity_and_the_node(end: Callable[[UUI
     assert found.credentials is not None
     end(found.node.id)
     assert valid(5) == set()
-    (told,) = bus_credentials.revoked(later(6)).items()
+    (told,) = bus_credentials.current_revocations(later(6)).items()
     assert told == (found.credentials.public_key, int(later(DAY).timestamp()))
-    assert bus_credentials.revoked(later(DAY + 1)) == {}, "an expired one needs no revocation"
+    assert bus_credentials.current_revocations(later(DAY + 1)) == {}, "an expired one needs no revocation"
 
 
 def test_a_node_that_was_revoked_is_another_user_afterwards() -> None:
@@ -113,8 +113,8 @@ def test_a_node_that_was_revoked_is_another_user_afterwards() -> None:
     lifecycle.approve(again.node.id, actor=ANNA, now=later(7))
     back = register_as(told, secret=OTHER_SECRET, source_address="10.0.0.1", now=later(8), auto_approve=False)
     assert back.credentials is not None
-    assert back.credentials.public_key not in bus_credentials.revoked(later(9))
-    assert list(bus_credentials.revoked(later(9))) == [found.credentials.public_key]
+    assert back.credentials.public_key not in bus_credentials.current_revocations(later(9))
+    assert list(bus_credentials.current_revocations(later(9))) == [found.credentials.public_key]
 
 
 def test_a_worker_that_restarts_all_day_stays_one_line_of_the_account() -> None:
@@ -123,7 +123,7 @@ def test_a_worker_that_restarts_all_day_stays_one_line_of_the_account() -> None:
         registered(at=number)
     node = BackendNode.objects.get()
     claims.revoke(node.id, actor=ANNA, now=later(50))
-    assert BusCredential.objects.count() == len(bus_credentials.revoked(later(51))) == 1
+    assert BusCredential.objects.count() == len(bus_credentials.current_revocations(later(51))) == 1
 
 
 async def test_a_controller_without_the_keys_that_rule_the_bus_says_what_that_means(
@@ -154,7 +154,7 @@ def test_too_many_revocations_are_cut_and_said(
         )
         for number in range(5)
     )
-    assert set(bus_credentials.revoked(later(10))) == {"U4", "U3", "U2"}
+    assert set(bus_credentials.current_revocations(later(10))) == {"U4", "U3", "U2"}
     assert "LOCALAI_NATS_WORKER_JWT_TTL" in caplog.text
 
 

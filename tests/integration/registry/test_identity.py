@@ -215,7 +215,7 @@ def test_a_new_process_id_is_a_restart_and_an_old_one_a_conflict() -> None:
     assert (row(node).instance, row(node).former_instances) == (TWO, [ONE])
     conflict = refused(instance=ONE, source="10.6.6.6", now=later(2))
     assert (conflict.kind, conflict.claim, conflict.node_id) == (Kind.INSTANCE, ONE, node.pk)
-    claims.note_other_process(node.pk, ONE, source_address="10.6.6.6", now=later(3))
+    claims.record_other_process(node.pk, ONE, source_address="10.6.6.6", now=later(3))
     assert NodeConflict.objects.get().count == 2
     assert (row(node).instance, status(node)) == (TWO, "healthy")
     with pytest.raises(errors.Conflict, match="stop one"):
@@ -239,7 +239,7 @@ def test_former_processes_are_remembered_up_to_a_limit() -> None:
 
 
 def test_a_call_of_a_node_that_is_gone_is_no_conflict() -> None:
-    claims.note_other_process(uuid4(), ONE, source_address="10.6.6.6", now=NOW)
+    claims.record_other_process(uuid4(), ONE, source_address="10.6.6.6", now=NOW)
     assert not NodeConflict.objects.exists()
 
 

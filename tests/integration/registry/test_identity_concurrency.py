@@ -72,7 +72,7 @@ def test_a_decision_against_the_claim_that_comes_again() -> None:
         held(node),
         lambda: register(secret=OTHER_SECRET, now=later(1)),
         lambda: claims.accept_conflict(conflict.pk, actor=ROOT, now=later(1)),
-        lambda: claims.note_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
+        lambda: claims.record_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
     )
     assert unexpected([claim, decision, copy]) == []
     assert not isinstance(decision, Exception)
@@ -90,7 +90,7 @@ def test_a_conflict_against_deregistration() -> None:
     results = after(
         held(node),
         lambda: lifecycle.deregister(node.pk, actor=ROOT, now=later(1)),
-        lambda: claims.note_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
+        lambda: claims.record_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
         lambda: claims.accept_conflict(conflict.pk, actor=ROOT, now=later(1)),
     )
     assert unexpected(results) == []

@@ -17,8 +17,8 @@ from nodes.models import (
     NodeConflict,
 )
 from nodes.registry import change, labels, lifecycle
-from nodes.registry.claims import note_other_process
-from nodes.registry.heartbeats import Overtaken
+from nodes.registry.claims import record_other_process
+from nodes.registry.heartbeats import WriteConflict
 from nodes.registry.overrides import set_replica_cap, set_vram_budget
 from tests.support.fleet import (
     ANNA,
@@ -178,7 +178,7 @@ def test_heartbeats_against_overrides() -> None:
     def beats() -> None:
         for number in range(steps):
             one = beat_of(node, at=later(number + 1), available_ram=number, available_vram=900)
-            while isinstance(beat(one)[one.key], Overtaken):
+            while isinstance(beat(one)[one.key], WriteConflict):
                 continue  # as the writer does with the next batch
 
     def overrides() -> None:
@@ -238,7 +238,7 @@ def test_conflicts_of_two_transactions_are_counted_exactly() -> None:
     node = approved(instance="1" * 32)
     register(instance="2" * 32, now=later(1))
     jobs: list[Callable[[], Any]] = [
-        lambda: note_other_process(node.pk, "1" * 32, source_address="10.6.6.6", now=later(2))
+        lambda: record_other_process(node.pk, "1" * 32, source_address="10.6.6.6", now=later(2))
     ] * 6
     jobs += [lambda: register(secret=OTHER_SECRET, now=later(2))] * 6
     assert unexpected(at_once(*jobs)) == []

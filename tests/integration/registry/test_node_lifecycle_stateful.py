@@ -239,7 +239,7 @@ class Fleet(RuleBasedStateMachine):
         assert isinstance(proof, ClusterError) is not works, proof
         assert isinstance(proof, identity.OtherProcess) is copy
         if copy:
-            claims.note_other_process(node.id, instance, source_address="10.6.6.6", now=self.now)
+            claims.record_other_process(node.id, instance, source_address="10.6.6.6", now=self.now)
             self.claimed(node, "instance", instance)
         return works
 

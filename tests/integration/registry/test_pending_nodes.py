@@ -14,7 +14,7 @@ from nodes.live import rows
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.reconcilers import tasks
 from nodes.registry import claims, joining, lifecycle, registration
-from nodes.registry.pending import SILENT_FOR, TooManyPending
+from nodes.registry.pending import SILENCE_LIMIT, TooManyPending
 from tests.support import api
 from tests.support.fleet import NOW, ROOT, at_once, own_secret, register
 
@@ -127,7 +127,7 @@ def test_the_lists_stay_small_at_the_limits() -> None:
 
 def test_a_silent_pending_node_is_removed() -> None:
     """With an event; not one that is heard, nor one that an administrator has decided about."""
-    past = clock.now() - SILENT_FOR - timedelta(minutes=1)
+    past = clock.now() - SILENCE_LIMIT - timedelta(minutes=1)
     join(0, now=past)
     lifecycle.reject(join(1, now=past).pk, actor=ROOT, now=past, reason="unknown machine")
     claims.revoke(join(2, now=past).pk, actor=ROOT, now=past)

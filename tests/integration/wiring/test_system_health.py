@@ -202,7 +202,7 @@ def test_a_full_disk_is_the_reason_that_is_given(monkeypatch: pytest.MonkeyPatch
     def away(*arguments: Any) -> Any:
         raise OperationalError("connection refused")
 
-    monkeypatch.setattr("nodes.registry.listing.wanted_nodes", away)
+    monkeypatch.setattr("nodes.registry.listing.parse_node_query", away)
     refused = api.admin().get("/api/nodes")
     assert refused.status_code == 503
     assert api.message(refused) == "the database is unavailable: the disk of the server's data folder is full"

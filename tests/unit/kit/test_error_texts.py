@@ -51,7 +51,7 @@ TEXTS: dict[type[errors.ClusterError], str] = {
     load_attempts.NodeRefused: "This node could not load it; another one may.",
     load_attempts.WorkerGone: "The attempt's worker is gone, or its place on it.",
     bulk.BulkFailed: "The verb was refused for at least one of the nodes.",
-    heartbeats.Overtaken: "The node was changed while the batch was being written.",
+    heartbeats.WriteConflict: "The node was changed while the batch was being written.",
 }
 
 

@@ -16,12 +16,12 @@ from localai_cluster.web.throttle import TooManyFailures
 from localai_cluster.web.wire import is_json, parse_json
 from nodes.registry import resources
 from nodes.registry.identity import (
-    UNKNOWN,
+    UNKNOWN_FINGERPRINT,
     MustRotate,
     NodeFacts,
     OtherProcess,
     WrongCredential,
-    judge,
+    authenticate,
     node_fingerprint,
 )
 
@@ -83,7 +83,7 @@ Refusal = type[errors.ClusterError] | None
         (STRONG, OWN, None),
         (STRONG, OTHERS, errors.Forbidden),
         (STRONG, STRANGERS, WrongCredential),
-        (STRONG, UNKNOWN, WrongCredential),
+        (STRONG, UNKNOWN_FINGERPRINT, WrongCredential),
         (STRONG, "", errors.Forbidden),
         (WEAK, "", None),
         (WEAK, OTHERS, errors.Forbidden),
@@ -93,7 +93,7 @@ Refusal = type[errors.ClusterError] | None
         (None, OTHERS, errors.NotFound),
         (None, STRANGERS, errors.NotFound),
         (None, "", errors.NotFound),
-        (None, UNKNOWN, WrongCredential),
+        (None, UNKNOWN_FINGERPRINT, WrongCredential),
     ],
 )
 def test_a_credential_opens_its_own_node_only(
@@ -108,7 +108,7 @@ def test_a_credential_opens_its_own_node_only(
 
 def _judged(rows: list[NodeFacts], fingerprint: str, instance: str = "", **options: bool) -> Refusal:
     try:
-        assert judge(ID, fingerprint, instance, rows, **options).node_id == ID
+        assert authenticate(ID, fingerprint, instance, rows, **options).node_id == ID
     except errors.ClusterError as error:
         return type(error)
     return None
@@ -139,7 +139,7 @@ def test_the_process_counts_where_it_is_told(target: NodeFacts, instance: str, r
         )
 
 
-FINGERPRINTS = st.sampled_from([OWN, OTHERS, "", UNKNOWN])
+FINGERPRINTS = st.sampled_from([OWN, OTHERS, "", UNKNOWN_FINGERPRINT])
 ROWS = st.lists(
     st.builds(
         NodeFacts,
@@ -168,7 +168,7 @@ def test_there_is_no_wrong_yes(fingerprint: str, rows: list[NodeFacts], instance
 def test_what_can_be_a_nodes_secret(text: str) -> None:
     """64 lower-case hex digits; anything else is unknown and costs no query."""
     secret = len(text) == 64 and set(text) <= set("0123456789abcdef")
-    assert node_fingerprint(text) == (hash_secret(text) if secret else UNKNOWN)
+    assert node_fingerprint(text) == (hash_secret(text) if secret else UNKNOWN_FINGERPRINT)
 
 
 def test_nothing_matches_an_unset_secret() -> None:
