@@ -332,7 +332,7 @@ class AvailableView(_List):
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
         installed = catalogue.installed_names()
-        builds = catalogue.runnable(read_galleries().builds, catalogue.machines())
+        builds = catalogue.runnable(read_galleries().builds, catalogue.cluster_capabilities())
         return Response([_available(build, folded(build.name) in installed) for build in builds])
 
 

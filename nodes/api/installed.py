@@ -173,7 +173,7 @@ class InstalledView(_Flat):
         Old lists are requested again meanwhile.
         """
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
-        return Response(installed_rows(upgrade_check.picture()))
+        return Response(installed_rows(upgrade_check.read_overview()))
 
 
 class UpgradesView(_Flat):
@@ -188,7 +188,7 @@ class UpgradesView(_Flat):
     )
     def get(self, request: Request) -> Response:
         """By backend, what the galleries offered at the last check compared with what is installed now."""
-        return Response(upgrades_by_backend(upgrade_check.picture().upgrades.values()))
+        return Response(upgrades_by_backend(upgrade_check.read_overview().upgrades.values()))
 
 
 class UpgradeCheckView(_Flat):
@@ -207,7 +207,7 @@ class UpgradeCheckView(_Flat):
 
         A request while a check waits is the same one. The list shows the outcome when the check has ended.
         """
-        upgrades: dict[str, Any] = upgrades_by_backend(upgrade_check.picture().upgrades.values())
+        upgrades: dict[str, Any] = upgrades_by_backend(upgrade_check.read_overview().upgrades.values())
         upgrade_state.request_check()
         return Response(upgrades)
 

@@ -1,11 +1,11 @@
 """The catalogue: the backends that the configured galleries offer, and the nodes that have or install them.
 
-Each process reads the galleries at most once a minute, all in parallel, by one caller. Other callers get the
-previous result, and wait only if there is none. A caller that waits for a gallery holds no database
-connection. The places where backends are installed come from rows (`inventory.py`), so no page waits for a
-worker. A gallery that cannot be read is named beside what the others offer. `entries` is pure.
-The last good copy of an index is a row, so all processes list it while its gallery is away. Only indexes of
-other machines have one: a file that cannot be read is a wrong setting, not an outage.
+In each process, one caller at a time reads all galleries in parallel, at most once a minute. Other callers
+get the previous result, and wait only if there is none. A caller that waits for a gallery holds no database
+connection. The installed backends come from rows (`inventory.py`), so no page waits for a worker. The result
+names galleries that cannot be read. `entries` is pure. The last good copy of an index is a row, so all
+processes list its entries while the gallery is unreachable. Only indexes on other machines have a copy: a
+file that cannot be read is a wrong setting, not an outage.
 
 The tags of an entry name its use; the worker's own rule decides which machine can run it
 (`contract/worker.md` §18.3, §18.4).
@@ -38,19 +38,19 @@ from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
 
 RENEW_AFTER = timedelta(seconds=60)
-"""Age of an unchanged copy at which its time is written again."""
+"""Age after which `read_at` of an unchanged gallery copy is updated."""
 
 
 @dataclass(frozen=True)
 class CopiedIndex:
-    """The entries of a copy, and when it was read."""
+    """The entries of a stored copy of a gallery index, and the time when the gallery was read."""
 
     entries: Sequence[gallery_index.GalleryEntry]
     read_at: datetime
 
 
 def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
-    """Store an index that could be read; at most one query and one write."""
+    """Store an index that was read successfully; at most one query and one write."""
     if not _has_copy(gallery):
         return
     packed = zlib.compress(text)
@@ -67,7 +67,7 @@ def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
 
 
 def last_good_copy(gallery: Gallery) -> CopiedIndex | None:
-    """Return the last good copy of a gallery, None without one."""
+    """Return the last good copy of a gallery; None if there is none."""
     row = GalleryCopy.objects.filter(pk=_key(gallery)).first() if _has_copy(gallery) else None
     if row is None:
         return None
@@ -89,11 +89,14 @@ def _key(gallery: Gallery) -> str:
 logger = logging.getLogger(__name__)
 
 READ_WITHIN = 10.0
-"""Seconds within which a gallery must be read, all its mirrors included."""
-KEPT_FOR, TROUBLE_KEPT_FOR = 60.0, 5.0
+"""Time limit in seconds for reading a gallery, including all its mirrors."""
+OFFER_SECONDS = 60.0
+"""Seconds for which an offer is cached."""
+PARTIAL_OFFER_SECONDS = 5.0
+"""Seconds for which an offer is cached if a gallery could not be read."""
 DEVELOPMENT = "-development"
 _KIND_PREFIX = "backend_"
-_DELETIONS = "_delete"
+_DELETION_SUFFIX = "_delete"
 
 WHERE = shapes.Shape(
     "Where",
@@ -152,9 +155,9 @@ ENTRY = shapes.Shape(
 
 @dataclass(frozen=True)
 class Offer:
-    """The galleries' entries; `problems` gives the reason for each unreadable gallery, by its name.
+    """The entries of all galleries; `problems` states why a gallery cannot be read, by its name.
 
-    `copied_at` is the time of the last good copy from which its entries come, if there is one.
+    `copied_at` has the time of the last good copy for each gallery whose entries come from a copy.
     """
 
     builds: Sequence[GalleryEntry] = ()
@@ -163,7 +166,7 @@ class Offer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of names, versions and sources."""
+        """Hash of the names, versions and sources of all entries."""
         text = "\n".join(f"{build.name}\t{build.version}\t{build.uri}" for build in self.builds)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -178,7 +181,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class ActiveOperation:
-    """An active operation on a backend; `gallery` is empty if the request named the bare backend."""
+    """An active operation on a backend; `gallery` is empty if the request named no gallery."""
 
     id: UUID
     key: str
@@ -189,13 +192,13 @@ class ActiveOperation:
 
     @property
     def task_type(self) -> str:
-        """The reference's name for the state."""
+        """The reference's name for the kind of the operation."""
         return "Waiting" if self.is_waiting else "Deletion" if self.is_deletion else "Installation"
 
 
 @dataclass(frozen=True)
 class _CachedOffer:
-    """The last offer, the galleries it was read from, and its expiry (monotonic seconds)."""
+    """The last offer, the galleries of which it was read, and its expiry (monotonic seconds)."""
 
     galleries: Sequence[Gallery] = ()
     offer: Offer = field(default_factory=Offer)
@@ -207,7 +210,7 @@ class _CachedOffer:
 
 
 class Reader:
-    """Cache of what galleries offer, one for each process. Thread-safe."""
+    """Cache of the offer of the galleries, one for each process. Thread-safe."""
 
     def __init__(self, read: "ReadAll | None" = None) -> None:
         self._read = read
@@ -215,9 +218,9 @@ class Reader:
         self._known = _CachedOffer()
 
     def read(self, listed: Sequence[Gallery], check: int = 0) -> Offer:
-        """Return the galleries' offer, at most a minute old; older while another thread is reading it.
+        """Return the offer of the galleries, at most a minute old; older while another thread reads them.
 
-        `check` is the number of the last upgrade check: an offer from before that check has expired.
+        `check` is the number of the last upgrade check: an offer from before this check has expired.
         """
         cached = self._known
         if cached.is_good(listed, check) or (listed == cached.galleries and self._lock.locked()):
@@ -227,36 +230,36 @@ class Reader:
         with self._lock:
             if not self._known.is_good(listed, check):
                 offer = combine(asyncio.run((self._read or read_all)(listed)), now=clock.now())
-                lifetime = TROUBLE_KEPT_FOR if offer.problems else KEPT_FOR
+                lifetime = PARTIAL_OFFER_SECONDS if offer.problems else OFFER_SECONDS
                 self._known = _CachedOffer(listed, offer, clock.monotonic() + lifetime, check)
             return self._known.offer
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A gallery that was read: its index, or the reason why it cannot be read."""
+class GalleryReading:
+    """A gallery with its index, or with the reason why the index cannot be read."""
 
     gallery: Gallery
     index: gallery_index.Index | str
 
 
-ReadAll = Callable[[Sequence[Gallery]], Coroutine[Any, Any, list[Reading]]]
+ReadAll = Callable[[Sequence[Gallery]], Coroutine[Any, Any, list[GalleryReading]]]
 
 
-async def read_all(listed: Sequence[Gallery]) -> list[Reading]:
-    """Read all galleries now, in parallel and each within `READ_WITHIN`."""
+async def read_all(listed: Sequence[Gallery]) -> list[GalleryReading]:
+    """Read all galleries now, in parallel, each for at most `READ_WITHIN` seconds."""
     async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_ca or True) as client:
         results = await asyncio.gather(*(read_gallery(gallery, client) for gallery in listed))
-    return [Reading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
+    return [GalleryReading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
 
 
 reader = Reader()
 
 
-def combine(readings: Sequence[Reading], *, now: datetime) -> Offer:
-    """Return the offer; for a gallery that cannot be read, the entries of its last good copy.
+def combine(readings: Sequence[GalleryReading], *, now: datetime) -> Offer:
+    """Return the offer; for a gallery that cannot be read, use the entries of its last good copy.
 
-    Keep a copy of the others.
+    Store copies of the galleries that were read.
     """
     builds: list[GalleryEntry] = []
     problems, copied_at = {}, {}
@@ -313,7 +316,7 @@ def running() -> list[ActiveOperation]:
     for id, key, element, kind, status in active.values_list("id", "key", "element", "kind", "status"):
         gallery, _, name = element.rpartition("@")
         waiting = status in (Status.PENDING, Status.WAITING)
-        operations.append(ActiveOperation(id, key, gallery, name, kind.endswith(_DELETIONS), waiting))
+        operations.append(ActiveOperation(id, key, gallery, name, kind.endswith(_DELETION_SUFFIX), waiting))
     return operations
 
 
@@ -335,7 +338,7 @@ def entries(
             build,
             variants(build, names, capabilities),
             nodes_by_name.get(folded(build.name), []),
-            _job(build, busy),
+            _active_operation(build, busy),
             "" if build.is_meta else resolved_by.get(folded(build.name), ""),
         )
         for build in builds
@@ -343,7 +346,7 @@ def entries(
 
 
 def parents(builds: Sequence[GalleryEntry]) -> dict[str, str]:
-    """Return the entry that resolves to a build, by the build's case-folded name."""
+    """Return the entries that resolve to other builds, by the case-folded name of the build."""
     parents_by_name: dict[str, str] = {}
     for build in builds:
         if build.is_meta:
@@ -352,10 +355,12 @@ def parents(builds: Sequence[GalleryEntry]) -> dict[str, str]:
     return parents_by_name
 
 
-def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -> ActiveOperation | None:
+def _active_operation(
+    build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]
+) -> ActiveOperation | None:
     """Return the active operation on the build.
 
-    An operation that names no gallery may be on the build of any gallery.
+    An operation without a gallery may concern the build of any gallery.
     """
     name = folded(build.name)
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
@@ -364,7 +369,7 @@ def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -
 def variants(
     build: GalleryEntry, names: Collection[str], capabilities: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the build that nodes of each capability install; `names` are the case-folded concrete builds."""
+    """Return the build that nodes of each capability install; `names` are the case-folded names of builds."""
     chosen = []
     for capability in sorted(capabilities):
         why = gallery_index.reason(build, capability)
@@ -406,7 +411,7 @@ def _entry(
 
 
 NO_GPU = "default"
-"""The capability of a machine without a usable GPU, which every cluster may have."""
+"""The capability of a machine without a usable GPU; every cluster may have such machines."""
 _MEANINGS: Mapping[str, tuple[str, str]] = {
     "text-to-text": ("text", "chat"),
     "llm": ("text", "chat"),
@@ -429,11 +434,11 @@ _MEANINGS: Mapping[str, tuple[str, str]] = {
     "text-to-video": ("video", "video"),
     "3d": ("3d", "3d"),
 }
-"""Modality and use case by tag. Other tags describe how a backend works, or nothing that a model needs."""
+"""Modality and use case by tag. Other tags do not describe the use of a backend."""
 
 
-def machines() -> set[str]:
-    """Return the capabilities of the healthy nodes, and the one of every cluster; one query.
+def cluster_capabilities() -> set[str]:
+    """Return the capabilities of the healthy nodes, and `NO_GPU`; one query.
 
     R1.77: a node of an older worker, which reports no capability, counts by the vendor of its GPUs, and as
     `default` if the vendor is unknown or their memory is too small for builds of that vendor.
@@ -468,10 +473,7 @@ def _fits(build: GalleryEntry, capability: str) -> bool:
 
 
 def choices(builds: Sequence[GalleryEntry]) -> dict[str, GalleryEntry]:
-    """Return the entries that a person chooses from, by folded name.
-
-    Builds that another entry resolves to are left out, and development builds.
-    """
+    """Return the entries that a person can choose, by folded name: no variants, no development builds."""
     choices_by_name: dict[str, GalleryEntry] = {}
     resolved = parents(builds)
     for build in builds:

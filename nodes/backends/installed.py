@@ -1,11 +1,11 @@
 """The installed backends of the cluster, merged by name from the workers' lists (R6.31, R6.32, O102).
 
-One query for any number of nodes; `merge` is pure. Approved nodes count, whatever their status: the rows hold
-the last lists of their workers, and each place has the status of its node.
+One query for any number of nodes; `merge` is pure. The result includes approved nodes of any status: the rows
+have the last lists of their workers, and each install has the status of its node.
 
-Upgrades are a pure comparison of the installed builds with the galleries' offers (R6.34). An alias never gets
-here: workers leave it out of their lists (`contract/nats.md` §4.7), and names are compared with the entries'
-own.
+Upgrades are a pure comparison of the installed builds with the galleries' offers (R6.34). Aliases do not
+occur: workers omit them from their lists (`contract/nats.md` §4.7), and names are compared with the names of
+entries.
 """
 
 from collections import Counter, defaultdict
@@ -19,13 +19,13 @@ from localai_cluster.registries import references
 from nodes.backends.catalogue import DEVELOPMENT, WHERE
 from nodes.models import NodeBackend
 
-_MORE = ("name", "is_system", "is_meta", "gallery_url")
+_NODE_BACKEND_COLUMNS = ("name", "is_system", "is_meta", "gallery_url")
 _METADATA = ("gallery_url", "installed_at", "version", "uri", "digest")
 
 
 @dataclass(frozen=True)
 class Build:
-    """The identity of an install of a backend; empty texts where the worker reports none."""
+    """The identity of an installed build; empty texts if the worker reports none."""
 
     version: str = ""
     digest: str = ""
@@ -33,7 +33,7 @@ class Build:
 
 @dataclass(frozen=True)
 class InstalledOn:
-    """A backend on one node: `node` is an object of `WHERE`."""
+    """A backend on one node; `node` has the shape `WHERE`."""
 
     node: Mapping[str, Any]
     is_system: bool = False
@@ -46,12 +46,12 @@ class InstalledOn:
 
     @property
     def is_upgradable(self) -> bool:
-        """True unless its node refuses every upgrade of it."""
+        """True unless the node refuses every upgrade of the backend."""
         return not self.is_system and not self.node.get("from_address", False)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata of the install that the worker reported, without empty texts.
+        """The metadata of the install as the worker reported it, without empty texts.
 
         Empty for a system backend.
         """
@@ -61,47 +61,47 @@ class InstalledOn:
 
 @dataclass(frozen=True)
 class InstalledBackend:
-    """One backend and the nodes that have it, by the names of the nodes."""
+    """One backend and the nodes that have it, ordered by the names of the nodes."""
 
     name: str
     places: tuple[InstalledOn, ...]
 
     @cached_property
     def is_system(self) -> bool:
-        """True if every machine that has it came with it."""
+        """True if the backend is a system backend on all its nodes."""
         return all(place.is_system for place in self.places)
 
     @cached_property
     def removable(self) -> tuple[InstalledOn, ...]:
-        """The places where the cluster installed it."""
+        """The nodes on which the cluster installed the backend."""
         return tuple(place for place in self.places if not place.is_system)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """The metadata of the first node that has any."""
+        """The metadata of the first node that has any metadata."""
         return next((metadata for place in self.removable if (metadata := place.metadata)), {})
 
     @cached_property
     def majority(self) -> Build:
-        """The build on most nodes; of equally frequent ones, the last in sort order."""
+        """The build on most nodes; of equally frequent builds, the last in sort order."""
         counts = Counter(place.build for place in self.removable)
         return max(counts, key=lambda build: (counts[build], build.version, build.digest), default=Build())
 
     @cached_property
     def drifted(self) -> tuple[InstalledOn, ...]:
-        """The places with another build than the majority."""
+        """The nodes with another build than the majority."""
         return tuple(place for place in self.removable if place.build != self.majority)
 
 
 def read() -> list[InstalledBackend]:
     """Return the backends on all approved nodes, by name; one query."""
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("node__name")
-    columns = rows.values_list(*WHERE.columns.values(), *_MORE)
+    columns = rows.values_list(*WHERE.columns.values(), *_NODE_BACKEND_COLUMNS)
     return merge((values[len(WHERE.columns)], _place(values)) for values in columns)
 
 
 def merge(rows: Iterable[tuple[str, InstalledOn]]) -> list[InstalledBackend]:
-    """Group the rows by backend, each with its places in the order of the rows."""
+    """Group the rows by backend; the nodes of each backend keep the order of the rows."""
     places_by_name: dict[str, list[InstalledOn]] = defaultdict(list)
     for name, place in rows:
         places_by_name[name].append(place)
@@ -117,13 +117,13 @@ def _place(values: tuple[Any, ...]) -> InstalledOn:
 
 
 def is_from_address(uri: str, gallery_url: str, version: str) -> bool:
-    """Return True for an install by an address alone: no gallery has it, so it is not upgraded."""
+    """Return True if the backend was installed by an address alone: no gallery can upgrade it."""
     return bool(uri) and not gallery_url and not version
 
 
 @dataclass(frozen=True)
 class Offered:
-    """The galleries' offer for a backend. `digests`: those of the image, empty if unknown."""
+    """The galleries' offer for a backend. `digests`: the digests of its image, empty if unknown."""
 
     version: str = ""
     uri: str = ""
@@ -132,7 +132,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A backend with an upgrade or with drift; `drifted` holds the places that differ from the majority."""
+    """A backend with an upgrade or with drift; `drifted`: the nodes whose build differs from the majority."""
 
     backend: InstalledBackend
     available_version: str = ""
@@ -141,15 +141,15 @@ class Upgrade:
 
 
 def is_image(uri: str) -> bool:
-    """Return True for an image in a registry."""
+    """Return True if the URI is an image in a registry."""
     return uri.startswith(references.SCHEMES) or references.parse(uri) is not None
 
 
 def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:
-    """Return the backends with an upgrade, in their order, without the places that refuse it.
+    """Return the backends with an upgrade, in their order, without nodes that refuse the upgrade.
 
-    `offered` is by folded name. System backends are left out, backends without metadata, a stable build whose
-    development twin is installed, and names that no gallery offers.
+    `offered` is by folded name. The result omits system backends, backends without metadata, stable builds
+    whose development build is installed, and names that no gallery offers.
     """
     backends_by_name = [(folded(backend.name), _upgradable_part(backend)) for backend in installed]
     names = {name for name, _ in backends_by_name}
@@ -174,7 +174,7 @@ def behind(build: Build, offer: Offered) -> bool:
 
 
 def _is_other_platform(build: Build, majority: Build, offer: Offered) -> bool:
-    """Return True if both are builds of the offered image: nodes of two platforms have two digests."""
+    """Return True if both builds belong to the offered image: two platforms have two digests."""
     return build.version == majority.version and {build.digest, majority.digest} <= set(offer.digests)
 
 

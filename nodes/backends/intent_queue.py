@@ -1,16 +1,16 @@
 """The queue of intents: send each intent to its node's worker, and turn the reply into the intent's outcome.
 
-A command that exceeds its time limit has not failed: the worker may still be running it. The target shows
-that, and the attempt keeps waiting for the late reply, or for a list of the worker that proves the outcome.
-After a second time limit the command is sent again, which every worker takes as the same command. After two
+A command that exceeds its time limit has not failed: the worker may still be running the command. The target
+shows this state, and the attempt waits for the late reply, or for a list of the worker that proves the
+outcome. After a second time limit the command is sent again; every worker joins equal commands. After two
 hours the outcome is unknown (O50). A reply to an attempt that has lost its lease changes nothing.
 
 An upgrade in waves, or an install that drains, waits for running requests before it stops engines. The node's
 replicas of the backend are withdrawn from the picks. The wait ends when they run no more requests, or after
-`CLUSTER_UPGRADE_DRAIN`. A model's last replica stays in the picks until another node has one, which is
-requested here, or until an operator has confirmed that it may stop. That wait has a limit too: then the
-target shows what it needs, and is checked less and less often until an operator has chosen. At the end of the
-attempt, replicas that it did not stop return to the picks.
+`CLUSTER_UPGRADE_DRAIN`. A model's last replica stays in the picks until another node has a replica, which
+this module requests, or until an operator has confirmed the stop. The wait has a limit: after it the target
+shows the required decision, and is checked less and less often until an operator decides. At the end of the
+attempt, replicas that were not stopped return to the picks.
 """
 
 import asyncio
@@ -61,9 +61,10 @@ from operations.executor.work import Batch, Recorder, in_thread
 from operations.ledger.progress import Tick
 from operations.models import ACTIVE, TERMINAL, Event, Operation, OperationTarget, Status
 
-LOOK_EVERY = 0.25
-"""Seconds between two counts of the running requests, because their end sends no message."""
-LOOK_AT_LOAD = 1.0
+POLL_SECONDS = 0.25
+"""Seconds between two counts of the running requests: no message reports the end of a request."""
+LOAD_POLL_SECONDS = 1.0
+"""Seconds between two checks while a last replica is loaded on another node."""
 BLOCKED_PAUSE, LONGEST_BLOCKED_PAUSE = 15.0, 900.0
 """Seconds until the next check of a blocked last replica.
 
@@ -71,25 +72,30 @@ The pause equals the age of the intent, so it doubles each time.
 """
 
 LoadElsewhere = Callable[[str, UUID, UUID | None], Operation]
-"""Request a replica of a model on any other node.
+"""Requests a replica of a model on another node.
 
-Called again with the operation of the first call, it keeps that operation needed.
+A repeated call with the operation of the first call renews the request.
 """
 
 
-class Blocked(Exception):
-    """A last replica must not stop yet; the text names it and the reason why there is no other one."""
+class LastReplicaBlocked(Exception):
+    """A last replica must not stop yet; the text has its model and why no other node has a replica."""
 
 
 @dataclass(frozen=True)
-class AsksOperator(PutBack):
-    """The attempt ended because of a last replica; `confirmed` holds the models confirmed until then."""
+class OperatorNeeded(PutBack):
+    """The attempt ended because of a last replica; `confirmed` has the models confirmed until then."""
 
     confirmed: Collection[str] = ()
 
 
-async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewhere) -> PutBack | None:
-    """Wait until the command may be sent; return PutBack if it must not. Raise LeaseLost."""
+async def wait_until_drained(
+    intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewhere
+) -> PutBack | None:
+    """Wait until the requests have ended or their deadline has passed, and last replicas run elsewhere.
+
+    Return PutBack if the command must not be sent. Raise LeaseLost.
+    """
     if not intent.row.spares_requests or intent.row.unanswered_since is not None:
         return None
     loads: dict[str, UUID] = {}
@@ -103,11 +109,11 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
             try:
                 if clock.monotonic() >= patience:
                     reason = _last_replica_reason(withdrawal.last_of)
-                    raise Blocked(f"{reason} ({last_message or 'no other node has it in time'})")
+                    raise LastReplicaBlocked(f"{reason} ({last_message or 'no other node has it in time'})")
                 message = await in_thread(_replace, intent, withdrawal.last_of, loads, load_elsewhere)
-            except Blocked as blocked:
+            except LastReplicaBlocked as blocked:
                 pause = _blocked_pause(intent, clock.now())
-                return AsksOperator(str(blocked), pause, confirmed=confirmed)
+                return OperatorNeeded(str(blocked), pause, confirmed=confirmed)
         elif is_overdue or not withdrawal.running:
             return None
         else:
@@ -116,31 +122,31 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
             last_message = message
             tick = Tick("draining", message, node_id=intent.node.id, node_name=intent.node.name)
             recorder.add((intent.id, intent.fence), tick)
-        await asyncio.sleep(LOOK_AT_LOAD if withdrawal.last_of else LOOK_EVERY)
+        await asyncio.sleep(LOAD_POLL_SECONDS if withdrawal.last_of else POLL_SECONDS)
 
 
-async def over(intent: Intent, settlement: Settlement | None = None) -> None:
-    """Return replicas that the attempt did not stop to the picks, unless the worker may still be busy."""
+async def return_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
+    """Return replicas that the attempt did not stop to the picks, unless the worker may be busy."""
     if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
         await in_thread(drains.end_upgrade, intent.id, intent.fence)
 
 
-async def settled(intent: Intent, settlement: Settlement) -> None:
+async def apply_late_confirmation(intent: Intent, settlement: Settlement) -> None:
     """Make the intent due now if an operator confirmed between the last check and the settlement."""
-    if isinstance(settlement, AsksOperator):
-        await in_thread(_apply_late_confirmation, intent, settlement)
+    if isinstance(settlement, OperatorNeeded):
+        await in_thread(_make_due_if_confirmed, intent, settlement)
 
 
-def _apply_late_confirmation(intent: Intent, settlement: AsksOperator) -> None:
+def _make_due_if_confirmed(intent: Intent, settlement: OperatorNeeded) -> None:
     if _confirmed_models(intent) != settlement.confirmed:
         with committed("sparing.hear"):
             intents.nudge([intent.id], now=clock.now())
 
 
 def _confirmed_models(intent: Intent) -> Collection[str]:
-    """Return the models whose last replica may stop, by any of the active operations that share the intent.
+    """Return the models whose last replica may stop, confirmed in an active operation with this intent.
 
-    An operation that only drains protects none.
+    An operation that only drains protects no last replica.
     """
     sharing = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
     payloads = list(sharing.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True))
@@ -163,7 +169,7 @@ def _last_replica_reason(models: Collection[str]) -> str:
 
 
 def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[UpgradeDrain, bool]:
-    """Withdraw the replicas; return the result, and True if the time for running requests is over."""
+    """Drain the replicas; return the result, and True if the time for running requests is over."""
     intents.confirm(intent)
     now = clock.now()
     deadline = intent.row.drain_until or now + timedelta(seconds=conf.cluster().upgrade_drain)
@@ -178,19 +184,19 @@ def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[UpgradeDrain,
 def _replace(
     intent: Intent, models: Collection[str], loads: dict[str, UUID], load_elsewhere: LoadElsewhere
 ) -> str:
-    """Load each model on another node; return the progress as text. Raise Blocked."""
+    """Load each model on another node; return the progress as text. Raise LastReplicaBlocked."""
     messages = []
     for model in models:
         reason = _last_replica_reason([model])
         try:
             load = load_elsewhere(model, intent.node.id, loads.get(model))
         except errors.ClusterError as refusal:
-            raise Blocked(f"{reason} ({refusal.message})") from refusal
+            raise LastReplicaBlocked(f"{reason} ({refusal.message})") from refusal
         loads[model] = load.id
         if load.status in TERMINAL:
             del loads[model]
             if load.status != Status.COMPLETED:
-                raise Blocked(f"{reason} ({load.error or load.message})")
+                raise LastReplicaBlocked(f"{reason} ({load.error or load.message})")
         messages.append(f"{model} is loaded on another node first: {load.message}")
     return "; ".join(messages)
 
@@ -202,14 +208,15 @@ COMMANDS: dict[str, Command] = {
     PendingBackendOp.Op.UPGRADE: node_commands.UPGRADE,
     PendingBackendOp.Op.DELETE: node_commands.DELETE,
 }
-SLOTS = 2048
+QUEUE_SLOTS = 2048
 MOST_OUTCOMES = 1024
 """Outcomes that are written in one transaction, which bounds its locks and its memory."""
-UNKNOWN_AFTER = timedelta(hours=2)
-"""O50: how long a worker may run a command without a reply before its outcome counts as unknown."""
-LOOK_FOR_PROOF_EVERY = 15.0
-BUS_PAUSE = 5.0
-CALL_OFF_FOR = timedelta(minutes=5)
+UNKNOWN_OUTCOME_AFTER = timedelta(hours=2)
+"""O50: time without a reply after which the outcome of a command is unknown."""
+PROOF_POLL_SECONDS = 15.0
+"""Seconds between two requests for the worker's list while its reply is late."""
+BUS_RETRY_SECONDS = 5.0
+CANCEL_RETRY_LIMIT = timedelta(minutes=5)
 """Limit for repeated cancellations of a worker's command while our own connection is down."""
 
 Written = tuple[Attempt, Settlement, Collection[Tick]]
@@ -224,7 +231,7 @@ class IntentQueue:
     """Runs intents over the bus; implements `operations.executor.executor.Queue`."""
 
     name = "intents"
-    slots = SLOTS
+    slots = QUEUE_SLOTS
 
     def __init__(self, bus: Bus, load_elsewhere: LoadElsewhere) -> None:
         self._bus, self._load_elsewhere = bus, load_elsewhere
@@ -268,7 +275,7 @@ class IntentQueue:
     async def nodes_changed(self) -> None:
         """End the attempts whose node went offline, because their worker cannot reply."""
         if self._offline_waiters:
-            offline_nodes = await in_thread(_offline, list(self._offline_waiters))
+            offline_nodes = await in_thread(_offline_nodes, list(self._offline_waiters))
             for node_id, name in offline_nodes:
                 for waiter in self._offline_waiters.get(node_id, ()):
                     if not waiter.done():
@@ -281,10 +288,12 @@ class IntentQueue:
         if intent.row.cancelled_at is not None:
             note = await self._cancel(intent)
             if note is None:
-                await in_thread(intents.call_off_later, intent, seconds=BUS_PAUSE, now=clock.now())
+                await in_thread(
+                    intents.retry_cancellation, intent, seconds=BUS_RETRY_SECONDS, now=clock.now()
+                )
                 return
             await _restore_replicas(intent)
-            await in_thread(intents.called_off, {attempt: note}, now=clock.now())
+            await in_thread(intents.delete_cancelled, {attempt: note}, now=clock.now())
             return
         log.info("%s (%s): start, fence %d", intent, intent.id, intent.fence)
         with metrics.attempt(f"intent_{intent.row.op}") as measurement:
@@ -294,7 +303,7 @@ class IntentQueue:
             await _restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
             measurement.outcome = _event(settlement)
-        await settled(intent, settlement)
+        await apply_late_confirmation(intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> Sequence[None]:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}
@@ -324,7 +333,7 @@ class IntentQueue:
             return Ended(error=f"internal error; the log has it under {request_id.get()}")
 
     async def _await_outcome(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
-        """Return the outcome, also after the time limit, or PutBack if the node goes offline."""
+        """Return the outcome, also a late one, or PutBack if the node goes offline."""
         waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._offline_waiters.setdefault(intent.node.id, set()).add(waiter)
         try:
@@ -338,48 +347,48 @@ class IntentQueue:
         def report(event: messages.ProgressEvent) -> None:
             self._recorder.add((intent.id, intent.fence), node_commands.tick(intent.node, event))
 
-        if (put_back := await spare(intent, self._recorder, self._load_elsewhere)) is not None:
+        if (put_back := await wait_until_drained(intent, self._recorder, self._load_elsewhere)) is not None:
             return put_back
         limit = command.limit()
         if intent.row.spares_requests:
-            await in_thread(intents.command_sent, intent, limit, now=clock.now())
+            await in_thread(intents.record_command_sent, intent, limit, now=clock.now())
         sent = asyncio.create_task(command.send(self._bus, intent, 2 * limit, report))
         try:
             done, _ = await asyncio.wait({sent}, timeout=limit)
             if done:
                 return sent.result()
             await self._overdue(intent, f"node {intent.node.name} has not answered within {limit:.0f} s")
-            return await first(self._proof(intent, command), _result(sent))
+            return await first(self._find_proof(intent, command), _result(sent))
         finally:
             sent.cancel()
             await asyncio.gather(sent, return_exceptions=True)
 
-    async def _proof(self, intent: Intent, command: Command) -> Done[None]:
+    async def _find_proof(self, intent: Intent, command: Command) -> Done[None]:
         """Return Done when the worker's list proves that the command was executed."""
         worker = Worker(self._bus, str(intent.node.id), intent.node.name)
         while True:
-            await asyncio.sleep(LOOK_FOR_PROOF_EVERY)
+            await asyncio.sleep(PROOF_POLL_SECONDS)
             reply = await worker.backends()
-            if isinstance(reply, Done) and command.proven(
+            if isinstance(reply, Done) and command.is_proven(
                 intent, node_commands.listed(intent.row.backend, reply.reply)
             ):
                 return Done(None)
 
     async def _overdue(self, intent: Intent, reason: str) -> datetime:
         text = f"{reason}; the worker may still be busy with it"
-        return await in_thread(intents.overdue, intent, text, now=clock.now())
+        return await in_thread(intents.record_overdue, intent, text, now=clock.now())
 
     async def _settle_without_reply(self, intent: Intent, outcome: Outcome[Any] | PutBack) -> Settlement:
         match outcome:
             case PutBack():
                 return outcome
             case BusDown(reason):
-                return PutBack(reason, BUS_PAUSE)
+                return PutBack(reason, BUS_RETRY_SECONDS)
             case NotSent(reason):
                 return Failed(reason)
             case StillRunning(reason):
                 since = await self._overdue(intent, reason)
-                if clock.now() - since >= UNKNOWN_AFTER:
+                if clock.now() - since >= UNKNOWN_OUTCOME_AFTER:
                     return Ended(error=f"outcome unknown: {reason}")
                 return PutBack(f"{reason}; asking again", busy=True)
             case Unreadable(reason):
@@ -395,7 +404,7 @@ class IntentQueue:
                 assert_never(outcome)
 
     async def _cancel(self, intent: Intent) -> str | None:
-        """Stop the worker; return a note on the result, or None if the request must be repeated."""
+        """Cancel the command on the worker; return a note on the result, or None to try again later."""
         worker = Worker(self._bus, str(intent.node.id), intent.node.name)
         outcome = await worker.cancel(str(intent.row.operation_id))
         match outcome:
@@ -406,7 +415,7 @@ class IntentQueue:
             case Refused(reason) | StillRunning(reason) | NoResponders(reason) | Unreadable(reason):
                 return f"the worker may go on ({reason}); its result is discarded"
             case BusDown(reason):
-                if clock.now() - (intent.row.cancelled_at or clock.now()) < CALL_OFF_FOR:
+                if clock.now() - (intent.row.cancelled_at or clock.now()) < CANCEL_RETRY_LIMIT:
                     return None
                 return f"the worker was not asked to stop ({reason}); its result is discarded"
             case _:
@@ -427,12 +436,12 @@ def _event(settlement: Settlement) -> Event:
 
 
 async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
-    """Return the replicas to the picks; a failure here must not lose the worker's reply.
+    """Return the replicas to the picks; errors are only logged, so that the worker's reply is not lost.
 
-    `drains.return_without_upgrade` retries what fails.
+    After an error, `drains.return_without_upgrade` returns the replicas later.
     """
     try:
-        await over(intent, settlement)
+        await return_replicas(intent, settlement)
     except Exception:
         log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
 
@@ -445,13 +454,13 @@ async def _result(sent: "asyncio.Task[Outcome[Any]]") -> Outcome[Any]:
     return await asyncio.shield(sent)
 
 
-def _offline(node_ids: Collection[UUID]) -> list[tuple[UUID, str]]:
+def _offline_nodes(node_ids: Collection[UUID]) -> list[tuple[UUID, str]]:
     offline = BackendNode.objects.filter(pk__in=node_ids, status="offline")
     return list(offline.values_list("id", "name"))
 
 
 def _mark_unhealthy(node_id: UUID, reason: str) -> None:
-    """A3, A5; do nothing if the node was removed, or another attempt has marked it already."""
+    """A3, A5: mark the node unhealthy, unless it was removed or another attempt has marked it already."""
     try:
         lifecycle.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
     except (errors.NotFound, errors.Conflict) as refusal:

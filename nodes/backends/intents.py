@@ -5,12 +5,11 @@ locks intents in the order of their ids, applies the same change to the targets 
 (`ledger/target_changes.py`), and deletes the intents that ended in the same transaction (`waves.conclude`).
 
 An intent is claimed while its node is healthy. A cancelled intent is claimed in any state of its node, so
-that its worker gets the command to stop. An intent that ends leaves its targets with an outcome or a reason:
-no intent disappears silently.
+that its worker gets the command to stop. The targets of an ended intent always have an outcome or a reason.
 
-The time limit for work that waits for an offline or unhealthy node is here too. A worker that sends
-heartbeats but does not listen on the bus stays unhealthy for as long as that lasts: the time of the mark
-counts then, because its last heartbeat is always recent.
+This module also has the time limit for work that waits for an offline or unhealthy node. A worker that sends
+heartbeats but does not listen on the bus stays unhealthy. Its last heartbeat is always recent, so its time
+counts from the mark.
 """
 
 import logging
@@ -37,12 +36,12 @@ from operations.ledger import target_changes
 from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Tick
 from operations.models import Status, TargetStatus, storable
 
-_ABSENT = (NodeStatus.OFFLINE, NodeStatus.UNHEALTHY)
-_DEAF = "it sends heartbeats, but does not answer on the bus"
+_ABSENT_STATUSES = (NodeStatus.OFFLINE, NodeStatus.UNHEALTHY)
+_NOT_LISTENING = "it sends heartbeats, but does not answer on the bus"
 
 
 def gives_up_at(node: BackendNode) -> datetime | None:
-    """Return the end of the wait for this absent node; None: at once, as it never sent a heartbeat.
+    """Return the end of the wait for this absent node; None without a wait: it never sent a heartbeat.
 
     R1.118: the time counts from the last heartbeat, or from an earlier mark that the node still has.
     """
@@ -55,19 +54,19 @@ def gives_up_at(node: BackendNode) -> datetime | None:
 
 
 def sends_heartbeats(node: BackendNode) -> bool:
-    """Return True if an unhealthy node has sent a heartbeat since it was marked."""
+    """Return True if an unhealthy node has sent a heartbeat since it was marked unhealthy."""
     if node.status != NodeStatus.UNHEALTHY or node.unhealthy_at is None:
         return False
     return node.last_heartbeat is not None and node.last_heartbeat > node.unhealthy_at
 
 
 def reason_to_wait(node: BackendNode, *, now: datetime) -> str:
-    """Return why a part waits for its node, and until when."""
+    """Return why a target waits for its node, and until when."""
     text = f"node {node.name} is {node.status}"
     if sends_heartbeats(node):
-        text += f": {_DEAF}"
+        text += f": {_NOT_LISTENING}"
     until = gives_up_at(node)
-    if node.status not in _ABSENT or until is None:
+    if node.status not in _ABSENT_STATUSES or until is None:
         return text
     if until <= now:
         return f"{text}; CLUSTER_INSTALL_WAIT is over"
@@ -75,10 +74,10 @@ def reason_to_wait(node: BackendNode, *, now: datetime) -> str:
 
 
 def reason_to_give_up(node: BackendNode) -> str:
-    """Return why work for the node was given up, when its time is over."""
+    """Return why work for the node ended without success after the time limit."""
     text = f"node {node.name} is {node.status}"
     if sends_heartbeats(node):
-        text += f" since {node.unhealthy_at:%Y-%m-%d %H:%M:%S} UTC: {_DEAF}"
+        text += f" since {node.unhealthy_at:%Y-%m-%d %H:%M:%S} UTC: {_NOT_LISTENING}"
     elif node.last_heartbeat is not None:
         text += f"; its last heartbeat was at {node.last_heartbeat:%Y-%m-%d %H:%M:%S} UTC"
     return f"given up: {text} (CLUSTER_INSTALL_WAIT)"
@@ -88,31 +87,31 @@ log = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 10
 """R4.30, O76: an intent whose 10th attempt fails ends."""
-PER_NODE = 4
-"""Number of intents of one node that run at the same time."""
+PARALLEL_PER_NODE = 4
+"""Maximum number of intents of one node that run at the same time."""
 _REQUEUE_COLUMNS = [
     *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
 _NODE_COLUMNS = [
     "id", "name", "instance", "source_address", "fingerprint", "weak_identity", "inventory_due_at",
 ]  # fmt: skip
-"""Columns of a node that sending a command reads: a node has seventy."""
+"""The columns of a node that sending a command reads; a node has seventy columns."""
 _NO_LIMITS: Mapping[str, float] = {}
-_LOOKED_AT = 64
-"""Number of due intents that a claim reads, in addition to four for each intent of its limit.
+_EXTRA_ROWS_READ = 64
+"""Number of due intents that a claim reads in addition to four for each intent of its limit.
 
-The query leaves out intents of nodes that run `PER_NODE` already, so a busy node cannot hide the intents of
-other nodes for longer than one claim.
+The query omits intents of nodes that already run `PARALLEL_PER_NODE` intents, so a busy node cannot hide the
+intents of other nodes for longer than one claim.
 """
 
-RUNS_FIRST = """
+RUNS_FIRST_CONDITION = """
     (o.lease_until IS NOT NULL
         OR (o.unanswered_since IS NULL AND o.cancelled_at IS NULL, o.requested_at, o.id)
             < (i.unanswered_since IS NULL AND i.cancelled_at IS NULL, i.requested_at, i.id))"""
 """SQL: row `o` runs before the unleased row `i` of the same node and backend; see `PendingBackendOp.turn`."""
-HELD_BACK = f"""
+HELD_BACK_CONDITION = f"""
     EXISTS (SELECT FROM pending_backend_ops o
-        WHERE o.node_id = i.node_id AND o.backend = i.backend AND o.id <> i.id AND {RUNS_FIRST})"""
+        WHERE o.node_id = i.node_id AND o.backend = i.backend AND o.id <> i.id AND {RUNS_FIRST_CONDITION})"""
 """SQL: another row of the same node and backend runs before row `i`."""
 _ONE_AT_A_TIME = "intent_one_at_a_time"
 _DUE = f"""
@@ -129,11 +128,11 @@ _DUE = f"""
             FROM pending_backend_ops i JOIN backend_nodes n ON n.id = i.node_id
             WHERE i.lease_until IS NULL AND i.next_retry_at <= %(now)s
                 AND (i.cancelled_at IS NOT NULL OR (n.status = 'healthy' AND n.node_type = 'backend'))
-                AND i.node_id <> ALL (ARRAY(SELECT node_id FROM busy WHERE number >= {PER_NODE}))
-                AND NOT {HELD_BACK}
+                AND i.node_id <> ALL (ARRAY(SELECT node_id FROM busy WHERE number >= {PARALLEL_PER_NODE}))
+                AND NOT {HELD_BACK_CONDITION}
             ORDER BY i.next_retry_at LIMIT %(looked_at)s
         ) due LEFT JOIN busy ON busy.node_id = due.node_id
-    ) placed WHERE place <= {PER_NODE} ORDER BY next_retry_at LIMIT %(limit)s"""
+    ) placed WHERE place <= {PARALLEL_PER_NODE} ORDER BY next_retry_at LIMIT %(limit)s"""
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,8 @@ class Intent:
 
     row: PendingBackendOp
     node: BackendNode
-    known: ListedBuild | None
-    """The version that the node listed before this attempt; None if it listed none."""
+    listed_build: ListedBuild | None
+    """The build that the node listed before this attempt; None if the node listed none."""
 
     @property
     def id(self) -> UUID:
@@ -168,7 +167,7 @@ class Intent:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of the intent: done, or failed for good if `error` is set; `reason` is an additional remark."""
+    """The end of the intent: success, or final failure if `error` is set; `reason` is a further remark."""
 
     error: str = ""
     reason: str = ""
@@ -186,7 +185,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """The attempt failed and counts; a retry follows unless it was the last attempt (R1.112, R4.30)."""
+    """The attempt failed and counts; another attempt follows unless this was the last (R1.112, R4.30)."""
 
     error: str
 
@@ -196,7 +195,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class PutBack:
-    """The attempt ended without a reply, returns to the queue and does not count (R1.113)."""
+    """The attempt ended without a reply: it does not count, and the intent is queued again (R1.113)."""
 
     reason: str
     seconds: float = 0.0
@@ -218,10 +217,10 @@ def retry_delay(failures: int) -> float:
 def claim(
     owner: str, *, now: datetime, lease: float, limit: int, time_limits: Mapping[str, float] = _NO_LIMITS
 ) -> list[Intent]:
-    """Claim up to `limit` due intents for `lease` seconds, at most `PER_NODE` of each node.
+    """Claim up to `limit` due intents for `lease` seconds, at most `PARALLEL_PER_NODE` of each node.
 
-    Of each backend on a node one intent is claimed at a time. `time_limits`: seconds within which a worker
-    has to reply, by `PendingBackendOp.op`.
+    For each backend on a node one intent is claimed at a time. `time_limits`: seconds within which a worker
+    must reply, by `PendingBackendOp.op`.
     """
     try:
         rows = _claim(owner, now, lease, limit, time_limits)
@@ -237,7 +236,7 @@ def _claim(
 ) -> list[PendingBackendOp]:
     with committed("intents.claim"):
         with connection.cursor() as cursor:
-            cursor.execute(_DUE, {"now": now, "limit": limit, "looked_at": _LOOKED_AT + 4 * limit})
+            cursor.execute(_DUE, {"now": now, "limit": limit, "looked_at": _EXTRA_ROWS_READ + 4 * limit})
             due = [id for (id,) in cursor.fetchall()]
         if not due:
             return []
@@ -257,7 +256,7 @@ def count_pending_by_backend() -> dict[str, int]:
 
 
 def _start_change(row: PendingBackendOp, time_limits: Mapping[str, float]) -> target_changes.Change:
-    """Start the target with its deadline, unless the command has to wait for running requests first."""
+    """Start the target with its deadline, unless the command must wait for running requests first."""
     if row.spares_requests or row.op not in time_limits:
         return target_changes.begin
     return target_changes.begin_within(time_limits[row.op])
@@ -286,7 +285,7 @@ def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> di
 def release(owner: str, *, now: datetime) -> int:
     """Return all intents that `owner` holds to the queue; return their number.
 
-    The workers continue, and the next controller joins their commands.
+    The workers continue their commands, and the next controller joins these.
     """
     with committed("intents.release"):
         rows = leases.lock_held(PendingBackendOp.objects.leased(), owner)
@@ -295,7 +294,7 @@ def release(owner: str, *, now: datetime) -> int:
 
 
 def reap(*, now: datetime) -> tuple[int, int]:
-    """Reclaim intents whose lease expired, end those that lost too many; return the numbers of both."""
+    """Queue intents with an expired lease again, or end them after too many; return both numbers."""
     if not leases.any_expired(PendingBackendOp.objects.leased(), now=now):
         return 0, 0
     with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as locked:
@@ -324,7 +323,7 @@ def _return_to_queue(
 
 
 def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set[Attempt]:
-    """Write progress reports; return the attempts that no longer own their intent."""
+    """Write progress reports; return the attempts that no longer own their intents."""
     held = PendingBackendOp.objects.filter(pk__in={id for id, _ in reports}, lease_until__isnull=False)
     mine = {(id, fence) for id, fence in held.values_list("id", "fence")}
     changes = {
@@ -334,10 +333,10 @@ def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set
     return reports.keys() - mine
 
 
-def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
+def record_overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
     """Record that this attempt exceeded its time limit while the worker may still be running the command.
 
-    Return the time since when the worker has not replied (O19).
+    Return the time since which the worker has not replied (O19).
     """
     with committed("intents.overdue"):
         row = _lock_owned_rows([(intent.id, intent.fence)]).get(intent.id)
@@ -349,20 +348,21 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
 
 
 def confirm(intent: Intent) -> None:
-    """Raise LeaseLost if this attempt no longer owns the intent. Lock and write nothing."""
+    """Raise LeaseLost if this attempt no longer owns the intent. No locks and no writes."""
     leases.confirm(_rows_of_attempt(intent), (intent.id, intent.fence))
 
 
-def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
-    """Record that the command of an attempt that had to wait for requests is sent now."""
+def record_command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
+    """Record that the command is sent now; the attempt had to wait for running requests before."""
     if _rows_of_attempt(intent).exists():
         target_changes.record({intent.id: target_changes.time_limit(time_limit)}, now=now)
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:
-    """Return the time until which this attempt may wait for running requests. Raise LeaseLost if it is over.
+    """Return the time until which this attempt may wait for running requests.
 
-    The time starts at the first call and continues in the next attempt if a controller dies.
+    The time starts at the first call and continues in the next attempt if a controller dies. Raise LeaseLost
+    if the attempt no longer owns the intent.
     """
     until = now + timedelta(seconds=conf.cluster().upgrade_drain)
     with committed("intents.drain"):
@@ -387,7 +387,7 @@ def record_outcomes(
 ) -> set[Attempt]:
     """Write the outcomes of attempts with their last progress reports.
 
-    Return the attempts that no longer own their intent.
+    Return the attempts that no longer own their intents.
     """
     with committed("intents.settle"):
         rows = _lock_owned_rows(outcomes)
@@ -431,7 +431,7 @@ def _apply_outcome(
     ), False
 
 
-def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
+def record_failed_contact(node_id: UUID, reason: str, *, now: datetime) -> int:
     """Count an unanswered request on the bus as an attempt of each due intent of an unhealthy node.
 
     No command is sent to an unhealthy node, so the intents of a worker that sends heartbeats but does not
@@ -455,7 +455,7 @@ def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
 
 
 def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
-    """A7: log the failure once, at the level that operators watch."""
+    """A7: return the end of the intent; log the failure once, at the level that operators watch."""
     attempts = row.attempts + 1
     log.error(
         "%s %s on node %s: given up after %d attempts: %s", row.op, row.backend, row.node_id, attempts, error
@@ -463,16 +463,16 @@ def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
     return Ended(error=f"given up after {attempts} attempts: {error}", attempts=attempts)
 
 
-def called_off(notes: Mapping[Attempt, str], *, now: datetime) -> None:
-    """Delete cancelled intents whose workers got the command to stop; write the result to their targets."""
+def delete_cancelled(notes: Mapping[Attempt, str], *, now: datetime) -> None:
+    """Delete cancelled intents after their workers got the stop; write the result to their targets."""
     with committed("intents.called_off"):
         rows = _lock_owned_rows(notes)
         PendingBackendOp.objects.filter(pk__in=rows).delete()
         target_changes.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
 
 
-def call_off_later(intent: Intent, *, seconds: float, now: datetime) -> None:
-    """Schedule another attempt to stop the worker of a cancelled intent that could not be reached."""
+def retry_cancellation(intent: Intent, *, seconds: float, now: datetime) -> None:
+    """Schedule another attempt to cancel the command of a worker that could not be reached."""
     with committed("intents.call_off_later"):
         for row in _lock_owned_rows([(intent.id, intent.fence)]).values():
             row.end_lease()

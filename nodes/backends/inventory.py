@@ -1,10 +1,10 @@
 """Inventory of each node: the backends on its worker's last list, with the age of that list.
 
-No page waits for a worker. A row stores when its node's list is due for a refresh (`inventory_due_at`; null =
-at the next pass). Any number of controllers take what is due: the claim moves that time forward and skips
-rows that another controller has locked, so one of them queries the node. No lock is held during the request,
+No page waits for a worker. The row of a node stores when its list is due for a refresh (`inventory_due_at`;
+null = at the next pass). All controllers claim due nodes: a claim moves the due time forward and skips rows
+that another controller has locked, so one controller queries the node. No lock is held during the request,
 and a reply never overwrites the reply to a later request (`inventory_at` is when the request was sent). Pages
-that show an old list make it due and wake a controller (`CHANNEL`).
+that show an old list make the list due and wake a controller (`CHANNEL`).
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from operations.models import storable
 
 
 async def engines_of(worker: Worker) -> Running | None:
-    """Return the worker's table of engines (R4.32) from one request; None without a reply (R4.34)."""
+    """Request and return the engines that the worker lists (R4.32); None without a reply (R4.34)."""
     reply = await worker.running()
     if not isinstance(reply, Done):
         return None
@@ -56,9 +56,9 @@ async def engines_of(worker: Worker) -> Running | None:
 log = logging.getLogger(__name__)
 
 CHANNEL = "cluster_inventory"
-"""NOTIFY channel: a list that is due was requested by a reader."""
+"""NOTIFY channel: a reader requested a list that is due."""
 REFRESH_INTERVAL = 300.0
-"""Seconds after which a list is refreshed."""
+"""Seconds after which the list of a node is refreshed."""
 POLL_INTERVAL = 30.0
 """Seconds between two passes over the due nodes when no wake-up arrives."""
 PARALLEL = 16
@@ -67,11 +67,11 @@ MOST_IN_BATCH = 256
 MAX_BACKENDS = 500
 """Maximum number of backends stored per node."""
 SHORT_LIMIT = 5.0
-"""Seconds that a caller with more important work waits for a list."""
+"""Time limit in seconds of a list request for callers that cannot wait for the usual limit."""
 _CLAIMED_FOR = LIST_TIMEOUT + 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0
 _GATHER = 0.2
-"""Seconds for which wake-ups are gathered into one pass."""
+"""Seconds for which wake-ups are collected into one pass."""
 _ERROR_LENGTH = 255
 _LENGTHS = {
     "name": 255,
@@ -102,7 +102,7 @@ class InventoryRequest:
 
 
 @dataclass(frozen=True)
-class Listed:
+class InventoryReply:
     """A worker's reply, and the time when its request was sent."""
 
     asked: InventoryRequest
@@ -111,14 +111,15 @@ class Listed:
 
 
 def contactable_nodes() -> BackendNodeQuerySet:
-    """Return the nodes whose worker may be reachable: approved, not offline, no agents."""
+    """Return the nodes whose worker may be reachable: approved, not offline, not agents."""
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
 def request_for(node: BackendNode) -> InventoryRequest:
     """Create a request for one node outside the schedule.
 
-    A due time that was moved after the node was read stays, so the node is queried once more.
+    If another caller changes the due time after the read, the changed time stays, so the node is queried
+    again.
     """
     return InventoryRequest(node.id, node.name, node.instance, node.weak_identity, node.inventory_due_at)
 
@@ -140,9 +141,9 @@ def next_due(*, now: datetime) -> float:
 
 
 def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: datetime) -> int:
-    """Make lists older than `older_than` seconds due, of these nodes or of all; return their number.
+    """Make the lists of these or all nodes due if older than `older_than` seconds; return their number.
 
-    A node that is due soon is skipped, as its request may be running. A node whose last request failed
+    A node that is due soon is skipped, because its request may be running. A node whose last request failed
     becomes due soon, not at once.
     """
     soon = now + timedelta(seconds=_CLAIMED_FOR)
@@ -160,14 +161,14 @@ def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: date
 _TIME: "DateTimeField[Any, Any]" = DateTimeField()
 
 
-def store(answers: Sequence[Listed]) -> set[UUID]:
+def store(answers: Sequence[InventoryReply]) -> set[UUID]:
     """Replace the rows of these nodes by the lists of their workers, in a constant number of statements.
 
-    Return the nodes that were updated: neither removed nodes nor nodes with a reply to a later request.
+    Return the updated nodes: without removed nodes and without nodes that have a reply to a later request.
     """
     with transaction.atomic():
         nodes = _locked([answer.asked.id for answer in answers])
-        accepted: dict[UUID, Listed] = {}
+        accepted: dict[UUID, InventoryReply] = {}
         for answer in sorted(answers, key=lambda answer: answer.asked_at):
             node = nodes.get(answer.asked.id)
             if node is not None and not _is_superseded(node, answer.asked_at):
@@ -176,7 +177,7 @@ def store(answers: Sequence[Listed]) -> set[UUID]:
             return set()
         changed = _replace({id: _rows(answer.listed) for id, answer in accepted.items()})
         if changed:
-            upgrade_state.installed_changed()
+            upgrade_state.request_check_after_change()
         first = {id for id in accepted if nodes[id].inventory_at is None or nodes[id].inventory_error}
         if nodes_to_publish := changed | first:
             events.notify(events.NODES, *map(str, nodes_to_publish))
@@ -191,7 +192,7 @@ def store(answers: Sequence[Listed]) -> set[UUID]:
 def store_error(query: InventoryRequest, error: str, *, asked_at: datetime, pause: float) -> bool:
     """Store the reason why there was no list; return False if a later request had a reply.
 
-    The rows of backends stay as they are.
+    The rows of backends do not change.
     """
     error = names.plain(error[:_ERROR_LENGTH])
     with transaction.atomic():
@@ -235,7 +236,7 @@ def _set_next_due(node: BackendNode, query: InventoryRequest, due_at: datetime) 
 def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
     """Return the rows by name, cut to the lengths of the columns.
 
-    Entries without a name, or with the name of an earlier entry, are left out.
+    The result omits entries without a name and entries with the name of an earlier entry.
     """
     rows_by_name: dict[str, dict[str, Any]] = {}
     for entry in listed[:MAX_BACKENDS]:
@@ -247,7 +248,7 @@ def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
 
 
 def _replace(desired: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
-    """Change the rows of these nodes to `wanted`; return the nodes where anything changed."""
+    """Change the rows of these nodes to `desired`; return the nodes with changes."""
     current: dict[UUID, dict[str, dict[str, Any]]] = {id: {} for id in desired}
     pks: dict[tuple[UUID, str], Any] = {}
     for pk, node, *row in NodeBackend.objects.filter(node__in=desired).values_list("pk", "node_id", *COLUMNS):
@@ -268,7 +269,7 @@ def _replace(desired: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
     return {id for id, _ in removed} | {row.node_id for row in changed}
 
 
-async def _store_batch(answers: Sequence[Listed]) -> Sequence[None]:
+async def _store_batch(answers: Sequence[InventoryReply]) -> Sequence[None]:
     await in_thread(store, answers)
     return [None] * len(answers)
 
@@ -276,7 +277,7 @@ async def _store_batch(answers: Sequence[Listed]) -> Sequence[None]:
 _answers = CallBatcher(_store_batch, most=MOST_IN_BATCH, one_by_one=(DatabaseError,))
 
 
-async def ask(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE) -> bool:
+async def request_list(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE) -> bool:
     """Request one worker's list and store it; return True if the worker sent one.
 
     Without a list the node is due again after `pause` seconds. Raise DatabaseError.
@@ -286,7 +287,7 @@ async def ask(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE)
     answer = await worker.backends()
     match answer:
         case Done(reply):
-            await _answers.put(Listed(query, reply.backends, asked_at))
+            await _answers.put(InventoryReply(query, reply.backends, asked_at))
             if query.stock:
                 await compare_replicas(bus, query.id, query.name)
             return True
@@ -307,18 +308,21 @@ async def ask(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE)
     return False
 
 
-def _handle_silence(node_id: UUID, reason: str, deaf: bool) -> None:
-    """Handle a request without a reply; `deaf` is True if nothing listened for it."""
+def _handle_silence(node_id: UUID, reason: str, is_not_listening: bool) -> None:
+    """Handle a request without a reply; `is_not_listening` is True if no worker received it."""
     now, limit = clock.now(), conf.cluster().node_stale_after
-    if not deaf or not mass_silence.release_silent_node(node_id, limit=limit, actor=CONTROLLER, now=now):
-        intents.contact_failed(node_id, reason, now=now)
+    if not is_not_listening or not mass_silence.release_silent_node(
+        node_id, limit=limit, actor=CONTROLLER, now=now
+    ):
+        intents.record_failed_contact(node_id, reason, now=now)
 
 
 async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     """Remove replicas that the worker, by its own report (`models.running`), does not run any more.
 
-    Registrations of stock workers do not report them (nats.md §9.3), and the report of a command may be lost.
-    A worker that does not support the request keeps its replicas; failed requests reveal the dead ones.
+    Registrations of stock workers do not report engines (nats.md §9.3), and the report of a command may be
+    lost. If a worker does not support `models.running`, its replicas stay; inference requests detect dead
+    engines.
     """
     asked_at = clock.now()
     running = await engines_of(Worker(bus, str(node_id), node_name))
@@ -332,12 +336,12 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
 async def refresh(bus: Bus, node: BackendNode) -> bool:
     """Update one node's list after a change there. Never fail, and take at most `SHORT_LIMIT` seconds.
 
-    Return True if the list was updated. Otherwise it is due at once.
+    Return True if the list was updated. Otherwise the list is due at once.
     """
     with contextlib.suppress(DatabaseError):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHORT_LIMIT):
-                if await ask(bus, request_for(node)):
+                if await request_list(bus, request_for(node)):
                     return True
         await in_thread(make_due, node.id, now=clock.now())
     return False
@@ -373,7 +377,7 @@ class Inventory(WorkPool[InventoryRequest]):
             instance, times = self._silent.get(item.id, ("", 0))
             times = times if instance == item.instance else 0
             pause = backoff.delay(times + 1, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
-            if await ask(self._bus, item, pause=pause):
+            if await request_list(self._bus, item, pause=pause):
                 self._silent.pop(item.id, None)
             else:
                 self._silent[item.id] = (item.instance, times + 1)

@@ -1,11 +1,11 @@
 """Commands on one backend of one node: install, upgrade and delete, with the steps and the progress of each.
 
-The galleries that a node gets are selected here too (`offered_to`), for upgrades and loads as well.
+This module also selects the galleries for a node (`offered_to`), for upgrades and loads too.
 
-Upgrade and deletion stop the backend's engines first. The rows of the engines that a worker reports as
-stopped are removed after every reply, also after a refusal: their ports may serve another model soon. A
-report may be lost with its controller, and some workers send none, so the rows are compared with the worker's
-running engines as well. Both commands are idempotent.
+Upgrade and deletion stop the backend's engines first. After every reply, also a refusal, the rows of the
+engines that the worker reports as stopped are removed: their ports may serve another model soon. A report may
+be lost with its controller, and some workers send none, so the rows are also compared with the worker's
+running engines. Both commands are idempotent.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _LONGEST_NAME = 255
 _LONGEST_LABEL = 512
 _MOST_BYTES = 2**62
 _PHASES = frozenset({"resolving", "downloading", "extracting", "starting"})
-"""The phases of `contract/nats.md` §4.3; a worker's other texts are no phase."""
+"""The phases of `contract/nats.md` §4.3; other texts in this field are no phases."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Command:
     """The functions that execute one kind of intent."""
 
     limit: Callable[[], float]
-    """Seconds after which a worker that has not answered may be stuck."""
+    """Returns the seconds after which a worker that has not answered may be stuck."""
     send: Callable[[Bus, Intent, float, OnProgress], Coroutine[Any, Any, Outcome[Any]]]
-    """Send the command and wait for its reply, up to that many seconds; raise CommandFailed."""
+    """Sends the command and waits for its reply, for the given seconds; raises CommandFailed."""
     conclude: Callable[[Bus, Intent, Done[Any] | Refused[Any]], Awaitable[Ended]]
-    """Turn the worker's reply into the end of the intent. May send requests; raises Unclear."""
-    proven: Callable[[Intent, messages.InstalledBackend | None], bool]
-    """Return True if the worker's list shows that the command was executed."""
+    """Converts the worker's reply to the end of the intent. May send requests; raises Unclear."""
+    is_proven: Callable[[Intent, messages.InstalledBackend | None], bool]
+    """Returns True if the worker's list proves that the command was executed."""
 
 
 class Unclear(Exception):
-    """The worker's reply leaves the result open, and a second request did not settle it; retry later."""
+    """The worker's reply does not determine the result, and a second request did not either; retry later."""
 
 
 def key(node_id: UUID | str, backend: str) -> str:
@@ -81,7 +81,7 @@ def find_node(node_id: UUID | None) -> BackendNode:
 
 
 def refusal(node: BackendNode) -> str:
-    """Return why the node takes no commands on backends; "" if it does."""
+    """Return why the node takes no commands on backends; "" if it takes commands."""
     if node.node_type != "backend":
         return f"{node.name} is an agent node, which does not run backends"
     if node.status == "pending":
@@ -93,7 +93,7 @@ def refusal(node: BackendNode) -> str:
 
 
 def listed(backend: str, reply: messages.ListReply) -> messages.InstalledBackend | None:
-    """Return the list's entry of a backend by its name or, if no entry has that name, by its alias."""
+    """Return the entry of a backend in the list, by name or, if no entry has the name, by alias."""
     folded_name = backend.lower()
     by_name = (entry for entry in reply.backends if entry.name.lower() == folded_name)
     by_alias = (entry for entry in reply.backends if entry.alias.lower() == folded_name)
@@ -127,25 +127,26 @@ def galleries() -> list[messages.Gallery]:
 
 @dataclass(frozen=True)
 class GalleryOffer:
-    """The galleries that are sent to one node, and the reasons why others are withheld."""
+    """The galleries that are sent to one node, and why other galleries are withheld."""
 
     galleries: tuple[messages.Gallery, ...] = ()
     withheld: tuple[str, ...] = ()
 
     @property
     def encoded(self) -> str:
-        """JSON of a request's `backend_galleries`; "" = the worker's own (`contract/nats.md` §4.1)."""
+        """JSON of `backend_galleries`; "" for the worker's own galleries (`contract/nats.md` §4.1)."""
         return encode_galleries(self.galleries) if self.galleries else ""
 
     def explained(self, reason: str) -> str:
-        """Append the reasons for withheld galleries to the reason of a failure."""
+        """Return the reason of a failure with the reasons for withheld galleries appended."""
         return "; ".join((reason, *self.withheld))
 
 
 def offer(listed: Sequence[messages.Gallery], *, same_machine: bool, own_identity: bool) -> GalleryOffer:
     """Select the galleries that a node can read.
 
-    `same_machine`: its worker reads our files. `own_identity`: it has a secret, which `cluster:` needs.
+    `same_machine`: the worker can read our files. `own_identity`: the node has a secret, which `cluster:`
+    needs.
     """
     sent, withheld = [], []
     for gallery in listed:
@@ -219,7 +220,7 @@ async def _conclude(
 
 
 def _is_result_proven(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
-    return listed is not None and intent.known is None and not intent.row.force
+    return listed is not None and intent.listed_build is None and not intent.row.force
 
 
 COMMAND = Command(lambda: conf.cluster().install_timeout, _send, _conclude, _is_result_proven)
@@ -263,7 +264,7 @@ async def _conclude_upgrade(
         return Ended(error=offered_to(intent.node).explained(answer.reason))
     current = await in_thread(_stored_version, intent)
     # A folder has no digest, and a stock worker may report none: then the comparison is impossible.
-    if not listed or current is None or not current.digest or current != intent.known:
+    if not listed or current is None or not current.digest or current != intent.listed_build:
         return Ended()
     return Ended(reason=f"nothing changed: {current.version or 'the same files'} was installed before")
 
@@ -275,7 +276,7 @@ def _stored_version(intent: Intent) -> ListedBuild | None:
 
 
 def _has_new_version(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
-    before = intent.known
+    before = intent.listed_build
     return listed is not None and before is not None and ListedBuild(listed.version, listed.digest) != before
 
 
@@ -305,7 +306,7 @@ async def _is_installed(bus: Bus, intent: Intent) -> bool:
 
 
 def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:
-    """Raise CommandFailed if an upgrade would stop engines for nothing."""
+    """Raise CommandFailed if the upgrade would stop engines without an effect."""
     if entry is None:
         raise CommandFailed(f"{backend} is not installed on {node.name}")
     if entry.is_system:
@@ -319,7 +320,7 @@ def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: st
 async def _run_and_retire(
     bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]
 ) -> Outcome[R]:
-    """Run a command that stops engines; remove their rows and return its outcome."""
+    """Run a command that stops engines; remove the rows of these engines and return the outcome."""
     before = await in_thread(engines.engine_ids, node.id)
     outcome = await command()
     if isinstance(outcome, Done | Refused):

@@ -1,8 +1,8 @@
 """The operation `node_stop`: the worker drains itself, leaves the registry and ends (nats.md §4.11).
 
-The command has no reply, so the rows prove it: the worker leaves the registry as it ends. Until then the
-operation runs, and a worker that reports its process (`instance`) gets the command again. A supervisor on the
-machine, such as systemd, may start the worker again.
+The command has no reply, so the rows prove its execution: the worker leaves the registry when it ends. Until
+then the operation runs, and a worker that reports its process (`instance`) gets the command again. A
+supervisor on the machine, such as systemd, may restart the worker.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from operations.ledger.progress import Tick
 from operations.models import TargetStatus
 
 KIND = "node_stop"
-LEAVE_WITHIN = 180.0
-"""Seconds until the node must have left: a worker drains for 60, a stock one may leave silently."""
-LOOK_EVERY = 0.5
-REPEAT_EVERY = 30.0
+LEAVE_LIMIT = 180.0
+"""Seconds until the node must have left. A worker drains for 60 s; a stock worker may leave silently."""
+POLL_SECONDS = 0.5
+REPEAT_SECONDS = 30.0
 _BUS_PAUSE = 5.0
 
 
@@ -56,7 +56,7 @@ def request_stop(node: BackendNode, *, by: Requester, now: datetime, reason: str
 
 
 class StopNode:
-    """Handler of the operation; one instance serves all operations of its controller."""
+    """Handler of `node_stop`; one instance serves all operations of its controller."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -73,13 +73,13 @@ class StopNode:
 
     async def _stop(self, work: Work) -> None:
         worker = Worker(self._bus, str(work.operation.node_id), work.operation.node_name)
-        began, instance, sent_at = clock.monotonic(), "", -REPEAT_EVERY
+        began, instance, sent_at = clock.monotonic(), "", -REPEAT_SECONDS
         while not await in_thread(_has_left, work):
             elapsed = clock.monotonic() - began
-            if elapsed >= LEAVE_WITHIN:
-                raise CommandFailed(f"node {worker.name} has not left within {LEAVE_WITHIN:.0f} s")
+            if elapsed >= LEAVE_LIMIT:
+                raise CommandFailed(f"node {worker.name} has not left within {LEAVE_LIMIT:.0f} s")
             is_first = sent_at < 0
-            if is_first or (instance and elapsed - sent_at >= REPEAT_EVERY):
+            if is_first or (instance and elapsed - sent_at >= REPEAT_SECONDS):
                 present = await _instance_of(worker, absence_fails=is_first)
                 if not is_first and present and present != instance:
                     return  # another process: this one has ended, and was started again
@@ -87,13 +87,14 @@ class StopNode:
                     await work.report(_tick(work, f"{worker.name} was told to stop; its requests may end"))
                     await worker.stop_node()
                     instance, sent_at = present or "", elapsed
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _instance_of(worker: Worker, *, absence_fails: bool) -> str | None:
-    """Return the worker's process, "" for a stock worker, None if it does not listen any more.
+    """Return the id of the worker's process, "" for a stock worker, None if the worker no longer listens.
 
-    Raise CommandFailed if it does not listen and `absence_fails`, and Postpone while our connection is down.
+    Raise CommandFailed if the worker does not listen and `absence_fails` is set, Postpone while our
+    connection is down.
     """
     answer = await worker.contact()
     match answer:

@@ -2,16 +2,16 @@
 
 It runs ten seconds after a controller starts, on a schedule, on request, when a node's list of backends has
 changed, and when a page finds that a gallery has changed. Each check reads the galleries again (A87), and the
-digests of images from their registries, to detect tags that have moved (R6.34): only manifests, each read
-bounded in time and bytes. No lock is held meanwhile; one transaction stores the
-result. Readers compare it with the installed backends (`installed.py`).
+digests of images from their registries, to detect moved tags (R6.34). Only manifests are read, with limits on
+time and bytes. No lock is held meanwhile; one transaction stores the result. Readers compare it with the
+installed backends (`installed.py`).
 
 Automatic upgrades follow each check (O103): `system` upgrades each backend that has a newer offer, if
-`LOCALAI_AUTO_UPGRADE_BACKENDS` is set. A completed check is followed until every backend was processed, so a
-controller that dies in between loses nothing. One transaction under the backend's lock writes the operation
-and the list of nodes that it has decided about, so no node gets two. Each node is decided once for each build
-that the galleries offer: failures, and nodes that need a human decision, are left to operators from then on.
-Nodes that are away are named and not decided; the first check after their return decides about them.
+`LOCALAI_AUTO_UPGRADE_BACKENDS` is set. The upgrades of a completed check are retried until every backend was
+processed, also after the death of a controller. One transaction under the backend's lock writes the operation
+and the list of decided nodes, so no node gets two operations. Each node is decided once for each offered
+build: afterwards operators handle failures and nodes that need a human decision. Absent nodes are named
+without a decision; the first check after their return decides.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ class Verdict(Enum):
     NOTHING = auto()
     UPGRADE = auto()
     AWAY = auto()
-    """It needs the upgrade, but its worker takes no commands now."""
+    """The node needs the upgrade, but its worker takes no commands now."""
     LAST_REPLICA = auto()
     """An upgrade would leave a model without a replica: an operator decides."""
 
 
 @dataclass(frozen=True)
 class BackendOnNode:
-    """The backend on one node. `last_of`: the models whose last replica the node serves."""
+    """The backend on one node. `last_of`: the models whose last replica runs on the node."""
 
     id: UUID
     name: str
@@ -70,9 +70,9 @@ class BackendOnNode:
     build: Build
     last_of: tuple[str, ...] = ()
     from_address: bool = False
-    """Installed from an address, not from a gallery: a gallery's build would be different software."""
+    """True if installed from an address: a gallery's build would be different software."""
     decided: bool = False
-    """True if an earlier automatic upgrade to this offer has decided about the node."""
+    """True if an earlier automatic upgrade to the same offer has decided about the node."""
 
 
 def identity(offer: Offered) -> str:
@@ -80,18 +80,18 @@ def identity(offer: Offered) -> str:
     return offer.version or "".join(offer.digests[:1])
 
 
-def verdict(place: BackendOnNode, offer: Offered) -> Verdict:
-    """Return the first verdict of the table that applies."""
-    if place.decided or place.from_address or not behind(place.build, offer):
+def verdict(on_node: BackendOnNode, offer: Offered) -> Verdict:
+    """Return the first verdict that applies to the node, in the order of the checks."""
+    if on_node.decided or on_node.from_address or not behind(on_node.build, offer):
         return Verdict.NOTHING
-    if place.status != "healthy":
+    if on_node.status != "healthy":
         return Verdict.AWAY
-    return Verdict.LAST_REPLICA if place.last_of else Verdict.UPGRADE
+    return Verdict.LAST_REPLICA if on_node.last_of else Verdict.UPGRADE
 
 
 @dataclass(frozen=True)
 class UpgradePlan:
-    """The nodes by their verdict."""
+    """The nodes of a backend, grouped by verdict."""
 
     upgrade: tuple[BackendOnNode, ...] = ()
     last_replica: tuple[BackendOnNode, ...] = ()
@@ -99,24 +99,24 @@ class UpgradePlan:
 
     @property
     def decided(self) -> tuple[BackendOnNode, ...]:
-        """The nodes that need no other decision for the same offer."""
+        """The nodes that need no further decision for the same offer."""
         return (*self.upgrade, *self.last_replica)
 
 
-def plan(places: Iterable[BackendOnNode], offer: Offered) -> UpgradePlan:
-    """Group the nodes by their verdict."""
-    places_by_verdict: dict[Verdict, list[BackendOnNode]] = {key: [] for key in Verdict}
-    for place in places:
-        places_by_verdict[verdict(place, offer)].append(place)
+def plan(backends_on_nodes: Iterable[BackendOnNode], offer: Offered) -> UpgradePlan:
+    """Group the nodes by their verdicts."""
+    backends_by_verdict: dict[Verdict, list[BackendOnNode]] = {key: [] for key in Verdict}
+    for on_node in backends_on_nodes:
+        backends_by_verdict[verdict(on_node, offer)].append(on_node)
     upgrade, last_replica, away = Verdict.UPGRADE, Verdict.LAST_REPLICA, Verdict.AWAY
-    return UpgradePlan(*(tuple(places_by_verdict[key]) for key in (upgrade, last_replica, away)))
+    return UpgradePlan(*(tuple(backends_by_verdict[key]) for key in (upgrade, last_replica, away)))
 
 
 ACTOR = "system"
 
 
 def follow(*, now: datetime) -> list[Operation]:
-    """Create the operations for the checks that were not followed yet; a few queries if there are none.
+    """Create the automatic upgrades for completed checks; a few queries if there are none.
 
     A backend with an active operation is retried at the next call.
     """
@@ -140,7 +140,7 @@ def follow(*, now: datetime) -> list[Operation]:
 
 
 def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operation | None:
-    """Return the new operation for this backend; None if no node has to be upgraded or named.
+    """Create the operation for this backend; return None if no node must be upgraded or named.
 
     Raise Conflict and NotFound.
     """
@@ -151,7 +151,7 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
         if row is None or upgrade_state.offer_of(row) != offer:
             return None  # a later check has changed the offer, and is followed next
         nodes = _upgradable_nodes(backend)
-        upgrade_plan = plan(_places(backend, nodes, row, offer), offer)
+        upgrade_plan = plan(_backends_on_nodes(backend, nodes, row, offer), offer)
         if not upgrade_plan.decided:
             return None
         active = Operation.objects.active().filter(kind__in=KINDS, payload__backend__iexact=name).first()
@@ -164,18 +164,18 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
 
 
 def _upgradable_nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
-    """Return the nodes that can be upgraded at all, by id."""
-    ids = [place.node["node_id"] for place in backend.removable]
+    """Return the nodes whose installs of the backend can be upgraded, by id."""
+    ids = [on_node.node["node_id"] for on_node in backend.removable]
     nodes = BackendNode.objects.filter(pk__in=ids, node_type="backend", approved_at__isnull=False)
     return {str(node.id): node for node in nodes.order_by("name")}
 
 
-def _places(
+def _backends_on_nodes(
     backend: InstalledBackend, nodes: Mapping[str, BackendNode], row: BackendOffer, offer: Offered
 ) -> list[BackendOnNode]:
     last_replicas = drains.last_replicas(backend.name, [node.id for node in nodes.values()])
     decided = set(row.automatic_nodes) if row.automatic_to == identity(offer) else set()
-    places_by_node = {str(place.node["node_id"]): place for place in backend.removable}
+    places_by_node = {str(on_node.node["node_id"]): on_node for on_node in backend.removable}
     return [
         BackendOnNode(
             node.id,
@@ -193,56 +193,59 @@ def _places(
 def _record_decided(row: BackendOffer, offer: Offered, upgrade_plan: UpgradePlan) -> None:
     before = row.automatic_nodes if row.automatic_to == identity(offer) else []
     row.automatic_to = identity(offer)
-    row.automatic_nodes = [*before, *(str(place.id) for place in upgrade_plan.decided)]
+    row.automatic_nodes = [*before, *(str(on_node.id) for on_node in upgrade_plan.decided)]
     row.save(update_fields=["automatic_to", "automatic_nodes"])
 
 
 def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> RequestScope:
-    """Return an upgrade in waves by `system`; each node that is left out gets a target with the reason."""
+    """Return an upgrade in waves by `system`; each excluded node gets a target with the reason."""
     last = [
-        ExcludedNode(nodes[str(place.id)], _last_replica_reason(place), fails=True)
-        for place in upgrade_plan.last_replica
+        ExcludedNode(nodes[str(on_node.id)], _last_replica_reason(on_node), fails=True)
+        for on_node in upgrade_plan.last_replica
     ]
     reason = "left out: {0.name} is {0.status}; a check after its return upgrades it"
-    away = [ExcludedNode(nodes[str(place.id)], reason.format(place)) for place in upgrade_plan.away]
+    away = [ExcludedNode(nodes[str(on_node.id)], reason.format(on_node)) for on_node in upgrade_plan.away]
     return RequestScope(
-        [nodes[str(place.id)] for place in upgrade_plan.upgrade],
+        [nodes[str(on_node.id)] for on_node in upgrade_plan.upgrade],
         by=Requester(ACTOR),
         waves=Options(),
         left_out=[*last, *away],
     )
 
 
-def _last_replica_reason(place: BackendOnNode) -> str:
-    models = ", ".join(place.last_of)
+def _last_replica_reason(on_node: BackendOnNode) -> str:
+    models = ", ".join(on_node.last_of)
     return (
-        f"skipped: {place.name} serves the last replica of {models}. Load it on another node, or upgrade"
-        f" {place.name} by hand and confirm that it may stop"
+        f"skipped: {on_node.name} serves the last replica of {models}. Load it on another node, or upgrade"
+        f" {on_node.name} by hand and confirm that it may stop"
     )
 
 
-DIGESTS_WITHIN = 10.0
-"""Seconds for one image, its token included."""
-ALL_WITHIN = 30.0
-AT_ONCE, MOST = 8, 200
+IMAGE_LIMIT = 10.0
+"""Time limit in seconds for the digests of one image, including the token of its registry."""
+ALL_IMAGES_LIMIT = 30.0
+"""Time limit in seconds for the digests of all images."""
+PARALLEL_IMAGES = 8
+MOST = 200
+"""Maximum number of images whose digests one check reads."""
 
 
 async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the digests by URI: that of the image, then those of its builds for single platforms.
+    """Return the digests of each image by URI: first of the image, then of its builds for single platforms.
 
     Workers record the digest of a build. Images that cannot be read are left out and logged. Never raise, and
-    never take longer than `ALL_WITHIN`.
+    never take longer than `ALL_IMAGES_LIMIT`.
     """
     unique_uris, settings = sorted(set(uris)), conf.cluster()
     if len(unique_uris) > MOST:
         log.warning("upgrade check: the digests of %d images are left out", len(unique_uris) - MOST)
     digests_by_uri: dict[str, tuple[str, ...]] = {}
-    semaphore = asyncio.Semaphore(AT_ONCE)
+    semaphore = asyncio.Semaphore(PARALLEL_IMAGES)
 
     async def read(uri: str, registries: Registries) -> None:
         async with semaphore:
             try:
-                async with asyncio.timeout(DIGESTS_WITHIN):
+                async with asyncio.timeout(IMAGE_LIMIT):
                     digests_by_uri[uri] = await _digests(uri, registries)
             except (RegistryError, TimeoutError) as error:
                 log.warning("upgrade check: image %s: %s", uri, str(error) or type(error).__name__)
@@ -252,8 +255,8 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
     try:
         async with (
-            asyncio.timeout(ALL_WITHIN),
-            httpx.AsyncClient(timeout=DIGESTS_WITHIN, verify=settings.registry_ca or True) as client,
+            asyncio.timeout(ALL_IMAGES_LIMIT),
+            httpx.AsyncClient(timeout=IMAGE_LIMIT, verify=settings.registry_ca or True) as client,
         ):
             access = Access(settings.registries, settings.registry_config or default_config())
             registries = Registries(client, access)
@@ -273,12 +276,12 @@ async def _digests(uri: str, registries: Registries) -> tuple[str, ...]:
     return await registries.digests(reference)
 
 
-FIRST_AFTER = 10.0
-"""Seconds after the start of a controller (C47)."""
-LOOK_EVERY = 30.0
+FIRST_CHECK_DELAY = 10.0
+"""Seconds from the start of a controller until it requests a check (C47)."""
+POLL_SECONDS = 30.0
 """Seconds between two polls for a due check when no wake-up arrives."""
-REST = 2.0
-"""Seconds between two checks: an operation on a thousand nodes requests a thousand of them."""
+CHECK_PAUSE = 2.0
+"""Seconds between two checks; an operation on a thousand nodes requests a thousand checks."""
 CHECK_LIMIT = 120.0
 """Time limit of a check in seconds; well within its claim."""
 _GATHER = 0.2
@@ -286,21 +289,21 @@ _GATHER = 0.2
 
 @dataclass(frozen=True)
 class UpgradeOverview:
-    """Snapshot of the cluster's backends and their upgrades."""
+    """Snapshot of the installed backends and their upgrades."""
 
     backends: list[installed.InstalledBackend]
     upgrades: dict[str, Upgrade]
 
 
-def picture() -> UpgradeOverview:
-    """Read the snapshot: installed backends, compared with the offers; two queries."""
+def read_overview() -> UpgradeOverview:
+    """Read the installed backends and compare them with the offers; two queries."""
     backends = installed.read()
     available = upgrades(backends, upgrade_state.offers())
     return UpgradeOverview(backends, {upgrade.backend.name: upgrade for upgrade in available})
 
 
 def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[str, Offered]:
-    """Return the offers by case-folded name; of two entries of a name the first, as an install does."""
+    """Return the offers by case-folded name; the first entry of a name counts, as for an install."""
     offers: dict[str, Offered] = {}
     for entry in entries:
         if (name := folded(entry.name)) in names:
@@ -308,11 +311,11 @@ def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[s
     return offers
 
 
-async def look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
-    """Return the offers for installed backends, the unreadable galleries, and the catalogue's fingerprint."""
+async def read_offers() -> tuple[dict[str, Offered], Mapping[str, str], str]:
+    """Return offers for the installed backends, unreadable galleries, and the catalogue's fingerprint."""
     readings = await catalogue.read_all(node_commands.galleries())
     offer = await in_thread(catalogue.combine, readings, now=clock.now())
-    offers = offered(offer.builds, await in_thread(_names))
+    offers = offered(offer.builds, await in_thread(_installed_names))
     image_uris = [entry.uri for entry in offers.values() if not entry.version and is_image(entry.uri)]
     digests_by_uri = await image_digests(image_uris) if image_uris else {}
     with_digests = {
@@ -322,23 +325,25 @@ async def look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
     return with_digests, offer.problems, offer.fingerprint
 
 
-def _names() -> set[str]:
+def _installed_names() -> set[str]:
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False, is_system=False).order_by()
     return {folded(name) for name in rows.values_list("name", flat=True).distinct()}
 
 
 class UpgradeChecker(PeriodicTask):
-    """Periodic task that makes the due checks; a claim gives each check to one controller."""
+    """Makes the due checks; a claim assigns each check to one controller."""
 
-    def __init__(self, owner: str, *, first_after: float = FIRST_AFTER, rest: float = REST) -> None:
-        super().__init__("upgrade check", self._check_and_follow, interval=LOOK_EVERY, gather=_GATHER)
+    def __init__(
+        self, owner: str, *, first_after: float = FIRST_CHECK_DELAY, rest: float = CHECK_PAUSE
+    ) -> None:
+        super().__init__("upgrade check", self._check_and_follow, interval=POLL_SECONDS, gather=_GATHER)
         self._owner = owner
         self._first_after, self._rest = first_after, rest
 
     async def run(self) -> None:
-        """Poll after each wake-up and every `LOOK_EVERY` seconds, until cancelled."""
+        """Poll after each wake-up and every `POLL_SECONDS` seconds, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._first())
+            group.create_task(self._request_first_check())
             await super().run()
 
     async def _check_and_follow(self) -> None:
@@ -347,18 +352,18 @@ class UpgradeChecker(PeriodicTask):
         if done:
             await asyncio.sleep(self._rest)
 
-    async def _first(self) -> None:
+    async def _request_first_check(self) -> None:
         await asyncio.sleep(self._first_after)
         with contextlib.suppress(DatabaseError):
             await in_thread(upgrade_state.request_check)
 
     async def check(self) -> bool:
-        """Make the check that is due; return True if there was one. Never raise."""
+        """Make the check that is due; return True if a check was due. Never raise."""
         try:
             claim = await in_thread(upgrade_state.claim, self._owner, now=clock.now())
             if claim is None:
                 return False
-            offers, problems, galleries = await self._bounded_look()
+            offers, problems, galleries = await self._read_offers_in_time()
             is_stored = await in_thread(
                 upgrade_state.finish, claim, offers, problems=problems, galleries=galleries, now=clock.now()
             )
@@ -370,7 +375,7 @@ class UpgradeChecker(PeriodicTask):
             return False
 
     async def follow(self) -> None:
-        """Create the automatic upgrades after the checks, if the setting is on. Never raise."""
+        """Create the automatic upgrades after the checks if the setting is on. Never raise."""
         if not conf.cluster().auto_upgrade_backends:
             return
         try:
@@ -382,10 +387,10 @@ class UpgradeChecker(PeriodicTask):
             log.exception("automatic upgrades failed")
 
     @staticmethod
-    async def _bounded_look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
+    async def _read_offers_in_time() -> tuple[dict[str, Offered], Mapping[str, str], str]:
         try:
             async with asyncio.timeout(CHECK_LIMIT):
-                return await look()
+                return await read_offers()
         except TimeoutError:
             return {}, {"": f"the check took longer than {CHECK_LIMIT:.0f} s"}, ""
         except DatabaseError:

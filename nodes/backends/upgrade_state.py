@@ -1,8 +1,8 @@
 """The rows of the upgrade check: its requests, the controller that makes it, and what the galleries offer.
 
-A request increments `requested`; a check answers all requests from before its claim, so any number of
-requests during a check become one more check. A claim expires: another controller takes over the claim of a
-dead one, and a late result of the first one is discarded. Every change sends a NOTIFY on `CHANNEL`.
+A request increments `requested`; a check covers all requests from before its claim, so any number of requests
+during a check cause one more check. A claim expires: then another controller makes the check, and a late
+result of the first controller is discarded. Every change sends a NOTIFY on `CHANNEL`.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,14 @@ from operations.changes import events
 
 CHANNEL = "cluster_upgrades"
 """NOTIFY channel: a check was requested, or installed or offered backends have changed."""
-CLAIMED_FOR = 180.0
+CLAIM_SECONDS = 180.0
+"""Seconds after which the claim of a check expires."""
 RETRY_AFTER = 300.0
 """Seconds after which a check that could not read every gallery is repeated."""
-_REASON = 1000
+_REASON_LENGTH = 1000
 """Maximum length of the stored reason why a gallery could not be read; it may quote the gallery."""
 _ROW = UpgradeCheck.objects.filter(pk=UpgradeCheck.ONLY)
-_UNREAD: Mapping[str, Any] = {
+_UNCHECKED_COLUMNS: Mapping[str, Any] = {
     "revision": 0,
     "checked_at": None,
     "requested": 0,
@@ -40,7 +41,7 @@ _UNREAD: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class CheckClaim:
-    """A check that this caller makes, and the number of the last request that it covers."""
+    """The claim of a check by `owner`, and the number of the last request that the check covers."""
 
     owner: str
     requested: int
@@ -66,7 +67,7 @@ class UpgradeCheckState:
 
 def read_state() -> UpgradeCheckState:
     """Read the state of the upgrade check; one query."""
-    return UpgradeCheckState(**(_ROW.values(*_UNREAD).first() or _UNREAD))
+    return UpgradeCheckState(**(_ROW.values(*_UNCHECKED_COLUMNS).first() or _UNCHECKED_COLUMNS))
 
 
 def request_check() -> None:
@@ -74,8 +75,8 @@ def request_check() -> None:
     _request()
 
 
-def installed_changed() -> None:
-    """Request a check and new reads by pages, because the list of a node has changed."""
+def request_check_after_change() -> None:
+    """Request a check and notify pages, because the list of a node has changed."""
     _request(revision=F("revision") + 1)
 
 
@@ -89,7 +90,7 @@ def _request(**columns: Any) -> None:
 
 
 def claim(owner: str, *, now: datetime) -> CheckClaim | None:
-    """Claim the check that is due; None if there is none or another controller is making it.
+    """Claim the due check; return None if no check is due or another controller is making it.
 
     A repeated check counts as requested, so that its new offers are processed (`processed`).
     """
@@ -97,7 +98,7 @@ def claim(owner: str, *, now: datetime) -> CheckClaim | None:
     due = _ROW.filter(Q(requested__gt=F("completed")) | is_incomplete)
     free = due.filter(Q(claimed_until__isnull=True) | Q(claimed_until__lte=now))
     with transaction.atomic():
-        until = now + timedelta(seconds=CLAIMED_FOR)
+        until = now + timedelta(seconds=CLAIM_SECONDS)
         requested = Greatest("requested", F("completed") + 1)
         if not free.update(claimed_by=owner, claimed_until=until, requested=requested):
             return None
@@ -112,9 +113,9 @@ def finish(
     galleries: str,
     now: datetime,
 ) -> bool:
-    """Store the offers of a check; return False if another controller has taken the check over.
+    """Store the offers of a check; return False if another controller has claimed the check.
 
-    Offers of galleries that could not be read stay: yesterday's offer is better than none.
+    Earlier offers of galleries that could not be read stay.
     """
     with transaction.atomic():
         row = _ROW.select_for_update(no_key=True).first()
@@ -123,7 +124,9 @@ def finish(
         row.revision += _store_offers(new_offers, forget=not problems)
         row.completed = max(row.completed, own_claim.requested)
         row.claimed_by, row.claimed_until = "", None
-        row.problems = {names.plain(name): names.plain(reason[:_REASON]) for name, reason in problems.items()}
+        row.problems = {
+            names.plain(name): names.plain(reason[:_REASON_LENGTH]) for name, reason in problems.items()
+        }
         row.checked_at, row.galleries = now, galleries
         row.save()
         events.notify(CHANNEL, "")

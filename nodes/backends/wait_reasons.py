@@ -1,10 +1,11 @@
-"""The reason why each waiting operation waits, and its position in the queue, as of the time of the read.
+"""The reason why each waiting operation waits, and its position in the queue, at the time of the read.
 
-A position changes whenever other work proceeds, so it is no column: readers that show operations compute it
-here. Two statements suffice for any number of operations.
+A position changes whenever other work proceeds, so it is no column: this module computes positions when
+operations are read. Two statements suffice for any number of operations.
 
-A node runs `intents.PER_NODE` intents at a time, the longest due first; its other due intents have a position
-in its queue. Operations that are leased as one unit (loads, unloads) share one queue for all controllers.
+A node runs `intents.PARALLEL_PER_NODE` intents at a time, the longest due first; its other due intents have a
+position in its queue. Operations that are leased as one unit (loads, unloads) share one queue for all
+controllers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from django.db import connection
 
-from nodes.backends.intents import HELD_BACK, PER_NODE, RUNS_FIRST
+from nodes.backends.intents import HELD_BACK_CONDITION, PARALLEL_PER_NODE, RUNS_FIRST_CONDITION
 from operations.models import ACTIVE
 
 _TARGETS = f"""
@@ -27,7 +28,7 @@ _TARGETS = f"""
         SELECT i.id, row_number() OVER (PARTITION BY i.node_id ORDER BY i.next_retry_at, i.id) AS place
         FROM pending_backend_ops i
         WHERE i.node_id IN (SELECT node_id FROM asked) AND i.lease_until IS NULL
-            AND i.next_retry_at <= %(now)s AND NOT {HELD_BACK}
+            AND i.next_retry_at <= %(now)s AND NOT {HELD_BACK_CONDITION}
     ), running AS (
         SELECT node_id, count(*) AS number FROM pending_backend_ops
         WHERE node_id IN (SELECT node_id FROM asked) AND lease_until IS NOT NULL GROUP BY node_id
@@ -44,7 +45,7 @@ _TARGETS = f"""
     LEFT JOIN LATERAL (
         SELECT o.op, o.backend, o.operation_id FROM pending_backend_ops o
         WHERE o.node_id = asked.node_id AND o.backend = asked.backend
-            AND (i.id IS NULL OR o.id <> i.id AND {RUNS_FIRST})
+            AND (i.id IS NULL OR o.id <> i.id AND {RUNS_FIRST_CONDITION})
         ORDER BY o.lease_until IS NULL, o.requested_at, o.id LIMIT 1
     ) other ON true
     LEFT JOIN operations first ON first.id = other.operation_id"""
@@ -91,7 +92,7 @@ def ordinal(number: int) -> str:
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
-def of_part(
+def target_wait(
     name: str,
     status: str,
     since: datetime | None,
@@ -101,8 +102,8 @@ def of_part(
 ) -> Wait | None:
     """Return the wait of a queued target.
 
-    None if the target's own reason explains the wait, such as a pause after a failure. `blocker`: the op that
-    the node runs on the same backend, the backend, and the requester.
+    None if the target already has a reason, such as a pause after a failure. `blocker`: the op that the node
+    runs on the same backend, the backend, and the requester.
     """
     if status != "healthy":
         return Wait(f"waits for node {name}, which is {status}", since=since)
@@ -111,14 +112,14 @@ def of_part(
         return Wait(f"waits for the {in_words(op)} of {backend} by {actor} on {name}")
     if place is None:
         return None
-    if place + running <= PER_NODE:
+    if place + running <= PARALLEL_PER_NODE:
         return Wait("waits for a controller")
-    busy = f"{running} of {PER_NODE} running" if running else f"{PER_NODE} at a time"
+    busy = f"{running} of {PARALLEL_PER_NODE} running" if running else f"{PARALLEL_PER_NODE} at a time"
     return Wait(f"{ordinal(place)} in the queue of node {name} ({busy})", place=place)
 
 
 def annotate(entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
-    """Add the waits to operations in the form of the API, and to their targets."""
+    """Add the wait reasons to operations in the form of the API, and to their targets."""
     ids = [entry["jobID"] for entry in entries if entry["status"] in ACTIVE]
     if not ids:
         return
@@ -143,7 +144,9 @@ def _rows(statement: str, ids: Iterable[str], now: datetime) -> list[tuple[Any, 
 
 def _wait_of_target(row: tuple[Any, ...]) -> Wait | None:
     _, _, name, status, since, place, running, op, backend, actor = row
-    return of_part(name, status, since, place, running, (op, backend, actor or "somebody") if op else None)
+    return target_wait(
+        name, status, since, place, running, (op, backend, actor or "somebody") if op else None
+    )
 
 
 def _wait_of_operation(row: tuple[Any, ...]) -> Wait:

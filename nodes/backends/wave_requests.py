@@ -1,4 +1,4 @@
-"""Requests about work in waves: the plan for the nodes, last replicas, continue or stop."""
+"""Requests about operations in waves: the plan for the nodes, last replicas, and continue or stop."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -31,7 +31,7 @@ def confirmed_in(operation: Operation) -> Sequence[str]:
 def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: Collection[str]) -> None:
     """Raise Conflict, which names the models, if a last replica would stop without a confirmation.
 
-    The state may change until the wave opens: then the target waits for a confirmation (`sparing`).
+    The state may change until the wave opens: then the target waits for a confirmation (`intent_queue.py`).
     """
     last = drains.last_replicas(backend, [node.id for node in nodes])
     if missing := sorted(set().union(*last.values()) - set(confirmed)):
@@ -43,7 +43,7 @@ def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: 
 
 
 def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> dict[UUID, int]:
-    """Return the wave of each node for its present replicas. Three queries."""
+    """Return the wave of each node, based on its present replicas. Three queries."""
     ids = [node.id for node in nodes]
     loaded = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
     counts = loaded.order_by().values_list("node_id").annotate(replicas=Count("pk"))
@@ -58,7 +58,7 @@ def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> di
 def choose(
     operation_id: UUID, choice: str, *, last_replicas: Collection[str] = (), actor: str, now: datetime
 ) -> Operation:
-    """Apply an operator's choice after a failed wave, or a confirmation of last replicas while one waits.
+    """Apply an operator's choice after a failed wave, or the confirmation that last replicas may stop.
 
     "continue" opens the next wave; "stop" ends the targets whose wave is not open as cancelled, also without
     a failure. Raise NotFound and Conflict.
@@ -129,7 +129,7 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
 def wait_for_turns(
     held: Sequence[OperationTarget], all_parts: Sequence[OperationTarget], now: datetime
 ) -> None:
-    """Make the targets of unopened waves wait for their wave."""
+    """Set the wait reason of targets whose wave is not open yet."""
     words = targets.waves_in_words(all_parts)
     for target in held:
         assert target.wave is not None

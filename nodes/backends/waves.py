@@ -1,12 +1,12 @@
 """Upgrades and installs in waves: the transaction that ends the last target of a wave opens the next one.
 
-If the request has a pause between waves, the schedule of `catch_up` opens it when the pause is over.
+If the request has a pause between waves, the scheduled `catch_up` opens the next wave after the pause.
 
 A target whose wave is not open has no intent, so no work on it can begin. When every target of the open wave
-has ended, the targets of the next one get their intents. When as many failed as the request allows, or one
-was cancelled, no more waves open until an operator has decided about the others (`wave_requests.py`).
+has ended, the targets of the next one get their intents. When as many targets failed as the request allows,
+or a target was cancelled, no more waves open until an operator has decided (`wave_requests.py`).
 
-The canary shows the effect of the upgrade where the least is at stake. Nodes with the last replica of a model
+The canary tests the upgrade on a node whose loss has the least effect. Nodes with the last replica of a model
 follow after the other reachable nodes. Unreachable nodes would delay all others, so they come last.
 
 Locks: intents, then operations, both in the order of their ids. Then intents are deleted and created, the new
@@ -30,7 +30,7 @@ from operations.ledger import target_changes
 from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Status, TargetStatus, Waves
 
 CANARY = 0
-"""Number of the canary's wave; the others count from 1."""
+"""Number of the canary wave; the other waves count from 1."""
 MOST_NAMED = 5
 """Names in the question after a failed wave."""
 
@@ -40,12 +40,12 @@ class Options:
     """Options of a request for waves."""
 
     max_unavailable: int | str = 1
-    """Nodes at a time, at least 1, or a percentage of the request's nodes such as "25%"."""
+    """Number of nodes at a time, at least 1, or a percentage of the request's nodes such as "25%"."""
     canary: bool = True
     pause_seconds: int = 0
     """Pause between the end of a wave and the next one."""
     stop_at_failures: int = 1
-    """Number of failed nodes, of all waves, from which on each failure needs an operator's choice."""
+    """Number of failed nodes, in all waves, from which on each failure needs an operator's choice."""
 
     @classmethod
     def of(cls, operation: Operation) -> "Options | None":
@@ -57,13 +57,13 @@ class Options:
 
 
 def nodes_at_once(limit: int | str, nodes: int) -> int:
-    """Return the number of nodes at a time of a limit such as 3 or "25%", which rounds down; at least 1."""
+    """Return the number of nodes at a time for a limit such as 3 or "25%", rounded down; at least 1."""
     return limit if isinstance(limit, int) else max(nodes * int(limit.removesuffix("%")) // 100, 1)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One node: its loaded replicas of the backend, and True in `last` if one is a model's last."""
+    """One node with its number of loaded replicas of the backend; `last`: one of them is a model's last."""
 
     id: UUID
     name: str
@@ -123,9 +123,9 @@ def go_on(changed: target_changes.Changed, *, now: datetime) -> None:
 
 
 def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> Turn | None:
-    """Return the wave to open, or None: a wave runs, or the pause before the next one.
+    """Return the wave to open; None while a wave or the pause before the next wave runs.
 
-    If too many targets failed, or one was cancelled, write the question to the operator instead.
+    If too many targets failed, or a target was cancelled, write the question to the operator instead.
     """
     if operation.waves not in GOING_ON or operation.status not in ACTIVE:
         return None
@@ -143,7 +143,9 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
         return _turn_after_pause(operation, all_parts, options, now)
     operation.waves = Waves.ASKS
     words = {TargetStatus.ERROR: "failed", TargetStatus.CANCELLED: "was cancelled"}
-    ended = [f"{words[status]} on {_some(names)}" for status, names in names_by_status.items() if names]
+    ended = [
+        f"{words[status]} on {_shortened_names(names)}" for status, names in names_by_status.items() if names
+    ]
     what = operation.kind.removeprefix("backend_")
     reason = f"the {what} {' and '.join(ended)}: continue with the next wave, or stop"
     unopened = [target for target in all_parts if targets.awaits_wave(target)]
@@ -153,7 +155,7 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
     return None
 
 
-def _some(names: Sequence[str]) -> str:
+def _shortened_names(names: Sequence[str]) -> str:
     """Return the first names and the number of the others: each unopened target stores the text."""
     shown = ", ".join(names[:MOST_NAMED])
     return shown if len(names) <= MOST_NAMED else f"{shown} and {len(names) - MOST_NAMED} more"
@@ -162,7 +164,7 @@ def _some(names: Sequence[str]) -> str:
 def _turn_after_pause(
     operation: Operation, all_parts: Sequence[OperationTarget], options: Options, now: datetime
 ) -> Turn | None:
-    """Return the next wave if the pause before it is over; begin the pause if it has not begun.
+    """Return the next wave if the pause before it is over; otherwise begin the pause if necessary.
 
     The targets of the next wave hold the end of the pause as their next check (`catch_up`).
     """
@@ -180,7 +182,7 @@ def _turn_after_pause(
 
 
 def next_turn(operation: Operation, all_parts: Sequence[OperationTarget]) -> Turn | None:
-    """Make the next wave the open one and return it; None if there is none."""
+    """Make the next wave the open wave and return it; None if there is no further wave."""
     waves = [target.wave for target in all_parts if target.wave is not None and targets.awaits_wave(target)]
     if not waves:
         return None

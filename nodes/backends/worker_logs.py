@@ -5,8 +5,8 @@ the environment are not used. The reply is untrusted: its size and time are boun
 expected shape are forwarded.
 
 `/ws/nodes/:id/backend-logs/:model` sends the messages to a browser. The node must exist before the handshake
-is answered; what fails afterwards closes the socket with 1011 and the reason. What the client says is not
-passed on: a worker ignores it.
+is answered; a later failure closes the socket with 1011 and the reason. Messages of the client are not
+forwarded, because a worker ignores them.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ ANSWER_LIMIT = 15.0
 HANDSHAKE_LIMIT = 10.0
 MAX_REPLY_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a reply or a message; our workers store less (`kit/settings_table.py`)."""
-QUEUE = 4
-"""Number of messages that are read ahead of a slow reader."""
+READ_AHEAD = 4
+"""Number of messages that are read in advance for a slow reader."""
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
 LONGEST_NAME = 512
 _ROUTE = "/v1/backend-logs"
@@ -44,7 +44,7 @@ _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(
 _Time = Annotated[str, msgspec.Meta(pattern=_TIME, max_length=40)]
 
 
-class Late(errors.ClusterError):
+class LateReply(errors.ClusterError):
     """A worker has not answered in time."""
 
     status = 504
@@ -97,14 +97,14 @@ READERS, FOLLOWERS = _ParallelLimit(8, "read"), _ParallelLimit(64, "followed")
 
 
 async def models(server: HttpServer) -> list[str]:
-    """Return the ids of the models with output on the worker. Raise NotReachable, Late, Unavailable."""
+    """Return the ids of the models with output on the worker. Raise NotReachable, LateReply, Unavailable."""
     return _decode(server, _NAMES, await _get(server, _ROUTE))
 
 
 async def lines(server: HttpServer, name: str) -> list[Any]:
-    """Return the output of a model's engines, of one replica for `model#n`.
+    """Return the output of all engines of a model, or of one replica if the name is `model#n`.
 
-    Raise NotReachable, Late, Unavailable.
+    Raise NotReachable, LateReply, Unavailable.
     """
     log_lines = _decode(server, _LINES, await _get(server, _path(name)))
     return [msgspec.to_builtins(line) for line in log_lines]
@@ -113,8 +113,8 @@ async def lines(server: HttpServer, name: str) -> list[Any]:
 async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
     """Yield the worker's messages: first the existing lines, then each new one.
 
-    End with an error, whichever side closes: NotReachable, Late or AddressRefused; Unavailable, before the
-    first message, if too many are followed.
+    End with NotReachable, LateReply or AddressRefused, also if this side closes. Raise Unavailable before the
+    first message if too many logs are followed.
     """
     url = f"ws://{server.contact.address}{_path(name)}/ws"
     with FOLLOWERS.acquire():
@@ -131,7 +131,7 @@ async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
                     ping_interval=PING_EVERY,
                     ping_timeout=PONG_WITHIN,
                     max_size=MAX_REPLY_BYTES,
-                    max_queue=QUEUE,
+                    max_queue=READ_AHEAD,
                     compression=None,
                     proxy=None,
                     user_agent_header=None,
@@ -223,7 +223,7 @@ def _no_reply_error(server: HttpServer, error: Exception) -> errors.ClusterError
 
 
 def _reason(error: BaseException) -> str:
-    """Return the system's description of the error, or else the library's."""
+    """Return the system's description of the error, otherwise the library's."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno:
@@ -233,7 +233,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _late_error(server: HttpServer, limit: float) -> errors.ClusterError:
-    return Late(f"node {server.node}: its worker has not answered within {limit:g} s")
+    return LateReply(f"node {server.node}: its worker has not answered within {limit:g} s")
 
 
 def _status_error(server: HttpServer, status: int) -> errors.ClusterError:
@@ -247,7 +247,7 @@ def _status_error(server: HttpServer, status: int) -> errors.ClusterError:
 
 
 async def admit(scope: Scope) -> None:
-    """Raise NotFound for an unknown node, InvalidInput for a name that no model has."""
+    """Raise NotFound for an unknown node, InvalidInput for an invalid model name."""
     node, model = _node_and_model(scope)
     if node is None or not await database_sync_to_async(BackendNode.objects.filter(pk=node).exists)():
         raise errors.NotFound("node not found")
@@ -256,7 +256,7 @@ async def admit(scope: Scope) -> None:
 
 
 async def output(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield the worker's messages; end with the reason."""
+    """Yield the messages of the worker; the iteration ends with the error."""
     node, model = _node_and_model(scope)
     assert node is not None
     try:

@@ -50,11 +50,13 @@ class GuardedClient:
         return self._outbound.open(url, headers, method)
 
 
-async def read_all(listed: Sequence[Gallery]) -> list[catalogue.Reading]:
+async def read_all(listed: Sequence[Gallery]) -> list[catalogue.GalleryReading]:
     """Read all galleries now, in parallel, by the rules of `Outbound`."""
     client = GuardedClient(outbound_of(conf.cluster()))
     results = await asyncio.gather(*(catalogue.read_gallery(gallery, client) for gallery in listed))
-    return [catalogue.Reading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
+    return [
+        catalogue.GalleryReading(gallery, result) for gallery, result in zip(listed, results, strict=True)
+    ]
 
 
 reader = catalogue.Reader(read_all)

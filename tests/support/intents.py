@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between the questions to a worker."""
     for pause in ("PING_EVERY", "_ASK_AGAIN", "BUS_WAIT"):
         monkeypatch.setattr(commands, pause, 0.0)
-    monkeypatch.setattr(intent_queue, "LOOK_FOR_PROOF_EVERY", 0.0)
+    monkeypatch.setattr(intent_queue, "PROOF_POLL_SECONDS", 0.0)
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

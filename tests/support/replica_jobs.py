@@ -217,7 +217,7 @@ class Cluster:
         try:
             keys = self.world.upgrade(node.id)
         except RequestTimeout:
-            call(intents.overdue, intent, "no answer", now=clock.now())
+            call(intents.record_overdue, intent, "no answer", now=clock.now())
             return PutBack("no answer", 1.0, busy=True)
         except BusError:
             return PutBack("no worker", 1.0)

@@ -112,7 +112,7 @@ def _on_nodes(parser: CommandParser) -> CommandParser:
 
 
 def list_backends(options: Options) -> str:
-    picture = upgrade_check.picture()
+    picture = upgrade_check.read_overview()
     backends = [
         backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
     ]

@@ -87,7 +87,7 @@ def element(name: str) -> dict[str, Any]:
 
 def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
     asked = inventory.request_for(node)
-    assert inventory.store([inventory.Listed(asked, listed, clock.now())])
+    assert inventory.store([inventory.InventoryReply(asked, listed, clock.now())])
 
 
 def begin(node: BackendNode, element: str, kind: str = wished.INSTALL) -> str:

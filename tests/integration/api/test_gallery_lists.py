@@ -189,4 +189,4 @@ def test_what_the_healthy_nodes_can_run(
         fields = dict(told)
         hot.node(f"n{number}", offline_at=clock.now() if fields.pop("offline", False) else None, **fields)
     with django_assert_num_queries(1):
-        assert catalogue.machines() == expected | {"default"}
+        assert catalogue.cluster_capabilities() == expected | {"default"}

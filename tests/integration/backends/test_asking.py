@@ -349,5 +349,5 @@ def test_a_process_that_dies_after_a_retry_leaves_no_failure_that_is_being_retri
 def test_the_time_of_an_unknown_outcome_counts_from_the_first_time_limit() -> None:
     ask(INSTALL, hot.node())
     (claimed,) = claim()
-    first = intent_rows.overdue(claimed, "late", now=clock.now())
-    assert intent_rows.overdue(claimed, "later", now=clock.now() + timedelta(minutes=15)) == first
+    first = intent_rows.record_overdue(claimed, "late", now=clock.now())
+    assert intent_rows.record_overdue(claimed, "later", now=clock.now() + timedelta(minutes=15)) == first

@@ -122,7 +122,7 @@ def test_a_list_proves_only_what_it_did_not_show_before(
     row = PendingBackendOp(backend="echo")
     intent = Intent(row, BackendNode(), None if known is None else ListedBuild(known, ""))
     shown = None if listed is None else m.InstalledBackend("echo", version=listed)
-    assert command.proven(intent, shown) is proven
+    assert command.is_proven(intent, shown) is proven
 
 
 @pytest.mark.parametrize("pending", [RequestTimeout("late"), NotConnected("lost")], ids=["late", "bus"])

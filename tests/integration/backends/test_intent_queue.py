@@ -68,7 +68,7 @@ def limited(command: Command, seconds: float) -> Command:
 @pytest.mark.rule("O19", "R4.31", "R6.19", "O15", "A81", "R6.21", "R6.37", "T-MGR-15")
 async def test_a_late_answer_ends_what_is_overdue(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the part runs on, says why, and keeps its lease; nothing is sent twice."""
-    monkeypatch.setattr(intent_queue, "LOOK_FOR_PROOF_EVERY", 60.0)
+    monkeypatch.setattr(intent_queue, "PROOF_POLL_SECONDS", 60.0)
     monkeypatch.setitem(intent_queue.COMMANDS, "install", limited(node_commands.COMMAND, 0.2))
     answer = asyncio.Event()
 
@@ -152,7 +152,7 @@ async def test_after_two_hours_the_outcome_is_unknown(stage: Stage) -> None:
     intent = await hot.in_thread(stage.begins, INSTALL)
     stage.answers(RequestTimeout("late"))
     await stage.carries_out(intent)
-    since = clock.now() - intent_queue.UNKNOWN_AFTER
+    since = clock.now() - intent_queue.UNKNOWN_OUTCOME_AFTER
     for short, status in ((timedelta(seconds=60), "queued"), (timedelta(0), "error")):
         await hot.in_thread(lambda at=since + short: PendingBackendOp.objects.update(unanswered_since=at))
         part = await stage.again()
@@ -330,7 +330,7 @@ async def test_a_worker_is_asked_to_stop_once_our_own_connection_is_back(stage: 
 async def test_a_worker_that_cannot_be_asked_for_long_may_go_on(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intent_queue, "CALL_OFF_FOR", timedelta(0))
+    monkeypatch.setattr(intent_queue, "CANCEL_RETRY_LIMIT", timedelta(0))
     off = await hot.in_thread(cancelled, stage)
     stage.bus.replies[messages.subject("backend.cancel", str(stage.node.id))] = NotConnected("lost")
     part = await stage.carries_out(off)

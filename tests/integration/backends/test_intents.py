@@ -12,7 +12,15 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.kit import clock, errors, leases
 from localai_cluster.messaging.messages import InstalledBackend
 from nodes.backends import admission, intents, inventory
-from nodes.backends.intents import MOST_ATTEMPTS, PER_NODE, Ended, Failed, Intent, PutBack, Settlement
+from nodes.backends.intents import (
+    MOST_ATTEMPTS,
+    PARALLEL_PER_NODE,
+    Ended,
+    Failed,
+    Intent,
+    PutBack,
+    Settlement,
+)
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from operations.ledger.progress import Tick
@@ -81,7 +89,7 @@ def test_a_list_ends_no_intent_whose_attempt_failed() -> None:
     operation, intent = begun()
     assert settle(intent, Failed("the worker was restarted"))
     asked = inventory.request_for(intent.node)
-    answer = inventory.Listed(asked, [InstalledBackend("echo")], clock.now())
+    answer = inventory.InventoryReply(asked, [InstalledBackend("echo")], clock.now())
     assert inventory.store([answer]) == {intent.node.id}
     reconciler.clean(now=clock.now())
     due_now()
@@ -123,11 +131,11 @@ def test_the_oldest_is_first_and_what_is_not_due_waits() -> None:
 @pytest.mark.rule("R6.15", "O5", "O80", "H16", "R4.25")
 def test_a_node_is_sent_few_commands_at_a_time_and_holds_up_no_other() -> None:
     busy = hot.node("busy")
-    for number in range(PER_NODE + 3):
+    for number in range(PARALLEL_PER_NODE + 3):
         ask(INSTALL, busy, backend=f"b{number}")
     ask(INSTALL, hot.node("other"))
     claimed = claim(100)
-    assert sorted(one.node.name for one in claimed) == ["busy"] * PER_NODE + ["other"]
+    assert sorted(one.node.name for one in claimed) == ["busy"] * PARALLEL_PER_NODE + ["other"]
     assert claim(100) == []
     assert settle(claimed[0] if claimed[0].node.name == "busy" else claimed[1], Ended())
     assert [one.node.name for one in claim(100)] == ["busy"]
@@ -267,8 +275,8 @@ def test_an_attempt_that_lost_its_lease_changes_nothing() -> None:
     assert intents.record({late: [Tick(percentage=90)]}, now=clock.now()) == {late}
     for outcome in (Ended(), Ended(error="x"), Failed("x"), PutBack("x")):
         assert not settle(first, outcome)
-    intents.overdue(first, "late", now=clock.now())
-    intents.called_off({late: "stopped"}, now=clock.now())
+    intents.record_overdue(first, "late", now=clock.now())
+    intents.delete_cancelled({late: "stopped"}, now=clock.now())
     assert now() == before
     assert settle(second, Ended())
 
@@ -369,7 +377,7 @@ def test_what_runs_is_called_off_and_its_late_answer_is_nobodys(kind: str) -> No
     (off,) = claim()
     assert off.row.cancelled_at is not None
     assert part(operation).status == "cancelled", "its claim is no new attempt"
-    intents.called_off({(off.id, off.fence): "the worker stopped"}, now=clock.now())
+    intents.delete_cancelled({(off.id, off.fence): "the worker stopped"}, now=clock.now())
     operation.refresh_from_db()
     found = part(operation)
     assert (operation.status, found.status, found.reason) == ("cancelled", "cancelled", "the worker stopped")

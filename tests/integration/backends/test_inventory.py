@@ -134,7 +134,7 @@ def marked_unhealthy(node: BackendNode) -> None:
 
 
 def keep(node: BackendNode, *backends: m.InstalledBackend, at: datetime | None = None) -> bool:
-    return bool(inventory.store([inventory.Listed(question(node), backends, at or clock.now())]))
+    return bool(inventory.store([inventory.InventoryReply(question(node), backends, at or clock.now())]))
 
 
 @asynccontextmanager
@@ -158,7 +158,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def ask(bus: Bus, node: BackendNode) -> bool:
-    return await inventory.ask(bus, await hot.in_thread(question, node))
+    return await inventory.request_list(bus, await hot.in_thread(question, node))
 
 
 @pytest.mark.rule("http-2.10", "nats-4.7")
@@ -261,7 +261,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:
     assert (listed(node), api.node(node.id).inventory_error) == (["minilm"], "")
     asked = question(node)
     lifecycle.deregister(node.id, actor=actors.task("test"), now=now)
-    assert not inventory.store([inventory.Listed(asked, [ECHO], clock.now())])
+    assert not inventory.store([inventory.InventoryReply(asked, [ECHO], clock.now())])
     assert not NodeBackend.objects.exists()
 
 
@@ -272,7 +272,7 @@ def test_many_lists_are_kept_at_the_cost_of_one() -> None:
         nodes = [hot.node(f"{total}-{number}") for number in range(total)]
         for backends in ([MINILM], [ECHO]):
             now = clock.now()
-            answers = [inventory.Listed(question(node), backends, now) for node in nodes]
+            answers = [inventory.InventoryReply(question(node), backends, now) for node in nodes]
             with CaptureQueriesContext(connection) as queries:
                 assert inventory.store(answers) == {node.id for node in nodes}
             counts.append(len(queries))
@@ -283,8 +283,10 @@ def test_many_lists_are_kept_at_the_cost_of_one() -> None:
 def test_of_two_answers_of_one_node_the_later_question_counts() -> None:
     node, now = hot.node(), clock.now()
     asked = question(node)
-    late = inventory.Listed(asked, [ECHO], now)
-    assert inventory.store([late, inventory.Listed(asked, [MINILM], now - timedelta(seconds=1))]) == {node.id}
+    late = inventory.InventoryReply(asked, [ECHO], now)
+    assert inventory.store([late, inventory.InventoryReply(asked, [MINILM], now - timedelta(seconds=1))]) == {
+        node.id
+    }
     assert listed(node) == ["echo"]
 
 
@@ -294,7 +296,7 @@ def test_a_due_time_set_during_the_question_counts() -> None:
     due(node, 60)
     asked = question(node)
     due(node, 1)
-    assert inventory.store([inventory.Listed(asked, [ECHO], clock.now())])
+    assert inventory.store([inventory.InventoryReply(asked, [ECHO], clock.now())])
     assert wait_of(node) < 2
     assert keep(node, ECHO)
     assert wait_of(node) > inventory.REFRESH_INTERVAL - 60
@@ -477,7 +479,7 @@ async def test_each_failed_contact_with_a_deaf_node_counts_as_an_attempt_until_t
     bus = Bus()
 
     async def contact() -> None:
-        assert not await inventory.ask(bus, await hot.in_thread(lambda: question(node)))
+        assert not await inventory.request_list(bus, await hot.in_thread(lambda: question(node)))
         await hot.in_thread(operation.refresh_from_db)
 
     for attempt in range(1, MOST_ATTEMPTS):
@@ -507,5 +509,5 @@ async def test_a_question_that_proves_nothing_of_the_worker_counts_no_attempt(ca
         bus.connected_since = clock.monotonic()
     if case == "no connection":
         bus.replies[messages.subject("backend.list", str(node.id))] = NotConnected("lost")
-    assert not await inventory.ask(bus, await hot.in_thread(lambda: question(node)))
+    assert not await inventory.request_list(bus, await hot.in_thread(lambda: question(node)))
     assert (await hot.in_thread(PendingBackendOp.objects.get)).attempts == 0

@@ -69,7 +69,7 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for name in ("PING_EVERY", "_ASK_AGAIN", "BUS_WAIT"):
         monkeypatch.setattr(commands, name, 0.0)
-    monkeypatch.setattr(node_stop, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(node_stop, "POLL_SECONDS", 0.01)
     return Stage()
 
 
@@ -104,7 +104,7 @@ async def test_the_same_process_is_told_again_and_another_one_is_not(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command without a reply may be lost."""
-    monkeypatch.setattr(node_stop, "REPEAT_EVERY", 0.01)
+    monkeypatch.setattr(node_stop, "REPEAT_SECONDS", 0.01)
     work = await hot.in_thread(stage.begins)
     attempt = asyncio.create_task(stage.stops(work))
     await stage.until_told(3)
@@ -131,7 +131,7 @@ async def test_a_worker_that_has_gone_is_looked_for_at_intervals(
         nonlocal pauses
         pauses += 1
 
-    monkeypatch.setattr(node_stop, "REPEAT_EVERY", 1e-9)
+    monkeypatch.setattr(node_stop, "REPEAT_SECONDS", 1e-9)
     monkeypatch.setattr(node_stop, "_instance_of", instance_of)
     monkeypatch.setattr(node_stop, "asyncio", SimpleNamespace(sleep=sleep))
     with pytest.raises(CommandFailed):
@@ -142,8 +142,8 @@ async def test_a_worker_that_has_gone_is_looked_for_at_intervals(
 
 async def test_a_stock_worker_is_told_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not say which process it is: a second command might end the one that was started again."""
-    monkeypatch.setattr(node_stop, "REPEAT_EVERY", 0.01)
-    monkeypatch.setattr(node_stop, "LEAVE_WITHIN", 0.5)
+    monkeypatch.setattr(node_stop, "REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr(node_stop, "LEAVE_LIMIT", 0.5)
     stage.bus.replies[stage.list] = m.ListReply(())
     work = await hot.in_thread(stage.begins)
     with pytest.raises(CommandFailed, match="node one has not left within"):

@@ -77,7 +77,7 @@ def test_a_begun_part_is_called_off_and_its_late_answer_changes_nothing() -> Non
     assert part(operation, one).status == "cancelled"
     (called_off,) = claim()
     assert called_off.row.cancelled_at is not None
-    intents.called_off({(called_off.id, called_off.fence): "the worker stopped"}, now=clock.now())
+    intents.delete_cancelled({(called_off.id, called_off.fence): "the worker stopped"}, now=clock.now())
     assert part(operation, one).reason == "the worker stopped"
     assert again(operation).status == Status.PROCESSING
 

@@ -58,7 +58,7 @@ def test_the_rows_of_a_backend_on_a_node_run_one_at_a_time() -> None:
     assert {one.row.op for one in claimed.values()} == {"install", "delete"}
     running = claimed[node.id]
     assert claim(10) == []
-    intents.overdue(running, "late", now=clock.now())
+    intents.record_overdue(running, "late", now=clock.now())
     busy = PutBack("asking again", seconds=60, busy=True)
     intents.record_outcomes({(running.id, running.fence): (busy, ())}, now=clock.now())
     assert claim(10) == []

@@ -74,8 +74,8 @@ class Stage(OneIntent):
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     quick(monkeypatch)
-    monkeypatch.setattr(intent_queue, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(intent_queue, "LOOK_AT_LOAD", 0.01)
+    monkeypatch.setattr(intent_queue, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(intent_queue, "LOAD_POLL_SECONDS", 0.01)
     return Stage()
 
 

@@ -58,7 +58,7 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> W
 
 def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
     asked = inventory.request_for(node)
-    assert inventory.store([inventory.Listed(asked, listed, clock.now())])
+    assert inventory.store([inventory.InventoryReply(asked, listed, clock.now())])
 
 
 def minilm(version: str = "1.0.0", **more: Any) -> m.InstalledBackend:
@@ -233,7 +233,7 @@ def test_a_dead_controllers_check_is_taken_over() -> None:
     now = clock.now()
     upgrade_state.request_check()
     late = upgrade_state.claim("dead", now=now)
-    later = now + timedelta(seconds=upgrade_state.CLAIMED_FOR)
+    later = now + timedelta(seconds=upgrade_state.CLAIM_SECONDS)
     assert upgrade_state.claim("next", now=later - timedelta(seconds=1)) is None
     mine = upgrade_state.claim("next", now=later)
     assert late is not None
@@ -260,7 +260,7 @@ def test_offers_of_a_gallery_that_cannot_be_read_stay(gallery: Write, tmp_path: 
     again = standing.checked_at + timedelta(seconds=upgrade_state.RETRY_AFTER)
     mine = upgrade_state.claim("x", now=again)
     assert mine is not None
-    found, problems, galleries = asyncio.run(upgrade_check.look())
+    found, problems, galleries = asyncio.run(upgrade_check.read_offers())
     assert upgrade_state.finish(mine, found, problems=problems, galleries=galleries, now=again)
     assert (upgrades(), upgrade_state.read_state().problems) == ({}, {})
 
@@ -274,7 +274,7 @@ def test_a_changed_gallery_is_checked_when_a_page_sees_it(
     keep(api.make_node("a"), minilm())
     check()
     asked = upgrade_state.read_state().requested
-    monkeypatch.setattr(catalogue, "KEPT_FOR", -1.0)
+    monkeypatch.setattr(catalogue, "OFFER_SECONDS", -1.0)
     api.admin().get("/api/backends")
     assert upgrade_state.read_state().requested == asked, "nothing has changed"
     gallery(minilm="2.0.0")
@@ -309,7 +309,7 @@ def test_the_schedule_asks_and_a_controller_checks(gallery: Write) -> None:
 @pytest.mark.rule("R6.35", "O101", "C47")
 async def test_a_controller_checks_after_its_start_and_when_it_is_told(gallery: Write) -> None:
     """C47, with ten seconds made short."""
-    assert upgrade_check.FIRST_AFTER == 10.0
+    assert upgrade_check.FIRST_CHECK_DELAY == 10.0
     gallery(minilm="2")
     checker = upgrade_check.UpgradeChecker("here:1", first_after=0.0, rest=0.0)
     running = asyncio.create_task(checker.run())

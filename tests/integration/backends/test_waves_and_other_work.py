@@ -133,7 +133,7 @@ def carries_out(random: Random, now: datetime) -> None:
     found = intents.claim("controller", now=now, lease=60, limit=3)
     called_off = {(one.id, one.fence): "stopped" for one in found if one.row.cancelled_at}
     others = {(one.id, one.fence): (random.choice(outcomes), ()) for one in found if not one.row.cancelled_at}
-    intents.called_off(called_off, now=now)
+    intents.delete_cancelled(called_off, now=now)
     intents.record_outcomes(others, now=now)
 
 
@@ -148,7 +148,7 @@ def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
         intents.reap(now=now)
         reconciler.clean(now=now)
         found = intents.claim("last", now=now, lease=30, limit=100)
-        intents.called_off({(i.id, i.fence): "" for i in found if i.row.cancelled_at}, now=now)
+        intents.delete_cancelled({(i.id, i.fence): "" for i in found if i.row.cancelled_at}, now=now)
         done = {(i.id, i.fence): (Ended(), ()) for i in found if not i.row.cancelled_at}
         intents.record_outcomes(done, now=now)
         for asks in Operation.objects.active().filter(waves=Waves.ASKS):

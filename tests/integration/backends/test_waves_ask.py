@@ -99,7 +99,7 @@ def test_cancel_in_wave_2_is_final() -> None:
     late = intents.record_outcomes({(second["b"].id, second["b"].fence): (Ended(), ())}, now=clock.now())
     assert late, "the late answer changes nothing"
     called_off = claimed()["b"]
-    intents.called_off({(called_off.id, called_off.fence): "the worker stopped"}, now=clock.now())
+    intents.delete_cancelled({(called_off.id, called_off.fence): "the worker stopped"}, now=clock.now())
     assert (again(operation).status, again(operation).open_wave) == (Status.CANCELLED, 1)
     assert not PendingBackendOp.objects.exists()
     reconciler.clean(now=clock.now() + timedelta(hours=1))

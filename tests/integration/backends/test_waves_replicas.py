@@ -125,7 +125,7 @@ def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
     drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     admission.cancel(operation.id, actor="bob", now=clock.now())
     called_off = claimed()["a"]
-    intents.called_off({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
+    intents.delete_cancelled({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
     reconciler.clean(now=clock.now())
     assert len(loaded()) == 2
 

@@ -121,7 +121,7 @@ def test_what_a_worker_may_still_be_busy_with_is_no_end() -> None:
     """Neither processed nor an error, under every name; the list shows it in amber."""
     operation = wished.ask(wished.INSTALL, hot.node())
     (intent,) = wished.claim()
-    assert intents.overdue(intent, "no answer within 15 minutes", now=clock.now())
+    assert intents.record_overdue(intent, "no answer within 15 minutes", now=clock.now())
     job = read(JOBS[0], operation.id).json()
     assert (job["processed"], job["state"], "error" in job) == (False, "verifying", False)
     assert read(STATUSES[0], operation.id).json()["processed"] is False

@@ -39,7 +39,7 @@ def settled(outcome: Settlement, *ticks: Tick) -> None:
 
 def overdue(operation: Operation) -> None:
     (intent,) = claim()
-    intents.overdue(intent, "it may still be busy with it", now=clock.now())
+    intents.record_overdue(intent, "it may still be busy with it", now=clock.now())
 
 
 def failed(operation: Operation) -> None:

@@ -115,9 +115,9 @@ async def test_what_cannot_be_found_out_is_left_out(registry: str) -> None:
 async def test_a_silent_registry_costs_its_own_time_only(
     registry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upgrade_check, "DIGESTS_WITHIN", 0.5)
+    monkeypatch.setattr(upgrade_check, "IMAGE_LIMIT", 0.5)
     monkeypatch.setattr(upgrade_check, "CHECK_LIMIT", 0.0)
-    monkeypatch.setattr(upgrade_check, "ALL_WITHIN", 600)
+    monkeypatch.setattr(upgrade_check, "ALL_IMAGES_LIMIT", 600)
     found = await upgrade_check.image_digests([f"{registry}:silent", f"{registry}:plain"])
     assert list(found) == [f"{registry}:plain"]
 
