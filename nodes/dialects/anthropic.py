@@ -1,8 +1,8 @@
 """Anthropic's Messages, `POST /v1/messages`: requests, complete responses, stream events, error bodies. Pure.
 
-The conversation is a list of blocks (`anthropic_input.py`), and so is a response, with numbers. The first
-event has the prompt's token count if the engine has reported it by then, otherwise 0; the last but one has
-the figures of the whole response.
+A conversation is a list of blocks (`anthropic_input.py`); a response is a list of numbered blocks. The first
+event has the prompt's token count if the engine has already reported the count, otherwise 0; the last event
+but one has the figures of the whole response.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,7 +147,7 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation for the engine; raises InvalidInput, which names the wrong field."""
+        """Return the conversation for the engine; raises InvalidInput with the name of the wrong field."""
         tools, choice = list(_client_tools(self.tools or ())), self.tool_choice
         tools_json, choice_json = check_tools(tools, _choice(choice), "input_schema")
         is_single_call = choice is not None and choice.disable_parallel_tool_use
@@ -179,7 +179,7 @@ UNSUPPORTED_FIELDS = {
 
 
 def parse_request(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(without_unknown(fields), MessagesBody)
     return Generation(
@@ -199,7 +199,7 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
 
 
 def _client_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Tool]:
-    """Yield the client's own tools; those of Anthropic's, whose types have versions, cannot be run here."""
+    """Yield the client's own tools; skip Anthropic's tools, which the cluster cannot run."""
     for number, fields in enumerate(tools):
         if fields.get("type") in (None, "custom"):
             tool = wire.parse_part(fields, ClientTool, f"tools[{number}]")
@@ -238,7 +238,7 @@ _TYPES = {
 
 
 def _error(error: ClusterError) -> AnthropicErrorBody:
-    """Return the error envelope. It has no attribute for the field, so the text names it."""
+    """Return the error envelope. The envelope has no field name, so the message contains it."""
     kind = _TYPES.get(error.status, "api_error")
     return AnthropicErrorBody(error=ErrorDetail(kind, wire.message_with_field(error)))
 
@@ -271,7 +271,7 @@ def _message(head: Head, usage: Usage) -> dict[str, Any]:
 
 
 def _end(last: TextDelta) -> dict[str, Any]:
-    """Return why the response ended."""
+    """Return the reason why the response ended, and the stop sequence."""
     reason = "stop_sequence" if last.stop_word else _REASONS.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop_word or None}
 
@@ -279,7 +279,7 @@ def _end(last: TextDelta) -> dict[str, Any]:
 def _render_usage(usage: Usage) -> MessageUsage:
     """Return the usage in Anthropic's form.
 
-    Cached tokens are excluded from the prompt's, and present only if the engine reported them.
+    Cached tokens are excluded from the prompt tokens, and present only if the engine reported cached tokens.
     """
     return MessageUsage(
         usage.prompt - (usage.cached or 0), usage.completion, UNSET if usage.cached is None else usage.cached
@@ -295,7 +295,7 @@ _DELTAS = {
 
 
 def _render_block(head: Head, block: Block, content: str) -> OutputBlock:
-    """Return the block with this content; "" for the empty form that opens it."""
+    """Return the block with this content; with "" the empty block of its first event."""
     if block.kind is BlockKind.THOUGHT:
         return ThinkingContent(content)
     if block.kind is BlockKind.TEXT:
@@ -318,7 +318,7 @@ class MessageEvents:
         self._has_started = False
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
+        """Return the events for the deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def _render_delta(self, delta: TextDelta) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""The input of Anthropic's Messages: the blocks of a conversation, as messages for an engine. Pure.
+"""The input of Anthropic's Messages: conversion of a conversation's blocks to messages for engines. Pure.
 
-A user's message may hold tool results, which engines expect as separate messages. Prompt caching marks
-(`cache_control`), sources of texts and signatures of thoughts are ignored, and what an earlier answer did
-with the tools of Anthropic's servers is left out.
+A user's message may hold tool results, which engines expect as separate messages. Prompt caching
+(`cache_control`), sources of texts and signatures of thoughts are ignored. Calls of tools on Anthropic's
+servers in earlier answers are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,9 +118,9 @@ _BLOCK_TYPES = frozenset(block.__struct_config__.tag for block in get_args(Input
 
 
 def without_unknown(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a request without the blocks of answers that only Anthropic's servers know.
+    """Return the fields of a request without blocks that only Anthropic's servers can read.
 
-    These are the calls of their tools, such as `server_tool_use`, and what came of them.
+    Such blocks are calls of their tools, for example `server_tool_use`, and the results.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list):
@@ -147,7 +147,7 @@ System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
 
 def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form; raise InvalidInput for a block in the wrong message."""
+    """Yield the messages in the engines' form; raise InvalidInput for a block of another role."""
     if system:
         yield ConversationMessage("system", system if isinstance(system, str) else _join_texts(system))
     for number, message in enumerate(messages):
@@ -213,7 +213,7 @@ def _join_texts(blocks: Sequence[InputBlock]) -> str:
 
 
 def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
-    """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
+    """Return the base64 data of all images, also in tool results; raise InvalidInput for a broken image."""
     return tuple(
         _image_data(image.source, field_path)
         for number, message in enumerate(messages)

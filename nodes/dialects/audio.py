@@ -2,11 +2,11 @@
 
 The file of a transcription is copied from the form to the worker of the picked replica, whose engine reads it
 there. A transcript is rendered as JSON in OpenAI's two forms, text, subtitles or events. Engines report times
-in nanoseconds, as the reference's do.
+in nanoseconds, like the engines of the reference.
 
-The engine of a speech writes a file on its worker, which is fetched and forwarded. With `stream` the audio is
-forwarded while the engine produces it. Nothing is converted: a response has the format that its engine
-produces.
+For a speech request the engine writes a file on its worker; the gateway fetches and forwards the file. With
+`stream` the audio is forwarded while the engine produces it. Nothing is converted: a response has the format
+that its engine produces.
 """
 
 import re
@@ -61,22 +61,22 @@ def render_transcript(
 ) -> tuple[bytes, bytes]:
     """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
     if form == "verbose_json":
-        return msgspec.json.encode(_verbose(result, words, segments)), _JSON_TYPE
+        return msgspec.json.encode(_render_verbose(result, words, segments)), _JSON_TYPE
     if form == "text":
         return transcript_text(result).encode() + b"\n", _TEXT_TYPE
     if form == "srt":
-        return "".join(_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
+        return "".join(_render_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
     if form == "vtt":
-        return ("WEBVTT\n\n" + "".join(_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
+        return ("WEBVTT\n\n" + "".join(_render_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
     return msgspec.json.encode(TranscriptResponse(text=transcript_text(result))), _JSON_TYPE
 
 
 def transcript_text(result: TranscriptResult) -> str:
-    """Return the complete text; some engines report segments only."""
+    """Return the complete text; for engines that report only segments, the joined segments."""
     return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
 
 
-def _verbose(result: TranscriptResult, words: bool, segments: bool) -> TranscriptResponse:
+def _render_verbose(result: TranscriptResult, words: bool, segments: bool) -> TranscriptResponse:
     word_list = [
         {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
         for part in result.segments
@@ -88,11 +88,11 @@ def _verbose(result: TranscriptResult, words: bool, segments: bool) -> Transcrip
         duration=result.duration or _seconds(max((part.end for part in result.segments), default=0)),
         text=transcript_text(result),
         words=word_list if words else UNSET,
-        segments=[_segment(part) for part in result.segments] if segments else UNSET,
+        segments=[_render_segment(part) for part in result.segments] if segments else UNSET,
     )
 
 
-def _segment(part: TranscriptSegment) -> dict[str, Any]:
+def _render_segment(part: TranscriptSegment) -> dict[str, Any]:
     document = {
         "id": part.id,
         "start": _seconds(part.start),
@@ -107,25 +107,25 @@ def _seconds(nanoseconds: int) -> float:
     return nanoseconds / _SECOND
 
 
-def _subtitles(result: TranscriptResult, point: str, *, numbered: bool) -> Iterable[str]:
+def _render_subtitles(result: TranscriptResult, point: str, *, numbered: bool) -> Iterable[str]:
     for number, part in enumerate(result.segments, start=1):
         head = f"{number}\n" if numbered else ""
         # A blank line would end the subtitle.
         lines = "\n".join(line for line in part.text.strip().splitlines() if line.strip())
-        yield f"{head}{_clock(part.start, point)} --> {_clock(part.end, point)}\n{lines}\n\n"
+        yield f"{head}{_format_clock(part.start, point)} --> {_format_clock(part.end, point)}\n{lines}\n\n"
 
 
-def _clock(nanoseconds: int, point: str) -> str:
+def _format_clock(nanoseconds: int, point: str) -> str:
     seconds, thousandths = divmod(max(nanoseconds, 0) // 1_000_000, 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-class _Pieces(Chunks):
+class _TranscriptChunks(Chunks):
     """The stream of one transcript.
 
-    The last delta holds the engine's complete text, if any, in `reasoning`.
+    The last delta has the engine's complete text, if any, in `reasoning`.
     """
 
     def __init__(self) -> None:
@@ -147,8 +147,8 @@ LARGEST_BODY = 100 * 1024 * 1024
 """Limit on the bytes of a form with an audio file."""
 MOST_PROMPT = 16 * 1024
 REPEATABLE_FIELD = "timestamp_granularities"
-"""The field that may have several values; clients append `[]` to its name."""
-_ENDING = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
+"""The form field that may be repeated; clients append `[]` to its name."""
+_FILE_SUFFIX = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
 
 
 class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -181,7 +181,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     if body.stream:
         return EventStream(
             request,
-            StreamFormat(_Pieces(), DONE),
+            StreamFormat(_TranscriptChunks(), DONE),
             _stream_transcript(request, upload, call_options),
         )
     result = await _transcribe(request, upload, call_options)
@@ -213,9 +213,9 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
 async def _stored_call(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncIterator[TranscriptRequest]:
-    """Yield the call while the audio file is stored on the worker of the picked replica."""
+    """Yield the call while the audio file is on the worker of the picked replica."""
     # The client's file name is untrusted; only its extension is useful to an engine.
-    ending = _ENDING.search(upload.name.rpartition(".")[2])
+    ending = _FILE_SUFFIX.search(upload.name.rpartition(".")[2])
     name = f"audio.{ending[0].lower()}" if ending else "audio"
     async with open_files(request) as files:
         call = TranscriptRequest()
@@ -236,7 +236,7 @@ async def _transcribe(
 async def _stream_transcript(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield pieces as they arrive, and at the end the complete text if the engine reports it, else ""."""
+    """Yield pieces as they arrive, then the complete text if the engine reports one, otherwise ""."""
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine, _stored_call(request, upload, call_options) as call:
@@ -265,15 +265,15 @@ CONTENT_TYPES = {
     "aac": b"audio/aac",
     "pcm": b"audio/pcm",
 }
-"""Content types by the format's name in requests."""
+"""Content types by the name of the format in requests."""
 UNKNOWN_CONTENT_TYPE = b"application/octet-stream"
 USUAL_RATE = 16000
-"""Sample rate in Hz of a stream that reports none."""
-_ENDLESS = 0xFFFFFFFF
+"""Sample rate in Hz of a stream whose engine reports none."""
+_UNKNOWN_LENGTH = 0xFFFFFFFF
 
 
 def format_of(head: bytes) -> str:
-    """Return the format of a file by its first bytes, "" for one that is not among `CONTENT_TYPES`."""
+    """Return the format of a file by its first bytes; "" for a format that is not in `CONTENT_TYPES`."""
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         return "wav"
     if head[:4] in (b"OggS", b"fLaC"):
@@ -293,7 +293,21 @@ def wav_head(rate: int) -> bytes:
     """Return the header of a mono 16-bit WAV of unknown length; `rate` is in Hz."""
     return struct.pack(
         "<4sI4s4sIHHIIHH4sI",
-        *(b"RIFF", _ENDLESS, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16, b"data", _ENDLESS),
+        *(
+            b"RIFF",
+            _UNKNOWN_LENGTH,
+            b"WAVE",
+            b"fmt ",
+            16,
+            1,
+            1,
+            rate,
+            2 * rate,
+            2,
+            16,
+            b"data",
+            _UNKNOWN_LENGTH,
+        ),
     )
 
 
@@ -301,7 +315,7 @@ LONGEST_INPUT = 64 * 1024
 """Limit on the input in characters."""
 UNSUPPORTED_FIELDS = {"stream_format": "`stream` sends sound as it is made"}
 _HEAD_BYTES = 16
-_RATES = range(1000, 400_000)
+_VALID_SAMPLE_RATES = range(1000, 400_000)
 _Phrase = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -323,13 +337,13 @@ class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
     stream: bool | None = None
 
 
-Spoken = FileAnswer | ByteStream
+SpeechAnswer = FileAnswer | ByteStream
 
 
-def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
-    """Return the handler of a route; `has_node_header` adds the node header (§6.3)."""
+def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[SpeechAnswer]]:
+    """Return the handler of a speech route; `has_node_header` adds the node header (§6.3)."""
 
-    async def answer(request: InferenceRequest) -> Spoken:
+    async def answer(request: InferenceRequest) -> SpeechAnswer:
         body = parse_request(wire.parse_json_object(request.body))
         definition = await find_definition(body.model)
         request.model = definition.name
@@ -358,7 +372,7 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spok
 
 
 def parse_request(fields: Mapping[str, Any]) -> SpeechBody:
-    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
+    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
     if fields.get("stream_format") != "audio":
         openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, SpeechBody)
@@ -409,7 +423,7 @@ async def _stream_speech(
             replies = engine.speak_stream(call).within(first, conf.cluster().stream_stall)
             async with aclosing(replies):
                 async for reply in replies:
-                    rate = _rate(reply) or rate
+                    rate = _sample_rate(reply) or rate
                     if reply.audio:
                         header = wav_head(rate) if has_header and not request.begun else b""
                         request.begun = True
@@ -419,11 +433,11 @@ async def _stream_speech(
             return
 
 
-def _rate(reply: Reply) -> int:
-    """Return the sample rate in Hz that this reply reports, else 0."""
+def _sample_rate(reply: Reply) -> int:
+    """Return the sample rate in Hz that the reply reports; 0 if it reports none."""
     try:
         metadata = orjson.loads(reply.message)
     except orjson.JSONDecodeError:
         return 0
     rate = metadata.get("sample_rate") if isinstance(metadata, dict) else None
-    return int(rate) if isinstance(rate, int | float) and int(rate) in _RATES else 0
+    return int(rate) if isinstance(rate, int | float) and int(rate) in _VALID_SAMPLE_RATES else 0

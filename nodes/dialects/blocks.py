@@ -1,8 +1,8 @@
 """One response as a sequence of blocks: thoughts, text, tool calls. Pure.
 
-Anthropic's dialect and OpenAI's Responses have this structure: a block opens, receives its pieces, closes,
-and only then the next block opens. Engines usually send the pieces of a call together, but need not: while a
-call is open, pieces of other blocks are held back until the end of the response.
+Anthropic's dialect and OpenAI's Responses have this structure: a block opens, receives its pieces and closes
+before the next block opens. An engine may send pieces of other blocks between the pieces of a call: such
+pieces are held back until the end of the response.
 """
 
 import re
@@ -31,7 +31,7 @@ class Block:
     number: int
     kind: BlockKind
     call: ToolPiece
-    """The first piece of a tool call; its index is -1 for other blocks."""
+    """The first piece of a tool call; the index of the piece is -1 in other blocks."""
     parts: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class Block:
 
 
 class BlockChange(Enum):
-    """The effects of a step on its block."""
+    """The changes of a block."""
 
     OPENED = "opened"
     ADDED = "added"
@@ -68,7 +68,7 @@ class _Piece:
 
     @property
     def key(self) -> tuple[BlockKind, int]:
-        """Pieces with the same key go into one block."""
+        """Key of the block of the piece: pieces with equal keys belong to one block."""
         return (self.kind, self.call.index)
 
 
@@ -84,7 +84,7 @@ class Blocks:
         self._held: dict[tuple[BlockKind, int], list[_Piece]] = {}
 
     def steps(self, delta: TextDelta) -> Iterator[BlockStep]:
-        """Yield the steps that the delta causes, in order; the last delta closes every block."""
+        """Yield the steps that the delta causes, in order. The last delta closes every block."""
         for piece in _pieces(delta):
             if self._open and self._open[0] is BlockKind.CALL and piece.key != self._open:
                 self._held.setdefault(piece.key, []).append(piece)
@@ -138,7 +138,10 @@ def collect_blocks(deltas: Iterable[TextDelta]) -> list[Block]:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; of a truncated response those that are there."""
+    """Return the arguments of a call as an object.
+
+    For truncated JSON, return the members that are complete.
+    """
     for candidate in (text, _close_truncated_json(text)):
         try:
             value = orjson.loads(candidate)
@@ -148,14 +151,14 @@ def parse_arguments(text: str) -> dict[str, Any]:
     return {}
 
 
-_INCOMPLETE = re.compile(r'(?:,\s*)?(?:"(?:[^"\\]|\\.)*"\s*(?::\s*[-+.\w]*)?|[-+.\w]+)?\s*$')
-"""The end of cut JSON that cannot be kept: a comma, a key without its value, a part of a number or word."""
+_INCOMPLETE_END = re.compile(r'(?:,\s*)?(?:"(?:[^"\\]|\\.)*"\s*(?::\s*[-+.\w]*)?|[-+.\w]+)?\s*$')
+"""The end of truncated JSON that cannot be kept: a comma, a key without a value, or a part of a value."""
 _LONGEST_END = 2000
-"""Characters in which that end is looked for."""
+"""Number of characters at the end of the text that are searched for `_INCOMPLETE_END`."""
 
 
 def _close_truncated_json(text: str) -> str:
-    """Return truncated JSON with its brackets closed, without the member whose value is missing."""
+    """Return truncated JSON with its brackets closed, without an incomplete last member."""
     closing: list[str] = []
     is_text = is_escaped = False
     for character in text:
@@ -170,7 +173,7 @@ def _close_truncated_json(text: str) -> str:
             closing.pop()
     if is_text:
         text = re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?$", "", text) + '"'
-    shortened = text[:-_LONGEST_END] + _INCOMPLETE.sub("", text[-_LONGEST_END:], count=1)
+    shortened = text[:-_LONGEST_END] + _INCOMPLETE_END.sub("", text[-_LONGEST_END:], count=1)
     for attempt in (text, shortened):
         whole = attempt + "".join(reversed(closing))
         try:

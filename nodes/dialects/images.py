@@ -73,7 +73,7 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def pixels(self) -> tuple[int, int]:
-        """Width and height; raises InvalidInput."""
+        """Width and height in pixels; raises InvalidInput."""
         if self.size in (None, "auto"):
             return USUAL_SIZE, USUAL_SIZE
         width, height = (int(side) for side in str(self.size).split("x"))
@@ -106,7 +106,7 @@ async def generate(request: InferenceRequest) -> Answer:
 
 
 def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
-    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
+    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     if fields.get("response_format") == "url":
         raise InvalidInput(
@@ -118,7 +118,7 @@ def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
 
 
 def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) -> list[GenerateImageRequest]:
-    """Return a call for each image; seeds are consecutive."""
+    """Return one call for each image; their seeds are consecutive numbers."""
     width, height = body.pixels
     positive, _, negative = body.prompt.partition("|")
     base_seed = defaults.get("seed") if body.seed is None else body.seed
@@ -139,7 +139,7 @@ def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) ->
 
 
 async def _draw_images(request: InferenceRequest, calls: Sequence[GenerateImageRequest]) -> list[bytes]:
-    """Generate the images sequentially: each one occupies the whole engine."""
+    """Generate the images one after another, because each image occupies the whole engine."""
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine, open_files(request) as files:

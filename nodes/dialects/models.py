@@ -1,7 +1,7 @@
 """Routes about models: OpenAI's `/v1/models`, Ollama's lists, and its routes that load models.
 
-Ollama's routes that publish a model or upload a file are refused for every caller; those that create, copy
-and delete one are in `ollama_models`, `pull` is in `pulls`.
+Ollama's routes that publish a model or upload a file are refused for every caller. The routes that create,
+copy and delete a model are in `ollama_models`, `pull` is in `pulls`.
 """
 
 import re
@@ -32,7 +32,7 @@ from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import in_thread
 
 MODEL_PREFIX = "/v1/models/"
-"""Path prefix of one model; the name after it may contain `/`."""
+"""Path prefix of the routes of one model; the name after the prefix may contain `/`."""
 
 
 _NEVER_EXPIRES = "9999-12-31T00:00:00Z"
@@ -175,7 +175,7 @@ async def version(request: InferenceRequest) -> Answer:
 
 
 async def tags(request: InferenceRequest) -> Answer:
-    """Respond with all models that have a definition."""
+    """Respond with the list of all defined models."""
     await confirm(request)
     definitions = await folder.folder().all()
     sizes = await folder.folder().total_sizes(definitions)
@@ -191,7 +191,7 @@ async def tags(request: InferenceRequest) -> Answer:
 
 
 async def running(request: InferenceRequest) -> Answer:
-    """Respond with the models that have a loaded replica."""
+    """Respond with the list of the models that have a loaded replica."""
     await confirm(request)
     try:
         loaded = await in_thread(_loaded_memory)
@@ -232,7 +232,7 @@ async def show(request: InferenceRequest) -> Answer:
 
 
 async def _capabilities(definition: Definition) -> list[str]:
-    """Return Ollama's names of the model's capabilities; tools only if its template is known to have them."""
+    """Return Ollama's names of the model's capabilities; `tools` only if its template supports tools."""
     cases, template = definition.use_cases, definition.generation.template
     generates = "chat" in cases or "completion" in cases
     has_tools = templates.has_tools(template) if template else await folder.folder().has_tools(definition)
@@ -266,7 +266,7 @@ REFUSED_PATHS = {
     "push": "Publish a model",
     "blobs/{digest}": "Upload a file of a model",
 }
-"""Paths after `/api/` of Ollama's routes that are refused."""
+"""Paths after `/api/` of Ollama's routes that are refused, with the summaries of the routes."""
 
 
 class PullBody(msgspec.Struct, frozen=True):
@@ -290,7 +290,7 @@ class LoadBody(msgspec.Struct, frozen=True):
 
     @property
     def is_unload(self) -> bool:
-        """True if the model is to be unloaded: 0, also as a duration in Go's form, such as `0m`."""
+        """True if `keep_alive` is zero, which requests an unload; also as a duration such as `0m`."""
         if isinstance(self.keep_alive, str):
             return bool(_ZERO_DURATION.fullmatch(self.keep_alive.strip()))
         return self.keep_alive == 0
@@ -306,17 +306,17 @@ async def refuse(request: InferenceRequest) -> Answer:
 
 
 def status_lines(states: list[str], stream: bool | None) -> Answer:
-    """Return the states of a request as lines of a stream, or the last one as JSON."""
+    """Return the states of a request as lines of a stream, or the last state as JSON."""
     return _answer([{"status": state} for state in states], stream)
 
 
 async def load_for_prompt(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
-    """Load or unload the model if `/api/generate` was sent without a prompt."""
+    """Load or unload the model if a request to `/api/generate` has no prompt."""
     return None if fields.get("prompt") else await _load_or_unload(request, fields, {"response": ""})
 
 
 async def load_for_chat(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
-    """Load or unload the model if `/api/chat` was sent without a message."""
+    """Load or unload the model if a request to `/api/chat` has no message."""
     message = {"message": {"role": "assistant", "content": ""}}
     return None if fields.get("messages") else await _load_or_unload(request, fields, message)
 
@@ -342,7 +342,7 @@ async def _load_or_unload(
 
 
 async def _load(request: InferenceRequest) -> None:
-    """Pick a replica, which loads the model if none serves it, and make no call."""
+    """Pick a replica without a call; the pick loads the model if no replica is loaded."""
     attempts = gateway.attempts(request)
     while True:
         async with attempts:
@@ -350,7 +350,7 @@ async def _load(request: InferenceRequest) -> None:
 
 
 async def _unload(request: InferenceRequest, model: str) -> None:
-    """Request the unload; a model that is not loaded is unloaded. Raise Forbidden unless the caller may."""
+    """Request the unload; do nothing if the model is not loaded. Raise Forbidden without the permission."""
     await confirm(request)
     if not request.principal.is_admin:
         raise Forbidden("only an administrator may unload a model; the cluster unloads idle ones")
@@ -362,7 +362,9 @@ async def _unload(request: InferenceRequest, model: str) -> None:
 
 
 def _answer(lines: list[dict[str, Any]], stream: bool | None) -> Answer:
-    """Return the lines of a stream, or the last one as JSON."""
+    """Return the lines of a stream, or the last line as JSON."""
     if stream is False:
         return Answer(msgspec.json.encode(lines[-1]))
-    return Answer(b"".join(msgspec.json.encode(line) + b"\n" for line in lines), kind=ollama.KIND)
+    return Answer(
+        b"".join(msgspec.json.encode(line) + b"\n" for line in lines), kind=ollama.LINES_CONTENT_TYPE
+    )

@@ -1,9 +1,9 @@
 """Ollama's `POST /api/chat` and `/api/generate`: requests, responses as JSON or as lines of it. Pure.
 
 Streaming is the default. Load options are ignored, because the definition determines them. `keep_alive` is
-ignored too, because the cluster decides when a model is unloaded. Every line but the last has a piece of the
-response. Tool calls are sent complete, just before the last line, because their arguments are objects here. A
-blank before a line keeps the connection alive.
+ignored too, because the cluster decides when a model is unloaded. Every line except the last has a piece of
+the response. Tool calls are sent complete, in the line before the last, because their arguments are JSON
+objects. A blank before a line keeps the connection alive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,8 +42,8 @@ from nodes.gateway.generation import (
     ToolPiece,
 )
 
-_NO_LIMITS = (-1, -2)
-"""Values of `num_predict` without a limit of their own: unlimited, and up to the context size."""
+_UNLIMITED_TOKEN_COUNTS = (-1, -2)
+"""Values of `num_predict` that set no limit: unlimited, and up to the context size."""
 _NAMES = {"response_format": "format"}
 
 
@@ -163,7 +163,9 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
         if options.num_predict == 0:
             raise InvalidInput("options.num_predict: at least 1, or -1 for no limit", field="options")
         return Sampling(
-            max_tokens=None if options.num_predict in _NO_LIMITS else to_int(options.num_predict),
+            max_tokens=None
+            if options.num_predict in _UNLIMITED_TOKEN_COUNTS
+            else to_int(options.num_predict),
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=to_top_k(options.top_k),
@@ -204,7 +206,7 @@ UNSUPPORTED_FIELDS = {
 
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
-    """Parse a chat; raise InvalidInput, which names the first wrong field."""
+    """Parse a chat; raise InvalidInput with the name of the first wrong field."""
     body = wire.parse_struct(fields, OllamaChatBody)
     tools, choice = check_tools(body.tools or (), None)
     images = tuple(
@@ -217,7 +219,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
 
 
 def parse_generate(fields: Mapping[str, Any]) -> Generation:
-    """Parse one prompt; raise InvalidInput, which names the first wrong field."""
+    """Parse one prompt; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, GenerateBody)
     if body.raw:
@@ -236,7 +238,7 @@ def parse_generate(fields: Mapping[str, Any]) -> Generation:
 def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form.
 
-    Tool results may lack ids; such results are matched with the calls in order.
+    Tool results may lack ids; such results belong to the calls in order.
     """
     unanswered_ids: list[str] = []
     for number, message in enumerate(messages):
@@ -271,19 +273,19 @@ def _schema(format: str | dict[str, Any] | None) -> str:
     return encode_json(format)
 
 
-KIND = b"application/x-ndjson"
+LINES_CONTENT_TYPE = b"application/x-ndjson"
 
 Renderer = Callable[[str, str, list[OllamaCallBody]], dict[str, Any]]
 """Renders text, thoughts and tool calls in the form of a route."""
 
 
-def _as_message(text: str, thought: str, calls: list[OllamaCallBody]) -> dict[str, Any]:
+def _render_message(text: str, thought: str, calls: list[OllamaCallBody]) -> dict[str, Any]:
     return {
         "message": OllamaMessageBody(content=text, thinking=thought or UNSET, tool_calls=calls or UNSET),
     }
 
 
-def _as_response(text: str, thought: str, _: list[OllamaCallBody]) -> dict[str, Any]:
+def _render_response_text(text: str, thought: str, _: list[OllamaCallBody]) -> dict[str, Any]:
     return {"response": text, **({"thinking": thought} if thought else {})}
 
 
@@ -304,7 +306,7 @@ def format_time(seconds: int) -> str:
 
 
 def to_nanoseconds(seconds: float) -> int:
-    """Return a duration in Ollama's unit."""
+    """Return a duration in nanoseconds, Ollama's unit."""
     return int(seconds * 1_000_000_000)
 
 
@@ -335,7 +337,7 @@ def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> list[OllamaCallBod
 def response_renderer(
     response: type[LastLine], render: Renderer
 ) -> Callable[[Head, Sequence[TextDelta]], bytes]:
-    """Return a function that renders a complete response in this form."""
+    """Return a function that renders a complete response with this class and this renderer."""
 
     def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         choice: MergedChoice = generation.merge_deltas(deltas, 1)[0]
@@ -357,7 +359,7 @@ class OllamaLines:
         self._calls: list[ToolPiece] = []
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the lines of these deltas."""
+        """Return the lines for the deltas."""
         return b"".join(
             msgspec.json.encode(line) + b"\n" for delta in deltas for line in self._render_delta(delta)
         )
@@ -389,10 +391,10 @@ def _dialect(
         read,
         lambda head: OllamaLines(head, response, render),
         response_renderer(response, render),
-        kind=KIND,
+        kind=LINES_CONTENT_TYPE,
         keep_alive=b" ",
     )
 
 
-CHAT = _dialect(parse_chat, OllamaChatResponse, _as_message)
-GENERATE = _dialect(parse_generate, OllamaGenerateResponse, _as_response)
+CHAT = _dialect(parse_chat, OllamaChatResponse, _render_message)
+GENERATE = _dialect(parse_generate, OllamaGenerateResponse, _render_response_text)

@@ -119,7 +119,7 @@ UNSUPPORTED_IN_CHAT = {
 
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_IN_CHAT)
     body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
@@ -204,12 +204,12 @@ def _message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
 
 
 def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
-    """Return a call id that is equal in a stream and in a complete response."""
+    """Return the id of a call, which is equal in a stream and in a complete response."""
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
 def _default_arguments(finish: str) -> str:
-    """Return the default for missing arguments of a call: an empty object, or "" after truncation."""
+    """Return the default for missing arguments of a call: an empty object; "" after truncation."""
     return "" if finish == "length" else NO_ARGUMENTS
 
 
@@ -225,15 +225,15 @@ class ChatChunks(CompletionEvents):
         """(choice, call index) -> True if any arguments were sent."""
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
-        return b"".join([chunk for delta in deltas for chunk in self._chunks(delta)])
+        """Return the events for the deltas."""
+        return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
-    def _chunks(self, delta: TextDelta) -> list[bytes]:
+    def _render_chunks(self, delta: TextDelta) -> list[bytes]:
         chunks = []
         if delta.choice not in self._started_choices:
             self._started_choices.add(delta.choice)
             chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
-        if content := self._content(delta):
+        if content := self._render_content(delta):
             chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
         if delta.finish:
             if _default_arguments(delta.finish) and (
@@ -244,17 +244,17 @@ class ChatChunks(CompletionEvents):
             chunks += self._end_choice(delta)
         return chunks
 
-    def _content(self, delta: TextDelta) -> dict[str, Any]:
+    def _render_content(self, delta: TextDelta) -> dict[str, Any]:
         content: dict[str, Any] = {}
         if delta.text or delta.logprobs:
             content["content"] = delta.text
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
         if delta.tools:
-            content["tool_calls"] = [self._tool(delta.choice, piece) for piece in delta.tools]
+            content["tool_calls"] = [self._render_tool_call(delta.choice, piece) for piece in delta.tools]
         return content
 
-    def _tool(self, choice: int, piece: ToolPiece) -> dict[str, Any]:
+    def _render_tool_call(self, choice: int, piece: ToolPiece) -> dict[str, Any]:
         function: dict[str, Any] = {"arguments": piece.arguments}
         call: dict[str, Any] = {"index": piece.index, "function": function}
         if piece.name:
@@ -271,7 +271,7 @@ class ChatChunks(CompletionEvents):
             for (call_choice, index), has_arguments in self._calls.items()
             if call_choice == choice and not has_arguments
         ]
-        return [self._tool(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in indices]
+        return [self._render_tool_call(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in indices]
 
     def _choice_chunk(
         self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()
@@ -286,7 +286,7 @@ CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE)
 
 
 DEFAULT_TOKENS = 16
-"""Default limit on the tokens of a choice, as OpenAI documents."""
+"""Default limit on the tokens of a choice, as in OpenAI's documentation."""
 
 MOST_TOKENS = 256 * 1024
 """Limit on the token ids of a prompt: decoding millions would block all other requests."""
@@ -331,7 +331,7 @@ UNSUPPORTED_IN_COMPLETIONS = {
 
 
 def parse_completion(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_IN_COMPLETIONS)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
@@ -364,7 +364,7 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
 
 
 def _echoed_prompt(request: Generation, choice: int) -> str:
-    """Return the prompt that the text of this choice begins with; "" unless the client wants it."""
+    """Return the prompt to put before the text of this choice; "" unless the client requested it."""
     prompt = request.prompts[choice // request.n] if request.echo else ""
     return prompt if isinstance(prompt, str) else ""
 
@@ -403,7 +403,7 @@ def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
 
 
 def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
-    """Return log probabilities in the legacy form; `offset` is the first token's position in the text."""
+    """Return log probabilities in the legacy form; `offset`: position of the first token in the text."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -430,10 +430,10 @@ class CompletionChunks(CompletionEvents):
         self._started_choices: set[int] = set()
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
-        return b"".join([chunk for delta in deltas for chunk in self._chunks(delta)])
+        """Return the events for the deltas."""
+        return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
-    def _chunks(self, delta: TextDelta) -> list[bytes]:
+    def _render_chunks(self, delta: TextDelta) -> list[bytes]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text

@@ -1,8 +1,8 @@
 """Fields that OpenAI's chat and completion bodies share, their conversion, and the events of a stream. Pure.
 
-Unknown fields are ignored, as OpenAI's own server does with fields that only concern itself (`store`,
-`service_tier`, `user` …). A field that requires an unsupported feature is refused by name (`refuse_fields`).
-A stream consists of server-sent events without names.
+Unknown fields are ignored, for example fields that only concern OpenAI's own server (`store`, `service_tier`,
+`user` …). A field that requires an unsupported feature is refused with its name (`refuse_fields`). A stream
+consists of server-sent events without names.
 """
 
 import re
@@ -20,7 +20,7 @@ from nodes.gateway import schemas
 from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total_usage
 
 MOST_CHOICES = 32
-"""Limit on the choices of one request, all prompts together."""
+"""Maximum number of choices of one request, for all prompts together."""
 LARGEST_BODY = 8 * 1024 * 1024
 """Limit on the bytes of the body of a request for text."""
 MOST_STOPS = 16
@@ -31,12 +31,12 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = int | Annotated[float, msgspec.Meta(multiple_of=1, ge=-(2**53), le=2**53)]
-"""A whole number; JavaScript and R also write `1.0`."""
+"""A whole number; clients in JavaScript and R may send `1.0`."""
 TopK = (
     Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
     | Annotated[float, msgspec.Meta(multiple_of=1, ge=-1, le=2**31 - 1)]
 )
-"""The number of likeliest tokens to choose from; -1 and 0: no limit."""
+"""The number of likeliest tokens to choose from; -1 and 0 mean no limit."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
@@ -132,12 +132,12 @@ def to_int(number: float | None) -> int | None:
 
 
 def to_top_k(number: float | None) -> int | None:
-    """Return `top_k` as engines have it: 0 for no limit."""
+    """Return `top_k` in the form of engines, where 0 means no limit."""
     return None if number is None else max(int(number), 0)
 
 
 _UNUSED_VALUES: tuple[Any, ...] = (None, False, "", "none", [], {})
-"""Values with which a client leaves a feature unused: some send every field of their form."""
+"""Values that do not use a feature: some clients send every field of their form."""
 
 
 def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -148,7 +148,7 @@ def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None
 
 
 def stop_words(stop: Stop) -> tuple[str, ...]:
-    """Return the stop words of a body; an empty text is none."""
+    """Return the stop words of a body; an empty text is ignored."""
     return tuple(word for word in ([stop] if isinstance(stop, str) else stop or []) if word)
 
 
@@ -175,15 +175,15 @@ class Chunks(ABC):
 
     @abstractmethod
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
+        """Return the events for the deltas."""
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return an event with the ordinary error envelope, then the end of the stream."""
+        """Return an event with the usual error envelope, and the end of the stream."""
         return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE
 
 
 class CompletionEvents(Chunks):
-    """The chunks of a streamed completion; one with the usage follows the last choice if it was requested."""
+    """The chunks of a streamed completion; if requested, a chunk with the usage follows the last choice."""
 
     object_name: ClassVar[str]
 

@@ -123,7 +123,7 @@ def _join_texts(content: str | list[Part] | None) -> str:
 
 
 def collect_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
+    """Return the base64 data of the images; raise InvalidInput for a broken image or an image URL."""
     return tuple(
         parse_image_url(part.image_url.url, field_path)
         for part, field_path in _parts(messages)
@@ -132,7 +132,7 @@ def collect_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 
 
 def collect_audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Return the base64 data of the audio parts; raise InvalidInput for a broken one."""
+    """Return the base64 data of the audio parts; raise InvalidInput for a broken part."""
     return tuple(
         check_base64(part.input_audio.data, field_path)
         for part, field_path in _parts(messages)
@@ -212,7 +212,7 @@ Choice = Literal["none", "auto", "required"] | ForcedTool
 def check_tools(
     tools: Sequence[Tool], choice: Choice | None, schema: str = "function.parameters"
 ) -> tuple[str, str]:
-    """Validate the tools and the choice; return both in the form for engines.
+    """Validate the tools and the choice; return both in the form that engines read.
 
     The tools are JSON, the choice is a word or OpenAI's JSON object. Both are "" if no tool may be called.
     `schema` is the path of the schema within a tool in the client's request. Raises InvalidInput.

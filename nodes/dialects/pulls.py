@@ -30,7 +30,11 @@ from operations.models import TERMINAL, Operation, Status
 
 LOOK_EVERY = 1.0
 """Seconds between two lines of progress."""
-_HEADERS = ((b"content-type", ollama.KIND), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_HEADERS = (
+    (b"content-type", ollama.LINES_CONTENT_TYPE),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 _SUCCESS = {"status": "success"}
 
 
@@ -69,7 +73,7 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
 def _answer(stream: bool | None) -> Answer:
     if stream is False:
         return Answer(msgspec.json.encode(_SUCCESS))
-    return Answer(_line({"status": "pulling manifest"}) + _line(_SUCCESS), kind=ollama.KIND)
+    return Answer(_line({"status": "pulling manifest"}) + _line(_SUCCESS), kind=ollama.LINES_CONTENT_TYPE)
 
 
 async def _plan(name: str) -> ImportPlan:

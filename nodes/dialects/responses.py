@@ -1,10 +1,10 @@
 """OpenAI's Responses, `POST /v1/responses`: requests, complete responses, stream events. Pure.
 
-A conversation is a list of items of several kinds (`responses_input.py`). Where the cluster stores no
-responses (`stored_responses.py`) `store` is answered with false, and a request that refers to an earlier
-response is refused.
+A conversation is a list of items of several kinds (`responses_input.py`). If the cluster stores no responses
+(`stored_responses.py`), the response says `store: false`, and a request that refers to an earlier response is
+refused.
 
-Events carry their type twice, as the event's name and inside, and a sequence number.
+Each event has a sequence number and its type twice, as the event's name and in its data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ UNSUPPORTED_WITHOUT_STORE = {
 
 
 def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_ITEMS) -> Generation:
-    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(
         fields, UNSUPPORTED_FIELDS if earlier.is_kept else UNSUPPORTED_FIELDS | UNSUPPORTED_WITHOUT_STORE
     )
@@ -172,7 +172,7 @@ def _schema(text: TextConfig | None) -> str:
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
-    """Return the fields that the response repeats, with OpenAI's defaults for omitted ones."""
+    """Return the fields that the response repeats, with OpenAI's defaults for omitted fields."""
     format = body.text.format if body.text is not None else None
     return {
         "instructions": body.instructions,
@@ -296,7 +296,7 @@ class ResponseEvents:
         self._number = 0
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
+        """Return the events for the deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def render_failure(self, error: ClusterError, /) -> bytes:
@@ -358,7 +358,7 @@ class ResponseEvents:
 
 
 def _final_content(block: Block) -> Mapping[str, Any]:
-    """Return a block's content under the names that its last event uses."""
+    """Return a block's content with the field names of its last event."""
     if block.kind is BlockKind.CALL:
         return {"name": block.call.name, "arguments": block.content}
     if block.kind is BlockKind.THOUGHT:

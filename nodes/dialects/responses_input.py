@@ -1,8 +1,8 @@
 """The input of OpenAI's Responses: the items of a conversation, and the tools that a model may call. Pure.
 
 Consecutive calls, and the thoughts and text before them, become one message for an engine. Items that only
-OpenAI's servers can read are left out; a result that only they can read is refused if the model is to go on
-from it. A stored item takes the place of a reference to it.
+OpenAI's servers can read are left out. InvalidInput is raised for an unreadable tool result to which the
+model would have to respond. A reference is replaced by its stored item.
 """
 
 import base64

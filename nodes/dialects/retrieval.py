@@ -33,7 +33,7 @@ from nodes.gateway.request import InferenceRequest, node_header
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
 TRUNCATE = "truncate"
-"""Request metadata: `false` if an engine must refuse a text that is longer than the model reads."""
+"""Request metadata: `false` if the engine must refuse a text that exceeds the context of the model."""
 CONCURRENT_TEXTS = 8
 """Maximum number of parallel calls of one request on its replica; each call has one text."""
 
@@ -91,7 +91,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def inputs(self) -> list[Input]:
-        """The input as a list; raises InvalidInput for a list of mixed kinds."""
+        """The input as a list; raises InvalidInput for a list of mixed types."""
         if isinstance(self.input, str):
             return [self.input]
         ids = [item for item in self.input if isinstance(item, int)]
@@ -105,7 +105,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
-    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
+    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
     body = wire.parse_struct(fields, EmbeddingsBody)
     texts = [item for item in body.inputs if isinstance(item, str)]
     if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
@@ -129,10 +129,10 @@ _NO_TOKEN_IDS = (
 async def compute_embeddings(
     request: InferenceRequest, body: EmbeddingsBody, *, truncate: bool, field: str = "input"
 ) -> Sequence[EmbeddingResult]:
-    """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form.
+    """Return an embedding of each input from one replica; raise InvalidInput if its form is wrong.
 
-    Without `truncate` an engine refuses a text that is too long for the model. `field` is the client's name
-    for the texts.
+    Without `truncate` the engine refuses a text that is too long for the model. `field` is the name of the
+    field in the client's request.
     """
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -206,7 +206,7 @@ async def _call(
 
 
 def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
-    """Raise InvalidInput unless the model returns one vector for each text, of the requested length."""
+    """Raise InvalidInput if the model did not return one vector for each text, of the requested length."""
     if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
         raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
     if dimensions is not None and dimensions != len(result.embeddings):
@@ -239,7 +239,7 @@ def count_tokens(results: Sequence[EmbeddingResult]) -> int:
 def vector_json(numbers: Sequence[float]) -> Any:
     """Return the vector as JSON, in single precision, as the engine sent it.
 
-    It prints in the fewest digits that parse to the same number.
+    Each number has the fewest digits that parse to the same number.
     """
     import numpy as np
 
@@ -397,7 +397,7 @@ async def cohere_rerank(request: InferenceRequest) -> Answer:
 
 
 def render_ranking(body: RerankBody, result: RerankResult) -> RerankResponse:
-    """Return the response: the best documents first, at most `top_n` even if the engine sends more."""
+    """Return the response: the best documents first, at most `top_n` even if the engine returns more."""
     best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
     has_documents = body.return_documents is not False
     entries = [

@@ -1,7 +1,7 @@
 """The table of inference routes: path, handler, limits, error envelope, and texts of the API document.
 
-The raw route table and the API document (`api_document.py`) are made of it. Bodies and responses are
-described by the structs that parse and render them.
+The raw route table and the API document (`api_document.py`) are built from this table. The structs that parse
+bodies and render responses also describe them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,7 +38,7 @@ from nodes.gateway.streams import EventStream
 
 @dataclass(frozen=True)
 class Envelope:
-    """The form of a dialect's errors."""
+    """The form of the errors of a dialect."""
 
     render: Callable[[ClusterError], Answer]
     body: type[wire.ResponseBody]
@@ -52,7 +52,7 @@ ERROR_STATUSES = (400, 401, 403, 404, 413, 429, 500, 503)
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One route. `limit` is that of its body in bytes; 413 is for routes whose limit is not the default."""
+    """One route. `limit` is the maximum size of its body in bytes; None for the default limit."""
 
     name: str
     """Operation id in the API document."""
@@ -65,18 +65,18 @@ class Route:
     body: type[msgspec.Struct] | None = None
     response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
-    """Content types of responses beside JSON."""
+    """Content types of responses other than JSON."""
     description: str = ""
     meaning: str = "The answer."
     errors: tuple[int, ...] = ERROR_STATUSES
     is_shared: bool = False
-    """True if clients of Anthropic's API use the route too, in their own form."""
+    """True if clients of Anthropic's API also use the route, with their own error form."""
     others: tuple["Route", ...] = ()
     """Routes of other methods on the same path; they share its limits and envelope."""
 
     @property
     def endpoint(self) -> Endpoint:
-        """The route's application."""
+        """The ASGI application of the route."""
         return Endpoint(
             self.method,
             self.handler,
@@ -90,11 +90,11 @@ class Route:
 
 
 Shortcut = Callable[[InferenceRequest, Mapping[str, Any]], Awaitable[Answer | None]]
-"""Answers requests for something other than text; None for all others."""
+"""Answers requests that need no generated text; returns None for all other requests."""
 
 
 def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Handler:
-    """Return the handler of a text route in this dialect."""
+    """Return the handler of a route that generates text in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
         fields = wire.parse_json_object(request.body)
@@ -110,7 +110,7 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
 def _reading_route(
     name: str, summary: str, handler: Handler, response: type[wire.ResponseBody], **others: Any
 ) -> Route:
-    """Return a route that shows something."""
+    """Return a GET route."""
     return Route(
         name=name, summary=summary, handler=handler, response=response, method="GET", limit=None, **others
     )
@@ -128,7 +128,8 @@ def _speech_route(name: str, summary: str, *, has_node_header: bool) -> Route:
     )
 
 
-_EVENTS, _LINES = ("text/event-stream",), ("application/x-ndjson",)
+_EVENTS = ("text/event-stream",)
+_LINES = ("application/x-ndjson",)
 _OPENAI_STREAM = (
     "With `stream`, server-sent events: chunks, then `data: [DONE]`. What fails before the first of them is a"
     " refusal with its status; after that it is an event with `error`. Comments keep the connection alive."
@@ -148,7 +149,7 @@ _OLLAMA_STREAM = (
     " administrators may do; otherwise `keep_alive` and options about loading are ignored."
 )
 UNPROVED_NOTE = "Tried with scripted engines only, so far with no real one."
-"""Part of each description: the examples have no engine for audio or images."""
+"""Note in descriptions of routes: no example engine supports audio or images."""
 _SPEECH_DESCRIPTION = (
     "The engine's sound, not converted. With `stream` it is sent while it is made; what fails"
     " after the first byte ends the connection. " + UNPROVED_NOTE
@@ -293,7 +294,7 @@ _V1_ROUTES: Mapping[str, Route] = {
         description=f"One after the other, each with the next seed. {UNPROVED_NOTE}",
     ),
 }
-"""Routes under `/v1` and without this prefix."""
+"""Routes that exist with and without the prefix `/v1`."""
 
 _OTHER_ROUTES: dict[str, Route] = {
     "/v2/rerank": Route(
@@ -405,7 +406,7 @@ def _refused_route(name: str, summary: str, method: str) -> Route:
 def _admin_route(
     name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any
 ) -> Route:
-    """Return a route of Ollama's API that changes models; administrators only."""
+    """Return a route of Ollama's API that changes models, for administrators only."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama)",
@@ -473,11 +474,11 @@ ROUTES: Mapping[str, Route] = {
     **_V1_ROUTES,
     **_OTHER_ROUTES,
 }
-"""Every inference route by its path, an OpenAPI template."""
+"""Every inference route by its path, which is an OpenAPI path template."""
 
 
 async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond to an unknown route of `/v1` with 404, in the dialect of the client."""
+    """Respond to an unknown route of `/v1` with 404, in the error form of the client's dialect."""
     error = NotFound(f"Unknown request URL: {scope['method'][:16]} {names.plain(scope['path'][:200])}")
     error.code = "unknown_url"
     render = anthropic.render_error if is_of_anthropic(scope) else wire.error_answer

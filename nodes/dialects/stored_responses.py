@@ -1,12 +1,13 @@
 """The store of `/v1/responses`: create with `store` and `previous_response_id`, show, delete.
 
-It is off by default (`CLUSTER_RESPONSE_RETENTION`) and holds the responses of API keys, each key its own:
-sessions and callers without a key have none. A row has the items of a request and its response and refers to
-the response that it continues, so a conversation is a chain of rows. What is used stays, what is unused for
-the retention is neither found nor kept. Of a key that has too much the least recently used rows go.
+The store is off by default (`CLUSTER_RESPONSE_RETENTION`). Each API key has its own responses; sessions and
+callers without a key have none. A row has the items of a request and its response and refers to the response
+that it continues, so a conversation is a chain of rows. A row that was not used for the retention time is not
+found any more and is deleted. If a key has too many rows, its least recently used rows are deleted.
 
-A request that stores nothing and refers to nothing costs no statement; a reference costs one before the pick,
-a stored response one transaction before its last event. If that fails, the response says `store: false`.
+A request that stores nothing and refers to nothing needs no statement. References need one statement before
+the pick, a stored response needs one transaction before its last event. If the transaction fails, the
+response says `store: false`.
 """
 
 import logging
@@ -39,11 +40,11 @@ logger = logging.getLogger(__name__)
 MOST_RESPONSES = 10_000
 """Limit on the stored responses of a key."""
 MOST_EARLIER = 1000
-"""Limit on the responses of one conversation."""
+"""Maximum number of stored responses in one conversation."""
 RENEWAL_FRACTION = 0.1
-"""Share of the retention after which a use of a response is recorded again."""
+"""Fraction of the retention after which another use of a response is recorded."""
 _ROW_BYTES = 300
-"""Bytes of a row besides its contents, with its entries in the indexes."""
+"""Bytes of a row in addition to its contents, including its entries in the indexes."""
 _ID_PREFIX = "resp_"
 _VISIBLE_ROW = "r.owner = %(owner)s AND r.used_at >= %(since)s"
 # A chain ends with its first response, at a gap, or with the first row that makes it too large, whose
@@ -118,12 +119,12 @@ class Store:
         )
 
     def parameters(self, now: datetime, **others: Any) -> Mapping[str, Any]:
-        """Return the parameters of a statement."""
+        """Return the parameters of a statement for this store."""
         return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
 
     async def load(self, fields: Mapping[str, Any]) -> "StoredContext":
-        """Return the responses that the request refers to, with one statement if there are any."""
-        previous, references = fields.get("previous_response_id"), _references(fields.get("input"))
+        """Return the stored items to which the request refers; one statement if there are references."""
+        previous, references = fields.get("previous_response_id"), _referenced_ids(fields.get("input"))
         previous = previous if isinstance(previous, str) else ""
         # An item's id begins with that of its response.
         named = {f"{_ID_PREFIX}{parts[1]}" for name in references if len(parts := name.split("_")) == 3}
@@ -132,7 +133,7 @@ class Store:
         parameters = self.parameters(
             clock.now(), previous=previous, named=sorted(named), bytes=LARGEST_BODY, rows=MOST_EARLIER
         )
-        with _reachable():
+        with _translate_unreachable():
             rows = await database_pool.shared().fetch_rows(_LOAD, parameters)
         chain = [row[1:] for row in rows if row[0]]
         if previous:
@@ -156,8 +157,8 @@ class StoredContext:
     used: tuple[str, ...] = ()
 
 
-def _references(input_items: Any) -> set[str]:
-    """Return the ids of the items that the input refers to."""
+def _referenced_ids(input_items: Any) -> set[str]:
+    """Return the ids of the items to which the input refers."""
     if not isinstance(input_items, list):
         return set()
     ids = (
@@ -169,7 +170,7 @@ def _references(input_items: Any) -> set[str]:
 
 
 def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
-    """Raise InvalidInput unless the whole conversation is there; it comes oldest first."""
+    """Raise InvalidInput if the conversation is incomplete; the oldest response comes first."""
     if not chain:
         message = f"Previous response with id '{previous[:100]}' not found."
     elif chain[0][2] is None or (chain[0][1] and len(chain) >= MOST_EARLIER):
@@ -184,7 +185,7 @@ def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
 
 
 @contextmanager
-def _reachable() -> Iterator[None]:
+def _translate_unreachable() -> Iterator[None]:
     try:
         yield
     except database_pool.UNREACHABLE as error:
@@ -192,16 +193,16 @@ def _reachable() -> Iterator[None]:
 
 
 @dataclass
-class Record:
-    """The stored parts of a request, and its response."""
+class ResponseRecord:
+    """The parts of a request that are stored with its response."""
 
     store: Store
     input: bytes
     used: Sequence[str]
     echo: dict[str, Any] = field(default_factory=dict)
-    """Fields of the request that the response repeats; `store` becomes false if it is not stored."""
+    """Fields of the request that the response repeats; `store` becomes false if storing fails."""
 
-    async def keep(self, head: Head, deltas: Sequence[TextDelta]) -> None:
+    async def store_response(self, head: Head, deltas: Sequence[TextDelta]) -> None:
         """Store the complete response; failures are logged."""
         response = responses.final_response(head, blocks.collect_blocks(deltas), deltas[-1])
         output = wire.encode(response.pop("output"))
@@ -233,7 +234,7 @@ class Record:
 
 
 def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
-    """Return the items of the request as JSON, with stored items in place of references to them."""
+    """Return the items of the request as JSON; references are replaced by their stored items."""
     given = fields["input"]
     if isinstance(given, str):
         return orjson.dumps([{"type": "message", "role": "user", "content": given}])
@@ -244,20 +245,25 @@ def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
 
 
 async def create(request: InferenceRequest) -> Answer | EventStream:
-    """Answer a conversation; store the response unless the request says otherwise."""
+    """Answer a conversation; store the response unless the request forbids it."""
     fields = wire.parse_json_object(request.body)
     store = Store.of(request)
     loaded = await store.load(fields) if store else StoredContext()
     generation = responses.parse_request(fields, loaded.earlier)
-    identity, keep = request.request_id, None
+    identity, store_response = request.request_id, None
     if store and generation.echo["store"]:
-        record = Record(store, _input_items(fields, loaded.earlier), loaded.used, dict(generation.echo))
-        generation, keep = msgspec.structs.replace(generation, echo=record.echo), record.keep
+        record = ResponseRecord(
+            store, _input_items(fields, loaded.earlier), loaded.used, dict(generation.echo)
+        )
+        generation, store_response = (
+            msgspec.structs.replace(generation, echo=record.echo),
+            record.store_response,
+        )
         # A client may choose the id of its request, but not that of a stored response.
         identity = uuid.uuid4().hex
     del fields, loaded
     head = Head(identity, int(clock.now().timestamp()), generation)
-    return await streams.respond(request, responses.DIALECT, head, keep)
+    return await streams.respond(request, responses.DIALECT, head, store_response)
 
 
 async def show(request: InferenceRequest) -> Answer:
@@ -270,7 +276,7 @@ async def show(request: InferenceRequest) -> Answer:
 
 
 async def delete(request: InferenceRequest) -> Answer:
-    """Delete a stored response. A conversation that it is a part of cannot be continued any more."""
+    """Delete a stored response. A conversation that contains the response cannot be continued any more."""
     if not await _run(request, lambda parameters: database_pool.shared().run(_DELETE, parameters)):
         raise _not_found(request)
     return wire.json_answer(DeletedResponse(id=_identity(request)))
@@ -280,12 +286,12 @@ T = TypeVar("T")
 
 
 async def _run(request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]) -> T | None:
-    """Return the result of a statement about the response in the path; None if nothing is stored."""
+    """Return the result of a statement about the response in the path; None if the caller has no store."""
     await confirm(request)
     store = Store.of(request)
     if store is None:
         return None
-    with _reachable():
+    with _translate_unreachable():
         return await statement(store.parameters(clock.now(), id=_identity(request)))
 
 

@@ -1,8 +1,8 @@
 """Tokenization: `/v1/tokenize`, `/v1/detokenize` and Anthropic's `/v1/messages/count_tokens`.
 
-A conversation is counted with the model's own tokenizer, as the prompt that the definition's template
-renders. Without a template the engine also receives the conversation and may use the model's own template;
-the reference's engines count the plain texts.
+The model's own tokenizer counts the prompt that the definition's template renders from the conversation.
+Without a template the engine also receives the conversation and may use the model's own template; the engines
+of the reference count the plain texts.
 """
 
 from typing import Annotated

@@ -334,7 +334,7 @@ async def test_a_defect_ends_the_check_with_a_reason(monkeypatch: pytest.MonkeyP
     async def broken() -> Any:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(upgrade_check, "look", broken)
+    monkeypatch.setattr(upgrade_check, "read_offers", broken)
     await in_thread(upgrade_state.request_check)
     assert await upgrade_check.UpgradeChecker("here:1").check()
     standing = await in_thread(upgrade_state.read_state)
