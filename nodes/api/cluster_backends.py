@@ -42,9 +42,9 @@ from nodes.backends.backend_requests import (
     BackendRequest,
     RequestScope,
     chosen_nodes,
-    everywhere,
     nodes_for_request,
     refuse_by_name,
+    select_all_nodes,
 )
 from nodes.commands.outcomes import CommandFailed
 from operations.api.serializers import STARTED, NodesSerializer, requester_of, started_body
@@ -102,7 +102,7 @@ class ExternalSerializer(InstallSerializer, NodesSerializer):
 
 def _scope_of_request(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
     if not (ids := fields.get("nodes")):
-        ready, left_out = everywhere(command)
+        ready, left_out = select_all_nodes(command)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
     if unknown := sorted(map(str, set(ids) - nodes_for_request(ids).keys())):
         raise errors.NotFound(f"node {unknown[0]} is not registered", field="nodes")

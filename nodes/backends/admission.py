@@ -1,9 +1,9 @@
 """Creation and cancellation of operations on backends: a target per node, an intent per target.
 
 `admit` is one transaction: it reads the intents of the nodes, joins equal requests, queues different requests
-behind them (`backend_requests.py`), and writes operation, targets and intents. `cancel` is its counterpart: a
-target that is cancelled while its wave is open is no success, so the wave needs an operator's choice before
-the next one opens (`waves.py`).
+behind them (`backend_requests.py`), and writes operation, targets and intents. `cancel` is the counterpart of
+`admit`. If a target is cancelled while its wave is open, the next wave opens only after an operator's choice
+(`waves.py`).
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from nodes.backends.backend_requests import (
     BackendRequest,
     RequestOrder,
     RequestScope,
+    nodes_without_backend,
     refuse_by_name,
     refuse_unlisted,
-    unlisted,
 )
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
@@ -42,30 +42,30 @@ from operations.ledger import target_changes
 from operations.ledger.admission import Admission
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
 
-_RACES = ("operation_one_active_a_key", "intent_once")
-_TRIES = 5
+_RETRIED_CONSTRAINTS = ("operation_one_active_a_key", "intent_once")
+_ATTEMPTS = 5
 
 
-class _Raced(Exception):
-    """A wave opened for a node in between; retry, so that its intent is locked before the operations."""
+class _WaveOpened(Exception):
+    """A wave has opened for a node meanwhile; retry, so that its intent is locked before the operations."""
 
 
 def admit(request: BackendRequest, scope: RequestScope, *, now: datetime) -> Admission:
-    """Create the operation, or join the active one that requests the same on the same nodes (A38, O34).
+    """Create the operation, or join the active operation with an equal request and the same nodes (A38, O34).
 
-    A different request on the same backend runs first. Raise Conflict, which names the operation, if the same
-    is in progress with other options, or is in progress and followed by a different request; Conflict for an
-    upgrade of a backend that a node does not list; NotFound if a node was removed meanwhile.
+    Earlier different requests on the same backend run first. Raise Conflict with the operation if the same op
+    is in progress with other options, or is in progress and followed by a different request. Raise Conflict
+    for an upgrade of a backend that a node does not list, and NotFound if a node was removed meanwhile.
     """
-    for _ in range(_TRIES):
+    for _ in range(_ATTEMPTS):
         try:
             with committed("backends.ask"):
-                return _ask(request, scope, now)
+                return _admit_once(request, scope, now)
         except IntegrityError as error:
             # Another transaction was faster; the next try reads its rows.
-            if not any(race in str(error) for race in _RACES):
+            if not any(race in str(error) for race in _RETRIED_CONSTRAINTS):
                 raise
-        except _Raced:
+        except _WaveOpened:
             continue
     raise errors.Unavailable(f"operations on {request.backend} are too frequent", retry_after=1)
 
@@ -77,7 +77,7 @@ def _key(request: BackendRequest, nodes: Sequence[BackendNode]) -> str:
     return f"nodes:{ids[:32]}:{node_commands.subject(request.backend)}"
 
 
-def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admission:
+def _admit_once(request: BackendRequest, scope: RequestScope, now: datetime) -> Admission:
     # Requests for overlapping sets of nodes would wait for each other's keys and intents in a circle.
     lock_name(request.backend)
     ids = [node.id for node in scope.nodes]
@@ -90,7 +90,7 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
     key = _key(request, scope.nodes or scope.concerned)
     operation_request = _operation_request(request, scope, key)
     active = Operation.objects.active().filter(key=key, kind=request.kind).first() if scope.nodes else None
-    if active is not None and request.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
+    if active is not None and request.matches_operation(active) and order.can_join(_open_nodes(active)):
         _refuse_other_waves(active, scope)
         _make_due(request, order, now)
         joined = Admission(active, created=False)
@@ -104,14 +104,14 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
         _unopened_targets_to_replace(request, ids, active), _changes_to_replaced(active, order, end), end, now
     )
     if current.exclude(pk__in=among(row.id for row in rows)).exists():
-        raise _Raced
+        raise _WaveOpened
     if active is not None:
         _refuse_unless_ended(active)
     operation = ledger.new_operation(operation_request, now, by_parts=True, id=id)
     admission = Admission(operation, created=True)
     *dismissed, _ = ledger.record_admissions([(operation_request, admission)], now)
     _make_due(request, order, now)
-    new_targets = _write_parts(operation, request, scope, order, now)
+    new_targets = _write_targets(operation, request, scope, order, now)
     ended = [*replaced.operations, *dismissed]
     emit([*ended, operation], (targets.of(ended) if ended else {}) | {operation.id: new_targets})
     return admission
@@ -122,10 +122,10 @@ def _open_nodes(operation: Operation) -> set[UUID]:
     return set(open_targets.values_list("node_id", flat=True))
 
 
-def _write_parts(
+def _write_targets(
     operation: Operation, request: BackendRequest, scope: RequestScope, order: RequestOrder, now: datetime
 ) -> list[OperationTarget]:
-    """Write and return the targets of a new operation, and write the intents of those whose turn is now."""
+    """Write and return the targets of a new operation, and the intents of the targets that begin now."""
     turns = wave_requests.plan_for(request.backend, scope.nodes, scope.waves) if scope.waves else {}
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
@@ -144,7 +144,7 @@ def _write_parts(
             target = _new_target(operation, node, intent, order, turns.get(node.id), now)
             ready = target if is_ready else ready
         new_targets.append(target)
-    new_targets += [left_out.part(operation, now) for left_out in scope.left_out]
+    new_targets += [left_out.ended_target(operation, now) for left_out in scope.left_out]
     wave_requests.wait_for_turns(list(filter(targets.awaits_wave, new_targets)), new_targets, now)
     new_targets.sort(key=lambda target: target.node_name)
     insert_rows(new_targets)
@@ -195,7 +195,7 @@ def _join_or_create_intents(
     spares: bool,
     now: datetime,
 ) -> dict[UUID, PendingBackendOp]:
-    """Return the intents of these nodes: existing ones of an equal request, new ones for the others."""
+    """Return the intents of these nodes: existing intents of an equal request, otherwise new intents."""
     joined = {id: intent for id, intent in order.same.items() if id in node_ids}
     requested_at = order.end(now)
     if spares:
@@ -220,7 +220,7 @@ def _join_or_create_intents(
 def _lock_nodes(nodes: Sequence[BackendNode]) -> None:
     """Prevent the removal of the nodes until the request is recorded. Raise NotFound for a removed node.
 
-    A removal locks the node before its intents, so this does too. Only a removal waits for this lock.
+    Nodes are locked before intents, as in a removal. Only a removal waits for this lock.
     """
     with connection.cursor() as cursor:
         cursor.execute(
@@ -248,7 +248,7 @@ def _new_target(
         target_changes.begin(target, now)
     elif node.status != "healthy":
         target_changes.rest(f"node {node.name} is {node.status}", until=None, node=True)(target, now)
-    elif (preceding := order.before(intent)) is not None:
+    elif (preceding := order.preceding_row(intent)) is not None:
         reason = f"waits for the {wait_reasons.in_words(preceding.op)} of {preceding.backend} on {node.name}"
         target_changes.rest(reason, until=None)(target, now)
     else:
@@ -261,7 +261,7 @@ def _new_target(
 def _unopened_targets_to_replace(
     request: BackendRequest, node_ids: Sequence[UUID], active: Operation | None
 ) -> list[int]:
-    """Return the ids of targets whose wave has not opened and that the request replaces."""
+    """Return the ids of targets that the request replaces and whose wave has not opened."""
     upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=request.backend)
     # A deletion replaces the targets of all upgrades, any other request those of `active` only.
     if request.kind != DELETE:
@@ -277,18 +277,19 @@ def _replace(
     end: target_changes.Change,
     now: datetime,
 ) -> target_changes.Changed:
-    """End targets whose wave has not opened, and those of the operation that the newer one replaces."""
+    """End targets whose wave has not opened, and the targets of the operation that the new one replaces."""
     changed = target_changes.change(taken_over, held=dict.fromkeys(held, end), now=now)
-    waves.go_on(changed, now=now)
+    waves.open_next_waves(changed, now=now)
     return changed
 
 
 def _changes_to_replaced(
     active: Operation | None, order: RequestOrder, end: target_changes.Change
 ) -> dict[UUID, target_changes.Change]:
-    """Return the changes that end the targets of an equal operation on the same nodes, which owns the key.
+    """Return the changes that end the targets of an equal operation on these nodes, which owns the key.
 
-    Different requests have followed it on some node. Its intents continue for the newer operation.
+    A different request follows this operation on at least one node. Its intents continue for the new
+    operation.
     """
     if active is None:
         return {}
@@ -301,28 +302,28 @@ def _changes_to_replaced(
 
 
 def _make_due(request: BackendRequest, order: RequestOrder, now: datetime) -> None:
-    """Make the rows of the requested op due now; queue a row that a different request follows after it."""
-    intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=request.galleries)
-    followed, last = order.followed(), order.end(now)
+    """Make the rows of the requested op due now; move rows that a different request follows to the end."""
+    intents.make_due([intent.id for intent in order.same.values()], now=now, galleries=request.galleries)
+    followed, last = order.followed_rows(), order.end(now)
     for intent in followed:
         intent.requested_at = last
     PendingBackendOp.objects.bulk_update(followed, ["requested_at"])
 
 
 def cancel(operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None = None) -> Operation:
-    """Cancel an operation on backends for good, and every intent that no other active operation shares.
+    """Cancel an operation on backends, and every intent that no other active operation shares.
 
-    With `node_id` only its target on that node. A controller stops the work that a worker may have begun.
-    Raise NotFound and Conflict.
+    With `node_id`, cancel only the target on this node. A controller stops the work that a worker may have
+    begun. Raise NotFound and Conflict.
     """
-    for _ in range(_TRIES):
-        with contextlib.suppress(_Raced):
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(_WaveOpened):
             return _cancel(operation_id, node_id, actor, now)
     raise errors.Unavailable("the operation changes too often; try again", retry_after=1)
 
 
-def _running(operation_id: UUID, node_id: UUID | None) -> set[UUID]:
-    """Return the intents of the targets that have not ended, or of the target on `node_id`."""
+def _running_intents(operation_id: UUID, node_id: UUID | None) -> set[UUID]:
+    """Return the ids of the intents of targets that have not ended, of all nodes or of `node_id`."""
     with_intent = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
     with_intent = with_intent.filter(node_id=node_id) if node_id else with_intent
     unfinished = with_intent.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
@@ -331,12 +332,12 @@ def _running(operation_id: UUID, node_id: UUID | None) -> set[UUID]:
 
 def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime) -> Operation:
     with committed("backends.cancel"):
-        intent_ids = _running(operation_id, node_id)
+        intent_ids = _running_intents(operation_id, node_id)
         rows = PendingBackendOp.objects.filter(pk__in=intent_ids).order_by("id")
         held = {intent.id: intent for intent in rows.select_for_update(no_key=True)}
         operation = ledger.locked(operation_id)
-        if not _running(operation_id, node_id) <= intent_ids:
-            raise _Raced  # a wave has opened meanwhile: its intents are not locked
+        if not _running_intents(operation_id, node_id) <= intent_ids:
+            raise _WaveOpened  # a wave has opened meanwhile: its intents are not locked
         other_targets = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
         other_targets = other_targets.exclude(operation_id=operation_id).exclude(status__in=targets.ENDED)
         shared = {id for id in other_targets.values_list("intent_id", flat=True) if id is not None}
@@ -359,11 +360,10 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
 
 
 def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str, now: datetime) -> Operation:
-    """Cancel the target of a locked operation on this node; the operation continues on the others.
+    """Cancel the target of a locked operation on this node; the operation continues on the other nodes.
 
-    `note` describes what happens to its intent. The locks are those of `cancel`.
-
-    Raise NotFound for a node without a target, and Conflict if the target cannot be cancelled.
+    `note` describes what happens to the intent of the target. The caller holds the locks of `cancel`. Raise
+    NotFound for a node without a target, and Conflict if the target cannot be cancelled.
     """
     all_parts = list(OperationTarget.objects.filter(operation=operation))
     target = next((target for target in all_parts if target.node_id == node_id), None)
@@ -386,7 +386,7 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
     update_rows([operation], target_changes.OPERATION_COLUMNS)
     audit.record(ledger.audit_entry("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = target_changes.Changed([operation], {operation.id: all_parts})
-    waves.go_on(changed, now=now)
+    waves.open_next_waves(changed, now=now)
     emit(changed.operations, changed.parts)
     return operation
 
@@ -396,9 +396,9 @@ def retry(
 ) -> Admission:
     """Repeat the targets that failed or were cancelled, on the nodes `only` or on all that did not succeed.
 
-    An operation that still waits is made due at once instead. The failure is dismissed and names its
-    successor, unless nodes that are not retried keep it failed. Raise NotFound, and Conflict if the operation
-    has nothing to repeat.
+    If the operation still waits, it is made due at once instead. Otherwise a new operation repeats the
+    targets, and the failure of the old operation is dismissed with the id of the new one, unless other nodes
+    keep it failed. Raise NotFound, and Conflict if the operation has nothing to repeat.
     """
     operation = Operation.objects.filter(pk=operation_id, kind__in=KINDS).first()
     if operation is None:
@@ -414,13 +414,13 @@ def retry(
     ids = {target.intent_id for target in chosen if target.intent_id and target.status not in targets.ENDED}
     if operation.status in ACTIVE and ids:
         with committed("backends.retry"):
-            intents.nudge(ids, now=now)
+            intents.make_due(ids, now=now)
             audit.record(ledger.audit_entry("tried_at_once", operation), at=now)
         return Admission(operation, created=False)
     nodes = BackendNode.objects.filter(pk__in=[target.node_id for target in chosen]).order_by("name")
     possible = [node for node in nodes if not node_commands.refusal(node)]
     if not only:
-        lacking = unlisted(BackendRequest.of(operation), possible)
+        lacking = nodes_without_backend(BackendRequest.of(operation), possible)
         possible = [node for node in possible if node not in lacking] or possible
     if operation.status in ACTIVE or not possible:
         raise errors.Conflict("no part of this operation can be tried again", field="nodes")
@@ -438,8 +438,8 @@ def retry(
 def admit_on_nodes(request: BackendRequest, scope: RequestScope, *, field: str, now: datetime) -> Admission:
     """Admit one operation for the chosen nodes of the scope, or join the active one.
 
-    Raise NodesRefused, which names those of several nodes that cannot take it: then nothing has started.
-    `field` is the one that names the nodes.
+    For several nodes, raise NodesRefused with the nodes that cannot take the request; nothing has started
+    then. `field` is the field of the request that has the nodes.
     """
     try:
         return admit(request, scope, now=now)

@@ -1,9 +1,9 @@
 """Requests for work on backends: the command, the nodes, the requester, and the order of work on one backend.
 
-The meaning of "all nodes" is decided here, once for each request. A node has at most one row for each op of a
-backend. They run one at a time, in the order of their requests. An equal request joins the existing row. If a
-different request follows that row, joining it would let the older request win: then the row moves to the end,
-or the request is refused if the row has begun.
+This module selects the nodes for "all nodes", once for each request. A node has at most one row for each op
+of a backend. The rows run one at a time, in the order of their requests. An equal request joins the existing
+row. If a different request follows the row, a joined request would run before this older request, which would
+win. So the row moves to the end, or the new request is refused if the row has begun.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -46,7 +46,7 @@ class BackendRequest:
 
     @property
     def element(self) -> str:
-        """The name of the backend in pages and texts."""
+        """The name of the backend on pages and in messages."""
         if self.uri and self.backend == node_commands.subject(self.uri):
             return self.uri
         return f"{self.gallery}@{self.backend}" if self.gallery else self.backend
@@ -57,16 +57,16 @@ class BackendRequest:
             "op": KINDS[self.kind]
         }
 
-    def is_that_of(self, intent: PendingBackendOp) -> bool:
+    def matches_intent(self, intent: PendingBackendOp) -> bool:
         """Return True if the intent has the same request; galleries are not compared (R1.108)."""
         # Galleries are refreshed in the row, so different ones are no different request.
-        return self._is_met_by({name: getattr(intent, name) for name in self.columns()})
+        return self._matches_columns({name: getattr(intent, name) for name in self.columns()})
 
-    def is_that_of_operation(self, operation: Operation) -> bool:
+    def matches_operation(self, operation: Operation) -> bool:
         """Return True if the operation was created for an equal request."""
-        return operation.kind == self.kind and self._is_met_by(BackendRequest.of(operation).columns())
+        return operation.kind == self.kind and self._matches_columns(BackendRequest.of(operation).columns())
 
-    def _is_met_by(self, columns: Mapping[str, Any]) -> bool:
+    def _matches_columns(self, columns: Mapping[str, Any]) -> bool:
         required = self.columns()
         if not self.gallery:  # any gallery matches
             required["gallery"] = columns["gallery"]
@@ -87,15 +87,15 @@ class BackendRequest:
 class ExcludedNode:
     """A node that an operation leaves out, with the reason.
 
-    With `fails` the target of the node fails, so that an operator has to decide about it.
+    With `fails` the target of the node fails, so that an operator must decide about the node.
     """
 
     node: BackendNode
     reason: str
     fails: bool = False
 
-    def part(self, operation: Operation, now: datetime) -> OperationTarget:
-        """Return the target of the node, which has already ended."""
+    def ended_target(self, operation: Operation, now: datetime) -> OperationTarget:
+        """Return the target of the excluded node, which has already ended."""
         target = OperationTarget(operation=operation, node_id=self.node.id, node_name=self.node.name)
         end = (
             target_changes.end(TargetStatus.ERROR, error=self.reason)
@@ -116,21 +116,22 @@ class RequestScope:
     """True if the request is for all nodes that are eligible at this moment."""
     parent: Operation | None = None
     waves: Options | None = None
-    """None: all nodes at once."""
+    """Options of the waves; None for all nodes at once."""
     last_replicas: Sequence[str] = ()
     """Models whose last replica an upgrade in waves may stop."""
     left_out: Sequence[ExcludedNode] = ()
     drains: bool = False
-    """Take replicas out of the picks before the command stops them, and wait for their running requests.
+    """True if the node's replicas are drained before the command stops them.
 
-    Unlike waves, this does not protect a model's last replica.
+    The command waits for their running requests. Unlike waves, a drain does not protect a model's last
+    replica.
     """
     repeats: Operation | None = None
-    """The operation that it repeats."""
+    """The operation that this request repeats."""
 
     @property
     def concerned(self) -> list[BackendNode]:
-        """All nodes with a target."""
+        """All nodes with a target, including excluded nodes."""
         return [*self.nodes, *(left_out.node for left_out in self.left_out)]
 
     def payload(self) -> dict[str, Any]:
@@ -148,15 +149,16 @@ _NODE = ("name", "node_type", "status", "drained_at", "drain_is_own", "inventory
 
 
 def nodes_for_request(ids: Iterable[UUID]) -> dict[UUID, BackendNode]:
-    """Return the registered ones of these nodes, with the columns that admission reads."""
+    """Return the registered nodes among `ids`, with the columns that admission reads."""
     return {node.id: node for node in BackendNode.objects.filter(pk__in=among(ids)).only(*_NODE)}
 
 
-def everywhere(request: BackendRequest) -> tuple[list[BackendNode], list[ExcludedNode]]:
-    """Return the nodes that "all nodes" means now, and those left out.
+def select_all_nodes(request: BackendRequest) -> tuple[list[BackendNode], list[ExcludedNode]]:
+    """Return the nodes for "all nodes" at this time, and the excluded nodes.
 
     An install is for all nodes that can get it, other requests for the nodes that list the backend. A
-    draining node is left out and named; if all nodes are draining, their targets fail.
+    draining node is excluded and gets a target with the reason; if all nodes are draining, their targets
+    fail.
     """
     nodes = BackendNode.objects.filter(node_type="backend").exclude(status="pending")
     if request.kind != INSTALL:
@@ -173,10 +175,11 @@ def everywhere(request: BackendRequest) -> tuple[list[BackendNode], list[Exclude
     return ready, away
 
 
-def unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+def nodes_without_backend(request: BackendRequest, nodes: Sequence[BackendNode]) -> list[BackendNode]:
     """Return the reachable nodes whose last inventory lacks the backend of an upgrade.
 
-    A node without an inventory may have it, and the inventory of an unreachable node may be out of date.
+    A node without an inventory may have the backend, and the inventory of an unreachable node may be out of
+    date.
     """
     if request.kind != UPGRADE:
         return []
@@ -187,8 +190,8 @@ def unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> list[Back
 
 
 def refuse_unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
-    """Raise Conflict, which names the nodes, for an upgrade of a backend that they do not list."""
-    if lacking_nodes := unlisted(request, nodes):
+    """Raise Conflict, with the names of the nodes, for an upgrade of a backend that these do not list."""
+    if lacking_nodes := nodes_without_backend(request, nodes):
         names = ", ".join(node.name for node in lacking_nodes)
         raise errors.Conflict(
             f"{request.backend} is not installed on {names}; install it there", field="nodes"
@@ -196,7 +199,7 @@ def refuse_unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> No
 
 
 def chosen_nodes(request: BackendRequest, ids: Collection[UUID], *, field: str) -> list[BackendNode]:
-    """Return these nodes by name. Raise NodesRefused if one of them takes no commands. One query then."""
+    """Return these nodes, sorted by name. Raise NodesRefused if one of the nodes takes no commands."""
     registered = nodes_for_request(ids)
     if any(id not in registered or node_commands.refusal(registered[id]) for id in ids):
         refuse_by_name(request, ids, field=field)
@@ -204,9 +207,9 @@ def chosen_nodes(request: BackendRequest, ids: Collection[UUID], *, field: str) 
 
 
 def refuse_by_name(request: BackendRequest, ids: Collection[UUID], *, field: str) -> None:
-    """Raise NodesRefused, which names those of the nodes that cannot take the request now, if there are any.
+    """Raise NodesRefused, with names and reasons, if any of the nodes cannot take the request now.
 
-    Three queries at most.
+    At most three queries.
     """
     registered = nodes_for_request(ids)
     reasons = {id: GONE if id not in registered else node_commands.refusal(registered[id]) for id in set(ids)}
@@ -215,7 +218,7 @@ def refuse_by_name(request: BackendRequest, ids: Collection[UUID], *, field: str
     for intent in PendingBackendOp.objects.filter(node__in=among(registered), backend=request.backend):
         rows.setdefault(intent.node_id, []).append(intent)
     orders = {node.id: RequestOrder.of(request, rows.get(node.id, ())) for node in nodes}
-    for node in unlisted(request, [node for node in nodes if not orders[node.id].same]):
+    for node in nodes_without_backend(request, [node for node in nodes if not orders[node.id].same]):
         reasons[node.id] = f"{request.backend} is not installed on {node.name}; install it there"
     for node in nodes:
         try:
@@ -233,7 +236,11 @@ _NEXT = timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class RequestOrder:
-    """The rows of a backend by node: `same` of the requested op, `others` in the order in which they run."""
+    """The intents for one backend, by node.
+
+    `same` has the intent of the requested operation, `others` the intents of other operations in execution
+    order.
+    """
 
     same: Mapping[UUID, PendingBackendOp]
     others: Mapping[UUID, list[PendingBackendOp]]
@@ -255,28 +262,28 @@ class RequestOrder:
                 others.setdefault(row.node_id, []).append(row)
         return cls(same, others)
 
-    def followed(self) -> list[PendingBackendOp]:
+    def followed_rows(self) -> list[PendingBackendOp]:
         """Return the rows of the requested op that a different request follows."""
         return [row for row in self.same.values() if self._followers(row)]
 
-    def before(self, row: PendingBackendOp) -> PendingBackendOp | None:
-        """Return the row of another op that runs before this one on the same node."""
+    def preceding_row(self, row: PendingBackendOp) -> PendingBackendOp | None:
+        """Return the row of another op that runs before this row on the same node; None without one."""
         rows = self.others.get(row.node_id, ())
         return next((candidate for candidate in rows if candidate.turn < row.turn), None)
 
     def end(self, now: datetime) -> datetime:
-        """Return a time of request after those of all rows, even if clocks differ."""
+        """Return a time of request that is later than in all rows, even if clocks differ."""
         rows = [*self.same.values(), *(row for rows in self.others.values() for row in rows)]
         return max([now, *(row.requested_at + _NEXT for row in rows)])
 
     def can_join(self, open_nodes: Collection[UUID]) -> bool:
-        """Return True if an active equal operation with open parts on these nodes does what is requested."""
-        return not self.followed() and all(id in self.same or id in open_nodes for id in self.others)
+        """Return True if the equal active operation, with open targets on `open_nodes`, can be joined."""
+        return not self.followed_rows() and all(id in self.same or id in open_nodes for id in self.others)
 
     def refuse(self, request: BackendRequest, names: Mapping[UUID, str], *, is_load: bool) -> None:
-        """Raise Conflict, which names the operation, if the request cannot join the queue.
+        """Raise Conflict with the operation if the request cannot join the queue.
 
-        A load never waits for another request on its node, and never reverses one.
+        A load never waits for a different request on its node, and never reverses its effect.
         """
         for row in self.same.values():
             node, followers = names[row.node_id], self._followers(row)
@@ -285,7 +292,7 @@ class RequestOrder:
                     f"{row} on {node} is being cancelled; ask again in a few seconds",
                     operation=row.operation_id,
                 )
-            if not request.is_that_of(row):
+            if not request.matches_intent(row):
                 state = "in progress" if row.has_begun else "waiting, and asks for something else"
                 raise _conflict(row, node, state)
             if followers and row.has_begun:

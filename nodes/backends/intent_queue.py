@@ -140,7 +140,7 @@ async def apply_late_confirmation(intent: Intent, settlement: Settlement) -> Non
 def _make_due_if_confirmed(intent: Intent, settlement: OperatorNeeded) -> None:
     if _confirmed_models(intent) != settlement.confirmed:
         with committed("sparing.hear"):
-            intents.nudge([intent.id], now=clock.now())
+            intents.make_due([intent.id], now=clock.now())
 
 
 def _confirmed_models(intent: Intent) -> Collection[str]:

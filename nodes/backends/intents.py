@@ -489,7 +489,7 @@ def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:
     return len(free)
 
 
-def nudge(ids: Collection[UUID], *, now: datetime, **columns: Any) -> None:
+def make_due(ids: Collection[UUID], *, now: datetime, **columns: Any) -> None:
     """Make these intents due now; keep their attempts and last error (R1.108, A14)."""
     active = PendingBackendOp.objects.filter(pk__in=ids, cancelled_at__isnull=True)
     resting = active.filter(lease_until__isnull=True).order_by("id").select_for_update(no_key=True)

@@ -71,7 +71,7 @@ def choose(
             ids = [id for id in intents_of_open if id is not None]
             # An attempt that is about to be put back is settled before this, or after the choice is stored.
             list(PendingBackendOp.objects.filter(pk__in=ids).order_by("id").select_for_update(no_key=True))
-            intents.nudge(ids, now=now)
+            intents.make_due(ids, now=now)
         operation = admission.locked(operation_id)
         _refuse(operation, choice, last_replicas)
         all_parts = list(OperationTarget.objects.filter(operation=operation))
@@ -123,7 +123,7 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
     by_operation = {operation.id: all_parts}
     turn = waves.next_turn(operation, all_parts)
     waves.attach([turn] if turn else [], by_operation, now=now)
-    waves.go_on(target_changes.Changed([operation], by_operation), now=now)
+    waves.open_next_waves(target_changes.Changed([operation], by_operation), now=now)
 
 
 def wait_for_turns(

@@ -104,11 +104,11 @@ def conclude(
         changed = target_changes.change(changes, now=now)
         if ended:
             PendingBackendOp.objects.filter(pk__in=ended).delete()
-        go_on(changed, now=now)
+        open_next_waves(changed, now=now)
         emit(changed.operations, changed.parts, changed.moved)
 
 
-def go_on(changed: target_changes.Changed, *, now: datetime) -> None:
+def open_next_waves(changed: target_changes.Changed, *, now: datetime) -> None:
     """Open the next wave of each locked operation whose open wave has ended; the caller emits."""
     waiting: Sequence[Operation] = changed.operations
     while waiting:
@@ -296,6 +296,6 @@ def catch_up(*, now: datetime) -> int:
             ]
             turns += [(operation, due)] if due else []
         attach(turns, targets_by_operation, now=now)
-        go_on(target_changes.Changed(operations, targets_by_operation), now=now)
+        open_next_waves(target_changes.Changed(operations, targets_by_operation), now=now)
         emit(operations, targets_by_operation)
     return len(ids)

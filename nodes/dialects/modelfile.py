@@ -1,4 +1,4 @@
-"""Ollama's description of a model, a Modelfile or fields of a request, as settings of a definition. Pure."""
+"""Conversion of an Ollama Modelfile, or of such fields in a request, to settings of a definition. Pure."""
 
 import math
 import re
@@ -14,7 +14,7 @@ MOST_LINES = 10_000
 
 
 class NotSupported(ClusterError):
-    """The cluster has no such function."""
+    """The cluster does not have this function."""
 
     message = "This function is not supported."
     status = 501
@@ -23,7 +23,7 @@ class NotSupported(ClusterError):
 
 @dataclass
 class Modelfile:
-    """A parsed description; `base` is a model or a file."""
+    """A parsed Modelfile; `base` is the name of a model or of a file."""
 
     base: str = ""
     parameters: dict[str, list[Any]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def parse_modelfile(text: str) -> Modelfile:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield instructions with their values, which may be texts of several lines in triple quotes."""
+    """Yield instructions with their values; a value in triple quotes may have several lines."""
     lines = text.splitlines()
     if len(lines) > MOST_LINES:
         raise InvalidInput(f"modelfile: has more than {MOST_LINES} lines", field="modelfile")
@@ -92,7 +92,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
         yield instruction, value
 
 
-_IN_PARAMETERS = {
+_GENERATION_PARAMETERS = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -103,7 +103,7 @@ _IN_PARAMETERS = {
     "frequency_penalty": float,
     "presence_penalty": float,
 }
-_IN_DOCUMENT = {
+_DEFINITION_FIELDS = {
     "num_ctx": "context_size",
     "num_gpu": "gpu_layers",
     "num_thread": "threads",
@@ -112,17 +112,17 @@ _IN_DOCUMENT = {
 
 
 def settings_of(modelfile: Modelfile) -> dict[str, Any]:
-    """Return the settings of a definition; unknown parameters are left out. Raise InvalidInput."""
+    """Return the settings of a definition; unknown parameters are ignored. Raise InvalidInput."""
     settings: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for name, values in modelfile.parameters.items():
         last = values[-1] if values else None
         if name == "stop":
             settings["stopwords"] = _stop_words(values)
-        elif name in _IN_DOCUMENT:
-            settings[_IN_DOCUMENT[name]] = _number(name, last, int)
-        elif name in _IN_PARAMETERS:
-            parameters[name] = _number(name, last, _IN_PARAMETERS[name])
+        elif name in _DEFINITION_FIELDS:
+            settings[_DEFINITION_FIELDS[name]] = _number(name, last, int)
+        elif name in _GENERATION_PARAMETERS:
+            parameters[name] = _number(name, last, _GENERATION_PARAMETERS[name])
         elif name == "num_predict" and (tokens := _number(name, last, int)) > 0:
             parameters["max_tokens"] = tokens
     if parameters:
@@ -156,10 +156,10 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def parameters_of(definition: Definition) -> str:
-    """Return the parameters of a definition as `PARAMETER` lines without that word."""
+    """Return the parameters of a definition as lines of a Modelfile, without the word `PARAMETER`."""
     options, generation = definition.options, definition.generation
     stated: dict[str, Any] = {
-        name: options[option] for name, option in _OPTIONS.items() if options.get(option)
+        name: options[option] for name, option in _LOAD_OPTIONS.items() if options.get(option)
     }
     stated |= {
         "num_predict" if name == "max_tokens" else name: value for name, value in generation.defaults.items()
@@ -169,7 +169,7 @@ def parameters_of(definition: Definition) -> str:
     return "\n".join(lines)
 
 
-_OPTIONS = {"num_ctx": "ContextSize", "num_thread": "Threads"}
+_LOAD_OPTIONS = {"num_ctx": "ContextSize", "num_thread": "Threads"}
 
 
 def render_modelfile(definition: Definition) -> str:

@@ -1,7 +1,8 @@
 """Ollama's routes that create, copy and delete models, for administrators.
 
-`create` stores a definition: that of a model with other settings, or one for a file of the models folder.
-Nothing is uploaded or converted. As with Ollama, an existing definition of the name gets another revision.
+`create` stores a definition: a copy of a model's definition with other settings, or a new definition for a
+file of the models folder. Nothing is uploaded or converted. As with Ollama, an existing definition of this
+name gets a new revision.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ from operations.models import TERMINAL, Operation, Status
 
 FILE_BACKEND = "llama-cpp"
 """Backend of a model that is created from a file."""
-HOLD = 90.0
-"""Seconds that a deletion is waited for; then it goes on, and the answer is a 503."""
+DELETION_WAIT = 90.0
+"""Seconds that a request waits for a deletion. After that it gets 503, and the deletion continues."""
 _POLL = 2.0
 _LATEST = ":latest"
 _DONE = wire.json_answer(StatusResponse(status="success"))
@@ -79,7 +80,7 @@ class DeleteBody(msgspec.Struct, frozen=True):
 
 
 async def create(request: InferenceRequest) -> Answer:
-    """Store a definition; respond as a stream of states. Raise ModelNotFound for an unknown base."""
+    """Store a definition; respond with a stream of states. Raise ModelNotFound for an unknown base."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CreateBody)
     name = _name(body.model or body.name, "model")
@@ -96,7 +97,7 @@ async def create(request: InferenceRequest) -> Answer:
 
 
 async def copy(request: InferenceRequest) -> Answer:
-    """Store the definition under another name; raise ModelNotFound."""
+    """Store the definition of a model under another name; raise ModelNotFound."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CopyBody)
     destination = _name(body.destination, "destination")
@@ -163,7 +164,10 @@ def _modelfile_of(body: CreateBody) -> Modelfile:
 
 
 async def _base_text(base: str, name: str) -> str:
-    """Return the text of the model that `base` names, or of one for that file, with the new name."""
+    """Return the text of a definition with the name `name`.
+
+    The text is that of the model `base`, or a new definition for the file `base`. Raise ModelNotFound.
+    """
     try:
         definition = await find_definition(base)
     except ModelNotFound:
@@ -177,7 +181,7 @@ async def _base_text(base: str, name: str) -> str:
 
 
 async def _text_of(definition: Definition, field: str) -> str:
-    """Return the YAML in force, not that of a row which a file shadows; raise ModelNotFound."""
+    """Return the YAML of the effective definition: a file precedes a row. Raise ModelNotFound."""
     try:
         text = await folder().text(definition.name)
     except UnusableDefinition as error:
@@ -188,14 +192,14 @@ async def _text_of(definition: Definition, field: str) -> str:
 
 
 async def _recorded_path(text: str) -> str | None:
-    """Return the path of a file that an import has left at its source; None without one."""
+    """Return `text` if it is the path of a file that an import has left at its source, otherwise None."""
     contents = [entry.row.content for entry in await folder().stored()]
     is_recorded = any(isinstance(content, Definition) and text in content.files for content in contents)
     return text if is_recorded else None
 
 
 def _find_file(text: str) -> str | None:
-    """Return the path in the models folder of a file or folder that is there; None without one."""
+    """Return `text` as the path of an existing file or folder in the models folder, otherwise None."""
     if not text or len(text) > MAX_NAME or names.unprintable(text):
         return None
     models = folder().path
@@ -218,7 +222,7 @@ def _save(request: InferenceRequest, name: str, text: str, reason: str) -> None:
 
 
 async def _change(request: InferenceRequest, change: Callable[[], T]) -> T:
-    """Make a change as the caller's, for the audit."""
+    """Make a change in the name of the caller, for the audit."""
 
     def attributed() -> T:
         with audit.attribute_to(of_principal(request.principal)):
@@ -235,8 +239,8 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
 
 async def _wait_for_end(operation_id: UUID) -> Operation | None:
-    """Return the operation at its end, or after `HOLD` seconds; None if its record was cleared."""
-    until = clock.monotonic() + HOLD
+    """Return the operation after its end or after `DELETION_WAIT` seconds; None if its record was deleted."""
+    until = clock.monotonic() + DELETION_WAIT
     with gateway.wake_ups().watch(operation_id) as watch:
         while True:
             operation = await _in_thread(Operation.objects.filter(pk=operation_id).first)

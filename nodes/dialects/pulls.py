@@ -1,7 +1,7 @@
 """Ollama's `pull`: the import of a model by an administrator, with its progress as lines of JSON.
 
-The import is an operation: it goes on when the client leaves, and another pull of the model joins it. A model
-that is defined is there already, for every caller.
+The import is an operation: it continues when the client disconnects, and another pull of the same model joins
+the operation. For a model that is already defined, every caller gets success.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from nodes.sources.references import HubRef, ImageRef, recognise
 from operations.executor.work import in_thread
 from operations.models import TERMINAL, Operation, Status
 
-LOOK_EVERY = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two lines of progress."""
 _HEADERS = (
     (b"content-type", ollama.LINES_CONTENT_TYPE),
@@ -46,7 +46,7 @@ class PullFailed(ClusterError):
 
 
 async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
-    """Respond with success for a defined model; import another one if the caller is an administrator."""
+    """Import the model if the caller is an administrator; respond with success for a defined model."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), PullBody)
     name = body.model or body.name
@@ -77,7 +77,7 @@ def _answer(stream: bool | None) -> Answer:
 
 
 async def _plan(name: str) -> ImportPlan:
-    """Return the plan of a model as Ollama names it: one of its registry, or `hf.co/owner/repository:tag`."""
+    """Return the import plan of a model of Ollama's registry or of `hf.co/owner/repository:tag`."""
     if len(name.split()) != 1:
         raise InvalidInput("model: must be one name without blanks", field="model")
     settings = conf.cluster()
@@ -92,7 +92,7 @@ async def _plan(name: str) -> ImportPlan:
 
 
 class PullProgress:
-    """The progress of an import, as lines until it ends."""
+    """The progress of an import, as lines until the import ends."""
 
     def __init__(self, operation_id: UUID, plan: ImportPlan) -> None:
         self._operation_id = operation_id
@@ -111,7 +111,7 @@ class PullProgress:
         return 200, _line({"error": "the record of the import was cleared"})
 
     async def wait(self) -> Answer:
-        """Wait for the end; raise PullFailed."""
+        """Wait for the end of the import; raise PullFailed."""
         async for operation in self._states():
             if operation.status == Status.COMPLETED:
                 return _answer(False)
@@ -120,14 +120,14 @@ class PullProgress:
         raise PullFailed("the record of the import was cleared")
 
     async def _states(self) -> AsyncIterator[Operation]:
-        """Yield the operation whenever it may have changed, until its record is gone."""
+        """Yield the operation whenever it may have changed, until its record is deleted."""
         with gateway.wake_ups().watch(self._operation_id) as watch:
             while True:
                 operation = await in_thread(Operation.objects.filter(pk=self._operation_id).first)
                 if operation is None:
                     return
                 yield operation
-                await watch.changed(timeout=LOOK_EVERY)
+                await watch.changed(timeout=POLL_SECONDS)
 
     def _progress(self, operation: Operation) -> dict[str, str | int]:
         status = f"pulling {self._digest[7:19]}" if self._digest else operation.message or "pulling"

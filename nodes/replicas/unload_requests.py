@@ -274,7 +274,7 @@ STOP_WITHIN = 45.0
 SILENT_FOR = SETTLED_AFTER
 """Seconds without a listener on the bus after which a worker counts as unreachable."""
 REPEAT_SECONDS = 2.0
-LOOK_EVERY = 0.25
+POLL_SECONDS = 0.25
 AT_ONCE = 64
 """Maximum number of nodes that one operation contacts in parallel."""
 
@@ -322,7 +322,7 @@ class DrainWatch:
                     reported[part.node_id] = running
                     message = f"waiting for {counted(running, 'request')} on {part.name}"
                     self.work.progress(_tick(part, "draining", message))
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 class UnloadModel:

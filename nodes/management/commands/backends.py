@@ -30,7 +30,7 @@ from nodes.api.cluster_backends import (
 from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
-from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, everywhere
+from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, select_all_nodes
 from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
@@ -153,7 +153,7 @@ def install(options: Options) -> str:
         )
     request, nodes = install_request(fields, force=options["force"]), _nodes(options)
     if options["force"] and not options["yes"]:
-        nodes = nodes or everywhere(request)[0]
+        nodes = nodes or select_all_nodes(request)[0]
         if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend).exists():
             _confirm("reinstall", request, nodes)
     return _request(options, request, fields)
@@ -174,7 +174,7 @@ def upgrade(options: Options) -> str:
         "stop_at_failures": "stop_at_failures",
     }
     waves = {field: options[name] for name, field in names.items() if options[name] is not None}
-    several = len(nodes or everywhere(request)[0]) > 1
+    several = len(nodes or select_all_nodes(request)[0]) > 1
     body: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
     if not options["at_once"] and (several or waves or confirmed):
         body["waves"] = waves
@@ -187,7 +187,7 @@ def delete(options: Options) -> str:
     request = BackendRequest(DELETE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
-        _confirm("delete", request, nodes or everywhere(request)[0])
+        _confirm("delete", request, nodes or select_all_nodes(request)[0])
     return _request(options, request, _validate(NodesSerializer, _nodes_field(nodes)))
 
 

@@ -119,16 +119,16 @@ def test_all_nodes_are_those_that_may_get_it() -> None:
     hot.node("pending", approved_at=None)
     draining = hot.node("draining", drained_at=clock.now())
     one, away = hot.node("one"), hot.node("away", offline_at=clock.now())
-    ready, left_out = backend_requests.everywhere(backend_requests.BackendRequest(INSTALL, "echo"))
+    ready, left_out = backend_requests.select_all_nodes(backend_requests.BackendRequest(INSTALL, "echo"))
     assert ready == [away, one]
     (left,) = left_out
     assert (left.node, left.fails) == (draining, False)
     for kind in (DELETE, UPGRADE):
-        assert backend_requests.everywhere(backend_requests.BackendRequest(kind, "echo")) == ([], [])
+        assert backend_requests.select_all_nodes(backend_requests.BackendRequest(kind, "echo")) == ([], [])
     NodeBackend.objects.create(node=one, name="echo")
     NodeBackend.objects.create(node=away, name="other")
     for kind in (DELETE, UPGRADE):
-        assert backend_requests.everywhere(backend_requests.BackendRequest(kind, "Echo")) == ([one], [])
+        assert backend_requests.select_all_nodes(backend_requests.BackendRequest(kind, "Echo")) == ([one], [])
 
 
 @pytest.mark.rule("R6.18", "R6.17", "R6.21")

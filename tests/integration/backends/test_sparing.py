@@ -163,7 +163,7 @@ async def test_an_upgrade_by_the_alias_spares_what_runs_under_either_name(stage:
     def by_both() -> Intent:
         NodeBackend.objects.create(node=stage.node, name="cpu-echo", alias="echo")
         NodeModel.objects.filter(model_name="n").update(backend_type="cpu-echo")
-        assert backend_requests.everywhere(BackendRequest(backend_requests.UPGRADE, "echo"))[0] == [
+        assert backend_requests.select_all_nodes(BackendRequest(backend_requests.UPGRADE, "echo"))[0] == [
             stage.node
         ]
         counted(stage.node, 1)()

@@ -93,7 +93,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for module, name in ((commands, "PING_EVERY"), (commands, "_ASK_AGAIN"), (commands, "BUS_WAIT")):
         monkeypatch.setattr(module, name, 0.0)
     monkeypatch.setattr(unload_requests, "REPEAT_SECONDS", 0.01)
-    monkeypatch.setattr(unload_requests, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(unload_requests, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(unload_requests, "STOP_WITHIN", 60.0)
     monkeypatch.setattr(unload_requests, "SILENT_FOR", 60.0)
     return Stage()
