@@ -334,7 +334,7 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
 
 
 async def refresh(bus: Bus, node: BackendNode) -> bool:
-    """Update one node's list after a change there. Never fail, and take at most `SHORT_LIMIT` seconds.
+    """Update one node's list after a change. Never raise, and take at most `SHORT_LIMIT` seconds.
 
     Return True if the list was updated. Otherwise the list is due at once.
     """

@@ -63,7 +63,7 @@ def nodes_at_once(limit: int | str, nodes: int) -> int:
 
 @dataclass(frozen=True)
 class Member:
-    """One node with its number of loaded replicas of the backend; `last`: one of them is a model's last."""
+    """One node and its loaded replicas of the backend; `last`: the node has a model's last replica."""
 
     id: UUID
     name: str

@@ -116,7 +116,7 @@ def _decay_factor(age: float, half_life: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class _PrefixNode:
-    """Consecutive blocks that were always used together, after those of `parent`: a node of the radix tree.
+    """A node of the radix tree: consecutive blocks after the blocks of `parent`, always used together.
 
     Every use of a block is also a use of the blocks before it. So a node was used at least as recently as the
     nodes below it, and the table always has a chain from its beginning.

@@ -30,7 +30,7 @@ Source = NodeLabel.Source
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
-    """Raise InvalidInput naming the key unless all labels are valid.
+    """Raise InvalidInput with the key of an invalid label.
 
     A node has at most 64 labels, with keys of 1 to 128 and values of up to 255 characters.
     """

@@ -35,7 +35,7 @@ class LabelsOf(Aggregate):
 _VERSION = "{0}.xmin::text || {0}.ctid::text || (SELECT pg_postmaster_start_time()::text)"
 """SQL: the transaction that wrote a row, its physical position (ctid), and the server's start time.
 
-Every write changes the first two; another server may repeat them.
+Every write changes the transaction and the position; another server may repeat both.
 """
 _ID_FILTER = "(%(ids)s::uuid[] IS NULL OR node_id = ANY(%(ids)s))"
 _ROW_PARTS = f"""

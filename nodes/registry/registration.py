@@ -66,12 +66,12 @@ class Registration:
     gpu_vendor: str = ""
     gpu_compute_capability: str = ""
     gpus: Sequence[Mapping[str, Any]] = ()
-    """The GPUs one by one, as `gpus.read` returns them; empty if the worker does not report them."""
+    """The GPUs as `resources.parse_gpus` returns them; empty if the worker does not report GPUs."""
     capability: str = ""
     max_replicas_per_model: int = 1
     vram_budget: str = ""
     system: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of its machine, as `resources.parse_system` returns them."""
+    """Facts about the machine, as `resources.parse_system` returns them."""
     version: str = ""
     """Version of our worker; stock workers send none."""
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Drains of replicas: no request picks them any more; they return if the operation ends before a stop.
+"""Drains of replicas: no request picks a draining replica; without a stop it returns to the picks.
 
-A row belongs to the last operation that drained it, and this operation stops the engine. After its end the
-controllers handle the remaining rows (`stops.py`).
+A row belongs to the last operation that drained it, and this operation stops the engine. If the operation
+ends before, the controllers return the replica or stop the engine (`stops.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -137,7 +137,7 @@ def _return_to_picks(rows: Sequence[NodeModel]) -> None:
 
 
 UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
-"""The kinds of operations that take replicas out of the picks."""
+"""The kinds of operations that drain replicas."""
 UNLOADABLE_STATES = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """The states in which a replica has an engine that an unload stops."""
 _DRAIN_PHASES = (Phase.DRAINING, Phase.TERMINATING)

@@ -37,7 +37,7 @@ _LOADING_BY = Case(
     default=Value(""),
     output_field=CharField(),
 )
-"""The owner of a replica, or why it goes without one, in the seed's words."""
+"""The owner of a replica or, without an owner, the reason; in the values of the reference's API."""
 _STOP = [
     column(
         "cleanup_error",

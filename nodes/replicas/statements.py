@@ -87,7 +87,7 @@ NEAREST = f"""nearest AS MATERIALIZED (
          WHERE node_id = a.node AND model_name = a.model AND replica_index = a.index OFFSET 0
     ) r WHERE a.node IS NOT NULL
 )"""
-"""The least busy replicas of each scope, and those that picks prefer."""
+"""The least busy replicas of each scope, and the replicas that picks prefer."""
 
 COUNTED = f"""locked AS MATERIALIZED (
     SELECT r.id, r.model_name, r.node_id, r.replica_index, r.in_flight, r.last_used, n.available_vram,
@@ -156,11 +156,12 @@ PROMPTS = """prompts AS MATERIALIZED (
                  ) filled
            ) g USING (scope)
 )"""
-"""The picks with a prompt: `hot` is the replica that had the beginning of their prompts, `own` the number
-that it takes.
+"""The picks with a prompt: `hot` is the replica that last received the beginning of their prompts, `own` the
+number of picks that this replica takes.
 
 The least busy of these replicas comes first, so a pick meets a replica that is the least busy one, or the
-fewest requests of a replica are what it has after all picks of its own. Hence `most`."""
+fewest requests of a replica are what it has after all picks of its own. Hence `most`.
+"""
 
 WALK = """walk AS (
     SELECT t.asks, t.hots, t.counts, s.abs, s.rel, l.ids, l.loads, 1 AS turn, 0 AS given,
@@ -206,10 +207,11 @@ WALK = """walk AS (
             ) c OFFSET 0
       ) step
 )"""
-"""The other picks with a prompt, `n` of one ask in a step: `loads` are the requests of the replicas in the
-order of their weights, `hots` the place of each ask's own replica in that order, `k` the place that the step
-takes. Several picks take one place as long as they change no other choice: the place stays free enough, and
-the fewest requests of a replica stay what they are."""
+"""The other picks with a prompt, `n` picks of one ask in each step. `loads` are the numbers of requests of
+the replicas, in the order of their weights; `hots` has for each ask the position of its own replica in this
+order, `k` is the position that the step chooses. A step assigns several picks to one position as long as they
+change no other choice: the replica is not overloaded, and the smallest number of requests stays equal.
+"""
 
 MOVED = """moves AS MATERIALIZED (
     SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
@@ -247,42 +249,42 @@ SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL, NULL
 """All waiting picks and releases of a process, in one statement: $1 is the process, $2 now, $3 the picks and
 releases.
 
-`releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
-declared dead cannot subtract a second time. Counting out moves neither `last_used` nor `updated_at` (R1.60),
-but `last_released_at`. `keys` are API key hashes; the `key` of a pick is one of them or empty, and only picks
-with a valid key or none count.
+`releases` ({id, n}) are subtracted from the counts, at most the number that the row of the process still has
+(R1.58): a process that was declared dead cannot subtract a second time. A release changes `last_released_at`,
+but neither `last_used` nor `updated_at` (R1.60). `keys` are API key hashes; the `key` of a pick is one of
+these hashes or empty, and only picks with a valid or an empty key count.
 
-`picks` are {ask, scope, model, key, n, nodes, node, index, ratio}. Equal ones have the same number `ask`, and
-those of one model and the same `nodes` the same number `scope`, which is no `ask`. They are chosen among the
-model's loaded replicas on nodes that its rule's selector chooses (R2.10) and, unless `nodes` is null, on one
-of these, and counted in:
+`picks` are {ask, scope, model, key, n, nodes, node, index, ratio}. Equal picks have the same number `ask`;
+picks of one model and the same `nodes` have the same number `scope`, which differs from every `ask`. The
+statement chooses among the model's loaded replicas on nodes that the selector of its rule allows (R2.10) and
+that are in `nodes`, unless `nodes` is null, and counts the picks on the chosen replicas:
 
-- A pick without a `ratio` goes by R1.78. The replica `index` on `node` is taken whenever it is among them,
-  however busy it is (R1.80); null prefers none. Different asks of one scope do not see what the same
-  statement gives to each other.
-- A pick with a `ratio` has a prompt, of which that fraction was last given to the replica `index` on `node`.
-  It gets this replica if the ratio is sufficient and the replica is not overloaded, else the replica with the
-  least weight that is not (R3.14). These picks of a scope follow each other: first those that their own
-  replicas take, the least busy replica first, then the others in the order of their asks. Each sees what
-  the ones before it took, so the guard (R3.13) holds across all web processes. `thresholds`
-  ({match, abs, rel}) are the cluster's, for rules without their own; `weights` map model and "node/index" to
-  the weight of each replica that has one.
-- If the model's rule is `round_robin`, the picks with a ratio are spread by R1.78 as one ask, whose number
-  is their scope.
+- A pick without a `ratio` is distributed by R1.78. The replica `index` on `node` is chosen whenever it is
+  allowed, at any load (R1.80); null prefers no replica. Different asks of one scope do not see the choices of
+  each other in the same statement.
+- A pick with a `ratio` has a prompt; the replica `index` on `node` last received this fraction of the prompt.
+  The pick gets this replica if the ratio is sufficient and the replica is not overloaded, otherwise the
+  replica with the least weight that is not overloaded (R3.14). The picks of a scope are processed in
+  sequence: first the picks that get their own replicas, the least busy replica first, then the other picks in
+  the order of their asks. Each pick sees the choices before it, so the guard (R3.13) holds across all web
+  processes. `thresholds` ({match, abs, rel}) are the cluster's, for rules without their own; `weights` map
+  model and "node/index" to the weight of each replica that has one.
+- If the model's rule is `round_robin`, the picks with a ratio are distributed by R1.78 as one ask, whose
+  number is their scope.
 
-Returns rows of the replicas chosen for each ask (id, node, model, address, how many, its node's
-`weak_identity` and `engine_token`, ask, index, true if a replica with a sufficient ratio was there (R3.18) or
-null without a ratio) and one for each valid key (null, null, hash, user's name, user's id, whether an admin,
-and nulls).
+The statement returns a row for each replica chosen for an ask (id, node, model, address, number of picks, the
+node's `weak_identity` and `engine_token`, ask, index, and true if a replica with a sufficient ratio was
+available (R3.18), null without a ratio) and a row for each valid key (null, null, hash, user's name, user's
+id, true for an administrator, and nulls).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
-after that pass the insert fails on the missing process. A statement that was given up may still run beside a
-settlement and write what it had read before; the sum is then wrong until the state pass recounts it.
+after that pass the insert fails because the process is missing. An abandoned statement may still run during a
+settlement and then write an outdated count; the sum is wrong until the state pass recounts.
 
-Its cost does not grow with the tables: it is planned once, without knowing what it will be asked for, so
-`OFFSET 0` and `= ANY(ARRAY(...))` leave only one way to find a row, its key. A replica of rank k has k - 1
-before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared. Picks
-with a ratio that their own replicas take are counted together; the walk has a step for some of the others.
+The cost does not grow with the tables. The statement is planned once, without its parameters, so `OFFSET 0`
+and `= ANY(ARRAY(...))` leave the key as the only way to find a row. A replica of rank k has k - 1 replicas
+before it, so it gets at most n - k + 1 of n requests, and no further positions are compared. Picks with a
+ratio that get their own replicas are counted together; the walk has a step for some of the other picks.
 """
 
 ANNOUNCE = """
@@ -351,8 +353,8 @@ WITH lost AS (
 )
 SELECT node_id, pg_notify(%(channel)s, node_id::text) FROM lost
 """
-"""Drain one replica (`terminations.lose`), if its row is the one that was picked. Requests that run on it are
-still counted out.
+"""Drain one replica (`terminations.lose`), if its row is still the row that was picked. Requests that run on
+it are still counted out.
 """
 
 DROP_DEAD_PROCESSES = """

@@ -55,7 +55,7 @@ async def lose(
     *,
     reason: PhaseReason = PhaseReason.LOST,
 ) -> bool:
-    """Drain a replica that did not serve a request; return True if it was in the picks.
+    """Drain a replica that did not serve a request; return True if it was serving.
 
     Only the row that was picked changes. The function is for the hot path, which has no ORM.
     """

@@ -100,7 +100,7 @@ def plans() -> None:
     due = Operation.objects.due(at=clock.now()).order_by("next_attempt_at")[:16]
     print(due.explain(analyze=True))
     with connection.cursor() as cursor:
-        values: dict[str, Any] = {"now": clock.now(), "limit": 16, "looked_at": intents._LOOKED_AT + 64}
+        values: dict[str, Any] = {"now": clock.now(), "limit": 16, "looked_at": intents._EXTRA_ROWS_READ + 64}
         cursor.execute(f"EXPLAIN ANALYZE {intents._DUE}", values)
         print("\n".join(line for (line,) in cursor.fetchall()))
 

@@ -88,10 +88,10 @@ def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
     """Replicas wait for their requests forever."""
     genuine = engines.drain_columns
 
-    def drain_until(deadline: datetime) -> dict[str, Any]:
+    def drain_columns(deadline: datetime) -> dict[str, Any]:
         return genuine(deadline + timedelta(days=30))
 
-    patch.setattr(engines, "drain_until", drain_until)
+    patch.setattr(engines, "drain_columns", drain_columns)
 
 
 def _confirms_early(patch: pytest.MonkeyPatch) -> None:

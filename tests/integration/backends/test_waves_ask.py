@@ -158,7 +158,7 @@ def test_a_confirmation_that_comes_later_is_kept_and_the_part_looked_at_now() ->
 def test_a_cancel_that_meets_the_opening_of_a_wave_leaves_no_intent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The intents were read before the wave opened: the cancel begins again."""
     operation = asked(fleet("a", "b", "c"))
-    really = admission._running
+    really = admission._running_intents
     read: list[Any] = []
 
     def running(*asked: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_cancel_that_meets_the_opening_of_a_wave_leaves_no_intent(monkeypatch:
         read.append(found)
         return found
 
-    monkeypatch.setattr(admission, "_running", running)
+    monkeypatch.setattr(admission, "_running_intents", running)
     admission.cancel(operation.id, actor="ann", now=clock.now())
     assert again(operation).status == "cancelled"
     assert not PendingBackendOp.objects.exists()

@@ -185,7 +185,7 @@ async def test_a_tab_hears_that_lists_have_changed_and_how_the_check_stands(
     await page.until(lambda: page.told("backends"))
     first = page.told("backends")[-1]
     assert (first["checked_at"], first["checking"], first["problems"]) == (None, False, {})
-    await sync_to_async(upgrade_state.installed_changed)()
+    await sync_to_async(upgrade_state.request_check_after_change)()
     await page.until(lambda: page.told("backends")[-1]["checking"])
     assert page.told("backends")[-1]["revision"] == first["revision"] + 1
     now = clock.now()

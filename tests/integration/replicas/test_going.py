@@ -76,11 +76,11 @@ def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
     return [(one.process_key, one.expected_address) for one in asked]
 
 
-async def lost(row: NodeModel, *, strange: bool = False) -> None:
+async def lost(row: NodeModel, *, has_wrong_model: bool = False) -> None:
     """As a request says that got no answer there."""
     async with hot.picker() as picker:
         replica = Replica(row.id, row.node_id, row.replica_index, row.model_name, row.address)
-        assert await picker.exclude(replica, has_wrong_model=strange)
+        assert await picker.exclude(replica, has_wrong_model=has_wrong_model)
 
 
 async def state(row: NodeModel) -> str:
