@@ -397,7 +397,7 @@ class ModelsView(_GalleryView):
         if sort:
             chosen.sort(key=lambda entry: entry.name.casefold())
             chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=order == "desc")
-        busy = {catalogue.id_of(each): job for each in entries if (job := jobs.get(folded(each.name)))}
+        busy = {catalogue.entry_id(each): job for each in entries if (job := jobs.get(folded(each.name)))}
         pages = -(-len(chosen) // items)
         rows = [_listed(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
         return Response(
@@ -431,7 +431,7 @@ _ORDERS: dict[str, Callable[[GalleryEntry, set[str]], Any]] = {
 
 def _is_wanted(entry: GalleryEntry, *, term: str, tag: str, backend: str) -> bool:
     return (
-        (not term or term in catalogue.searched(entry))
+        (not term or term in catalogue.searchable_text(entry))
         and (not tag or tag in {each.casefold() for each in entry.tags})
         and (not backend or backend == _backend_of(entry).casefold())
     )
@@ -445,7 +445,7 @@ def _backend_of(entry: GalleryEntry) -> str:
 def _listed(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
     job = jobs.get(folded(entry.name), "")
     return LISTED.of(
-        id=catalogue.id_of(entry),
+        id=catalogue.entry_id(entry),
         name=entry.name,
         description=entry.description,
         icon=entry.icon,

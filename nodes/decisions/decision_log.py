@@ -29,7 +29,7 @@ from django.db import IntegrityError, connection
 
 from nodes.models import DecisionKind, PlacementLog, PlacementRecord
 from nodes.placement.evict import Resident
-from nodes.placement.explain import NO_FLEET, DecisionOutcome, Explanation
+from nodes.placement.explain import FACTS_WITHOUT_FLEET, DecisionOutcome, Explanation
 
 State = dict[str, dict[Any, Any]]
 """By section: the last recorded rows."""
@@ -50,10 +50,10 @@ class Section:
 SnapshotSections = Mapping[str, Section]
 
 
-def find_changes(state: State, seen: SnapshotSections) -> Changes:
+def find_changes(state: State, sections: SnapshotSections) -> Changes:
     """Return the differences between the sections of a snapshot and the state."""
     result: Changes = {}
-    for name, section in seen.items():
+    for name, section in sections.items():
         before, now = state.get(name, {}), section.rows
         new = {key: value for key, value in now.items() if before.get(key, _MISSING) != value}
         removed = list(before.keys() - now.keys()) if section.whole else []
@@ -73,7 +73,7 @@ def apply_changes(state: State, changed_sections: Changes) -> None:
 
 def encode(changed_sections: Changes) -> bytes:
     """Encode one entry of a log."""
-    return orjson.dumps(changed_sections, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(changed_sections, default=_encode_collection, option=orjson.OPT_NON_STR_KEYS)
 
 
 def restore(entries: Iterable[bytes]) -> State:
@@ -84,7 +84,7 @@ def restore(entries: Iterable[bytes]) -> State:
     return state
 
 
-def _plain(value: Any) -> Any:
+def _encode_collection(value: Any) -> Any:
     """Encode a set as a sorted list, so that equal sets have equal encodings, and a named tuple as a list."""
     return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
 
@@ -116,9 +116,9 @@ class _Log:
     added: int = 0
     state: State = field(default_factory=dict)
 
-    def lasts(self, now: datetime, how_long: timedelta) -> bool:
+    def can_continue(self, now: datetime, lifetime: timedelta) -> bool:
         """Return True if the log can be continued: not too old, not from the future, and not too large."""
-        return abs(now - self.began) < how_long and self.added <= max(self.size, MIN_LOG_SIZE)
+        return abs(now - self.began) < lifetime and self.added <= max(self.size, MIN_LOG_SIZE)
 
 
 _lock = threading.Lock()
@@ -135,16 +135,16 @@ def start_new_base() -> None:
 os.register_at_fork(after_in_child=start_new_base)
 
 
-def store_snapshot(seen: SnapshotSections, *, now: datetime) -> SnapshotRef:
+def store_snapshot(snapshot: SnapshotSections, *, now: datetime) -> SnapshotRef:
     """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
 
     Inside a transaction the snapshot gets a base of its own, because a base that may be rolled back must have
     no further entries.
     """
     if connection.in_atomic_block:
-        return _create_base(find_changes({}, seen), now)
+        return _create_base(find_changes({}, snapshot), now)
     with _lock:
-        return _store(seen, now)
+        return _store(snapshot, now)
 
 
 def _store(snapshot: SnapshotSections, now: datetime) -> SnapshotRef:
@@ -152,9 +152,9 @@ def _store(snapshot: SnapshotSections, now: datetime) -> SnapshotRef:
     log = _log
     if log is not None:
         difference = find_changes(log.state, snapshot)
-        if not difference and log.lasts(now, LIFETIME_UNCHANGED):
+        if not difference and log.can_continue(now, LIFETIME_UNCHANGED):
             return SnapshotRef(log.base, log.position)
-        if log.lasts(now, LIFETIME) and _append(log, difference, now):
+        if log.can_continue(now, LIFETIME) and _append(log, difference, now):
             return SnapshotRef(log.base, log.position)
     _log = None
     content = find_changes({}, snapshot)
@@ -182,14 +182,16 @@ def _create_base(content: Changes, now: datetime) -> SnapshotRef:
     return SnapshotRef(base, 0)
 
 
-def read_snapshot(seen: SnapshotRef) -> State | None:
+def read_snapshot(reference: SnapshotRef) -> State | None:
     """Return the snapshot of the decision; None if it has been pruned. One query."""
-    rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
+    rows = PlacementLog.objects.filter(base=reference.base, position__lte=reference.position).order_by(
+        "position"
+    )
     entries = [bytes(body) for body in rows.values_list("body", flat=True)]
-    return restore(entries) if len(entries) == seen.position + 1 else None
+    return restore(entries) if len(entries) == reference.position + 1 else None
 
 
-_FIGURES = ("reason", "facts", "base", "position", "last_at")
+_UPDATED_COLUMNS = ("reason", "facts", "base", "position", "last_at")
 
 
 class NodeSlot(NamedTuple):
@@ -219,16 +221,18 @@ class DecisionRecord:
 
 def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: Any) -> Explanation:
     """Return the explanation of a decision that compared no nodes."""
-    return Explanation(outcome, sentence, None, 0, {**NO_FLEET, **facts})
+    return Explanation(outcome, sentence, None, 0, {**FACTS_WITHOUT_FLEET, **facts})
 
 
 def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
     """Record the decision and the evictions of `victims`, unless it repeats the operation's last record."""
     if decided.explanation.node is None and _repeats_last_record(decided, now):
         return
-    _row(decided, now).save(force_insert=True)
+    _build_record(decided, now).save(force_insert=True)
     if victims:
-        PlacementRecord.objects.bulk_create(_eviction(decided, victim, now) for victim in victims)
+        PlacementRecord.objects.bulk_create(
+            _build_eviction_record(decided, victim, now) for victim in victims
+        )
 
 
 def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
@@ -236,7 +240,7 @@ def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
 
     Two statements for any number of decisions.
     """
-    rows = [_row(decision, now) for decision in decided]
+    rows = [_build_record(decision, now) for decision in decided]
     model_names = [row.model_name for row in rows]
     records = PlacementRecord.objects.filter(model_name__in=model_names, operation_id=None)
     last_records = records.order_by("model_name", "-id").distinct("model_name")
@@ -250,7 +254,7 @@ def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
     return row.outcome == DecisionOutcome.SCALED or before != (row.outcome, row.reason)
 
 
-def _row(decided: DecisionRecord, now: datetime) -> PlacementRecord:
+def _build_record(decided: DecisionRecord, now: datetime) -> PlacementRecord:
     explanation, snapshot, slot = decided.explanation, decided.snapshot, decided.slot
     if slot is None and (node := explanation.node) is not None:
         slot = NodeSlot(node.id, node.name, explanation.replica_index)
@@ -271,12 +275,12 @@ def _row(decided: DecisionRecord, now: datetime) -> PlacementRecord:
     )
 
 
-def _eviction(decided: DecisionRecord, victim: Resident, now: datetime) -> PlacementRecord:
-    row = _row(decided, now)
+def _build_eviction_record(decided: DecisionRecord, victim: Resident, now: datetime) -> PlacementRecord:
+    row = _build_record(decided, now)
     row.kind, row.outcome = DecisionKind.EVICTION, DecisionOutcome.EVICTED
     row.reason = describe_eviction(decided.model_name, victim)
     row.model_name, row.replica_index = victim.model_name, victim.replica_index
-    row.facts = {**NO_FLEET, "for": decided.model_name}
+    row.facts = {**FACTS_WITHOUT_FLEET, "for": decided.model_name}
     return row
 
 
@@ -297,15 +301,17 @@ def _repeats_last_record(decided: DecisionRecord, now: datetime) -> bool:
     last = of_load.values("id", "kind", "outcome", "reason", "facts__refused").first()
     if last is None or (last["kind"], last["outcome"]) != (decided.kind, explanation.outcome):
         return False
-    kinds = _kinds(explanation.facts["refused"])
+    kinds = _reason_codes(explanation.facts["refused"])
     if last["reason"] == explanation.sentence:
         return True
-    if not kinds or kinds != _kinds(last["facts__refused"]):
+    if not kinds or kinds != _reason_codes(last["facts__refused"]):
         return False
-    row = _row(decided, now)
-    PlacementRecord.objects.filter(pk=last["id"]).update(**{name: getattr(row, name) for name in _FIGURES})
+    row = _build_record(decided, now)
+    PlacementRecord.objects.filter(pk=last["id"]).update(
+        **{name: getattr(row, name) for name in _UPDATED_COLUMNS}
+    )
     return True
 
 
-def _kinds(refused: list[dict[str, Any]]) -> set[str]:
+def _reason_codes(refused: list[dict[str, Any]]) -> set[str]:
     return {refusal["code"] for refusal in refused}

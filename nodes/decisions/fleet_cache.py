@@ -37,7 +37,7 @@ from nodes.placement.ranking import ModelFacts, RankedFleet
 R = TypeVar("R")
 _MAX_DISTANCE = 2**30
 """Maximum distance of two refreshes in transactions: 32-bit numbers compare within half of their range."""
-_NODE = (
+_NODE_COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
     *("returned_vram", "returned_beside", "total_vram"),
@@ -72,7 +72,7 @@ class _Replica(NamedTuple):
         return self.phase != Phase.DEPARTED and not ended
 
 
-RESERVING = _Replica._fields[5:]
+RESERVATION_COLUMNS = _Replica._fields[5:]
 """Columns of a replica's row that are the arguments of `reservation`, in this order."""
 
 
@@ -83,12 +83,12 @@ def reservation(
     loaded_at: datetime | None,
     gpus: Sequence[Mapping[str, Any]],
 ) -> Reservation:
-    """Return the reservation of a replica, from the columns `RESERVING` of its row."""
+    """Return the reservation of a replica, from the columns `RESERVATION_COLUMNS` of its row."""
     shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
     return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
 
 
-def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
+def effectively_free_bytes(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
     """Return the bytes of the node that are neither used nor reserved (R1.51); `node` has its columns."""
     ceiling: int = node["vram_budget_bytes"]
     available: int = node["available_vram"]
@@ -100,7 +100,7 @@ def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation
     return available - reserved
 
 
-def most_free(node: Mapping[str, Any]) -> int:
+def max_free_bytes(node: Mapping[str, Any]) -> int:
     """Return the bytes that the node can have free at most; 0 = not reported. `node` has its columns."""
     total: int = node["total_vram"]
     return min(total, node["vram_budget_bytes"] or total)
@@ -164,11 +164,11 @@ class FileBytes:
     models: Mapping[str, Mapping[UUID, ModelBytes]]
     totals: Mapping[UUID, int]
 
-    def staged(self, model_name: str) -> dict[UUID, int]:
+    def staged_by_node(self, model_name: str) -> dict[UUID, int]:
         """Return the bytes of the model's files on each node that has such files."""
         return {id: size.staged for id, size in self.models[model_name].items() if size.staged}
 
-    def others(self, model_name: str, node_ids: Collection[UUID]) -> dict[UUID, int]:
+    def other_models_by_node(self, model_name: str, node_ids: Collection[UUID]) -> dict[UUID, int]:
         """Return the bytes of all other models on each of these nodes that has a quota."""
         own = self.models[model_name]
         return {
@@ -203,9 +203,7 @@ class _TableCopy(Generic[R]):
         self.by_node: dict[UUID, list[R]] = {}
 
     def read(self, node_ids: Collection[UUID] | None = None) -> set[UUID]:
-        """Read the rows of these nodes; return the nodes' ids. None = all nodes; the table must then be
-        empty.
-        """
+        """Read the rows of these nodes, None = all nodes, into an empty table; return the nodes' ids."""
         queryset = self._queryset
         if node_ids is not None:
             queryset = queryset.filter(**{f"{self._node}__in": node_ids})
@@ -230,11 +228,11 @@ class _Rows:
     """The rows that placement reads."""
 
     def __init__(self) -> None:
-        self._nodes = _TableCopy(BackendNode, "id", _NODE, tuple)
+        self._nodes = _TableCopy(BackendNode, "id", _NODE_COLUMNS, tuple)
         self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"), tuple)
         self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields, _Replica._make)
         self._nodes_by_model: defaultdict[str, set[UUID]] = defaultdict(set)
-        """Nodes with replicas of a model; also former ones until `_of_models` removes them."""
+        """Nodes with replicas of a model; also former ones until `_replicas_of_models` removes them."""
 
     def read(self, node_ids: Collection[UUID] | None = None) -> list[Candidate]:
         """Read the rows of these nodes; None = all nodes. Return the nodes."""
@@ -250,7 +248,7 @@ class _Rows:
 
     def candidate(self, id: UUID) -> Candidate:
         """Return the node with all its labels, without facts that depend on a model."""
-        row = dict(zip(_NODE, self._nodes.by_node[id][0], strict=True))
+        row = dict(zip(_NODE_COLUMNS, self._nodes.by_node[id][0], strict=True))
         replicas = self._replicas.by_node.get(id, ())
         for replica in replicas:
             self._nodes_by_model[replica.model_name].add(id)
@@ -263,14 +261,14 @@ class _Rows:
             name=row["name"],
             node_type=row["node_type"],
             status=row["status"],
-            free_vram=effectively_free(row, reservations),
+            free_vram=effectively_free_bytes(row, reservations),
             loaded=sum(replica.is_serving for replica in replicas),
             in_flight=sum(replica.in_flight for replica in replicas),
             used_indices=frozenset(),
             slots=row["max_replicas_per_model"],
             labels=frozenset((key, value) for key, value in self._labels.by_node.get(id, ())),
             available_vram=row["available_vram"],
-            most_vram=most_free(row),
+            most_vram=max_free_bytes(row),
             card_vram=row["total_vram"] // max(len(row["gpus"]), 1),
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
@@ -290,15 +288,15 @@ class _Rows:
         """Return the facts about nodes that depend on the model; `conflicts` share a group with the model."""
         occupied = {
             id: frozenset(replica.replica_index for replica in replicas if replica.occupies_slot)
-            for id, replicas in self._of_models([model_name])
+            for id, replicas in self._replicas_of_models([model_name])
         }
         conflicting = {
             id: frozenset(replica.model_name for replica in replicas if replica.is_serving)
-            for id, replicas in self._of_models(conflicts)
+            for id, replicas in self._replicas_of_models(conflicts)
         }
         return ModelFacts(occupied, conflicting, staged_bytes, other_models_bytes)
 
-    def _of_models(self, names: Collection[str]) -> list[tuple[UUID, list[_Replica]]]:
+    def _replicas_of_models(self, names: Collection[str]) -> list[tuple[UUID, list[_Replica]]]:
         found: dict[UUID, list[_Replica]] = {}
         for name in names:
             for id in tuple(self._nodes_by_model.get(name, ())):
@@ -328,9 +326,12 @@ def read_fleet(
     nodes = [node for node in rows.read(allowed_nodes) if node.id not in excluded_nodes]
     files = read_file_bytes([model_name])
     facts = rows.model_facts(
-        model_name, conflicts, files.staged(model_name), files.others(model_name, files.totals)
+        model_name,
+        conflicts,
+        files.staged_by_node(model_name),
+        files.other_models_by_node(model_name, files.totals),
     )
-    return [replace(facts.of(node), labels=selector.tested(node.labels)) for node in nodes]
+    return [replace(facts.of(node), labels=selector.tested_labels(node.labels)) for node in nodes]
 
 
 class FleetQuestion(NamedTuple):
@@ -350,14 +351,14 @@ def read_fleets(questions: Sequence[FleetQuestion]) -> list[list[Candidate]]:
     ]
     fleets = []
     for name, conflicts in questions:
-        others = files.others(name, files.models[name])
-        facts = rows.model_facts(name, conflicts, files.staged(name), others)
+        others = files.other_models_by_node(name, files.models[name])
+        facts = rows.model_facts(name, conflicts, files.staged_by_node(name), others)
         special = facts.used_indices.keys() | facts.conflicts.keys() | files.models[name].keys()
         fleets.append([facts.of(node) if node.id in special else node for node in nodes])
     return fleets
 
 
-class _Mark(NamedTuple):
+class _Watermark(NamedTuple):
     """State of the database when a refresh began: all transactions before `xid` had ended."""
 
     xid: int
@@ -367,31 +368,31 @@ class _Mark(NamedTuple):
     written since the previous refresh.
     """
 
-    def follows(self, before: "_Mark") -> bool:
-        """Return True if both marks are of one running server and at most `_MAX_DISTANCE` apart."""
-        return before.server == self.server and 0 <= self.xid - before.xid < _MAX_DISTANCE
+    def follows(self, previous: "_Watermark") -> bool:
+        """Return True if both watermarks are of one running server and at most `_MAX_DISTANCE` apart."""
+        return previous.server == self.server and 0 <= self.xid - previous.xid < _MAX_DISTANCE
 
 
-def _changes_of(model: type[Model], node: str) -> str:
+def _changes_query(model: type[Model], node: str) -> str:
     is_recent = f"age({model._meta.db_table}.xmin) <= age(%s::text::xid)"
     return f"(SELECT count(*), array_agg({node}) FILTER (WHERE {is_recent}) FROM {model._meta.db_table})"
 
 
-_READ_MARK = f"""
+_READ_WATERMARK = f"""
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
        current_database() || pg_postmaster_start_time(), nodes.*, labels.*, replicas.*
-  FROM {_changes_of(BackendNode, "id")} nodes, {_changes_of(NodeLabel, "node_id")} labels,
-       {_changes_of(NodeModel, "node_id")} replicas
+  FROM {_changes_query(BackendNode, "id")} nodes, {_changes_query(NodeLabel, "node_id")} labels,
+       {_changes_query(NodeModel, "node_id")} replicas
 """
 
 
-def _read_mark(before: _Mark | None) -> _Mark:
+def _read_watermark(previous: _Watermark | None) -> _Watermark:
     # `xmin` has the low 32 bits of the transaction number.
-    since = before.xid % 2**32 if before is not None else 0
+    since = previous.xid % 2**32 if previous is not None else 0
     with connection.cursor() as cursor:
-        cursor.execute(_READ_MARK, [since] * 3)
+        cursor.execute(_READ_WATERMARK, [since] * 3)
         xid, server, *counts = cursor.fetchone()
-    return _Mark(xid, server, counts)
+    return _Watermark(xid, server, counts)
 
 
 class FleetCache:
@@ -401,7 +402,7 @@ class FleetCache:
         # Held while rows are read, so that the refreshes of this process run one after the other.
         self._lock = threading.Lock()
         self._refreshes = 0
-        self._mark: _Mark | None = None
+        self._watermark: _Watermark | None = None
         self._rows, self._fleet = _Rows(), RankedFleet()
 
     def decide(
@@ -424,11 +425,14 @@ class FleetCache:
             )
             return _decide_on(nodes, view)
         files = read_file_bytes([model_name]) if view.need.disk else FileBytes({model_name: {}}, {})
-        staged, others = files.staged(model_name), files.others(model_name, files.totals)
+        staged, others = (
+            files.staged_by_node(model_name),
+            files.other_models_by_node(model_name, files.totals),
+        )
         refreshes = self._refreshes
         with self._lock:
             # A refresh that another thread began meanwhile is as good.
-            if self._mark is None or self._refreshes == refreshes:
+            if self._watermark is None or self._refreshes == refreshes:
                 self._refreshes += 1
                 self._refresh()
             facts = self._rows.model_facts(model_name, conflicts, staged, others)
@@ -439,10 +443,10 @@ class FleetCache:
         return _decide_on([n for n in nodes if allowed_nodes is None or n.id in allowed_nodes], view)
 
     def _refresh(self) -> None:
-        before, self._mark = self._mark, None  # after a failure half-way the next refresh reads all rows
-        mark = _read_mark(before)
-        if before is not None and mark.follows(before):
-            changed = self._rows.refresh(mark.counts)
+        previous, self._watermark = self._watermark, None  # after a failure the next refresh reads all
+        watermark = _read_watermark(previous)
+        if previous is not None and watermark.follows(previous):
+            changed = self._rows.refresh(watermark.counts)
         else:
             self._rows, self._fleet = _Rows(), RankedFleet()
             changed = {node.id: node for node in self._rows.read()}
@@ -451,7 +455,7 @@ class FleetCache:
                 self._fleet.drop(id)
             else:
                 self._fleet.put(node)
-        self._mark = mark
+        self._watermark = watermark
 
 
 def _decide_on(nodes: Sequence[Candidate], view: FleetView) -> tuple[FleetView, Decision]:

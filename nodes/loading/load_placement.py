@@ -115,7 +115,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
             decide, wanted, request, backoffs, excluded_nodes, refusing_nodes
         )
         victims = None
-        if question.lacking(decision):
+        if question.evictable_nodes(decision):
             created = work.operation.created_at
             victims = await in_thread(find_eviction, wanted.definition.name, question, decision, created)
         explanation = decide_load(question, decision, victims)
@@ -173,8 +173,8 @@ def decide(
     if request.replaces is None or decision.node is not None:
         return question, decision
     former = eviction.serving(request.replaces)
-    fits = former is not None and question.fits_in_place_of(former, decision)
-    return replace(question, fits_in_place=fits), decision
+    fits = former is not None and question.fits_by_replacing(former, decision)
+    return replace(question, fits_by_replacement=fits), decision
 
 
 def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
@@ -254,7 +254,7 @@ async def _no_node(
     if explanation.outcome == DecisionOutcome.REFUSED:
         outcome: Exception = refused_by_all(operation.payload)
     else:
-        payload = {**operation.payload, LACKS_ROOM: question.fits_in_place}
+        payload = {**operation.payload, LACKS_ROOM: question.fits_by_replacement}
         payload.pop(TURN, None)
         payload |= {TURN: str(turn[0])} if turn is not None else {}
         payload = load_request.need_into_payload(payload, question.view.need)
@@ -318,7 +318,7 @@ def find_eviction(
 
     `created_at`: the time of the load's request, None = now. Older loads have their turn before.
     """
-    nodes, need = question.lacking(decision), question.view.need
+    nodes, need = question.evictable_nodes(decision), question.view.need
     if not nodes:
         return None
     now = clock.now()

@@ -83,7 +83,7 @@ def _load_facts(question: LoadQuestion, eviction: Eviction | None, over: bool) -
         "nodes": frozenset(map(_name, view.nodes)) if view.restricted else None,
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
-        "fits_in_place": question.fits_in_place,
+        "fits_in_place": question.fits_by_replacement,
         "over": over,
         "guard": None
         if rules is None

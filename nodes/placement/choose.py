@@ -39,7 +39,7 @@ class Selector:
         """Return True if a node with these labels matches; additional labels do not matter."""
         return self.labels is not None and self.labels <= labels
 
-    def tested(self, labels: Labels) -> Labels:
+    def tested_labels(self, labels: Labels) -> Labels:
         """Return the labels with a key that the selector tests."""
         keys = {key for key, _ in self.labels or ()}
         return frozenset(pair for pair in labels if pair[0] in keys) if keys else frozenset()

@@ -166,21 +166,25 @@ def choose_victims(
         (node, victims)
         for node in considered
         if node.id not in guard.claimed
-        and (victims := _least(node, by_node[node.id], guard, need)) is not None
+        and (victims := _fewest_victims(node, by_node[node.id], guard, need)) is not None
     ]
     looked_at = list(by_node)
     if not options:
         turn = _find_turn(considered, by_node, guard, need)
-        reasons = [_why_none((rows for id, rows in by_node.items() if id not in guard.claimed), guard)]
+        reasons = [
+            _describe_protections((rows for id, rows in by_node.items() if id not in guard.claimed), guard)
+        ]
         if turn is not None:
             node, at = turn
             when = "after an older load" if node.id in guard.claimed else f"at {at:%H:%M:%S} UTC"
             reasons.append(f"its turn on {node.name} is {when}")
         why = "; ".join(filter(None, reasons))
         return Eviction(None, (), (), why, looked_at, among, guard, turn and (turn[0].id, turn[1]))
-    node, victims = min(options, key=lambda option: _rank(*option))
+    node, victims = min(options, key=lambda option: _eviction_rank(*option))
     terminating = [resident for resident in by_node[node.id] if resident.leaving]
-    return Eviction(node, victims, terminating, _why(node, victims, terminating), looked_at, among, guard)
+    return Eviction(
+        node, victims, terminating, _describe_wait(node, victims, terminating), looked_at, among, guard
+    )
 
 
 def _find_turn(
@@ -199,12 +203,12 @@ def _find_turn(
     turns = [
         (node, max([guard.now, *(victim.serves_until(times) for victim in victims)]))
         for node in nodes
-        if (victims := _least(node, by_node[node.id], later, need)) is not None
+        if (victims := _fewest_victims(node, by_node[node.id], later, need)) is not None
     ]
     return min(turns, key=lambda turn: (turn[1], turn[0].name)) if turns else None
 
 
-def _least(
+def _fewest_victims(
     node: Candidate, residents: Sequence[Resident], guard: ProtectionRules, need: Need
 ) -> tuple[Resident, ...] | None:
     """Return the fewest victims that free enough memory; None if no eviction frees enough.
@@ -250,12 +254,12 @@ def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
     return replace(node, free_vram=free, gpus=gpus)
 
 
-def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, bool, datetime, int, str]:
+def _eviction_rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, bool, datetime, int, str]:
     is_busy, last_used, _ = max(map(_victim_order, victims), default=(False, _PAST, None))
     return is_busy, bool(victims), last_used, len(victims), node.name
 
 
-def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Resident]) -> str:
+def _describe_wait(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Resident]) -> str:
     names = join_names([resident.name for resident in [*victims, *terminating]])
     if any(victim.in_flight for victim in victims):
         return f"waits for {names} on {node.name} to end its requests and stop: its least time is over"
@@ -269,7 +273,7 @@ def join_names(names: Iterable[str]) -> str:
     return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_MAX_NAMED]), *suffix])
 
 
-def _why_none(residents: Iterable[Sequence[Resident]], guard: ProtectionRules) -> str:
+def _describe_protections(residents: Iterable[Sequence[Resident]], guard: ProtectionRules) -> str:
     protected_count = Counter(
         str(guard.find_protection(replica, {}) or "too small")
         for of_node in residents

@@ -50,17 +50,17 @@ from nodes.placement.sizes import describe_need
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""
-SHOWN = 5
+MAX_SHOWN_NODES = 5
 """Maximum number of best nodes, and of nearest misses, in an explanation."""
 MOST_VERDICTS = 20
 """Number of nodes whose memory is compared with a need in an answer."""
 LONGEST_SENTENCE = 1000
 _LONGEST_SELECTOR, _LONGEST_NAME = 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
-AROUND = 2560
+OTHER_COLUMNS_BYTES = 2560
 """Bytes reserved for the other columns of a row: two names of 255 characters, ids and times."""
 
-_FOR_VICTIMS = 2048
+_VICTIMS_BYTES = 2048
 """Bytes reserved for the description of the evicted replicas."""
 
 _NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
@@ -118,8 +118,8 @@ class Explanation:
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     """Explain why `snapshot` led to `decision`, in at most `MOST_BYTES`."""
-    sentence = truncate(_sentence(snapshot, decision), LONGEST_SENTENCE)
-    best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
+    sentence = truncate(_decision_sentence(snapshot, decision), LONGEST_SENTENCE)
+    best, misses = list(_best_nodes(snapshot, decision)), list(_nearest_misses(snapshot, decision))
     facts: dict[str, Any] = {
         "need": _need_facts(snapshot.need),
         "selector": truncate(str(snapshot.selector), _LONGEST_SELECTOR)
@@ -131,7 +131,7 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
         "misses": misses,
         "evicts": [],
     }
-    if len(orjson.dumps([sentence, facts])) > MOST_BYTES - AROUND - _FOR_VICTIMS:
+    if len(orjson.dumps([sentence, facts])) > MOST_BYTES - OTHER_COLUMNS_BYTES - _VICTIMS_BYTES:
         for entry in [*best, *misses]:
             entry["node"] = truncate(entry["node"], _LONGEST_NAME)
             entry.pop("against", None)
@@ -146,7 +146,7 @@ def _need_facts(need: Need) -> dict[str, Any]:
     return facts
 
 
-NO_FLEET: Mapping[str, Any] = {
+FACTS_WITHOUT_FLEET: Mapping[str, Any] = {
     "need": _need_facts(NO_NEED),
     "selector": "",
     "nodes": {"considered": 0, "feasible": 0},
@@ -159,7 +159,7 @@ NO_FLEET: Mapping[str, Any] = {
 
 
 def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
-    """Describe the first `SHOWN` evicted replicas: the bytes that they free, and their last use."""
+    """Describe the first `MAX_SHOWN_NODES` evicted replicas: the bytes that they free, and their last use."""
     return [
         {
             "replica_id": str(victim.id),
@@ -167,11 +167,13 @@ def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
             "vram": victim.vram,
             "last_used": victim.last_used.isoformat(),
         }
-        for victim in heapq.nsmallest(SHOWN, victims, key=lambda victim: (victim.last_used, victim.id))
+        for victim in heapq.nsmallest(
+            MAX_SHOWN_NODES, victims, key=lambda victim: (victim.last_used, victim.id)
+        )
     ]
 
 
-def _sentence(snapshot: FleetView, decision: Decision) -> str:
+def _decision_sentence(snapshot: FleetView, decision: Decision) -> str:
     if decision.node is None:
         return (
             decision.describe_refusals() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
@@ -265,8 +267,8 @@ TERMS: Mapping[str, Term] = {
 """The terms of the rank by field name, in the order of `Rank`."""
 
 
-def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
-    for place, node in enumerate(decision.ranked[:SHOWN]):
+def _best_nodes(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
+    for place, node in enumerate(decision.ranked[:MAX_SHOWN_NODES]):
         terms = rank_node(node, snapshot.need, snapshot.backoffs)
         against = {"against": _compare(snapshot, node, decision.ranked[0], is_ahead=False)} if place else {}
         lacks_backend = {} if node.has_backend is None else {"lacks_backend": terms.lacks_backend}
@@ -289,13 +291,13 @@ def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
         }
 
 
-def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
+def _nearest_misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     refused = (node for node in snapshot.nodes if node.id in decision.refused)
 
     def distance(node: Candidate) -> tuple[int, int, str]:
         return _NEARNESS[decision.refused[node.id]], -node.free_vram, node.name
 
-    for node in heapq.nsmallest(SHOWN, refused, key=distance):
+    for node in heapq.nsmallest(MAX_SHOWN_NODES, refused, key=distance):
         reason = decision.refused[node.id]
         yield {
             "node_id": str(node.id),
@@ -381,9 +383,9 @@ class MemoryExplanation:
     nodes: Sequence[NodeMemory]
 
     def describe(self) -> str:
-        """Return one sentence on the first `SHOWN` nodes; the terms of the need appear once."""
+        """Return one sentence on the first `MAX_SHOWN_NODES` nodes; the terms of the need appear once."""
         terms, parts = self.need.terms, list[str]()
-        for entry in self.nodes[:SHOWN]:
+        for entry in self.nodes[:MAX_SHOWN_NODES]:
             parts.append(entry.describe(terms))
             terms = () if entry.verdict == MemoryVerdict.FITS else terms
         rest = self.considered - len(parts)

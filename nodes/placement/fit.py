@@ -26,9 +26,9 @@ LARGEST = 2**62
 _MIB = 2**20
 _BYTES_PER_TOKEN = 2048
 _MOST_GPUS = 128
-_PARTS = 32
+_MAX_LAYER_COUNTS = 32
 """Maximum number of layer counts that are compared if not all layers fit."""
-_PAD = 256
+_CELL_MULTIPLE = 256
 """llama.cpp rounds the number of cells of a cache up to a multiple of this."""
 
 BACKEND_CONTEXT = {"cuda": 457 * _MIB, "rocm": 457 * _MIB, "vulkan": 250 * _MIB, "sycl": 250 * _MIB}
@@ -105,7 +105,7 @@ class LoadOptions:
     @property
     def cells(self) -> int:
         """Cells of one stream of the cache."""
-        return _padded(self.context if self.unified else self.context // self.slots)
+        return _pad_cells(self.context if self.unified else self.context // self.slots)
 
     @property
     def streams(self) -> int:
@@ -115,22 +115,22 @@ class LoadOptions:
         """Return the cache cells of a layer with this window (`llama-kv-cache-iswa.cpp` of llama.cpp)."""
         if not window or self.full_windows:
             return self.cells
-        return _padded(min(self.cells, window * (self.slots if self.unified else 1) + self.batch))
+        return _pad_cells(min(self.cells, window * (self.slots if self.unified else 1) + self.batch))
 
 
-def _padded(cells: int) -> int:
-    return max(-(-cells // _PAD), 1) * _PAD
+def _pad_cells(cells: int) -> int:
+    return max(-(-cells // _CELL_MULTIPLE), 1) * _CELL_MULTIPLE
 
 
 def load_options(options: Mapping[str, Any]) -> LoadOptions:
     """Return the options of a definition; an unusable value is replaced by its default."""
     extra = dict(str(option).partition(":")[::2] for option in options.get("Options") or ())
-    slots = _whole(extra.get("parallel") or extra.get("n_parallel"), 1)
+    slots = _parse_positive_int(extra.get("parallel") or extra.get("n_parallel"), 1)
     context = options.get("ContextSize") or 0
     context = context if context > 0 else CONTEXT
-    batch = _whole(extra.get("n_ubatch") or extra.get("ubatch"), options.get("NBatch") or BATCH)
+    batch = _parse_positive_int(extra.get("n_ubatch") or extra.get("ubatch"), options.get("NBatch") or BATCH)
     layers = options.get("NGPULayers")
-    split = _shares(str(options.get("TensorSplit") or ""))
+    split = _parse_tensor_split(str(options.get("TensorSplit") or ""))
     split_mode = str(extra.get("split_mode") or extra.get("sm") or "layer").lower()
     return LoadOptions(
         context=context,
@@ -141,7 +141,7 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
         gpu_layers=MOST_LAYERS if layers is None or layers < 0 else layers,
         gpus=1 if split_mode == "none" else max(1, sum(share > 0 for share in split)),
         split=split,
-        main_gpu=_whole(options.get("MainGPU"), 0),
+        main_gpu=_parse_positive_int(options.get("MainGPU"), 0),
         split_mode=split_mode,
         keys=_BITS.get(str(options.get("CacheTypeKey")).lower(), _BITS["f16"]),
         values=_BITS.get(str(options.get("CacheTypeValue")).lower(), _BITS["f16"]),
@@ -153,7 +153,7 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
     )
 
 
-def _shares(text: str) -> tuple[float, ...]:
+def _parse_tensor_split(text: str) -> tuple[float, ...]:
     """Parse `tensor_split`; return () if the text is unusable."""
     try:
         shares = tuple(float(share) for share in text.replace("/", ",").split(",")[:_MOST_GPUS])
@@ -162,7 +162,7 @@ def _shares(text: str) -> tuple[float, ...]:
     return shares if all(0 <= share < 2**31 for share in shares) and any(shares) else ()
 
 
-def _whole(text: object, default: int) -> int:
+def _parse_positive_int(text: object, default: int) -> int:
     digits = str(text)
     return (
         int(digits)
@@ -221,10 +221,10 @@ def context(model: Model, load: LoadOptions, kind: str) -> int:
     on_gpu = kind != "cpu"
     if on_gpu and not load.cache_on_gpu:
         return 0
-    return sum(_contexts(model, load, _on_gpu(model, load) if on_gpu else model.layers))
+    return sum(_context_bytes(model, load, _on_gpu(model, load) if on_gpu else model.layers))
 
 
-def _contexts(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Iterator[int]:
+def _context_bytes(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Iterator[int]:
     """Yield the bytes that each layer keeps of the context."""
     widest = 0 if load.flash_attention else max((layer.values for layer in model.layers), default=0)
     for layer in layers:
@@ -308,7 +308,7 @@ def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) ->
     more = max(needed - total_bytes(estimate(files, load, kind)), 0)
     return tuple(
         (layers, min(total_bytes(estimate(files, replace(load, gpu_layers=layers), kind)) + more, LARGEST))
-        for layers in range(count, 0, -max(count // _PARTS, 1))
+        for layers in range(count, 0, -max(count // _MAX_LAYER_COUNTS, 1))
     )
 
 
@@ -377,7 +377,7 @@ def by_gpu(files: Files, load: LoadOptions, kind: str = "cuda") -> Pairs:
     layers: list[int] = []
     if model is not None and load.gpu_layers:
         on_gpu = _on_gpu(model, load)
-        kept = _contexts(model, load, on_gpu) if load.cache_on_gpu else iter([0] * len(on_gpu))
+        kept = _context_bytes(model, load, on_gpu) if load.cache_on_gpu else iter([0] * len(on_gpu))
         layers = [layer.weights + size for layer, size in zip(on_gpu, kept, strict=True)]
         layers.append(model.output.weights)
     used = [index for index, share in enumerate(load.split) if share > 0]

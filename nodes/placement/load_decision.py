@@ -55,19 +55,19 @@ class LoadQuestion:
     """Nodes that have refused the load; they are never tried again."""
     evicts: bool = True
     """True if replicas may be evicted for the load; False for a scale-up, which has no waiting request."""
-    fits_in_place: bool = False
+    fits_by_replacement: bool = False
     """True if the load fits after the eviction of the replica that it replaces; it then loads all layers."""
 
-    def lacking(self, decision: Decision) -> list[Candidate]:
+    def evictable_nodes(self, decision: Decision) -> list[Candidate]:
         """Return the nodes on which an eviction would help this load."""
-        return self._short(decision) if self.evicts else []
+        return self._short_of_memory(decision) if self.evicts else []
 
     def choose_partial(self, decision: Decision) -> tuple[Candidate, int] | None:
         """Return the node whose memory holds the most layers, and their number; None if no layer fits."""
-        parts, options = () if self.fits_in_place else self.view.need.partial, []
-        for node in self._short(decision) if parts else ():
+        parts, options = () if self.fits_by_replacement else self.view.need.partial, []
+        for node in self._short_of_memory(decision) if parts else ():
             # The fewer layers, the less memory: the first that fits has the most.
-            place = bisect_left(parts, True, key=partial(self._holds, node))
+            place = bisect_left(parts, True, key=partial(self._holds_layers, node))
             if place < len(parts):
                 options.append((-place, node))
         if not options:
@@ -78,10 +78,10 @@ class LoadQuestion:
         roomiest = (node for place, node in options if place == most)
         return min(roomiest, key=lambda node: rank_node(node, need, backoffs)), layers
 
-    def _holds(self, node: Candidate, part: tuple[int, int]) -> bool:
+    def _holds_layers(self, node: Candidate, part: tuple[int, int]) -> bool:
         return has_memory(node, self.view.need.with_layers(part[0]))
 
-    def _short(self, decision: Decision) -> list[Candidate]:
+    def _short_of_memory(self, decision: Decision) -> list[Candidate]:
         if decision.node is not None or self.refused_by_all(decision):
             return []
         view = self.view
@@ -94,7 +94,7 @@ class LoadQuestion:
         backed_off = (id for id, reason in decision.refused.items() if reason is Reason.SILENT)
         return all(id in self.refusing for id in backed_off)
 
-    def fits_in_place_of(self, replica: Resident, decision: Decision) -> bool:
+    def fits_by_replacing(self, replica: Resident, decision: Decision) -> bool:
         """Return True if the replica's node was refused only for memory or a slot that the replica uses.
 
         If anything else is missing, evicting the replica would not help.
@@ -120,14 +120,14 @@ class EvictionCandidates:
 
         None if no node lacks only memory.
         """
-        nodes = question.lacking(decision)
+        nodes = question.evictable_nodes(decision)
         return choose_victims(nodes, self.residents, self.guard, question.view.need) if nodes else None
 
-    def without(self, gone: Sequence[Resident]) -> "EvictionCandidates":
-        """Return the candidates without the replicas `gone`."""
-        ids = {replica.id for replica in gone}
+    def without(self, ended: Sequence[Resident]) -> "EvictionCandidates":
+        """Return the candidates without the replicas `ended`."""
+        ids = {replica.id for replica in ended}
         loaded = Counter(self.guard.loaded)
-        loaded.subtract(replica.model_name for replica in gone if not replica.leaving)
+        loaded.subtract(replica.model_name for replica in ended if not replica.leaving)
         remaining = [replica for replica in self.residents if replica.id not in ids]
         return EvictionCandidates(remaining, replace(self.guard, loaded=dict(loaded)))
 
@@ -137,7 +137,7 @@ def decide_load(
 ) -> Explanation:
     """Return the outcome of the load and its reason.
 
-    `eviction` must have been chosen for the nodes of `lacking`. `over`: no request needs the load.
+    `eviction` must have been chosen for the nodes of `evictable_nodes`. `over`: no request needs the load.
     """
     explanation = explain(question.view, decision)
     if decision.node is None and over:

@@ -30,7 +30,7 @@ LONGEST_HOLD = 24 * 3600.0
 
 
 def load_limit(payload: int, given: float = 0.0) -> float:
-    """Return the limit of one LoadModel for `payload` bytes (0 = unknown), or `given` if set (R2.60)."""
+    """Return the limit of one LoadModel for `payload` bytes (0 = unknown); `given` overrides it (R2.60)."""
     if given > 0:
         return given
     return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, LONGEST_LOAD)

@@ -52,7 +52,7 @@ def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> By
         roomy = sorted((free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes >= part)
         return {index: part for _, index in roomy[:cards]} if len(roomy) >= cards else None
     large_enough = [(free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes >= need]
-    shares = {min(large_enough)[1]: need} if large_enough else _split(free_by_gpu, need)
+    shares = {min(large_enough)[1]: need} if large_enough else _split_over_gpus(free_by_gpu, need)
     return shares if shares and total_bytes(shares, need) <= free else None
 
 
@@ -76,7 +76,7 @@ def fit_stated_gpus(
     return shares if shares and all(rooms[index] >= share for index, share in shares.items()) else None
 
 
-def _split(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
+def _split_over_gpus(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
     """Split the need over as few GPUs as possible, at least two.
 
     Return {} if all GPUs together have too little memory.
@@ -198,7 +198,7 @@ def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading:
 
 def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReading) -> int:
     """Return the bytes of `reading.available` that loads of the node will still allocate."""
-    counted = _counted(list(reservations), reading.at)
+    counted = _relevant_reservations(list(reservations), reading.at)
     unread = sum(
         reservation.needed
         for reservation in counted
@@ -212,7 +212,7 @@ def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReadin
     return min(most, unread)
 
 
-def _counted(reservations: Sequence[Reservation], read_at: datetime) -> list[Reservation]:
+def _relevant_reservations(reservations: Sequence[Reservation], read_at: datetime) -> list[Reservation]:
     """Return the active loads, and the replicas published since the earliest relevant reading.
 
     The reading of a relevant replica is relevant too, so each such replica may move the earliest reading

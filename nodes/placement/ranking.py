@@ -114,7 +114,7 @@ class _Ranking:
         self.changed.clear()
 
     def _judge(self, node: Candidate) -> Rank | None:
-        tested_labels = self.selector.tested(node.labels)
+        tested_labels = self.selector.tested_labels(node.labels)
         self.nodes[node.id] = node = (
             replace(node, labels=tested_labels) if node.labels != tested_labels else node
         )

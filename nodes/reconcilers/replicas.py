@@ -45,7 +45,7 @@ from nodes.models import (
     scheduling,
 )
 from nodes.placement.choose import NO_NEED
-from nodes.placement.explain import SHOWN, Explanation
+from nodes.placement.explain import MAX_SHOWN_NODES, Explanation
 from nodes.placement.load_decision import simulate_placements
 from nodes.replicas import drains, terminations, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
@@ -402,7 +402,7 @@ def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> R
 def _first_misses(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
     """Return the first few nodes, each once."""
     nodes = {miss["node_id"]: miss for explanation in missed for miss in explanation.facts["misses"]}
-    return list(nodes.values())[:SHOWN]
+    return list(nodes.values())[:MAX_SHOWN_NODES]
 
 
 def _waits_until(model: str, now: datetime) -> str | None:

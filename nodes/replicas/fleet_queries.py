@@ -7,7 +7,7 @@ from uuid import UUID
 
 from nodes.models import BEING_LOADED, ModelSchedulingConfig, NodeBackend, NodeModel, scheduling
 from nodes.placement.choose import Candidate, Decision, Selector, equal_to_best, free_index
-from nodes.placement.explain import SHOWN, FleetView
+from nodes.placement.explain import MAX_SHOWN_NODES, FleetView
 
 
 def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
@@ -74,7 +74,9 @@ def prefer_installed(view: FleetView, decision: Decision, backend: str) -> tuple
     if len(equal) < 2:
         return view, decision
     marked = mark_installed(equal, backend)
-    named = {node.id: node for node in sorted(marked, key=lambda node: not node.has_backend)[: SHOWN + 1]}
+    named = {
+        node.id: node for node in sorted(marked, key=lambda node: not node.has_backend)[: MAX_SHOWN_NODES + 1]
+    }
     ranked = [*named.values(), *(node for node in decision.ranked if node.id not in named)]
     marked_view = replace(view, nodes=[named.get(node.id, node) for node in view.nodes])
     index = free_index(ranked[0]) or 0

@@ -110,7 +110,7 @@ def _needed(node: BackendNode, need: Need) -> int:
 
 def _free(node: BackendNode) -> tuple[int, FreeByGpu]:
     reservations = by_node(NodeModel.engines.filter(node=node)).get(node.pk, ())
-    return fleet_cache.effectively_free(vars(node), reservations), fleet_cache.free_by_gpu(
+    return fleet_cache.effectively_free_bytes(vars(node), reservations), fleet_cache.free_by_gpu(
         vars(node), reservations
     )
 
@@ -122,7 +122,7 @@ def _after_stops(
         free,
         free_by_gpu,
         [(replica.vram, replica.gpus) for replica in terminating],
-        most=fleet_cache.most_free(vars(node)),
+        most=fleet_cache.max_free_bytes(vars(node)),
         gpu_totals=fleet_cache.gpu_totals(vars(node)),
     )
 
@@ -262,7 +262,9 @@ def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
     """Return the reservations of `rows`, for nodes whose reading lacks at least one; by node, one query."""
     unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
     reservations: defaultdict[UUID, list[Reservation]] = defaultdict(list)
-    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *fleet_cache.RESERVING)
+    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list(
+        "node_id", *fleet_cache.RESERVATION_COLUMNS
+    )
     for node_id, *columns in reserving:
         reservations[node_id].append(fleet_cache.reservation(*columns))
     return reservations

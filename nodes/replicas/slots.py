@@ -131,8 +131,8 @@ def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
     if not quota or not files:
         return
     read = fleet_cache.read_file_bytes([model_name], [node.pk])
-    staged = read.staged(model_name).get(node.pk, 0)
-    others = read.others(model_name, [node.pk]).get(node.pk, 0)
+    staged = read.staged_by_node(model_name).get(node.pk, 0)
+    others = read.other_models_by_node(model_name, [node.pk]).get(node.pk, 0)
     if files > staged and others + files > quota:
         raise OverQuota(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")
 

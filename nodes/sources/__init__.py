@@ -1,1 +1,1 @@
-"""Sources of models: what a pasted text means, which variants there are, and the plan of an import."""
+"""Sources of models: parsing of a pasted text, the variants of its model, and the plan of an import."""

@@ -1,4 +1,4 @@
-"""The catalogue: what the galleries of models offer, with what is installed, under way, or would fit.
+"""The catalogue: all entries of model galleries, and whether each is installed, being imported, or fits.
 
 The number of queries is the same for any number of entries: one for operations, four for the fleet.
 """
@@ -47,7 +47,7 @@ class Query:
     licence: str = ""
     gallery: str = ""
     most_bytes: int = 0
-    """Largest size; 0 = any. A model of an unknown size is then left out."""
+    """Maximum size in bytes; 0 = any. A positive limit excludes models of unknown size."""
     fits: bool = False
     page: int = 1
     items: int = 50
@@ -55,7 +55,7 @@ class Query:
 
 @dataclass(frozen=True)
 class CataloguePage:
-    """A page of the catalogue, and what all entries can be filtered by."""
+    """A page of the catalogue, and the values of all entries by which it can be filtered."""
 
     rows: list[shapes.Row]
     total: int
@@ -86,7 +86,7 @@ def read(query: Query, now: datetime) -> CataloguePage:
 
 
 def readable_offer() -> Offer:
-    """Return what the galleries offer; raise Unavailable if none of them can be read."""
+    """Return the entries of the galleries; raise Unavailable if no gallery can be read."""
     offer, configured = galleries.offer(), galleries.configured()
     if configured and len(offer.problems) == len(configured) and not offer.copied_at:
         raise Unavailable("; ".join(offer.problems.values()))
@@ -100,13 +100,13 @@ def _matches(entry: GalleryEntry, task: str, query: Query, fits_size: Callable[[
         and (not query.licence or query.licence == entry.license.casefold())
         and (not query.gallery or query.gallery == entry.gallery.name.casefold())
         and (not query.most_bytes or 0 < size <= query.most_bytes)
-        and (not query.term or query.term in searched(entry))
+        and (not query.term or query.term in searchable_text(entry))
         and (not query.fits or fits_size(size) is True)
     )
 
 
-def searched(entry: GalleryEntry) -> str:
-    """Return the texts of an entry in which a term is looked for."""
+def searchable_text(entry: GalleryEntry) -> str:
+    """Return the case-folded texts of an entry that a search term is compared with."""
     return "\n".join((entry.name, entry.description, entry.gallery.name, *entry.tags)).casefold()
 
 
@@ -119,7 +119,7 @@ def _row(
 ) -> shapes.Row:
     size = galleries.bytes_of(entry)
     return ENTRY.of(
-        id=id_of(entry),
+        id=entry_id(entry),
         name=entry.name,
         gallery=entry.gallery.name,
         description=entry.description,
@@ -134,8 +134,8 @@ def _row(
     )
 
 
-def id_of(entry: GalleryEntry) -> str:
-    """Return the name by which an entry is imported."""
+def entry_id(entry: GalleryEntry) -> str:
+    """Return the id by which an entry is imported: `gallery@name`."""
     return f"{entry.gallery.name}@{entry.name}"
 
 
@@ -145,6 +145,6 @@ def installed_names() -> set[str]:
 
 
 def active_imports() -> dict[str, str]:
-    """Return the imports under way: the operation's id by the model's case-folded name; one query."""
+    """Return the id of each active import, by the model's case-folded name. One query."""
     rows = Operation.objects.active().filter(kind=IMPORT).order_by().values_list("element", "id")
     return {folded(element): str(id) for element, id in rows}

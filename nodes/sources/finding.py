@@ -1,6 +1,6 @@
-"""What a source has: the model that a reference names, with its variants, each with definition and files.
+"""Find the model that a reference names, with its variants, each with definition and files.
 
-Nothing here reads the database: sources take seconds, and no connection waits for them.
+This module does not read the database: sources take seconds, and no database connection must wait for them.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.definitions.headers import MOST_CONFIG_BYTES, Header
 from nodes.sources import galleries, images, objects, probing, shares, variants, writing
 from nodes.sources.hub import Hub, Repository
-from nodes.sources.opening import Opener, outbound_of
+from nodes.sources.opening import Opener, build_outbound
 from nodes.sources.plans import ImportPlan, SourceFile, check_files
 from nodes.sources.references import (
     DefinitionRef,
@@ -34,31 +34,31 @@ from nodes.sources.references import (
 from nodes.sources.variants import RepositoryFile, Variant, variants_of
 
 MOST_PROBED = 20
-"""Files of an entry whose sizes are asked for."""
+"""Maximum files of a definition whose sizes are requested from their sources."""
 _WHISPER = "ggml-"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant that can be imported: its definition, the files to fetch, and what is known of its header."""
+    """A variant that can be imported: its definition, the files to fetch, and its header if it was read."""
 
     variant: Variant
     settings: Mapping[str, Any]
     files: tuple[SourceFile, ...]
     header: Header | None = None
     context: int = 0
-    """Tokens that the model was made for; 0 if unknown."""
+    """Context length in tokens that the model was trained for; 0 if unknown."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A model of a source; `source` is its address for people."""
+class SourceModel:
+    """A model of a source, with its variants; `source` is its displayable address."""
 
     kind: str
     title: str
     source: str
     name: str
-    """The name that a person may keep or change."""
+    """The suggested name; the user may change it."""
     choices: tuple[Choice, ...] = ()
     description: str = ""
     licence: str = ""
@@ -73,8 +73,8 @@ class Found:
     origin: str = "import"
 
     def plan(self, choice: Choice, name: str, changes: Mapping[str, Any] | None = None) -> ImportPlan:
-        """Return the plan that imports a choice under a name; raise InvalidInput."""
-        text = writing.text_of(writing.renamed(choice.settings, name))
+        """Return the plan that imports a choice under `name`; raise InvalidInput."""
+        text = writing.text_of(writing.with_name(choice.settings, name))
         text = edit.apply_changes(text, changes) if changes else text
         schema.require_usable(text, self.source)
         return ImportPlan(name, text, check_files(choice.files), self.origin, self.source)
@@ -85,30 +85,30 @@ class Finder:
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
-        self.outbound = outbound_of(settings)
+        self.outbound = build_outbound(settings)
         self.opener = Opener(settings, self.outbound)
         self.hub = Hub(self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token))
 
-    async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> Found:
+    async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> SourceModel:
         """Return the model of the reference, or `entry` of a gallery. Raise InvalidInput or SourceError."""
         if entry is not None:
-            return await self._of_gallery(entry)
+            return await self._find_in_gallery(entry)
         match reference:
             case HubRef():
-                return await self._of_hub(reference)
+                return await self._find_on_hub(reference)
             case ImageRef():
-                return await self._of_registry(reference)
+                return await self._find_in_registry(reference)
             case WebRef(url=url):
-                return await self._of_web(url)
+                return await self._find_on_web(url)
             case ObjectRef():
-                return await self._of_object(reference)
+                return await self._find_object(reference)
             case SharedRef(path=path):
-                return await self._of_share(path)
+                return await self._find_on_share(path)
             case DefinitionRef(text=text):
-                return await self._of_definition(text, "a pasted definition")
+                return await self._parse_definition(text, "a pasted definition")
         raise InvalidInput("text: names several models: choose one of them", field="text")
 
-    async def _of_hub(self, reference: HubRef) -> Found:
+    async def _find_on_hub(self, reference: HubRef) -> SourceModel:
         repository = await self.hub.repository(reference)
         listed = _variants(repository.files, reference.path)
         wanted = reference.path or reference.quantization
@@ -120,7 +120,7 @@ class Finder:
         name = writing.model_name(repository.id.partition("/")[2].removesuffix("-GGUF").removesuffix("-gguf"))
         header, context, problem = await self._hub_header(repository, chosen or next(iter(listed), None))
 
-        def choice(variant: Variant) -> Choice:
+        def build_choice(variant: Variant) -> Choice:
             settings = writing.definition_of(name, variant, folder, task=repository.task, context=context)
             files = [_hub_file(repository, folder, file) for file in variant.files]
             return Choice(variant, settings, tuple(files), header, context)
@@ -128,12 +128,12 @@ class Finder:
         page = f"{self._settings.hugging_face_url}/{repository.id}"
         if not listed:
             problem = "it has no GGUF file and no weights in safetensors that could be run"
-        return Found(
+        return SourceModel(
             "huggingface",
             repository.id,
             f"hf://{repository.id}@{repository.commit}",
             name,
-            tuple(map(choice, listed)),
+            tuple(map(build_choice, listed)),
             licence=repository.licence,
             gated=repository.gated,
             urls=(page,),
@@ -146,7 +146,7 @@ class Finder:
     async def _hub_header(
         self, repository: Repository, variant: Variant | None
     ) -> tuple[Header | None, int, str]:
-        """Return header, context and problem of a variant; what cannot be read is a problem, not an error."""
+        """Return header, context and problem of a variant. An unreadable header becomes a problem."""
         if variant is None or variant.format in ("pipeline", "file"):
             return None, 0, ""
         try:
@@ -160,7 +160,7 @@ class Finder:
         except SourceError as error:
             return None, 0, error.message
 
-    async def _of_registry(self, reference: ImageRef) -> Found:
+    async def _find_in_registry(self, reference: ImageRef) -> SourceModel:
         model = await images.read_model(self.opener, reference)
         if model.unsupported:
             reason = f"{reference.name} has {', '.join(model.unsupported)}, which is not supported"
@@ -179,7 +179,7 @@ class Finder:
         choice = Choice(model.variant, images.with_parameters(settings, model), files, header, context)
         is_ollama = reference.is_ollama
         page = f"https://ollama.com/{reference.reference.path}" if is_ollama else ""
-        return Found(
+        return SourceModel(
             "ollama" if is_ollama else "oci",
             reference.name,
             f"{'ollama' if is_ollama else 'oci'}://{reference.reference}",
@@ -191,12 +191,12 @@ class Finder:
             problem=problem,
         )
 
-    async def _of_web(self, url: str) -> Found:
+    async def _find_on_web(self, url: str) -> SourceModel:
         shown = public_url(url)
         file_name = unquote(urlsplit(url).path.rpartition("/")[2])
         if file_name.lower().endswith((".yaml", ".yml")):
             text = await self.outbound.read(url, MAX_FILE_BYTES)
-            return await self._of_definition(text.decode("utf-8", "replace"), shown)
+            return await self._parse_definition(text.decode("utf-8", "replace"), shown)
         if urlsplit(url).query:
             raise InvalidInput(
                 "text: the address has a query, which may be a signature or a secret; use one without",
@@ -214,13 +214,13 @@ class Finder:
                 " only GGUF files and whisper's .bin files can be imported by address",
                 field="text",
             )
-        variant = _single(file_name, total)
-        return await self._of_file("https", shown, source, variant, folder)
+        variant = _single_file_variant(file_name, total)
+        return await self._find_file("https", shown, source, variant, folder)
 
-    async def _of_object(self, reference: ObjectRef) -> Found:
+    async def _find_object(self, reference: ObjectRef) -> SourceModel:
         address = f"s3://{reference.bucket}/{reference.key}"
         store = await objects.store(self._settings, reference.bucket)
-        with objects.translated_errors(address):
+        with objects.translate_errors(address):
             listed = await objects.list_files(store, reference.key)
         prefix = reference.key.rpartition("/")[0] + "/" if "/" in reference.key else ""
         if len(listed) != 1:
@@ -246,27 +246,29 @@ class Finder:
                 problem = error.message
         context = probing.trained_context(header)
 
-        def choice(variant: Variant) -> Choice:
+        def build_choice(variant: Variant) -> Choice:
             settings = writing.definition_of(name, variant, folder, context=context)
             is_gguf = variant.format == "gguf"
             return Choice(variant, settings, sources(variant), header if is_gguf else None, context)
 
-        choices = tuple(map(choice, found))
-        return Found("s3", address, address, name, choices, task="chat", problem=problem)
+        choices = tuple(map(build_choice, found))
+        return SourceModel("s3", address, address, name, choices, task="chat", problem=problem)
 
-    async def _of_share(self, path: str) -> Found:
-        shared = await shares.look(self._settings, path)
+    async def _find_on_share(self, path: str) -> SourceModel:
+        shared = await shares.read_share(self._settings, path)
         name = writing.model_name(PurePosixPath(path.rstrip("/")).stem)
         choices = []
         for variant in shared.variants:
             settings = writing.definition_of(name, variant, shared.folder)
             header = shared.headers.get(variant.id)
             choices.append(Choice(variant, settings, (), header, probing.trained_context(header)))
-        return Found("folder", shared.folder, f"share://{shared.folder}", name, tuple(choices), task="chat")
+        return SourceModel(
+            "folder", shared.folder, f"share://{shared.folder}", name, tuple(choices), task="chat"
+        )
 
-    async def _of_gallery(self, entry: GalleryEntry) -> Found:
+    async def _find_in_gallery(self, entry: GalleryEntry) -> SourceModel:
         plan = await galleries.plan_of(entry, self.outbound)
-        files, problem = await self._add_sizes(await self.hub.pinned(plan.files))
+        files, problem = await self._add_sizes(await self.hub.pin_files(plan.files))
         definition = writing.check_text(plan.text)
         main = next((file for file in files if file.path == definition.model), None)
         header = None
@@ -279,7 +281,7 @@ class Finder:
         choice = Choice(
             variant, writing.settings_of(plan.text), files, header, probing.trained_context(header)
         )
-        return Found(
+        return SourceModel(
             "gallery",
             plan.source,
             plan.source,
@@ -294,13 +296,13 @@ class Finder:
             origin="gallery",
         )
 
-    async def _of_definition(self, text: str, source: str) -> Found:
-        """Return the model of a definition, with the files that its `download_files` names."""
+    async def _parse_definition(self, text: str, source: str) -> SourceModel:
+        """Return the model of a definition; its `download_files` name the files."""
         definition = writing.check_text(text)
         settings = writing.settings_of(text)
-        files = await self.hub.pinned(galleries.files_of_definition(settings))
+        files = await self.hub.pin_files(galleries.files_of_definition(settings))
         variant = _files_variant(files, definition.model)
-        return Found(
+        return SourceModel(
             "definition",
             definition.name,
             source,
@@ -310,7 +312,7 @@ class Finder:
         )
 
     async def _add_sizes(self, files: Sequence[SourceFile]) -> tuple[tuple[SourceFile, ...], str]:
-        """Return the files with the sizes that their sources tell, and the first problem."""
+        """Return the files with the sizes that their sources report, and the first problem."""
 
         async def size(file: SourceFile) -> SourceFile | SourceError:
             try:
@@ -325,17 +327,17 @@ class Finder:
         known = [old if isinstance(new, SourceError) else new for old, new in pairs]
         return (*known, *files[MOST_PROBED:]), problem
 
-    async def _of_file(
+    async def _find_file(
         self, kind: str, address: str, file: SourceFile, variant: Variant, folder: str
-    ) -> Found:
+    ) -> SourceModel:
         name = writing.model_name(PurePosixPath(variant.main).stem)
-        choice = await self._choice(name, variant, folder, (replace(file, size=variant.size),))
-        return Found(kind, address, address, name, (choice,), task="chat", urls=(address,))
+        choice = await self._build_choice(name, variant, folder, (replace(file, size=variant.size),))
+        return SourceModel(kind, address, address, name, (choice,), task="chat", urls=(address,))
 
-    async def _choice(
+    async def _build_choice(
         self, name: str, variant: Variant, folder: str, files: tuple[SourceFile, ...]
     ) -> Choice:
-        """Return the choice of a variant whose header its source has."""
+        """Return the choice of a variant; read its header from the source."""
         header = await probing.gguf_header(self.opener, files[0]) if variant.format == "gguf" else None
         context = probing.trained_context(header)
         task = "automatic-speech-recognition" if variant.format == "file" else ""
@@ -352,13 +354,13 @@ def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "")
 
 
 def _entry_variant(files: Sequence[SourceFile], model: str, projector: str, entry: GalleryEntry) -> Variant:
-    """Return the variant of an entry; where no source says a size, that of the gallery counts."""
+    """Return the variant of a gallery entry; if no source reports a size, use the size from the gallery."""
     variant = _files_variant(files, model, projector)
     stated = galleries.bytes_of(entry)
     return variant if variant.weights or not stated else replace(variant, weights=stated)
 
 
-def _single(file_name: str, size: int) -> Variant:
+def _single_file_variant(file_name: str, size: int) -> Variant:
     quantization = variants.quantization_of(file_name)
     kind = "gguf" if file_name.lower().endswith(".gguf") else "file"
     files = (RepositoryFile(file_name, size),)
@@ -366,12 +368,12 @@ def _single(file_name: str, size: int) -> Variant:
 
 
 def _variants(files: Sequence[RepositoryFile], path: str) -> list[Variant]:
-    """Return the variants, and a file that is none of them if it is the one that was named."""
+    """Return the variants; add the file at `path` if it is whisper's and in no variant."""
     listed = variants_of(files)
     named = next((file for file in files if file.path == path), None)
     is_whisper = named is not None and named.path.rpartition("/")[2].startswith(_WHISPER)
     if named is not None and is_whisper and variants.select(listed, path) is None:
-        return [*listed, replace(_single(named.path, named.size), files=(named,))]
+        return [*listed, replace(_single_file_variant(named.path, named.size), files=(named,))]
     return listed
 
 
@@ -386,8 +388,8 @@ def _no_variant(model: str, wanted: str, listed: Sequence[Variant]) -> InvalidIn
     return InvalidInput(f"{model} has no variant {shown!r}; it has: {offered}", field="variant")
 
 
-def select_choice(found: Found, wanted: str) -> Choice | None:
-    """Return the choice of this variant; raise InvalidInput if there is none of that name."""
+def select_choice(found: SourceModel, wanted: str) -> Choice | None:
+    """Return the choice with this variant, None if `wanted` is empty; raise InvalidInput if it is unknown."""
     if not wanted:
         return None
     listed = [choice.variant for choice in found.choices]
@@ -399,7 +401,7 @@ def select_choice(found: Found, wanted: str) -> Choice | None:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A model that a name may mean; `text` names it when it is pasted."""
+    """A model that a search term may mean. Pasting `text` selects the model."""
 
     text: str
     title: str

@@ -1,4 +1,4 @@
-"""Where models that are not defined yet would fit, by the estimate and the verdicts of placement.
+"""Nodes that models without a definition would fit on, by the estimates and verdicts of placement.
 
 The fleet is read once for any number of models: four queries.
 """
@@ -36,20 +36,20 @@ FIT = Shape(
         field("nodes", NODE_FIT.many),
     ],
 )
-_GENERIC = {"name": "model", "backend": "llama-cpp", "parameters": {"model": "model"}}
+_GENERIC_DEFINITION = {"name": "model", "backend": "llama-cpp", "parameters": {"model": "model"}}
 
 
 @dataclass(frozen=True)
 class FleetFit:
-    """A snapshot of the nodes, to estimate where models fit."""
+    """A snapshot of the nodes, to estimate on which nodes models fit."""
 
     nodes: Sequence[Candidate]
     now: datetime
 
     def fit(self, definition: Definition, files: ModelFiles) -> Row:
-        """Return where a model with this definition and these files fits."""
+        """Return the nodes that fit a model with this definition and these files."""
         view = FleetView(self.nodes, estimate_need(definition, files), ANY_NODE)
-        found = explain_memory(view, [], self._nobody)
+        found = explain_memory(view, [], self._no_protection)
         rows = [
             NODE_FIT.of(
                 node_id=str(entry.node.id),
@@ -67,30 +67,30 @@ class FleetFit:
         return FIT.of(fits=fits, summary=found.describe(), nodes=rows)
 
     def fits_size(self, size: int) -> bool | None:
-        """Return True if a model of this size fits on any node; None if the size is not known."""
-        if size <= 0 or not self._usable:
+        """Return True if a model of `size` bytes fits any node; None if the size or all memory is unknown."""
+        if size <= 0 or not self._usable_nodes:
             return None
-        if size not in self._known:
-            need = estimate_need(parse_definition(_GENERIC, "catalogue"), ModelFiles(size, size))
-            self._known[size] = any(has_memory(node, need) for node in self._usable)
-        return self._known[size]
+        if size not in self._fits_by_size:
+            need = estimate_need(parse_definition(_GENERIC_DEFINITION, "catalogue"), ModelFiles(size, size))
+            self._fits_by_size[size] = any(has_memory(node, need) for node in self._usable_nodes)
+        return self._fits_by_size[size]
 
     @cached_property
-    def _usable(self) -> list[Candidate]:
-        """The healthy nodes that report memory, those with most of it first."""
+    def _usable_nodes(self) -> list[Candidate]:
+        """The healthy nodes that report memory; nodes with the most free memory come first."""
         healthy = [node for node in self.nodes if node.status == "healthy" and node.reports_memory]
         return sorted(healthy, key=lambda node: -node.free_vram)
 
     @cached_property
-    def _known(self) -> dict[int, bool]:
+    def _fits_by_size(self) -> dict[int, bool]:
         return {}
 
     @cached_property
-    def _nobody(self) -> ProtectionRules:
-        """The rules for no replica: what would have to be unloaded is not looked for."""
+    def _no_protection(self) -> ProtectionRules:
+        """Protection rules for an empty set of replicas: no eviction is considered."""
         return ProtectionRules("", self.now, {}, {})
 
 
 def read_fleet(now: datetime) -> FleetFit:
-    """Return the nodes as they are now; four queries."""
+    """Return the current nodes. Four queries."""
     return FleetFit(fleet_cache.read_fleet(""), now)

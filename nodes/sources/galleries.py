@@ -1,8 +1,8 @@
-"""Galleries of models: their entries, cached by each process, and the plan that an entry becomes.
+"""Galleries of models: their entries, cached by each process, and the import plan of an entry.
 
-The index is read as that of backends (`nodes/backends/catalogue.py`): at most once a minute, its last good
-copy while it is away. A document or file that an entry names by a local path is read only beside the index of
-a gallery that is local itself.
+An index is read like a backend gallery (`nodes/backends/catalogue.py`): at most once a minute, and its last
+good copy is used while the gallery is unreachable. An entry may name a document or file by a local path only
+if its gallery is local, and then only below the folder of the index.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from localai_cluster.messaging.messages import Gallery, decode_galleries
 from nodes.backends import catalogue
 from nodes.definitions.files import UnusableDefinition, stated_bytes
 from nodes.sources import references, writing
-from nodes.sources.opening import outbound_of
+from nodes.sources.opening import build_outbound
 from nodes.sources.plans import ImportPlan, SourceFile, check_files
 from nodes.sources.references import GalleryRef, HubRef, ImageRef, NameRef, ObjectRef, WebRef
 
@@ -38,7 +38,7 @@ def configured() -> list[Gallery]:
 
 
 class GuardedClient:
-    """Reads what galleries name by the rules of `Outbound`, in place of a client of httpx."""
+    """An HTTP client with the `stream` of httpx, for addresses in galleries, by the rules of `Outbound`."""
 
     def __init__(self, outbound: Outbound) -> None:
         self._outbound = outbound
@@ -46,13 +46,13 @@ class GuardedClient:
     def stream(
         self, method: str, url: str, *, headers: Any, follow_redirects: bool
     ) -> AbstractAsyncContextManager[httpx.Response]:
-        """Open a response; redirects are always followed, each after a check."""
+        """Open a response; each redirect is checked and then followed."""
         return self._outbound.open(url, headers, method)
 
 
 async def read_all(listed: Sequence[Gallery]) -> list[catalogue.GalleryReading]:
     """Read all galleries now, in parallel, by the rules of `Outbound`."""
-    client = GuardedClient(outbound_of(conf.cluster()))
+    client = GuardedClient(build_outbound(conf.cluster()))
     results = await asyncio.gather(*(catalogue.read_gallery(gallery, client) for gallery in listed))
     return [
         catalogue.GalleryReading(gallery, result) for gallery, result in zip(listed, results, strict=True)
@@ -63,7 +63,7 @@ reader = catalogue.Reader(read_all)
 
 
 def offer() -> catalogue.Offer:
-    """Return the entries of all galleries, and the reasons for those that cannot be read."""
+    """Return the entries of all galleries, and the reason for each gallery that cannot be read."""
     return reader.read(configured())
 
 
@@ -83,7 +83,7 @@ def find(reference: GalleryRef | NameRef) -> GalleryEntry:
 
 
 def task_of(entry: GalleryEntry) -> str:
-    """Return a model's task from its definition or tags; "" if neither states it."""
+    """Return a model's task from its definition or tags; "" if neither states a task."""
     stated = entry.overrides.get("known_usecases") or entry.config.get("known_usecases")
     if isinstance(stated, list) and stated:
         return str(stated[0])[:64].lower().removeprefix("flag_")
@@ -94,7 +94,7 @@ async def plan_of(entry: GalleryEntry, outbound: Outbound, *, name: str = "") ->
     """Return the plan of an entry; raise InvalidInput, SourceError or GalleryUnreadable."""
     document = await _document(entry, outbound)
     wanted = name or writing.model_name(entry.name)
-    text = writing.text_of(writing.renamed(document.config, wanted))
+    text = writing.text_of(writing.with_name(document.config, wanted))
     writing.check_text(text)
     # The entry comes after its document, so of two files of one name its own counts.
     files = {file.name: file for file in document.files}
@@ -126,7 +126,7 @@ async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.
 
 
 def _path_beside_index(path: Path, gallery: Gallery) -> Path:
-    """Return a path that an entry names; raise ValueError unless it is beside the index of its gallery."""
+    """Return the path that an entry names; raise ValueError unless it is below the index's folder."""
     # The empty URL of a document without a gallery would be the working directory.
     index = gallery_index.local_path(gallery.url) if gallery.url else None
     if index is None or not path.resolve().is_relative_to(index.parent.resolve()):
@@ -135,13 +135,13 @@ def _path_beside_index(path: Path, gallery: Gallery) -> Path:
 
 
 def files_of_definition(settings: Mapping[str, Any]) -> tuple[SourceFile, ...]:
-    """Return the files that `download_files` of a definition names, as LocalAI's do."""
+    """Return the files in `download_files` of a definition, in LocalAI's form."""
     listed = gallery_index.files_of(settings.get("download_files"))
     return check_files(_source_file(file, "") for file in listed)
 
 
 def _source_file(file: ModelFile, index: str) -> SourceFile:
-    """Return a file with an address that can be opened; a relative one is beside the index."""
+    """Return a file with an address that can be opened; resolve a relative address against the index."""
     settings = conf.cluster()
     uri = gallery_index.resolve_source(file.uri, index, settings.github_url)
     try:
@@ -174,7 +174,7 @@ def _address(found: references.Reference, file: ModelFile) -> str:
 
 
 def bytes_of(entry: GalleryEntry) -> int:
-    """Return the bytes that an entry says its files have; 0 if it does not."""
+    """Return the bytes of the files that an entry states; 0 if it states no size."""
     try:
         return stated_bytes({"size": entry.size.strip()}, "size") if entry.size else 0
     except UnusableDefinition:

@@ -1,10 +1,10 @@
 """Hugging Face: metadata and files of repositories, each pinned to a commit, and the search of models.
 
-The JSON API of the hub is called through `Outbound`, not through the package `huggingface_hub`: that has one
-HTTP client for the whole process, follows redirects by rules of its own, reads an answer of any length, and
-takes its token from files and variables that this product does not name (docs/decisions/0034).
+The JSON API of the hub is called through `Outbound`, not through the package `huggingface_hub`. That package
+has one HTTP client for the whole process, follows redirects by its own rules, reads responses of any length,
+and takes its token from files and variables that are not settings of this product (docs/decisions/0034).
 
-Answers are bounded, and only the named fields of them are read.
+The size of responses is limited, and only the declared fields are read.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from nodes.sources.references import HubRef
 from nodes.sources.variants import RepositoryFile
 
 MOST_BYTES = 16 * 1024 * 1024
-"""Bytes of an answer; a repository of ten thousand files needs a quarter of it."""
+"""Maximum bytes of a response; a repository of ten thousand files needs a quarter of it."""
 MOST_FILES = 10_000
-"""Files of a repository."""
+"""Maximum files of a repository."""
 MOST_REPOSITORIES = 16
-"""Repositories that one entry of a gallery may name by branches or tags."""
+"""Maximum repositories that one gallery entry may name by branches or tags."""
 MAX_RESULTS = 20
 
 _LONGEST_TEXT = 300
@@ -79,12 +79,12 @@ class Repository:
     licence: str
     library: str
     base: str
-    """The repository that it was made from, "" if it says none."""
+    """The repository that the model was derived from; "" if unknown."""
     downloads: int = 0
 
 
 class Hub:
-    """The API of the hub or of its mirror at `endpoint`."""
+    """The API of the hub, or of a mirror, at `endpoint`."""
 
     def __init__(self, outbound: Outbound, endpoint: str, *, has_token: bool) -> None:
         self._outbound = outbound
@@ -92,7 +92,7 @@ class Hub:
         self._has_token = has_token
 
     async def repository(self, reference: HubRef) -> Repository:
-        """Return the repository at the commit of its revision; raise SourceError."""
+        """Return the repository at the current commit of its revision; raise SourceError."""
         revision = quote(reference.revision or "main", safe="")
         address = f"{self._endpoint}/api/models/{reference.repo}/revision/{revision}?blobs=true"
         try:
@@ -103,12 +103,15 @@ class Hub:
             raise SourceRefused(f"{reference.repo} is disabled at its source")
         return _repository(found)
 
-    async def pinned(self, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
-        """Return the files with those of a branch or tag at its present commit, with size and hash.
+    async def pin_files(self, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+        """Pin files that a branch or tag names to its current commit, with size and hash; return all files.
 
-        One request for each repository and revision. Raise SourceError, InvalidInput for too many of them.
+        One request for each repository and revision. Raise SourceError, and InvalidInput for more than
+        `MOST_REPOSITORIES`.
         """
-        places = {file.url: place for file in files if (place := _moving_place(file.url)) is not None}
+        places = {
+            file.url: place for file in files if (place := _parse_unpinned_address(file.url)) is not None
+        }
         wanted = {HubRef(place.repo, place.revision) for place in places.values()}
         if len(wanted) > MOST_REPOSITORIES:
             reason = f"it has files of {len(wanted)} repositories; at most {MOST_REPOSITORIES} are read"
@@ -123,7 +126,7 @@ class Hub:
         )
 
     async def search(self, term: str) -> list[Repository]:
-        """Return the most used repositories that the term finds; raise SourceError."""
+        """Return the repositories that match the term, the most downloaded first; raise SourceError."""
         query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": MAX_RESULTS})
         body = await self._outbound.read(f"{self._endpoint}/api/models?{query}", MOST_BYTES)
         found = _decode(body, list[_Repository], term)
@@ -138,7 +141,7 @@ class Hub:
         return f"{self._endpoint}/{repo}/resolve/{commit}/{quote(path)}"
 
     def _explain_refusal(self, error: SourceError, reference: HubRef) -> SourceError:
-        """Return the refusal as a sentence: the hub answers 401 for private and for missing repositories."""
+        """Explain a refusal: the hub responds with 401 for private and for missing repositories."""
         if isinstance(error, SourceMissing) or not self._has_token:
             revision = f" with revision {reference.revision}" if reference.revision else ""
             hint = "" if self._has_token else "; if it is private, the server needs HF_TOKEN"
@@ -146,8 +149,8 @@ class Hub:
         return error
 
 
-def _moving_place(url: str) -> HubRef | None:
-    """Return the file that an hf:// address names; None for another address, and if it names a commit."""
+def _parse_unpinned_address(url: str) -> HubRef | None:
+    """Parse an hf:// address; return None if it is another address or already names a commit."""
     if not url.startswith(HUB):
         return None
     repo, _, rest = url.removeprefix(HUB).partition("@")
@@ -164,7 +167,7 @@ def _pin_to_commit(file: SourceFile, place: HubRef, repository: Repository) -> S
 
 
 def _decode(body: bytes, kind: Any, subject: str) -> Any:
-    """Return the JSON of an answer as `kind`; raise SourceError."""
+    """Decode the JSON of a response as `kind`; raise SourceError."""
     if problem := untrusted.json_problem(body):
         raise SourceError(f"{subject}: the answer is {problem}")
     try:
@@ -182,21 +185,21 @@ def _repository(found: _Repository) -> Repository:
         raise SourceError(f"{found.id}: the answer names no commit")
     card = found.card or _Card()
     return Repository(
-        _shown(found.id),
+        _displayable_text(found.id),
         commit,
         tuple(_file(sibling) for sibling in found.siblings if not names.unprintable(sibling.rfilename)),
         bool(found.gated),
         found.private,
-        _shown(found.pipeline_tag),
+        _displayable_text(found.pipeline_tag),
         _licence(card, found.tags),
-        _shown(found.library_name),
-        _shown(_first(card.base_model)),
+        _displayable_text(found.library_name),
+        _displayable_text(_first_text(card.base_model)),
         found.downloads,
     )
 
 
 def _file(sibling: _Sibling) -> RepositoryFile:
-    """Return a file with the size of its content: that of the pointer is not it."""
+    """Return a file with the size of its content, not of its LFS pointer."""
     size = sibling.lfs.size if sibling.lfs is not None else sibling.size or 0
     sha256 = sibling.lfs.sha256.lower() if sibling.lfs is not None else ""
     return RepositoryFile(sibling.rfilename, max(size, 0), sha256)
@@ -207,16 +210,16 @@ def _is_commit(text: str) -> bool:
 
 
 def _licence(card: _Card, tags: Sequence[str]) -> str:
-    stated = _first(card.license)
+    stated = _first_text(card.license)
     if stated == "other" and card.license_name:
         stated = card.license_name
     tagged = next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), "")
-    return _shown(stated or tagged)
+    return _displayable_text(stated or tagged)
 
 
-def _first(value: str | list[str] | None) -> str:
+def _first_text(value: str | list[str] | None) -> str:
     return (value[0] if value else "") if isinstance(value, list) else value or ""
 
 
-def _shown(text: str) -> str:
+def _displayable_text(text: str) -> str:
     return names.plain(text[:_LONGEST_TEXT])

@@ -1,8 +1,8 @@
-"""Models in registries: those of Ollama, and OCI artifacts whose layers are files.
+"""Models in registries: models of Ollama, and OCI artifacts whose layers are files.
 
-A manifest of Ollama has one layer for the weights and others for projector, template, parameters, system
-prompt and licence, each by its digest. The weights have the model's own template; Ollama's is in Go's
-language and is not kept.
+An Ollama manifest has one layer for the weights and other layers for projector, template, parameters, system
+prompt and licence, each identified by its digest. The file with the weights has the model's own template.
+Ollama's template is in Go's language and is not used.
 """
 
 import json
@@ -16,7 +16,7 @@ from localai_cluster.registries.access import RegistryError
 from localai_cluster.registries.client import Descriptor
 from localai_cluster.registries.references import ImageReference
 from nodes.sources import writing
-from nodes.sources.opening import Opener, translated
+from nodes.sources.opening import Opener, translate_registry_error
 from nodes.sources.plans import SourceFile, check_path
 from nodes.sources.probing import read_start
 from nodes.sources.references import OLLAMA_REGISTRY, ImageRef
@@ -24,9 +24,9 @@ from nodes.sources.variants import RepositoryFile, Variant, quantization_of, var
 
 _OLLAMA = "application/vnd.ollama.image."
 _MODEL, _PROJECTOR, _ADAPTER = f"{_OLLAMA}model", f"{_OLLAMA}projector", f"{_OLLAMA}adapter"
-_SMALL = 256 * 1024
-"""Bytes of a layer of text that is read."""
-_TITLE = "org.opencontainers.image.title"
+_MAX_TEXT_BYTES = 256 * 1024
+"""Maximum bytes of a text layer that are read."""
+_TITLE_ANNOTATION = "org.opencontainers.image.title"
 _DOCKER_MODEL = "application/vnd.docker.ai.gguf.v3"
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "temperature": ("parameters", "temperature"),
@@ -43,17 +43,17 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "num_gpu": ("gpu_layers",),
     "num_thread": ("threads",),
 }
-"""Path in a definition by parameter of Ollama."""
+"""By Ollama parameter: the path of the setting in a definition."""
 
 
 @dataclass(frozen=True)
 class RegistryModel:
-    """A model of a registry: its variant, the address of each file, and the metadata of its layers."""
+    """A model of a registry: its variant, the address of each file, and the metadata in its layers."""
 
     variant: Variant
     folder: str
     addresses: Mapping[str, str]
-    """Address by path in the variant."""
+    """By the file's path in the variant: its address."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     licence: str = ""
@@ -74,12 +74,12 @@ class RegistryModel:
 
 
 async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
-    """Return the model that a registry has under this name; raise SourceError."""
+    """Read the model that a reference names in its registry; raise SourceError."""
     try:
         async with opener.registries() as client:
             image = await client.artifact(reference.reference)
     except RegistryError as error:
-        raise translated(error) from error
+        raise translate_registry_error(error) from error
     if any(layer.media_type == _MODEL for layer in image.layers):
         return await _ollama_model(opener, reference.reference, image.layers)
     return _artifact(reference.reference, image.layers)
@@ -88,7 +88,7 @@ async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
 async def _ollama_model(
     opener: Opener, reference: ImageReference, layers: Sequence[Descriptor]
 ) -> RegistryModel:
-    """Return the model that an image of Ollama's registry, or in its format, contains."""
+    """Return the model in an image of Ollama's format."""
     by_type: dict[str, Descriptor] = {}
     for layer in layers:
         by_type.setdefault(layer.media_type, layer)
@@ -115,7 +115,7 @@ async def _ollama_model(
     return RegistryModel(
         variant,
         f"ollama/{path}" if reference.host == OLLAMA_REGISTRY else f"oci/{_host_part(reference)}/{path}",
-        {file.path: _blob(reference, f"sha256:{file.sha256}") for file in files},
+        {file.path: _blob_address(reference, f"sha256:{file.sha256}") for file in files},
         _parameters(texts.get("params", b"")),
         texts.get("system", b"").decode("utf-8", "replace").strip(),
         names.plain(texts.get("license", b"").decode("utf-8", "replace").strip().partition("\n")[0][:200]),
@@ -124,16 +124,16 @@ async def _ollama_model(
 
 
 def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> RegistryModel:
-    """Return an artifact whose layers are files, each named by its title."""
+    """Return the model of an artifact whose layers are files; the title of each layer is its path."""
     files, addresses = [], {}
     for index, layer in enumerate(layers):
-        title = (layer.annotations or {}).get(_TITLE, "")
+        title = (layer.annotations or {}).get(_TITLE_ANNOTATION, "")
         if not title and layer.media_type == _DOCKER_MODEL:
             title = f"model-{index}.gguf" if index else "model.gguf"
         if not isinstance(title, str) or not title or names.unprintable(title):
             continue
         files.append(RepositoryFile(title, layer.size, layer.digest.removeprefix("sha256:")))
-        addresses[title] = _blob(reference, layer.digest)
+        addresses[title] = _blob_address(reference, layer.digest)
     found = variants_of(files)
     if not found:
         raise SourceError(f"{reference} has no layer that is a model's file with a name")
@@ -146,24 +146,26 @@ def _host_part(reference: ImageReference) -> str:
 
 
 def _layer_file(kind: str, layer: Descriptor) -> RepositoryFile:
-    """Return the file of a layer: its digest is in its name, because a tag may move to other weights."""
+    """Return the file of a layer. The name contains the digest, because a tag may move to other weights."""
     digest = layer.digest.removeprefix("sha256:")
     return RepositoryFile(f"{kind}-{digest[:16]}.gguf", layer.size, digest)
 
 
-def _blob(reference: ImageReference, digest: str) -> str:
+def _blob_address(reference: ImageReference, digest: str) -> str:
     return f"oci://{reference.host}/{reference.path}@{digest}"
 
 
 async def _read_layer(opener: Opener, reference: ImageReference, layer: Descriptor) -> bytes:
-    if layer.size > _SMALL:
+    if layer.size > _MAX_TEXT_BYTES:
         return b""
-    content, _ = await read_start(opener, SourceFile("layer", _blob(reference, layer.digest)), _SMALL)
+    content, _ = await read_start(
+        opener, SourceFile("layer", _blob_address(reference, layer.digest)), _MAX_TEXT_BYTES
+    )
     return content
 
 
 def _parameters(content: bytes) -> dict[str, Any]:
-    """Return the parameters of a model of Ollama; none if they cannot be read."""
+    """Return the parameters of an Ollama model; {} if they cannot be read."""
     if not content or untrusted.json_problem(content):
         return {}
     try:
@@ -176,7 +178,7 @@ def _parameters(content: bytes) -> dict[str, Any]:
 
 
 def _is_usable(key: str, value: object) -> bool:
-    """Return True if a definition can have this value; a model with a wrong one is usable without it."""
+    """Return True if a definition can have this value. An unusable value is left out."""
     if key == "stop":
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
     kinds = int if key.startswith("num_") else int | float
@@ -184,7 +186,7 @@ def _is_usable(key: str, value: object) -> bool:
 
 
 def with_parameters(settings: dict[str, Any], model: RegistryModel) -> dict[str, Any]:
-    """Return the settings of a definition with the parameters and system prompt of a model."""
+    """Add the parameters and system prompt of a model to the settings of a definition; return them."""
     for key, value in model.parameters.items():
         section = settings
         *outer, name = _PARAMETERS[key]

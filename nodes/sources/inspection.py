@@ -1,7 +1,7 @@
 """Inspection of a pasted text, and the plan of its import.
 
-Both read the source anew, so a plan never rests on what a page has shown some time ago. The database is read
-before and after the source, never while it is waited for.
+Both read the source again, so a plan never depends on what a page showed earlier. The database is read before
+and after the source, never while a request to the source runs.
 """
 
 import re
@@ -21,7 +21,7 @@ from nodes.definitions import store
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading.load_request import estimate_need
 from nodes.sources import fits, galleries, variants, writing
-from nodes.sources.finding import Choice, Finder, Found, Suggestion, select_choice
+from nodes.sources.finding import Choice, Finder, SourceModel, Suggestion, select_choice
 from nodes.sources.hub import Repository
 from nodes.sources.plans import ImportPlan
 from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
@@ -81,30 +81,30 @@ INSPECTION = Shape(
     ],
 )
 _MOST_SHOWN = 200
-_WEB = ("https://", "http://")
-"""Beginnings of the addresses that a page may link to."""
+_WEB_PREFIXES = ("https://", "http://")
+"""Prefixes of the addresses that a page may link to."""
 
 
 def inspect(text: str, now: datetime) -> Row:
     """Return the model that the text names, with its variants. Raise InvalidInput or SourceError."""
-    reference = _recognised(text)
+    reference = _parse_reference(text)
     if isinstance(reference, NameRef):
         return _search(reference)
     found = _find(reference)
     fleet = fits.read_fleet(now)
-    rows = [_fit(fleet, choice) for choice in found.choices]
+    rows = [_fit_choice(fleet, choice) for choice in found.choices]
     fitting = [
         choice.variant.id for choice, fit in zip(found.choices, rows, strict=True) if fit["fits"] is not False
     ]
-    best = found.wanted or variants.recommended((choice.variant for choice in found.choices), fitting)
+    best = found.wanted or variants.recommend((choice.variant for choice in found.choices), fitting)
     return INSPECTION.of(
         kind=found.kind,
         title=names.plain(found.title[:300]),
         description=found.description,
         licence=found.licence,
         gated=found.gated,
-        urls=[url for url in found.urls if url.startswith(_WEB)],
-        icon=found.icon if found.icon.startswith(_WEB) else "",
+        urls=[url for url in found.urls if url.startswith(_WEB_PREFIXES)],
+        icon=found.icon if found.icon.startswith(_WEB_PREFIXES) else "",
         commit=found.commit,
         name=found.name,
         task=found.task,
@@ -122,9 +122,10 @@ def plan_import(
 ) -> ImportPlan:
     """Return the plan that imports the model of the text. Raise InvalidInput or SourceError.
 
-    An unknown variant is an error, never another variant. Without one the best that fits is taken.
+    An unknown variant is an error and never replaced by another one. An empty `variant` selects the best
+    variant that fits.
     """
-    reference = _recognised(text)
+    reference = _parse_reference(text)
     if isinstance(reference, NameRef):
         raise InvalidInput(
             f"text: {names.plain(reference.term)!r} may mean several models: inspect it and choose one",
@@ -135,7 +136,7 @@ def plan_import(
 
 
 def plan_of(
-    found: Found,
+    found: SourceModel,
     *,
     variant: str = "",
     name: str = "",
@@ -145,7 +146,7 @@ def plan_of(
     """Return the plan that imports a variant of the inspected model."""
     if not found.choices:
         raise InvalidInput(f"text: {found.problem or 'it has nothing that could be run'}", field="text")
-    choice = select_choice(found, variant or found.wanted) or _best(found, now)
+    choice = select_choice(found, variant or found.wanted) or _best_choice(found, now)
     return found.plan(choice, name or found.name, changes)
 
 
@@ -157,7 +158,7 @@ def plan_entry(entry: GalleryEntry, *, variant: str = "", name: str = "") -> Imp
 
 
 def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, dict[int, int], int]:
-    """Return the size of an entry, its memory by tokens of context, and the context it was made for."""
+    """Return the size of an entry, its memory by context length in tokens, and the trained context length."""
     choice = _read_source(None, entry).choices[0]
     files, memory = _files_of(choice), {}
     for context in contexts:
@@ -167,37 +168,39 @@ def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, d
 
 
 def is_defined(name: str) -> bool:
-    """Return True if a model has this name, also one that is disabled or cannot be used."""
+    """Return True if a definition has this name, even a disabled or unusable definition."""
     return store.find(name) is not None or bool(store.file_of(name))
 
 
-def _best(found: Found, now: datetime) -> Choice:
+def _best_choice(found: SourceModel, now: datetime) -> Choice:
     listed = [choice.variant for choice in found.choices]
     if len(listed) == 1:
         return found.choices[0]
     fleet = fits.read_fleet(now)
-    fitting = [choice.variant.id for choice in found.choices if _fit(fleet, choice)["fits"] is not False]
-    best = variants.recommended(listed, fitting)
+    fitting = [
+        choice.variant.id for choice in found.choices if _fit_choice(fleet, choice)["fits"] is not False
+    ]
+    best = variants.recommend(listed, fitting)
     return next(choice for choice in found.choices if choice.variant.id == best)
 
 
-def _recognised(text: str) -> Reference:
+def _parse_reference(text: str) -> Reference:
     return recognise(text, mirror=conf.cluster().hugging_face_url)
 
 
-def _find(reference: Reference) -> Found:
+def _find(reference: Reference) -> SourceModel:
     return _read_source(reference, galleries.find(reference) if isinstance(reference, GalleryRef) else None)
 
 
-def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> Found:
+def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> SourceModel:
     """Read a source without holding a database connection."""
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(Finder(conf.cluster()).find)(reference, entry)
 
 
-def _fit(fleet: fits.FleetFit, choice: Choice) -> Row:
-    """Return where a choice fits, with the definition that its import would save."""
+def _fit_choice(fleet: fits.FleetFit, choice: Choice) -> Row:
+    """Return the nodes that a choice fits on, with the definition that its import would save."""
     return fleet.fit(writing.check_text(writing.text_of(choice.settings)), _files_of(choice))
 
 
@@ -206,7 +209,7 @@ def _files_of(choice: Choice) -> ModelFiles:
     return ModelFiles(variant.weights, variant.size or variant.weights, choice.header, variant.projector_size)
 
 
-def _variant(found: Found, choice: Choice, fit: Row, *, is_best: bool) -> Row:
+def _variant(found: SourceModel, choice: Choice, fit: Row, *, is_best: bool) -> Row:
     variant = choice.variant
     return VARIANT.of(
         id=variant.id,
@@ -223,9 +226,9 @@ def _variant(found: Found, choice: Choice, fit: Row, *, is_best: bool) -> Row:
 
 
 def _search(reference: NameRef) -> Row:
-    """Return the models that a name may mean: those of galleries, then those of the hub."""
+    """Return the models that a search term matches: gallery entries first, then repositories of the hub."""
     offer = galleries.offer()
-    candidates = list(_of_galleries(offer.builds, reference.term))[:MOST_CANDIDATES]
+    candidates = list(_search_galleries(offer.builds, reference.term))[:MOST_CANDIDATES]
     if _TAGGED_NAME.fullmatch(reference.term):
         candidates.append(
             Suggestion(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
@@ -238,7 +241,7 @@ def _search(reference: NameRef) -> Row:
     except SourceError as error:
         problems.append(error.message)
     else:
-        candidates += map(_of_hub, repositories)
+        candidates += map(_hub_suggestion, repositories)
     return INSPECTION.of(
         **dict.fromkeys(("description", "licence", "icon", "commit", "name", "task"), ""),
         kind="search",
@@ -251,8 +254,8 @@ def _search(reference: NameRef) -> Row:
     )
 
 
-def _of_galleries(entries: Sequence[Any], term: str) -> list[Suggestion]:
-    """Return the entries whose name, tags or description have the term, those of that name first."""
+def _search_galleries(entries: Sequence[Any], term: str) -> list[Suggestion]:
+    """Return the entries whose name, tags or description contain the term; matches of the name come first."""
     folded = term.casefold()
     ranked = []
     for entry in entries:
@@ -273,7 +276,7 @@ def _of_galleries(entries: Sequence[Any], term: str) -> list[Suggestion]:
     ]
 
 
-def _of_hub(repository: Repository) -> Suggestion:
+def _hub_suggestion(repository: Repository) -> Suggestion:
     facts = (repository.task, repository.licence, f"{repository.downloads} downloads a month")
     return Suggestion(
         f"hf://{repository.id}", repository.id, "huggingface", ", ".join(fact for fact in facts if fact)

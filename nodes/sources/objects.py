@@ -1,7 +1,7 @@
-"""Files in object stores of S3's kind, through `obstore`, which is imported at the first use.
+"""Files in S3-compatible object stores, through `obstore`, which is imported at the first use.
 
-Credentials are those of the settings. Without them requests are not signed: the library must not look for
-credentials of the machine that this process runs on.
+Credentials come from the settings only. Without credentials requests are not signed, because the library must
+not use credentials of the machine that this process runs on.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from nodes.sources.variants import RepositoryFile
 
 SCHEME = "s3://"
 MOST_OBJECTS = 10_000
-"""Objects of a folder that are listed."""
+"""Maximum objects of a folder that are listed."""
 REQUEST_WITHIN = 60.0
-"""Seconds for the beginning of an object, its size, and each page of a list."""
+"""Seconds until a response must begin: for an object, its size, or a page of a list."""
 _PIECE_BYTES = 1024 * 1024
 _USUAL_REGION = "us-east-1"
 
 
 async def store(settings: ClusterSettings, bucket: str) -> Any:
-    """Return the store of a bucket."""
+    """Return the client of a bucket."""
     return await asyncio.to_thread(_make_store, settings, bucket)
 
 
@@ -56,7 +56,7 @@ async def read(store: Any, url: str, key: str, offset: int, length: int | None) 
         options = {"range": (offset, offset + length)}
     elif offset:
         options = {"range": {"offset": offset}}
-    with translated_errors(url):
+    with translate_errors(url):
         async with asyncio.timeout(REQUEST_WITHIN):
             found = await obstore.get_async(store, key, options=options)
     return SourceBody(
@@ -68,7 +68,7 @@ async def _pieces(found: Any, url: str) -> AsyncIterator[bytes]:
     stream = aiter(found.stream(min_chunk_size=_PIECE_BYTES))
     while True:
         # Not around the yield: errors of the reader are not those of the source.
-        with translated_errors(url):
+        with translate_errors(url):
             piece = await anext(stream, None)
         if piece is None:
             return
@@ -76,7 +76,7 @@ async def _pieces(found: Any, url: str) -> AsyncIterator[bytes]:
 
 
 async def list_files(store: Any, key: str) -> list[RepositoryFile]:
-    """Return the object of this key, or else those below it; raise FileNotFoundError if there are none."""
+    """Return the object with this key, or else the objects below it; raise FileNotFoundError without any."""
     import obstore
 
     if not key.endswith("/"):
@@ -105,8 +105,8 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
 
 
 @contextmanager
-def translated_errors(url: str) -> Iterator[None]:
-    """Raise the errors of the library as those of a source."""
+def translate_errors(url: str) -> Iterator[None]:
+    """Translate the library's exceptions into SourceError."""
     from obstore import exceptions
 
     shown = names.plain(url[:200])

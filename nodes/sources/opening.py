@@ -1,7 +1,7 @@
-"""Files of sources, opened by their lasting addresses from any byte on.
+"""Open files of sources at any byte, by their permanent addresses.
 
-Each call asks the source anew, so a signed address that has expired does not matter. Tokens are added here
-from the settings of this process; no address and no row has one.
+Each call sends a new request to the source, so a signed address that has expired does not matter. Tokens are
+added from the settings of this process; no address and no row contains a token.
 """
 
 from collections.abc import AsyncIterator
@@ -33,10 +33,11 @@ HUB = "hf://"
 IMAGES = ("oci://", "ollama://")
 
 
-def hosts_of(settings: ClusterSettings) -> set[str]:
-    """Return the hosts that the operator has configured as sources: they may have private addresses.
+def source_hosts(settings: ClusterSettings) -> set[str]:
+    """Return the hosts that the operator has configured as sources; they may have private addresses.
 
-    Each on the port of its address; a registry without one may have its token service on another.
+    A host includes the port of its address. A registry without a port may have its token service on another
+    port.
     """
     addresses = [settings.hugging_face_url, settings.github_url, settings.s3_endpoint]
     for gallery in settings.model_galleries:
@@ -45,16 +46,16 @@ def hosts_of(settings: ClusterSettings) -> set[str]:
     return hosts | {registry.host for registry in settings.registries}
 
 
-def outbound_of(settings: ClusterSettings) -> Outbound:
-    """Return the client for sources of models with the credentials of these settings."""
+def build_outbound(settings: ClusterSettings) -> Outbound:
+    """Return the HTTP client for model sources with the credentials of these settings."""
     credentials = {}
     if settings.hugging_face_token and host_of(settings.hugging_face_url):
         credentials[settings.hugging_face_url] = f"Bearer {settings.hugging_face_token}"
-    return Outbound(hosts_of(settings), credentials, verify=settings.registry_ca)
+    return Outbound(source_hosts(settings), credentials, verify=settings.registry_ca)
 
 
 class SourceOpener(Protocol):
-    """Opens files of sources; each call asks the source anew."""
+    """Opens files of sources; each call sends a new request to the source."""
 
     def open(
         self, file: SourceFile, offset: int = 0, length: int | None = None
@@ -67,7 +68,7 @@ class Opener:
 
     def __init__(self, settings: ClusterSettings, outbound: Outbound | None = None) -> None:
         self._settings = settings
-        self._outbound = outbound or outbound_of(settings)
+        self._outbound = outbound or build_outbound(settings)
         self._access = Access(settings.registries, settings.registry_config)
 
     @asynccontextmanager
@@ -92,7 +93,7 @@ class Opener:
             raise AddressRefused("only https://, hf://, oci://, ollama:// and s3:// addresses are read")
 
     def web_address(self, url: str) -> str:
-        """Return the web address of a file; raise AddressRefused for a malformed address of the hub."""
+        """Return the web address of a file; raise AddressRefused for a malformed hf:// address."""
         if not url.startswith(HUB):
             return url
         repository, at, rest = url.removeprefix(HUB).partition("@")
@@ -103,7 +104,7 @@ class Opener:
 
     @asynccontextmanager
     async def registries(self) -> AsyncIterator[Registries]:
-        """Yield a client of registries that dials checked addresses only."""
+        """Yield a client of registries that connects to checked addresses only."""
         async with self._outbound.client() as client:
             yield Registries(client, self._access)
 
@@ -122,7 +123,7 @@ class Opener:
                 finally:
                     await response.aclose()
         except RegistryError as error:
-            raise translated(error) from error
+            raise translate_registry_error(error) from error
         except (httpx.HTTPError, TimeoutError) as error:
             raise SourceError(
                 f"{reference.host}: {str(error)[:200] or 'connection lost'}", can_retry=True
@@ -135,8 +136,8 @@ class Opener:
         yield await objects.read(store, url, key, offset, length)
 
 
-def translated(error: RegistryError) -> SourceError:
-    """Return the error of a registry as one of a source."""
+def translate_registry_error(error: RegistryError) -> SourceError:
+    """Translate the error of a registry into a SourceError."""
     if isinstance(error, ImageMissing):
         return SourceMissing(error.message)
     if not error.permanent:

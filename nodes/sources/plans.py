@@ -1,8 +1,8 @@
 """Plans of imports: the definition that is saved and the files that are fetched first. Pure.
 
-A plan is the payload of an operation, so it outlives its process. Its addresses can be opened again at any
-time: none is signed, none has a token in it. Paths come from other machines; `check_path` admits only those
-that name one plain file below the models folder.
+A plan is the payload of an operation, so it outlives its process. Its addresses can be opened at any time:
+they are not signed and contain no token. Paths come from other machines; `check_path` admits only a path that
+names one plain file below the models folder.
 """
 
 import re
@@ -16,22 +16,22 @@ from nodes.definitions.sizes import SIDES
 from nodes.loading.source_files import InvalidPath, key_of
 
 MOST_FILES = 2000
-"""Files of one import."""
+"""Maximum files of one import."""
 LONGEST_PATH, LONGEST_PART, MOST_PARTS = 512, 180, 12
 """Bytes of a path and of one of its parts, and parts; a partial file's name needs the rest of 255 bytes."""
 LONGEST_URL, MOST_BYTES = 4096, 2**60
 SHARE = "share://"
-"""Prefix of the address of a file that is used where it is."""
+"""Prefix of the address of a file on a share; such a file is used in place and not fetched."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEFINITIONS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to fetch; an unknown size is 0, an unknown hash is empty."""
+    """A file to fetch. `size` 0 = unknown, `sha256` "" = unknown."""
 
     path: str
-    """Its path in the models folder."""
+    """The file's path in the models folder."""
     url: str
     """`https://…`, `hf://owner/repo@commit/path`, `oci://host/repo@sha256:…`, `s3://…` or `share://…`."""
     size: int = 0
@@ -49,7 +49,7 @@ class ImportPlan:
     origin: str
     """`gallery`, `import`, `api` or `editor`."""
     source: str
-    """The model's source, for people."""
+    """The displayable address of the model's source."""
 
     @property
     def size(self) -> int:
@@ -62,42 +62,42 @@ class ImportPlan:
 
 
 def from_payload(payload: Mapping[str, Any]) -> ImportPlan:
-    """Return the plan of a payload that `as_payload` made."""
+    """Parse the payload that `as_payload` has returned."""
     files = tuple(SourceFile(**file) for file in payload["files"])
     return ImportPlan(payload["name"], payload["text"], files, payload["origin"], payload["source"])
 
 
 def check_path(path: str) -> str:
-    """Return the path of a file for the models folder; raise InvalidInput for one that must not be written.
+    """Return the path of a file for the models folder; raise InvalidInput for a forbidden path.
 
-    Refused are paths that lead out of the folder, hidden files, names that an operating system reserves,
-    checksum files, and YAML directly in the folder, which would be a definition.
+    Forbidden are paths that lead out of the folder, hidden files, names that an operating system reserves,
+    checksum files, and YAML files directly in the folder, which would be definitions.
     """
     try:
         key_of("model", path)
     except InvalidPath as error:
-        raise _refused(path, str(error)) from None
+        raise _invalid_path(path, str(error)) from None
     parts = PurePosixPath(path).parts
     if len(parts) > MOST_PARTS or len(path.encode()) > LONGEST_PATH:
-        raise _refused(path, "is too long")
+        raise _invalid_path(path, "is too long")
     for part in parts:
         if len(part.encode()) > LONGEST_PART:
-            raise _refused(path, f"has a part of more than {LONGEST_PART} bytes")
+            raise _invalid_path(path, f"has a part of more than {LONGEST_PART} bytes")
         if part.startswith(".") or part != part.strip() or part.endswith("."):
-            raise _refused(path, "has a hidden name, or one with blanks or dots around it")
+            raise _invalid_path(path, "has a hidden name, or one with blanks or dots around it")
         if PureWindowsPath(part).is_reserved() or ":" in part:
-            raise _refused(path, "has a reserved name")
+            raise _invalid_path(path, "has a reserved name")
     lowered = path.lower()
     if lowered.endswith(SIDES) or (len(parts) == 1 and lowered.endswith(_DEFINITIONS)):
-        raise _refused(path, "has the name of a definition or a checksum file")
+        raise _invalid_path(path, "has the name of a definition or a checksum file")
     return path
 
 
 def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
-    """Return the files; raise InvalidInput for a wrong path, hash or number, or a name that is used twice.
+    """Return the files; raise InvalidInput for a wrong path, hash or number of files, or a duplicate name.
 
-    Names that differ only in case or in characters that look alike are one name: some file systems cannot
-    hold both.
+    Names that differ only in case or in look-alike characters count as duplicates, because some file systems
+    cannot hold both.
     """
     listed = tuple(files)
     if len(listed) > MOST_FILES:
@@ -108,25 +108,25 @@ def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
     for file in listed:
         check_path(file.path)
         if len(file.url) > LONGEST_URL or file.size < 0 or file.size >= MOST_BYTES:
-            raise _refused(file.path, "has an address or a size that is out of range")
+            raise _invalid_path(file.path, "has an address or a size that is out of range")
         if file.sha256 and not _SHA256.fullmatch(file.sha256):
-            raise _refused(file.path, "has a hash that is not a SHA-256")
+            raise _invalid_path(file.path, "has a hash that is not a SHA-256")
         if (key := names.key(file.path)) in seen:
-            raise _refused(file.path, f"has the name of another file, {seen[key][:100]!r}")
+            raise _invalid_path(file.path, f"has the name of another file, {seen[key][:100]!r}")
         seen[key] = file.path
     _check_folders(listed)
     return listed
 
 
 def _check_folders(files: tuple[SourceFile, ...]) -> None:
-    """Refuse a file whose path is a folder of another one."""
+    """Raise InvalidInput if the path of one file is a folder of another file."""
     paths = {file.path for file in files}
     for file in files:
         for folder in PurePosixPath(file.path).parents:
             if str(folder) in paths:
-                raise _refused(str(folder), "is a file and a folder")
+                raise _invalid_path(str(folder), "is a file and a folder")
 
 
-def _refused(path: str, problem: str) -> errors.InvalidInput:
+def _invalid_path(path: str, problem: str) -> errors.InvalidInput:
     shown = names.plain(path[:100])
     return errors.InvalidInput(f"the file {shown!r} {problem}", field="text")

@@ -1,7 +1,7 @@
-"""Headers of models that are not here: read by ranges, a megabyte for the figures of a model.
+"""Headers of files at their sources, read by ranges: one megabyte contains the figures of a model.
 
 The vocabulary of a GGUF file lies between its figures and its tensors and takes megabytes. The figures are
-sufficient for an estimate, so the rest is read only where they do not come first, and for the chat template
+sufficient for an estimate. More is read only if the figures do not come first, or to find the chat template
 of a file that is imported. Quantizations of one model have the same figures, so one header serves them all.
 """
 
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 FIGURES_BYTES, TABLE_BYTES = 1024 * 1024, 16 * 1024 * 1024
 """Bytes of a file that are read for its figures, and for the table of its tensors or its chat template."""
 HEADER_LIMIT = 20.0
-"""Seconds for one header."""
+"""Seconds within which a header must have been read."""
 _LEAST_BYTES = 256
-"""Bytes of a file that are read to see that its source sends it."""
+"""Bytes that are read to check that the source sends the file."""
 _POINTER = b"version https://git-lfs"
 _CONTEXT_KEY = "context_length"
-_UNKNOWN = 2**60
-"""Bytes of a file whose size is not known."""
+_ASSUMED_BYTES = 2**60
+"""Size in bytes that is assumed for a file of unknown size."""
 
 
 async def read_start(opener: SourceOpener, file: SourceFile, length: int) -> tuple[bytes, int]:
-    """Return the first bytes of a file, and its size; raise SourceError."""
+    """Return the first `length` bytes of a file, and its size; raise SourceError."""
     content = bytearray()
     try:
         async with asyncio.timeout(HEADER_LIMIT), opener.open(file, 0, length) as body:
@@ -56,7 +56,7 @@ async def read_start(opener: SourceOpener, file: SourceFile, length: int) -> tup
 
 
 async def gguf_header(opener: SourceOpener, file: SourceFile) -> Header:
-    """Return the header of a GGUF file; raise SourceError if it is no GGUF file."""
+    """Return the header of a GGUF file; raise SourceError for any other file."""
     try:
         return (await _read_gguf(opener, file))[0]
     except UnreadableHeader as error:
@@ -65,18 +65,19 @@ async def gguf_header(opener: SourceOpener, file: SourceFile) -> Header:
 
 @dataclass(frozen=True)
 class ProbedFile:
-    """A file at its source: its size, 0 if that is not known, and of a GGUF file what its header says."""
+    """A file at its source: its size, 0 if unknown, and the header of a GGUF file."""
 
     size: int
     header: Header | None = None
     has_tools: bool = False
-    """True if its chat template is known to have a place for tools."""
+    """True if the file's chat template is known to support tools."""
 
 
 async def probe_file(opener: SourceOpener, file: SourceFile, *, with_header: bool) -> ProbedFile:
     """Read the size of a file at its source, and the header of a GGUF file.
 
-    Raise SourceError if the source does not send the file. A header that cannot be read is None.
+    Raise SourceError if the source does not send the file. The result has `header=None` if the header cannot
+    be read.
     """
     if with_header:
         try:
@@ -90,9 +91,10 @@ async def probe_file(opener: SourceOpener, file: SourceFile, *, with_header: boo
 
 
 async def _has_tools(opener: SourceOpener, file: SourceFile, header: Header, content: bytes) -> bool:
-    """Return True if the chat template of a GGUF file, of which this was read, has a place for tools.
+    """Return True if the chat template of a GGUF file supports tools. `content` is the part already read.
 
-    It follows the vocabulary, so more may have to be read. A source that does not send that is no error.
+    The template comes after the vocabulary, so more of the file may be read. If the source fails then, return
+    False.
     """
     has_tools = tools_in_template(content)
     if has_tools is None and header.is_cut and len(content) == FIGURES_BYTES:
@@ -103,21 +105,21 @@ async def _has_tools(opener: SourceOpener, file: SourceFile, header: Header, con
 
 
 async def _read_gguf(opener: SourceOpener, file: SourceFile) -> tuple[Header, int, bytes]:
-    """Return the header of a GGUF file, its size and what was read.
+    """Return the header of a GGUF file, its size, and the bytes that were read.
 
     Raise UnreadableHeader and SourceError.
     """
     content, total = await read_start(opener, file, FIGURES_BYTES)
     _check_length(content, total, file, FIGURES_BYTES)
-    header = parse_figures(content, total or file.size or _UNKNOWN)
+    header = parse_figures(content, total or file.size or _ASSUMED_BYTES)
     if "block_count" not in header.figures and len(content) >= FIGURES_BYTES:
         content, total = await read_start(opener, file, TABLE_BYTES)
-        header = parse_header(content, total or file.size or _UNKNOWN)
+        header = parse_header(content, total or file.size or _ASSUMED_BYTES)
     return header, total, content
 
 
 def _check_length(content: bytes, total: int, file: SourceFile, read: int) -> None:
-    """Refuse the pointer of a large file in its place, and a file of another length than its source says."""
+    """Raise SourceError for an LFS pointer, for missing bytes, and if the source states another size."""
     if content.startswith(_POINTER):
         raise SourceError(f"{file.path}: the source sends the pointer of a large file, not its content")
     if total and file.size and total != file.size:
@@ -139,13 +141,13 @@ def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
 
 
 def trained_context(header: Header | None, config: Mapping[str, object] | None = None) -> int:
-    """Return the tokens of context that a model was made for; 0 if it does not say."""
+    """Return the context length in tokens that a model was trained for; 0 if unknown."""
     value: object = header.figures.get(_CONTEXT_KEY, 0) if header is not None else 0
     if not value and config is not None:
         inner = config.get("text_config")
         sections = (config, inner if isinstance(inner, dict) else {})
-        value = next((section[key] for section in sections for key in _CONTEXTS if key in section), 0)
+        value = next((section[key] for section in sections for key in _CONTEXT_KEYS if key in section), 0)
     return value if isinstance(value, int) and 0 < value < 2**31 else 0
 
 
-_CONTEXTS = ("max_position_embeddings", "model_max_length", "seq_length")
+_CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "seq_length")

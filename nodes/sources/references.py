@@ -1,8 +1,7 @@
-"""What a pasted text means: a repository, a file, an image, an entry of a gallery, a definition or a name.
+"""Parse a pasted text: a repository, a file, an image, a gallery entry, a definition or a name.
 
-Pure: nothing is looked up. The texts are those that people copy: an address, a name, the link of a page, the
-command line of another program. A text that cannot be any of them is InvalidInput; a plain word is a name to
-search for.
+Pure: nothing is looked up. Users paste an address, a name, the link of a page, or the command line of another
+program. A text that cannot be any of these raises InvalidInput; a plain word is a name to search for.
 """
 
 import re
@@ -71,14 +70,14 @@ class GalleryRef:
 
 @dataclass(frozen=True)
 class ImageRef:
-    """A model in a registry: one of Ollama's, or an OCI artifact."""
+    """A model in a registry: a model of Ollama, or an OCI artifact."""
 
     reference: images.ImageReference
     is_ollama: bool
 
     @property
     def name(self) -> str:
-        """The name by which people know the model."""
+        """The model's name as users know it: without `library/` and without Ollama's registry."""
         path = self.reference.path.removeprefix("library/")
         known = self.reference.host == OLLAMA_REGISTRY
         return f"{path if known else f'{self.reference.host}/{path}'}:{self.reference.version}"
@@ -86,7 +85,7 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class WebRef:
-    """A file at an address."""
+    """A file at a web address."""
 
     url: str
 
@@ -108,7 +107,7 @@ class SharedRef:
 
 @dataclass(frozen=True)
 class DefinitionRef:
-    """A definition in full."""
+    """The complete text of a definition."""
 
     text: str
 
@@ -127,126 +126,136 @@ def recognise(text: str, *, mirror: str = "") -> Reference:
     """Parse the text; `mirror` is the URL of a mirror of Hugging Face. Raise InvalidInput."""
     text = text.strip()
     if not text:
-        raise _wrong("is required")
+        raise _invalid_text("is required")
     if "\n" in text or _DEFINITION_KEYS.match(text):
-        return _definition(text)
+        return _parse_definition(text)
     if len(text) > LONGEST_LINE:
-        raise _wrong(f"has more than {LONGEST_LINE} characters on one line")
+        raise _invalid_text(f"has more than {LONGEST_LINE} characters on one line")
     if character := names.unprintable(text):
-        raise _wrong(f"must not contain the character {character}")
+        raise _invalid_text(f"must not contain the character {character}")
     if (command := _COMMAND.fullmatch(text)) is not None:
-        return _of_command(command, mirror)
-    return _of_line(text.strip("\"'`<>"), mirror)
+        return _parse_command(command, mirror)
+    return _parse_line(text.strip("\"'`<>"), mirror)
 
 
-def _definition(text: str) -> DefinitionRef:
+def _parse_definition(text: str) -> DefinitionRef:
     if len(text.encode("utf-8", "replace")) > MAX_FILE_BYTES:
-        raise _wrong(f"is longer than {MAX_FILE_BYTES} bytes")
+        raise _invalid_text(f"is longer than {MAX_FILE_BYTES} bytes")
     if not _DEFINITION_KEYS.search(text):
-        raise _wrong("has several lines and is no definition: paste one name, address or definition")
+        raise _invalid_text("has several lines and is no definition: paste one name, address or definition")
     return DefinitionRef(text)
 
 
-def _of_command(command: re.Match[str], mirror: str) -> Reference:
+def _parse_command(command: re.Match[str], mirror: str) -> Reference:
     if model := command["ollama"]:
-        return _of_line(model, mirror) if model.startswith(("hf.co/", "huggingface.co/")) else _ollama(model)
+        return (
+            _parse_line(model, mirror)
+            if model.startswith(("hf.co/", "huggingface.co/"))
+            else _parse_ollama_name(model)
+        )
     if model := command["docker"]:
-        return _of_line(model if "/" not in model or "." in model.split("/")[0] else f"oci://{model}", mirror)
+        return _parse_line(
+            model if "/" not in model or "." in model.split("/")[0] else f"oci://{model}", mirror
+        )
     if repo := command["download"]:
-        return _repository(f"{repo}/{command['file']}" if command["file"] else repo)
-    return _of_line(command["llama"] or command["served"], mirror)
+        return _parse_repository(f"{repo}/{command['file']}" if command["file"] else repo)
+    return _parse_line(command["llama"] or command["served"], mirror)
 
 
-def _of_line(text: str, mirror: str) -> Reference:
+def _parse_line(text: str, mirror: str) -> Reference:
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     if scheme in ("http", "https"):
-        return _of_url(text, mirror)
+        return _parse_url(text, mirror)
     if text.lower().startswith(_HUB_SCHEMES):
-        return _repository(text.partition("://")[2])
+        return _parse_repository(text.partition("://")[2])
     if text.startswith(tuple(f"{host}/" for host in HUB_HOSTS)):
-        return _of_hub_path(text.partition("/")[2])
+        return _parse_hub_path(text.partition("/")[2])
     if scheme == "ollama":
-        return _ollama(text.partition("://")[2])
+        return _parse_ollama_name(text.partition("://")[2])
     if scheme in ("oci", "docker"):
-        return _image(text)
+        return _parse_image(text)
     if scheme == "s3":
-        return _object(text)
+        return _parse_object(text)
     if scheme in ("file", "share") or text.startswith("/"):
         return SharedRef(unquote(text.partition("://")[2]) if scheme else text)
     if scheme:
-        raise _wrong(f"has the scheme {scheme[:20]!r}, which is no source of models")
-    return _of_word(text)
+        raise _invalid_text(f"has the scheme {scheme[:20]!r}, which is no source of models")
+    return _parse_word(text)
 
 
-def _of_word(text: str) -> Reference:
+def _parse_word(text: str) -> Reference:
     if (entry := _GALLERY_ENTRY.fullmatch(text)) is not None:
         return GalleryRef(entry["gallery"], entry["name"])
     if "/" in text:
-        return _repository(text)
+        return _parse_repository(text)
     if len(text) > LONGEST_TERM:
-        raise _wrong(f"is a name of more than {LONGEST_TERM} characters")
+        raise _invalid_text(f"is a name of more than {LONGEST_TERM} characters")
     return NameRef(text)
 
 
-def _of_url(url: str, mirror: str) -> Reference:
+def _parse_url(url: str, mirror: str) -> Reference:
     try:
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").lower(), parts.port
     except ValueError:
-        raise _wrong("is a malformed address") from None
+        raise _invalid_text("is a malformed address") from None
     if not host:
-        raise _wrong("is an address without a host")
+        raise _invalid_text("is an address without a host")
     if parts.username is not None or parts.password is not None:
-        raise _wrong("has a user name or password in the address: set a credential of the server instead")
+        raise _invalid_text(
+            "has a user name or password in the address: set a credential of the server instead"
+        )
     if mirror and url.startswith(f"{mirror}/"):
-        return _of_hub_path(urlsplit(url.removeprefix(f"{mirror}/")).path)
+        return _parse_hub_path(urlsplit(url.removeprefix(f"{mirror}/")).path)
     if host in HUB_HOSTS:
-        return _of_hub_path(parts.path.strip("/"))
+        return _parse_hub_path(parts.path.strip("/"))
     if host in ("ollama.com", "www.ollama.com", "ollama.ai"):
-        return _ollama(parts.path.strip("/").removeprefix("library/"))
+        return _parse_ollama_name(parts.path.strip("/").removeprefix("library/"))
     return WebRef(url.partition("#")[0])
 
 
-def _of_hub_path(path: str) -> HubRef:
-    """Return the repository or file that the path of a page names."""
+def _parse_hub_path(path: str) -> HubRef:
+    """Return the repository or file that the path of a hub page names."""
     parts = [unquote(part) for part in path.strip("/").split("/")]
     if len(parts) > 1 and parts[0] in _KINDS_OF_HUB:
-        raise _wrong(f"is the address of {_KINDS_OF_HUB[parts[0]]}, not of a model")
+        raise _invalid_text(f"is the address of {_KINDS_OF_HUB[parts[0]]}, not of a model")
     if parts[:1] == ["models"] and len(parts) > 2:
         parts = parts[1:]
     if len(parts) > 3 and parts[2] in ("blob", "resolve", "tree", "raw"):
-        found = _repository("/".join(parts[:2]))
+        found = _parse_repository("/".join(parts[:2]))
         is_file = parts[2] != "tree" and len(parts) > 4
-        return HubRef(found.repo, _revision(parts[3]), _path("/".join(parts[4:])) if is_file else "")
-    return _repository(
+        return HubRef(
+            found.repo, _check_revision(parts[3]), _check_path("/".join(parts[4:])) if is_file else ""
+        )
+    return _parse_repository(
         "/".join(parts[:2] if len(parts) > 2 and parts[2] in ("tree", "discussions") else parts)
     )
 
 
-def _repository(text: str) -> HubRef:
+def _parse_repository(text: str) -> HubRef:
     match = _REPOSITORY.fullmatch(text.strip("/"))
     if match is None or not {".", ".."}.isdisjoint(match["repo"].split("/")) or ".." in match["repo"]:
-        raise _wrong(f"is not a repository such as owner/name: {names.plain(text[:100])!r}")
-    path = _path(match["path"]) if match["path"] else ""
+        raise _invalid_text(f"is not a repository such as owner/name: {names.plain(text[:100])!r}")
+    path = _check_path(match["path"]) if match["path"] else ""
     return HubRef(match["repo"], match["revision"] or "", path, match["quantization"] or "")
 
 
-def _revision(text: str) -> str:
+def _check_revision(text: str) -> str:
     if not re.fullmatch(_REVISION, text):
-        raise _wrong(f"has a revision that is no commit, branch or tag: {names.plain(text[:60])!r}")
+        raise _invalid_text(f"has a revision that is no commit, branch or tag: {names.plain(text[:60])!r}")
     return text
 
 
-def _path(text: str) -> str:
+def _check_path(text: str) -> str:
     if not {"", ".", ".."}.isdisjoint(text.split("/")) or "\\" in text or len(text) > 1024:
-        raise _wrong("has the path of a file that leads out of its repository")
+        raise _invalid_text("has the path of a file that leads out of its repository")
     if character := names.unprintable(text):
-        raise _wrong(f"must not contain the character {character}")
+        raise _invalid_text(f"must not contain the character {character}")
     return text
 
 
-def _ollama(text: str) -> ImageRef:
-    """Return a model of Ollama's registry, or of the registry that the name begins with."""
+def _parse_ollama_name(text: str) -> ImageRef:
+    """Return a model of Ollama's registry, or of the registry at the start of the name."""
     match = _OLLAMA.fullmatch(text)
     if match is not None:
         path, tag = f"{match['owner'] or 'library'}/{match['name']}".lower(), match["tag"] or "latest"
@@ -254,25 +263,25 @@ def _ollama(text: str) -> ImageRef:
     else:
         reference = images.parse(f"oci://{text}") if "." in text.partition("/")[0] and "/" in text else None
     if reference is None:
-        raise _wrong(f"is not a model such as llama3.2:3b: {names.plain(text[:100])!r}")
+        raise _invalid_text(f"is not a model such as llama3.2:3b: {names.plain(text[:100])!r}")
     return ImageRef(reference, is_ollama=True)
 
 
-def _image(text: str) -> ImageRef:
+def _parse_image(text: str) -> ImageRef:
     reference = images.parse(text)
     if reference is None:
-        raise _wrong(
+        raise _invalid_text(
             f"is not an image such as oci://registry.example/group/model:tag: {names.plain(text[:100])!r}"
         )
     return ImageRef(reference, is_ollama=reference.host == OLLAMA_REGISTRY)
 
 
-def _object(text: str) -> ObjectRef:
+def _parse_object(text: str) -> ObjectRef:
     match = _BUCKET.fullmatch(text)
     if match is None or not {"", ".", ".."}.isdisjoint(match["key"].rstrip("/").split("/")):
-        raise _wrong("is not an object such as s3://bucket/folder/model.gguf")
+        raise _invalid_text("is not an object such as s3://bucket/folder/model.gguf")
     return ObjectRef(match["bucket"], match["key"])
 
 
-def _wrong(problem: str) -> errors.InvalidInput:
+def _invalid_text(problem: str) -> errors.InvalidInput:
     return errors.InvalidInput(f"text: {problem}", field="text")

@@ -1,8 +1,8 @@
-"""Models on shares: used where they are, read-only, and never copied.
+"""Models on shares: used in place, read-only, and never copied.
 
-A share's folder (`CLUSTER_SHARE_ROOTS`) is mounted below the models folder: only what is in there is sent to
-workers, and a link that leads out of it is not followed (`nodes/loading/source_files.py`). A share may hang,
-so it is read in a thread of its own.
+A share's folder (`CLUSTER_SHARE_ROOTS`) is mounted below the models folder. Only files in the share are sent
+to workers, and a link that leads out of the share is not followed (`nodes/loading/source_files.py`). A share
+may hang, so a dedicated thread reads it.
 """
 
 import os
@@ -22,8 +22,8 @@ MOST_FILES = 10_000
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The variants in a folder of a share; `folder` is its path in the models folder."""
+class SharedVariants:
+    """The variants in a folder of a share; `folder` is the folder's path in the models folder."""
 
     folder: str
     variants: tuple[Variant, ...]
@@ -31,28 +31,28 @@ class Shared:
     """By the variant's id."""
 
 
-async def look(settings: ClusterSettings, path: str) -> Shared:
-    """Return the models at this path; raise InvalidInput, or Unavailable if the share does not answer."""
-    reading = untrusted.in_daemon_thread(_look, settings, path)
+async def read_share(settings: ClusterSettings, path: str) -> SharedVariants:
+    """Return the models at this path; raise InvalidInput, or Unavailable if the share does not respond."""
+    reading = untrusted.in_daemon_thread(_read_or_refuse, settings, path)
     if not await untrusted.wait_until_done(reading, timeout=READ_LIMIT):
         raise Unavailable(f"the share does not answer within {READ_LIMIT:.0f} s", retry_after=30)
     return reading.result()
 
 
-def _look(settings: ClusterSettings, path: str) -> Shared:
+def _read_or_refuse(settings: ClusterSettings, path: str) -> SharedVariants:
     try:
-        return _read(settings, path)
+        return _read_variants(settings, path)
     except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror or 'the share has failed'}") from None
+        raise _invalid_path(path, f"cannot be read: {error.strerror or 'the share has failed'}") from None
 
 
-def _read(settings: ClusterSettings, path: str) -> Shared:
-    target, models = _inside(settings, path), settings.models_path.resolve()
+def _read_variants(settings: ClusterSettings, path: str) -> SharedVariants:
+    target, models = _resolve_below_root(settings, path), settings.models_path.resolve()
     base = target if target.is_dir() else target.parent
-    files = list(_files(base)) if target.is_dir() else [_file(base, target)]
+    files = list(_list_files(base)) if target.is_dir() else [_file(base, target)]
     found = variants_of(files)
     if not found:
-        raise _wrong(path, "has no file of a model")
+        raise _invalid_path(path, "has no file of a model")
     headers = {}
     for variant in found:
         try:
@@ -62,28 +62,28 @@ def _read(settings: ClusterSettings, path: str) -> Shared:
             continue
         if header is not None:
             headers[variant.id] = header
-    return Shared(base.relative_to(models).as_posix(), tuple(found), headers)
+    return SharedVariants(base.relative_to(models).as_posix(), tuple(found), headers)
 
 
-def _inside(settings: ClusterSettings, path: str) -> Path:
-    """Return the resolved path; raise InvalidInput unless it is in a listed root below the models folder."""
+def _resolve_below_root(settings: ClusterSettings, path: str) -> Path:
+    """Return the resolved path; raise InvalidInput unless it is in a share root below the models folder."""
     models = settings.models_path.resolve()
     roots = [root.resolve() for root in settings.share_roots]
     try:
         target = (Path("/") / path).resolve() if path.startswith("/") else (models / path).resolve()
     except (OSError, RuntimeError, ValueError):
-        raise _wrong(path, "cannot be read") from None
+        raise _invalid_path(path, "cannot be read") from None
     root = next((root for root in roots if target.is_relative_to(root)), None)
     if root is None:
-        raise _wrong(path, "is in none of the folders that CLUSTER_SHARE_ROOTS lists")
+        raise _invalid_path(path, "is in none of the folders that CLUSTER_SHARE_ROOTS lists")
     if root == models or not target.is_relative_to(models):
-        raise _wrong(path, "is on a share that is not mounted below the models folder")
+        raise _invalid_path(path, "is on a share that is not mounted below the models folder")
     if not target.exists():
-        raise _wrong(path, "does not exist")
+        raise _invalid_path(path, "does not exist")
     return target
 
 
-def _files(base: Path) -> list[RepositoryFile]:
+def _list_files(base: Path) -> list[RepositoryFile]:
     found = []
     for folder, _, file_names in os.walk(base):
         for name in file_names:
@@ -93,12 +93,12 @@ def _files(base: Path) -> list[RepositoryFile]:
             with suppress(FileNotFoundError):  # it may have gone since
                 found.append(_file(base, path))
             if len(found) > MOST_FILES:
-                raise _wrong(str(base), f"has more than {MOST_FILES} files")
+                raise _invalid_path(str(base), f"has more than {MOST_FILES} files")
     return found
 
 
 def _is_within(path: Path, base: Path) -> bool:
-    """Return True if a link leads to a file of this folder."""
+    """Return True if the link leads to a file in `base`."""
     try:
         return path.resolve(strict=True).is_relative_to(base)
     except (OSError, RuntimeError):
@@ -109,5 +109,5 @@ def _file(base: Path, path: Path) -> RepositoryFile:
     return RepositoryFile(path.relative_to(base).as_posix(), path.stat().st_size)
 
 
-def _wrong(path: str, problem: str) -> InvalidInput:
+def _invalid_path(path: str, problem: str) -> InvalidInput:
     return InvalidInput(f"text: {names.plain(path[:200])} {problem}", field="text")

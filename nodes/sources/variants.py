@@ -1,7 +1,7 @@
-"""The variants of a repository: its files grouped by quantization, with the files that each needs. Pure.
+"""The variants of a repository: its files grouped by quantization, with all files that each needs. Pure.
 
-A variant is what a person chooses: a GGUF file with all its parts and its projector, or the weights of a
-repository in safetensors with configuration, tokenizer and templates.
+A variant is what a user chooses: a GGUF file with all its parts and its projector, or the safetensors weights
+of a repository with configuration, tokenizer and templates.
 """
 
 import re
@@ -34,22 +34,22 @@ _PREFERRED = (
     ),
     *("Q5_K_S", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "Q3_K_L", "Q3_K_M", "IQ3_M", "F16", "FP16", "BF16"),
 )
-"""Quantizations by how often they are the best choice, the first of all that fit is recommended."""
+"""Quantizations in the order of preference; the first that fits is recommended."""
 _PROJECTORS = ("F16", "FP16", "BF16", "Q8_0", "F32", "FP32")
-_SIDE_FILE = re.compile(
+_COMPANION_FILE = re.compile(
     r"(?:.*\.safetensors\.index\.json|(?:.+_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json"
     r"|vocab\.(?:json|txt)|merges\.txt|chat_template.*|(?:pre)?processor.*\.json|preprocessor_config\.json"
     r"|modules\.json|.*\.tiktoken|.*\.model|[0-9]_\w+/config\.json)",
     re.ASCII,
 )
-_PARTS_OF_PIPELINES = (".safetensors", ".json", ".txt", ".model")
+_PIPELINE_SUFFIXES = (".safetensors", ".json", ".txt", ".model")
 PIPELINE = "model_index.json"
-"""The file of a repository that is a pipeline of several models in folders."""
+"""Name of the file that marks a repository with a pipeline of several models in folders."""
 
 
 @dataclass(frozen=True)
 class RepositoryFile:
-    """A file of a repository; an unknown hash is empty."""
+    """A file of a repository. `sha256` "" = unknown."""
 
     path: str
     size: int = 0
@@ -58,7 +58,7 @@ class RepositoryFile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a model: the files that it needs; `main` is the one that the definition names."""
+    """One way to run a model, with all files that it needs; the definition names the file `main`."""
 
     id: str
     format: str
@@ -73,18 +73,18 @@ class Variant:
 
     @property
     def size(self) -> int:
-        """The bytes of all its files."""
+        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
 
 def variants_of(files: Sequence[RepositoryFile]) -> list[Variant]:
-    """Return the variants, smallest first, those of GGUF before the others; none if nothing can be run."""
+    """Return the variants, GGUF first, then by size; empty if the repository has no usable model."""
     plain = [file for file in files if not any(part.startswith(".") for part in file.path.split("/"))]
-    return _with_ids([*_gguf_variants(plain), *_safetensors_variant(plain)])[:MOST_VARIANTS]
+    return _assign_unique_ids([*_gguf_variants(plain), *_safetensors_variant(plain)])[:MOST_VARIANTS]
 
 
 def quantization_of(path: str) -> str:
-    """Return the quantization that a file's name, or else its folder, says; "" if none does."""
+    """Return the quantization in a file's name, or else in the name of its folder; "" without one."""
     name = PurePosixPath(path)
     for text in (name.name.rpartition(".")[0], str(name.parent)):
         if found := list(_QUANTIZATION.finditer(text)):
@@ -92,17 +92,17 @@ def quantization_of(path: str) -> str:
     return ""
 
 
-def recommended(variants: Iterable[Variant], fitting: Iterable[str]) -> str:
-    """Return the id of the best choice among those that fit, or else among all; "" without any."""
+def recommend(variants: Iterable[Variant], fitting: Iterable[str]) -> str:
+    """Return the id of the best variant in `fitting`, or else of all variants; "" without variants."""
     listed, fits = list(variants), set(fitting)
     for candidates in ([variant for variant in listed if variant.id in fits], listed):
         if candidates:
-            return min(candidates, key=lambda variant: (_rank(variant), variant.size)).id
+            return min(candidates, key=lambda variant: (_preference(variant), variant.size)).id
     return ""
 
 
 def select(variants: Sequence[Variant], wanted: str) -> Variant | None:
-    """Return the variant of this id or quantization, or that has this file; None if there is none."""
+    """Return the variant with this id, quantization or file; None if there is no such variant."""
     folded = wanted.casefold()
     for variant in variants:
         if folded in (variant.id.casefold(), variant.quantization.casefold()):
@@ -110,7 +110,7 @@ def select(variants: Sequence[Variant], wanted: str) -> Variant | None:
     return next((each for each in variants if any(file.path == wanted for file in each.files)), None)
 
 
-def _rank(variant: Variant) -> int:
+def _preference(variant: Variant) -> int:
     quantization = variant.quantization
     return _PREFERRED.index(quantization) if quantization in _PREFERRED else len(_PREFERRED)
 
@@ -137,7 +137,7 @@ def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
 
 
 def _complete_sets(files: Sequence[RepositoryFile]) -> list[list[RepositoryFile]]:
-    """Return the parts of each model in order; a set that lacks a part is left out."""
+    """Return the parts of each sharded model in order; omit a model with a missing part."""
     sets: dict[str, dict[int, RepositoryFile]] = defaultdict(dict)
     counts: dict[str, int] = {}
     for file in files:
@@ -168,8 +168,8 @@ def _gguf_variant(parts: Sequence[RepositoryFile], projector: RepositoryFile | N
     )
 
 
-def _with_ids(variants: Sequence[Variant]) -> list[Variant]:
-    """Return the variants with ids that differ: where a quantization is there twice, that is the file."""
+def _assign_unique_ids(variants: Sequence[Variant]) -> list[Variant]:
+    """Return the variants with unique ids: variants of one quantization get the path of their file as id."""
     counts = Counter(variant.id for variant in variants)
     changed = [
         variant if counts[variant.id] == 1 else replace(variant, id=variant.main or variant.id)
@@ -181,7 +181,7 @@ def _with_ids(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _projector_rank(file: RepositoryFile) -> tuple[int, str]:
-    """Return the rank of a projector, that of the usual type first."""
+    """Return the sort key of a projector; the usual type comes first."""
     kind = quantization_of(file.path)
     return _PROJECTORS.index(kind) if kind in _PROJECTORS else len(_PROJECTORS), file.path
 
@@ -189,7 +189,7 @@ def _projector_rank(file: RepositoryFile) -> tuple[int, str]:
 def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:
     paths = {file.path for file in files}
     if PIPELINE in paths:
-        chosen = [file for file in files if file.path.endswith(_PARTS_OF_PIPELINES)]
+        chosen = [file for file in files if file.path.endswith(_PIPELINE_SUFFIXES)]
         return [_folder_variant("pipeline", chosen)] if _weight_bytes(chosen) else []
     weights = [file for file in files if "/" not in file.path and file.path.endswith(".safetensors")]
     named = [file for file in weights if not file.path.startswith("consolidated")]
@@ -198,7 +198,7 @@ def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:
         return []
     if sum(map(len, _complete_sets(weights))) < len(weights):
         return []
-    beside = [file for file in files if _SIDE_FILE.fullmatch(file.path)]
+    beside = [file for file in files if _COMPANION_FILE.fullmatch(file.path)]
     return [_folder_variant("safetensors", [*weights, *beside])]
 
 

@@ -1,7 +1,8 @@
-"""The definition that an import saves: settings of LocalAI's form as YAML. Pure.
+"""Write the definition that an import saves: settings in LocalAI's form, as YAML. Pure.
 
 The texts come from other machines. A definition is copied value by value within limits, because the aliases
-of a few kilobytes of YAML can expand to gigabytes, and only its own parser decides whether it is usable.
+in a few kilobytes of YAML can expand to gigabytes. Only the parser of definitions decides whether the result
+is usable.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from nodes.sources.variants import Variant
 MOST_VALUES, DEEPEST = 5000, 32
 LONGEST_PROMPT = 32 * 1024
 LARGEST_CONTEXT = 8192
-"""Tokens of context of an import, unless the model was made for fewer."""
+"""Maximum context in tokens that an import sets; a model that was trained for less gets less."""
 LLAMA = "llama-cpp"
 _IMAGE_TASKS = ("text-to-image", "image-to-image")
 _BACKENDS = {
@@ -27,7 +28,7 @@ _BACKENDS = {
     "automatic-speech-recognition": "whisper",
     "text-to-speech": "kokoro",
 }
-"""Task of a repository in safetensors and the backend that runs it; all others are for vLLM."""
+"""By task of a safetensors repository: the backend that runs it; vLLM for all other tasks."""
 USE_CASES = {
     **dict.fromkeys(("text-generation", "conversational", "image-text-to-text", "any-to-any"), "chat"),
     **dict.fromkeys(("feature-extraction", "sentence-similarity"), "embeddings"),
@@ -38,13 +39,13 @@ USE_CASES = {
     "text-to-video": "video",
     "object-detection": "detection",
 }
-"""Our use case by task of the hub."""
+"""By task of the hub: the use case in a definition."""
 
 
 def definition_of(
     name: str, variant: Variant, folder: str, *, task: str = "", context: int = 0
 ) -> dict[str, Any]:
-    """Return the settings that run a variant whose files are in `folder` of the models folder."""
+    """Return the settings that run a variant; `folder` is the folder of its files in the models folder."""
     if variant.format in ("safetensors", "pipeline"):
         return _of_folder(name, variant, folder, task)
     if task in _IMAGE_TASKS:
@@ -82,8 +83,8 @@ def _base(name: str, backend: str, model: str) -> dict[str, Any]:
 
 
 def text_of(settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML without aliases; raise InvalidInput if they are too many or too long."""
-    text = yaml.safe_dump(_Copier().copied(settings), sort_keys=False, allow_unicode=True, width=110)
+    """Return settings as YAML without aliases; raise InvalidInput for too many, deep or long values."""
+    text = yaml.safe_dump(_Copier().copy(settings), sort_keys=False, allow_unicode=True, width=110)
     if len(text.encode()) > MAX_FILE_BYTES:
         raise InvalidInput(f"the definition is longer than {MAX_FILE_BYTES} bytes", field="text")
     return text
@@ -101,7 +102,7 @@ def settings_of(text: str) -> dict[str, Any]:
 
 
 def check_text(text: str) -> Definition:
-    """Return the definition; raise InvalidInput with the reason for an unusable one."""
+    """Return the definition; raise InvalidInput with the reason for an unusable definition."""
     try:
         return parse_file(text.encode(), "import")
     except UnusableDefinition as error:
@@ -109,29 +110,29 @@ def check_text(text: str) -> Definition:
 
 
 class _Copier:
-    """Copies YAML values, each a new object, so that none becomes an alias."""
+    """Copies YAML values. Each copy is a new object, so that the written YAML has no aliases."""
 
     def __init__(self) -> None:
         self._left = MOST_VALUES
 
-    def copied(self, value: Any, level: int = 0) -> Any:
+    def copy(self, value: Any, level: int = 0) -> Any:
         self._left -= 1
         if self._left < 0 or level > DEEPEST:
             raise InvalidInput("the definition has too many values, or too deep ones", field="text")
         if isinstance(value, Mapping):
-            return {str(key): self.copied(item, level + 1) for key, item in value.items()}
+            return {str(key): self.copy(item, level + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.copied(item, level + 1) for item in value]
+            return [self.copy(item, level + 1) for item in value]
         return value if isinstance(value, bool | int | float | str) or value is None else str(value)
 
 
 def model_name(text: str) -> str:
-    """Return a name for a model that this text may suggest: printable, without blanks, and no path."""
+    """Derive a model's name from the text: printable, without blanks, and without `.` or `..` parts."""
     plain = names.plain(text).strip().strip("/.").replace("\\", "-").replace(" ", "-")
     parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:MAX_NAME] or "model"
 
 
-def renamed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings of a model under another name."""
+def with_name(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the settings with `name` as the model's name."""
     return {"name": name, **{key: value for key, value in settings.items() if key != "name"}}

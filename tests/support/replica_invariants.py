@@ -184,7 +184,7 @@ class Invariants:
         """What counts as free on a node follows from its reading and from the rows of its engines."""
         reservations = reserved_memory.by_node(NodeModel.engines.all())
         for node in self.nodes:
-            free = fleet_cache.effectively_free(vars(node), reservations.get(node.pk, ()))
+            free = fleet_cache.effectively_free_bytes(vars(node), reservations.get(node.pk, ()))
             expected = _free_bytes(node, [row for row in rows.values() if row.node_id == node.pk])
             assert free == expected, f"{node.name} counts {free} bytes as free, by its rows {expected}"
 

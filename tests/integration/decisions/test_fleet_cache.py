@@ -54,7 +54,7 @@ def assert_node_equals_rows(node: Candidate, model: str, conflicts: frozenset[st
     reservations = reserved_memory.by_node(engines).get(node.id, [])
     serving = NodeModel.objects.loaded().filter(node=node.id)
     occupying = NodeModel.objects.of(model).occupying().filter(node=node.id)
-    assert node.free_vram == fleet_cache.effectively_free(vars(row), reservations)
+    assert node.free_vram == fleet_cache.effectively_free_bytes(vars(row), reservations)
     assert node.loaded == serving.count()
     assert node.in_flight == sum(engines.values_list("in_flight", flat=True))
     assert node.used_indices == set(occupying.values_list("replica_index", flat=True))
@@ -187,7 +187,9 @@ def test_it_begins_again_on_another_server_and_after_a_look_that_failed(
 ) -> None:
     kept, node = FleetCache(), hot.node("one")
     assert_cache_equals_rows(kept)
-    kept._mark = kept._mark._replace(xid=2**40) if kept._mark else None  # of a server that was ahead
+    kept._watermark = (
+        kept._watermark._replace(xid=2**40) if kept._watermark else None
+    )  # of a server that was ahead
     BackendNode.objects.filter(pk=node.pk).update(available_vram=GB)
     assert_cache_equals_rows(kept)
     monkeypatch.setattr(fleet_cache._TableCopy, "refresh", lambda *_: 1 / 0)

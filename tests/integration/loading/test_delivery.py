@@ -333,7 +333,7 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
 
 
 def staged_files() -> dict[Any, int]:
-    return read_file_bytes(["echo"]).staged("echo")
+    return read_file_bytes(["echo"]).staged_by_node("echo")
 
 
 def disk_of(node: BackendNode, free: int) -> None:

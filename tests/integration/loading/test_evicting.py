@@ -430,7 +430,7 @@ def controller(number: int) -> list[Slot]:
         while True:
             question = asked(model, need)
             decision = question.view.decide()
-            room = find_eviction(model, question, decision) if question.lacking(decision) else None
+            room = find_eviction(model, question, decision) if question.evictable_nodes(decision) else None
             explanation = decide_load(question, decision, room)
             if explanation.node is None:
                 break

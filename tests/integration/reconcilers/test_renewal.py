@@ -187,7 +187,7 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
     assert decision.node is None
     resident = eviction.serving(former.pk)
     assert resident is not None
-    assert question.fits_in_place_of(resident, decision) is goes
+    assert question.fits_by_replacing(resident, decision) is goes
 
 
 @pytest.mark.rule("R1.98", "R2.32", "I14")

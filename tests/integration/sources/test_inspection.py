@@ -407,7 +407,7 @@ def test_the_token_goes_to_the_configured_address_only(settings: Settings, url: 
     settings.CLUSTER = dataclasses.replace(
         settings.CLUSTER, hugging_face_url="https://hub.example", hugging_face_token="hf_x"
     )
-    out = opening.outbound_of(settings.CLUSTER)
+    out = opening.build_outbound(settings.CLUSTER)
     assert bool(out.credential_of(url)) is is_sent
     assert out.is_allowed("hub.example", 443)
     assert not out.is_allowed("hub.example", 8080)

@@ -150,7 +150,7 @@ def test_every_field_of_a_node_comes_back() -> None:
         has_backend=True,
     )
     need = Need(1, True, 2, True, 3, True, 0.5, (("weights", 1), ("context", 2)), 2)
-    question = LoadQuestion(FleetView([node], need), fits_in_place=True)
+    question = LoadQuestion(FleetView([node], need), fits_by_replacement=True)
     known = load_snapshots.decode_load(read_back(load_snapshots.encode_load("1", "m", question)), "1", "m")
     assert known is not None
     assert known.question == question

@@ -10,7 +10,7 @@ from nodes.sources.variants import (
     RepositoryFile,
     Variant,
     quantization_of,
-    recommended,
+    recommend,
     select,
     variants_of,
 )
@@ -94,10 +94,10 @@ def test_a_pipeline_keeps_its_folders() -> None:
 
 def test_the_best_that_fits_is_recommended() -> None:
     found = variants_of(listed("m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-Q3_K_M.gguf"))
-    assert recommended(found, ids(found)) == "Q4_K_M"
-    assert recommended(found, ["Q2_K", "Q3_K_M"]) == "Q3_K_M"
-    assert recommended(found, []) == "Q4_K_M"
-    assert recommended([], []) == ""
+    assert recommend(found, ids(found)) == "Q4_K_M"
+    assert recommend(found, ["Q2_K", "Q3_K_M"]) == "Q3_K_M"
+    assert recommend(found, []) == "Q4_K_M"
+    assert recommend([], []) == ""
 
 
 def test_a_variant_is_found_by_id_quantization_or_file() -> None:
