@@ -1,7 +1,7 @@
-"""What saving a definition would do: it is checked, compared with the one in force, and nothing is written.
+"""Preview of saving a definition: its check, and the differences to the definition in force. Read-only.
 
-The replicas that renewal replaces are those of another revision (`nodes/reconcilers/replicas.py`), and the
-fit is that of `GET /api/placement/fit`, for the new definition. The number of queries is constant.
+The replicas that renewal would replace have another revision (`nodes/reconcilers/replicas.py`). The fit is
+the result of `GET /api/placement/fit` for the new definition. The number of queries is constant.
 """
 
 from dataclasses import replace
@@ -18,10 +18,10 @@ from nodes.models import NodeModel
 def preview(
     text: str, checked: schema.CheckedText, name: str, in_force: Definition | None, former_text: str
 ) -> dict[str, Any]:
-    """Return the result of the check of `text`, and what would change.
+    """Return the result of the check of `text`, and the changes that saving would make.
 
-    `in_force` is the present definition of `name`, and `former_text` its text; an empty `name` is that of the
-    text.
+    `in_force` is the current definition of `name`, and `former_text` its text. An empty `name` means the name
+    in the text.
     """
     definition, problems = checked.definition, list(checked.errors)
     if definition is not None and name and definition.name != name:
@@ -51,7 +51,7 @@ def preview(
 
 
 def replaced_replicas(definition: Definition) -> list[dict[str, Any]]:
-    """Return the replicas that renewal would replace by the definition; one query."""
+    """Return the replicas that renewal would replace after this definition is saved. One query."""
     loaded = NodeModel.objects.loaded().filter(model_name=definition.name)
     replicas = loaded.exclude(config_revision__in=["", definition.revision]).order_by(
         "node__name", "replica_index"
@@ -63,7 +63,7 @@ def replaced_replicas(definition: Definition) -> list[dict[str, Any]]:
 
 
 def changed_text(text: str | None, changes: dict[str, Any]) -> str:
-    """Return the text in force with the changes of the form; raise InvalidInput if there is none."""
+    """Return the text in force with the changes of the form; raise InvalidInput without a text in force."""
     if text is None:
         raise InvalidInput("name: no definition to change", field="name")
     return edit.apply_changes(text, changes)

@@ -1,10 +1,11 @@
-"""The operation `definition_delete`: it unloads a model, then deletes its definition and, if asked, files.
+"""The operation `definition_delete`: unload a model, delete its definition and, if requested, its files.
 
-It owns the model as an unload of the cluster does, so no load begins before the definition is gone. The row
-is deleted under the attempt's fence when every replica has gone; an attempt that is repeated goes on with the
-files. A file goes only if no other definition and no running import uses it (`files_in_use.py`); a link, and
-files on a share or another device than the models folder, are not ours and stay. A stored definition over
-which a file wins has no replicas of its own: only the row is deleted.
+The operation locks the model as an unload of the whole cluster does, so no load begins before the definition
+is deleted. The row is deleted under the attempt's fence after every replica has stopped; a repeated attempt
+continues with the files. A file is deleted only if no other definition and no active import uses it
+(`files_in_use.py`). Links, and files on a share or on another device than the models folder, are never
+deleted. If a file of the models folder overrides the stored definition, the stored definition has no
+replicas: only the row is deleted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,7 +45,7 @@ class RemovalRequest:
 
 
 def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
-    """Delete the stored definition; join the active operation that does so.
+    """Delete the stored definition; join an active operation that already deletes it.
 
     Raises NotFound, and Conflict for a model that only a file defines, or that is being loaded or unloaded.
     """
@@ -82,7 +83,7 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
 
 
 class RemoveDefinition(UnloadModel):
-    """Handler; the replicas go first."""
+    """Handler of the operation; it stops the replicas before it deletes the definition."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the removal; raise CommandFailed if a replica may still run, Postpone if the folder hangs."""
@@ -113,7 +114,7 @@ def _remove_row(work: Work) -> ModelDefinition | None:
 
 
 async def _remove_files(models: Folder, row: ModelDefinition, work: Work) -> FileRemoval:
-    """Remove the files of the definition that nothing else uses. Raise Postpone."""
+    """Remove the files of the definition that nothing else uses. Raise Postpone if the folder hangs."""
     try:
         own = [parse_file(row.text.encode(), rows.SOURCE + row.name)]
     except UnusableDefinition:

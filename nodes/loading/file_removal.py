@@ -1,12 +1,13 @@
-"""Removal of files of the models folder that nothing uses.
+"""Removal of unused files of the models folder.
 
-The files are taken out of the way, into a hidden folder of the attempt. Then the files in use are read again,
-and only then these are deleted. An import or a definition that is saved in between either sees its file gone,
-or is seen: then the file returns. Files that an attempt has left there return too: at its end, or, if its
-process was killed, at the beginning of the next removal or import.
+An attempt first moves the files into its hidden folder. Then it reads again which files are in use, and only
+then deletes the moved files. An import or a definition that is saved in between either finds its file
+missing, or is read as a user of the file: then the file is moved back. Files that an attempt leaves in its
+hidden folder are moved back too: at the end of the attempt or, if its process was killed, at the beginning of
+the next removal or import.
 
-Only plain files of the models folder itself are ours: no links, nothing that a link outside leads to, no
-shares.
+Only plain files in the models folder itself are removed: no links, no files outside that a link leads to, no
+files on shares.
 """
 
 import os
@@ -26,12 +27,12 @@ from operations.models import Operation
 
 FOLDER = ".removed"
 _BACK_WITHIN = 5.0
-"""Seconds that the end of an attempt waits for the return of its files."""
+"""Seconds that the end of an attempt waits until its files have been moved back."""
 
 
 @dataclass
 class FileRemoval:
-    """The outcome: paths in the models folder that were removed, and those that stay with the reason."""
+    """The result of a removal: the paths of the removed files, and the kept files with the reason."""
 
     removed: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class FileRemoval:
 
 
 async def remove_files(paths: Iterable[str], attempt: Attempt) -> FileRemoval:
-    """Remove those of the files that nothing uses. Raise FolderUnresponsive."""
+    """Remove the unused files among `paths`. Raise FolderUnresponsive."""
     models = conf.cluster().models_path
     await return_files(models)
     aside = _FilesAside(models, attempt)
@@ -53,7 +54,7 @@ async def remove_files(paths: Iterable[str], attempt: Attempt) -> FileRemoval:
 
 
 async def return_files(models: Path) -> None:
-    """Move back the files that ended attempts have left renamed. Raise FolderUnresponsive."""
+    """Move back the files that ended attempts have left in their hidden folders. Raise FolderUnresponsive."""
     if names := await in_folder_thread(_names_aside, models):
         # After the names: an attempt of these that is under way now has not begun since.
         running = await in_thread(_running_attempts)
@@ -61,7 +62,7 @@ async def return_files(models: Path) -> None:
 
 
 def foreign(models: Path, path: Path) -> str:
-    """Return the reason why the file is not ours to remove; "" if it is."""
+    """Return the reason why the file must not be removed (a link, or on a share); "" if it may be."""
     parent = path.parent.resolve()
     if not parent.is_relative_to(models.resolve()) or is_on_share(parent):
         return "it lies on a share"
@@ -75,7 +76,10 @@ def foreign(models: Path, path: Path) -> str:
 
 
 class _FilesAside:
-    """Files that an attempt has renamed before it deletes them. Thread-safe; does nothing after `close`."""
+    """Files that an attempt moves into its hidden folder before it deletes them.
+
+    Thread-safe. The methods do nothing after `close`.
+    """
 
     def __init__(self, models: Path, attempt: Attempt) -> None:
         self._models, self._root = models, models / FOLDER / _name(attempt)
@@ -84,7 +88,7 @@ class _FilesAside:
         self._removal = FileRemoval()
 
     def take(self, paths: Iterable[str], in_use: FilesInUse) -> None:
-        """Move the files out of the way, each with its checksum files."""
+        """Move the files into the hidden folder, each with its checksum files."""
         with self._lock:
             for path in paths:
                 file = sizes.path_inside(self._models, path)
@@ -103,7 +107,7 @@ class _FilesAside:
                     self._taken.append(path)
 
     def delete(self, in_use: FilesInUse) -> FileRemoval:
-        """Delete the renamed files; those that are in use again get their names back."""
+        """Delete the moved files; move a file back if it is in use again."""
         with self._lock:
             for path in self._taken:
                 if self._closed.is_set():
@@ -115,13 +119,13 @@ class _FilesAside:
             return self._removal
 
     def close(self) -> None:
-        """Give the files that were not deleted their names back."""
+        """Move back the files that were not deleted."""
         self._closed.set()
         with self._lock:
             _move_back(self._models, {self._root.name})
 
     def _reason(self, path: str, file: Path, in_use: FilesInUse) -> str:
-        """Return the reason why the file stays; "" if it may go."""
+        """Return the reason why the file must stay; "" if it may be removed."""
         if in_use.problem:
             return in_use.problem
         if reason := foreign(self._models, file):
@@ -173,7 +177,7 @@ def _names_aside(models: Path) -> set[str]:
 
 
 def _move_back(models: Path, names: Iterable[str]) -> None:
-    """Move the files in these folders of `FOLDER` to where they were, unless there are new ones."""
+    """Move the files in these folders of `FOLDER` back to their paths, unless the path has a new file."""
     for name in names:
         root = models / FOLDER / name
         for base, _, files in os.walk(root, topdown=False):
@@ -188,7 +192,7 @@ def _move_back(models: Path, names: Iterable[str]) -> None:
 
 
 def _return_file(source: Path, target: Path) -> None:
-    """Move the file, unless there is another one, which was downloaded meanwhile. Raise OSError."""
+    """Move the file, unless the target exists because it was downloaded meanwhile. Raise OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

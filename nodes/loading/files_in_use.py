@@ -1,8 +1,9 @@
-"""The files of the models folder that are in use: what definitions name, and what running imports fetch.
+"""The files of the models folder that are in use: named by definitions, or fetched by active imports.
 
-Both removals of files decide by it: that of unused files, and that of a definition with its files. It counts
-rather too much: every path that an option may mean, and where links lead. It never counts too little: while a
-definition cannot be used, or a folder cannot be read, `problem` says so and nothing may be removed.
+Both removals of files depend on this module: the removal of unused files, and the deletion of a definition
+with its files. A file may count as in use without need: every path that an option may mean counts, and every
+target of a link. The opposite never happens: while a definition cannot be used, or a folder cannot be read,
+`problem` states it and nothing may be removed.
 """
 
 import os
@@ -24,9 +25,9 @@ from operations.models import Operation
 IMPORT = "model_import"
 """Kind of the operation that fetches the files of a model."""
 ANSWER_WITHIN = 60.0
-"""Seconds that one step in the models folder may take."""
+"""Seconds that one call into the models folder may take."""
 _SIDECARS = {".onnx": ".json"}
-"""By suffix: the file that is sent with a file, its own suffix added."""
+"""By suffix of a file: the suffix of the file that must be sent with it, appended to the whole name."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class FilesInUse:
 
     paths: frozenset[str]
     problem: str = ""
-    """Why other files may be in use too, so that nothing may be removed; "" = they are not."""
+    """Why an unknown number of further files may be in use, so that nothing may be removed; "" = none."""
 
     @classmethod
     def of(
@@ -48,7 +49,7 @@ class FilesInUse:
         fetched: Iterable[str] = (),
         problem: str = "",
     ) -> Self:
-        """Return what these definitions name, with the files that were fetched for them. Blocks."""
+        """Return the files that these definitions name, and the files `fetched` for them. Blocks."""
         reader = _LinkReader(models)
         for definition in definitions:
             for path in _named_paths(models, definition):
@@ -60,7 +61,7 @@ class FilesInUse:
         return cls(frozenset(reader.paths), problem or reader.problem)
 
     def has(self, path: str) -> bool:
-        """Return True for a file in use, one in a folder in use, and the checksum file of either."""
+        """Return True for a file in use, a file in a folder in use, and a checksum file of either."""
         plain = next((path.removesuffix(side) for side in sizes.SIDES if path.endswith(side)), path)
         return any(str(part) in self.paths for part in (plain, *PurePosixPath(plain).parents))
 
@@ -78,7 +79,7 @@ async def read_files_in_use() -> FilesInUse:
 
 
 async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run the function in a thread of its own. Raise FolderUnresponsive if it has not ended in time."""
+    """Run the function in its own thread. Raise FolderUnresponsive after `ANSWER_WITHIN` seconds."""
     call = untrusted.in_daemon_thread(function, *args, **kwargs)
     if not await untrusted.wait_until_done(call, timeout=ANSWER_WITHIN):
         raise FolderUnresponsive("the models folder does not answer")
@@ -86,18 +87,18 @@ async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 def paths_of_active_imports() -> set[str]:
-    """Return the files of the imports that have not ended; one query."""
+    """Return the paths of the files of all active imports. One query."""
     plans = Operation.objects.active().filter(kind=IMPORT).values_list("payload__plan__files", flat=True)
     return {file["path"] for files in plans for file in files or ()}
 
 
 def is_on_share(path: Path) -> bool:
-    """Return True if the path is on a share that the settings list: nothing is ever removed there."""
+    """Return True if the path is on a configured share; nothing is ever removed from shares."""
     return any(path.resolve().is_relative_to(root.resolve()) for root in conf.cluster().share_roots)
 
 
 def _paths_of_stored_definitions() -> set[str]:
-    """Return the files that imports of stored definitions have fetched; one query."""
+    """Return the paths of the files that imports have fetched for stored definitions. One query."""
     lists = ModelDefinition.objects.filter(deleted_at__isnull=True).values_list("files", flat=True)
     return {file["path"] for files in lists for file in files}
 
@@ -124,13 +125,13 @@ def _named_paths(models: Path, definition: Definition) -> Iterator[Path]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the file with its shards and the file that is sent with it."""
+    """Return the file with its shards and its sidecar file."""
     suffix = _SIDECARS.get(path.suffix)
     return [*sizes.shards(path), *([path.with_name(path.name + suffix)] if suffix else [])]
 
 
 class _LinkReader:
-    """Collects paths, each with those that links lead to: links on its way, and in a folder."""
+    """Collects paths and the targets of links: of links in a path itself, and of links in a folder."""
 
     def __init__(self, models: Path) -> None:
         self.paths: set[str] = set()

@@ -1,4 +1,4 @@
-"""Summaries for lists of the nodes where models fit, by the need and fleet of `load_explanation.node_fit`.
+"""Summaries of the nodes that models fit on, for lists; same need and fleet as `load_explanation.node_fit`.
 
 The number of queries is the same for any number of models, nodes and replicas.
 """
@@ -30,13 +30,13 @@ MOST_MODELS = 100
 
 @dataclass(frozen=True)
 class _Evictable:
-    """The replicas on nodes that lack memory, and what protects them."""
+    """The replicas on nodes that lack memory, and the rules that protect replicas."""
 
     by_node: Mapping[UUID, Sequence[Resident]]
     rules: ProtectionRules
 
     def of(self, view: FleetView) -> list[Resident]:
-        """Return the replicas on the nodes that the explanation of this view names."""
+        """Return the replicas on nodes that lack memory and that the explanation of this view names."""
         return [
             resident
             for node, _ in nearest_by_memory(view)
@@ -46,7 +46,7 @@ class _Evictable:
 
 
 def read_summaries(model_names: Sequence[str], now: datetime) -> Row:
-    """Return where each of these models fits; one that is not defined fits nowhere."""
+    """Return on how many nodes each model fits; a model without a definition fits nowhere."""
     needs = _needs_of(model_names)
     views = _read_views(needs)
     evictable = _read_evictable(views.values(), now)
@@ -70,7 +70,7 @@ async def _needs_of(model_names: Sequence[str]) -> dict[str, LoadNeeds]:
 
 
 def _read_views(needs: dict[str, LoadNeeds]) -> dict[str, FleetView]:
-    """Return the fleet as a decision for each model would see it."""
+    """Return, for each model, the fleet as input of its decision."""
     selectors = fleet_queries.selectors_of(needs)
     questions = [FleetQuestion(name, wanted.conflicts) for name, wanted in needs.items()]
     fleets = fleet_cache.read_fleets(questions)
@@ -81,7 +81,7 @@ def _read_views(needs: dict[str, LoadNeeds]) -> dict[str, FleetView]:
 
 
 def _read_evictable(views: Iterable[FleetView], now: datetime) -> _Evictable:
-    """Read the replicas on the nodes that lack memory; at most three queries."""
+    """Read the replicas on the nodes that lack memory. At most three queries."""
     lacking = {
         node.id for view in views for node, _ in nearest_by_memory(view) if not has_memory(node, view.need)
     }

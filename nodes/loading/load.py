@@ -1,17 +1,17 @@
 """The operation `model_load`: from "no node serves this model" to one serving replica.
 
-Steps: end the rows of ended attempts, place on a node whose worker answers, install the backend if the worker
-lacks it (an operation of its own, which other loads may join), send the model's files (`staging.py`), start
-the process, call `LoadModel`, publish the row. That is the end of the load: the memory of the engine is
-measured in the background (`load_info.py`). The process may die after any step: the row names the attempt
-that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as it owns its row,
-which departs with the node. If an attempt publishes no replica, its engine is stopped, and the row stays
-until a controller has confirmed the end of the engine. The stored definition alone determines the model and
-its options, the slot determines the node.
+Steps: end the rows of ended attempts, place the load on a node whose worker answers, install the backend if
+the worker lacks it (an operation of its own, which other loads may join), send the model's files
+(`staging.py`), start the process, call `LoadModel`, publish the row. Then the load ends; the memory of the
+engine is measured in the background (`load_info.py`). The process may die after any step: the row names the
+attempt that owns it, and each attempt has its own row and slot. An attempt lives as long as it owns its row;
+it loses the row when the node departs. If an attempt publishes no replica, its engine is stopped, and the row
+stays until a controller has confirmed the end of the engine. The stored definition alone determines the model
+and its options; the slot determines the node.
 
-Load options are tuned to the node, unless that is disabled (R2.80), and are part of no revision: the same
-definition may load with other values on another node. On a node that reports its GPUs an engine sees only
-those that its slot has reserved.
+Load options are tuned to the node, unless tuning is disabled (R2.80), and are not part of the revision: the
+same definition may load with other values on another node. On a node that reports its GPUs an engine sees
+only the GPUs that its slot has reserved.
 """
 
 import asyncio
@@ -64,16 +64,16 @@ _PROGRESS_INSTALLED, _PROGRESS_INSTALLED_BEFORE_FILES = 0.9, 0.45
 
 
 class LoadModel:
-    """Handler; one instance serves all loads of its controller."""
+    """Handler of the operation; one instance serves all loads of its controller."""
 
     def __init__(self, bus: Bus, definitions: Folder, wake_ups: WakeUps) -> None:
         self._bus, self._definitions, self._wake_ups = bus, definitions, wake_ups
         self._transfer_limits = TransferLimits()
         self._learning: set[asyncio.Task[None]] = set()
-        """Measurements of engines that serve; the end of the event loop cancels them."""
+        """Running measurements of serving engines; the end of the event loop cancels them."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Run the load; raise Postpone with the reason while it must wait."""
+        """Run the load. Raise Postpone with the reason while the load must wait."""
         await in_thread(slots.end_abandoned_loads, work.operation.element, now=clock.now())
         try:
             definition = await load_info.find_definition(self._definitions, work.operation.element)
@@ -123,7 +123,7 @@ class LoadModel:
         return await load_placement.reserve_slot(self._bus, work, wanted)
 
     async def _run(self, attempt: Attempt) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
-        """Load the engine; return address, options, and the missing optional files (fields of the result)."""
+        """Load the engine; return its address, its options, and result fields on missing optional files."""
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         options |= attempt.slot.options
@@ -135,7 +135,7 @@ class LoadModel:
         return engine.address, options, without
 
     async def _ensure_backend(self, attempt: Attempt) -> None:
-        """Install the backend if the worker does not list it, and wait for that operation."""
+        """Install the backend if the worker does not list it, and wait until it is installed."""
         backend = attempt.definition.backend
         await attempt.report("installing", f"looking for {backend} on {attempt.slot.node_name}")
         listing = attempt.listed or await _list_backends(attempt)
@@ -153,10 +153,10 @@ class LoadModel:
             raise Postpone(f"the installation of {backend} was cancelled", seconds=1.0)
 
     async def _follow_install(self, attempt: Attempt, child: UUID) -> Operation:
-        """Copy the installation's progress to the load until it has ended; return its row.
+        """Copy the installation's progress to the load until the installation has ended; return its row.
 
-        Raises WorkerGone if the installation must wait for its worker: it goes on by itself, and the load
-        tries another node.
+        Raises WorkerGone if the installation must wait for its worker: the installation continues without the
+        load, and the load tries another node.
         """
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
         fraction = _PROGRESS_INSTALLED_BEFORE_FILES if attempt.payload else _PROGRESS_INSTALLED
@@ -249,7 +249,7 @@ class LoadModel:
 async def _publish(
     attempt: Attempt, address: str, options: Mapping[str, Any], without: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Make the engine a replica; return the result of the load. Raise Postpone if the slot was lost."""
+    """Turn the engine into a replica; return the result of the load. Raise Postpone if the slot was lost."""
     result = {
         "node": attempt.slot.node_name,
         "address": address,
@@ -278,7 +278,7 @@ async def _publish(
 
 
 async def _list_backends(attempt: Attempt) -> messages.ListReply:
-    """Return the worker's backends; raise WorkerGone if another node is the better choice."""
+    """Return the worker's backends. Raise WorkerGone if the worker does not answer properly."""
     while True:
         answer = await attempt.worker.contact()
         match answer:
@@ -321,7 +321,7 @@ async def _start_process(
 
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
-    """Report the reason for the wait. Raise Abandoned if the load's deadline is over."""
+    """Report the reason for the wait. Raise Abandoned if the load's deadline has passed."""
     if end := load_attempts.end_if_not_needed(
         await in_thread(Operation.objects.get, pk=attempt.work.id), reason
     ):
@@ -330,9 +330,9 @@ async def _keep_waiting(attempt: Attempt, reason: str) -> None:
 
 
 async def _give_up(attempt: Attempt) -> None:
-    """Free the slot, or have the attempt's engine stopped if it may have one and still owns the slot.
+    """Free the slot. If the attempt still owns the slot and may have an engine, stop the engine.
 
-    No other load uses the process key before controllers have confirmed the end of this engine.
+    No other load uses the process key before a controller has confirmed the end of this engine.
     """
     engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
     if engine is not None:
@@ -361,7 +361,7 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
 
 
 def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
-    """Return the options for an engine at the node; one query."""
+    """Return the load options for an engine on the node. One query."""
     options = dict(definition.options)
     if not conf.cluster().node_options:
         return options
@@ -372,23 +372,23 @@ def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
 
 _GIB = 2**30
 _DEFAULT_BATCHES = (512, 2048)
-"""Default batch sizes, which may be raised; any other value was configured and stays."""
+"""Default batch sizes; only a default may be changed, any other value was configured."""
 _CONTEXT = 4096
 _SCRATCH = 1536 * 16
 """Bytes per token of context that the larger batch allocates."""
 _MIN_GENERATION = 12
 _PARALLEL = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
-"""Parallel requests by usable memory; the first entry that fits applies."""
+"""Minimum usable memory in bytes, with the number of parallel requests; the first match applies."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts about a node that the options depend on."""
+    """The facts about a node that determine tuned options."""
 
     total_vram: int = 0
-    """Bytes; 0 = unknown."""
+    """Bytes of VRAM; 0 = unknown."""
     budget: int = 0
-    """Bytes; 0 = no limit."""
+    """Bytes of the memory budget; 0 = no limit."""
     compute_capability: str = ""
 
     @property
@@ -404,7 +404,7 @@ class Machine:
 
 
 def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
-    """Return the options for this machine; configured values stay as they are."""
+    """Return the options for this machine; configured values are unchanged."""
     result = dict(options)
     roomy = 0 < (options.get("ContextSize") or _CONTEXT) * _SCRATCH <= machine.usable // 4
     if result.get("NBatch") in _DEFAULT_BATCHES:
@@ -429,12 +429,12 @@ _MIB = 2**20
 
 
 def reserved_gpus(slot: Slot) -> tuple[str, ...]:
-    """Return the only GPUs that the engine may see; none: all of them."""
+    """Return the ids of the GPUs that the engine may see; () = all GPUs."""
     return tuple(gpu.id for gpu in slot.gpus)
 
 
 def check_gpus(reply: InstallReply, slot: Slot) -> None:
-    """Raise NodeRefused if the engine sees other GPUs, whose memory other loads have reserved."""
+    """Raise NodeRefused if the engine sees other GPUs than its slot has reserved."""
     if slot.gpus and reply.gpus != reserved_gpus(slot):
         raise NodeRefused(f"its worker did not start it on the GPUs chosen there ({len(slot.gpus)})")
 
@@ -442,7 +442,8 @@ def check_gpus(reply: InstallReply, slot: Slot) -> None:
 def with_gpu_split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
     """Return the options of `LoadModel`, with the split of an engine over several GPUs.
 
-    Without it the engine would split by the memory that is free now, which may be another load's already.
+    Without a given split the engine would split by the currently free memory, which may be reserved for
+    another load.
     """
     if len(slot.gpus) < 2:
         return options

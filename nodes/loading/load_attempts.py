@@ -1,11 +1,11 @@
 """One attempt of a load, its failures, and what follows without a replica: a retry, or the end of the load.
 
-Each such end is recorded before it takes effect. The record compares no nodes: it has the cause, how often it
-has occurred, and whether the load is still needed.
+Each failure is recorded before the retry or the end takes effect. The record compares no nodes; it has the
+cause, how often the cause has occurred, and whether the load is still needed.
 
-A refusal by one node does not apply to the next: the load tries up to `MOST_NODES`, each once. The payload of
-the operation stores the reasons, which are the error in the end, so a definition that no engine can load
-costs a few attempts.
+A refusal by one node does not apply to the next: the load tries up to `MOST_NODES` nodes, each once. The
+payload of the operation stores the reasons. If all fail, the reasons are the load's error, so a definition
+that no engine can load costs a few attempts.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from operations.models import Operation
 
 MOST_NODES = 3
 ENGINE_DEATHS = 3
-"""Maximum number of engines that die during one load; the operation counts them."""
+"""Maximum number of engines that may die during one load; the operation counts them."""
 _REFUSALS = "refusals"
 
 
@@ -57,7 +57,7 @@ _MAX_ATTEMPTS = {
     Cause.FAILED: 1,
     Cause.UNDEFINED: 1,
 }
-"""Number of failures of each cause that end a load; other causes end only a load that is not needed."""
+"""By cause: the number of failures that ends the load. Other causes end only loads that are not needed."""
 
 
 def is_last(cause: Cause, times: int) -> bool:
@@ -87,7 +87,7 @@ class WorkerGone(errors.Unavailable):
 
 @dataclass(frozen=True)
 class NodeReason:
-    """A node that could not load the model, and why."""
+    """A node that could not load the model, and the reason."""
 
     node_id: UUID
     node_name: str
@@ -100,13 +100,13 @@ def refusals(payload: Mapping[str, Any]) -> list[NodeReason]:
 
 
 def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, Any]:
-    """Return the payload with one more refusal."""
+    """Return a copy of the payload with one more refusal."""
     rows = [[str(row.node_id), row.node_name, row.reason] for row in [*refusals(payload), refusal]]
     return {**payload, _REFUSALS: rows}
 
 
 def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
-    """Return the end of a load that nodes have refused: each node with its reason, equal reasons once."""
+    """Return the error of a load that nodes have refused: the reasons, each with its nodes."""
     by_reason: dict[str, list[str]] = {}
     for refusal in refusals(payload):
         by_reason.setdefault(refusal.reason, []).append(refusal.node_name)
@@ -114,7 +114,7 @@ def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
 
 
 _RECORDED_ERRORS = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Postpone)
-"""The errors that end an attempt with a record; any other one is a defect, an outage or a lost lease."""
+"""The errors that end an attempt with a record. Any other error is a defect, an outage or a lost lease."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PendingEviction:
     replicas: tuple[UUID, ...]
     why: str
     seconds: float = eviction.STOPS_WITHIN.total_seconds()
-    """Limit for their stops, with the requests that run there."""
+    """Seconds within which the replicas must stop, including the end of their running requests."""
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,20 @@ class Attempt:
     slot: Slot
     worker: Worker
     backoffs: NodeBackoffs
-    """The nodes that failed this load before, or did not answer."""
+    """Back-offs of the nodes that have failed this load or did not answer."""
     why: str
-    """The reason for the choice of this slot."""
+    """The reason why this slot was chosen."""
     deadline: ProgressDeadline
     payload: int = 0
     """Bytes of the model's files; 0 = unknown."""
     listed: messages.ListReply | None = None
-    """The worker's backends, if it has listed them since the slot was free."""
+    """The worker's list of backends, if the worker has sent it since the slot was free."""
     eviction: PendingEviction | None = None
-    """The replicas that must stop on the node first; None if there are none."""
+    """The replicas that must stop on the node first; None if no replica must stop."""
 
     @property
     def process_key(self) -> str:
-        """The engine process on the worker."""
+        """The key of the engine process on the worker."""
         return messages.process_key(self.definition.name, self.slot.replica_index)
 
     def tick(self, phase: str, message: str, **figures: Any) -> Tick:
@@ -163,7 +163,7 @@ class Attempt:
 
 
 def after_error(attempt: Attempt, error: Exception) -> Exception:
-    """Return the exception that ends the attempt after this error, and record it; a defect stays as it is."""
+    """Record the error, and return the exception that ends the attempt; return a defect unchanged."""
     if not isinstance(error, _RECORDED_ERRORS):
         return error
     # Refresh: requests that came while the attempt ran have moved the load's deadline.
@@ -184,7 +184,7 @@ def after_error(attempt: Attempt, error: Exception) -> Exception:
 
 
 def without_slot(load: UUID, cause: Cause, reason: str, *, seconds: float, waiting: bool = True) -> Exception:
-    """Return the exception of a load that cannot take a slot yet, and record it."""
+    """Record that a load cannot take a slot yet, and return the exception that postpones or ends it."""
     operation = Operation.objects.get(pk=load)
     outcome = retry_or_end(operation, reason, seconds=seconds, waiting=waiting)
     _record(operation, cause, outcome)
@@ -192,7 +192,7 @@ def without_slot(load: UUID, cause: Cause, reason: str, *, seconds: float, waiti
 
 
 def undefined(load: UUID) -> errors.NotFound:
-    """Return the end of a load whose model has no definition, and record it."""
+    """Record that the load's model has no definition, and return the error that ends the load."""
     operation = Operation.objects.get(pk=load)
     outcome = errors.NotFound(f"model {operation.element} is not defined")
     _record(operation, Cause.UNDEFINED, outcome)
@@ -213,14 +213,14 @@ def _record(operation: Operation, cause: Cause, outcome: Exception, slot: Slot |
 
 
 def _times(payload: Mapping[str, Any], cause: Cause) -> int:
-    """Return how often the cause has occurred in this load, this time included."""
+    """Return how often the cause has occurred in this load, including this time."""
     if cause is Cause.NODE_REFUSED:
         return len(refusals(payload)) + 1
     return int(payload.get("engine_deaths", 0)) + 1 if cause is Cause.ENGINE_DIED else 1
 
 
 def ending(facts: Mapping[str, Any]) -> DecisionOutcome:
-    """Return what follows by the facts of a record."""
+    """Return the outcome, a retry or the end of the load, according to the facts of a record."""
     ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
     return DecisionOutcome.REFUSED if ends else DecisionOutcome.WAITING
 
@@ -263,7 +263,7 @@ def retry_or_end(
     payload: Mapping[str, Any] | None = None,
     waiting: bool = True,
 ) -> Exception:
-    """Return a retry in `seconds`, or the end of the load if its deadline is over."""
+    """Return a retry in `seconds`, or the end of the load if its deadline has passed."""
     return end_if_not_needed(operation, reason) or Postpone(
         reason, seconds=seconds, waiting=waiting, payload=payload
     )

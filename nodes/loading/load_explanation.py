@@ -1,10 +1,10 @@
-"""Answers about placement that write nothing: why a replica is where it is, which nodes fit, what if.
+"""Read-only answers about placement: why a replica is on its node, which nodes fit, and what-if questions.
 
-`explain_model` reads rows and the definition; `node_fit` gives each node its reason, by the functions that
-placement uses; `plan` is a dry run with hypothetical nodes. The number of queries is the same for any number
-of nodes, replicas and records. `replay` repeats stored decisions from rows alone: the record, and the log of
-the snapshot that it used (I14). The replayed decision equals the record, or something that the decision
-depends on is not in the rows.
+`explain_model` reads rows and the definition; `node_fit` returns the reason for each node, by the functions
+that placement uses; `plan` is a dry run with hypothetical nodes. The number of queries is the same for any
+number of nodes, replicas and records. `replay` repeats a stored decision from rows alone: the record, and the
+log of the snapshot that the decision used (I14). If the replayed decision differs from the record, the
+decision depended on something that the rows do not have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,29 +66,29 @@ class NewNodes:
     count: int
     vram_gib: float = 0
     disk_gib: float = 0
-    """0 = not reported."""
+    """Disk space in GiB; 0 = not reported."""
     max_replicas_per_model: int = 1
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request of a plan: a model, or only a need, with the number of replicas and the added nodes."""
+    """The request of a plan: a model, or only a need; the number of replicas; and the added nodes."""
 
     need: Need
     model: str = ""
     conflicts: frozenset[str] = frozenset()
-    """The models that should not share a node with it."""
+    """The models that should not share a node with this model."""
     selector: Mapping[str, str] | None = None
     """Node selector; None = the selector of the model's rule."""
     replicas: int = 1
     nodes: Sequence[NewNodes] = ()
     backend: str = ""
-    """Backend of the model; among equal nodes, those that have it installed rank first."""
+    """Backend of the model; among equal nodes, nodes with the backend installed rank first."""
 
 
 def need_for(vram: int, disk: int) -> Need:
-    """Return a need in bytes; the settings decide which of it is required (R2.32, R2.39)."""
+    """Return a need in bytes. The settings decide what of it is required (R2.32, R2.39)."""
     checks_disk = conf.cluster().disk_headroom_check
     return load_request.under_policy(
         Need(vram, disk=disk, disk_required=checks_disk, files=disk, source="stated")
@@ -96,7 +96,7 @@ def need_for(vram: int, disk: int) -> Need:
 
 
 def plan(question: PlanRequest, now: datetime) -> Row:
-    """Return the decision for each replica, one after another."""
+    """Return the decision for each replica; each decision assumes the earlier replicas."""
     snapshot = read_plan_snapshot(question, now)
     occupants = snapshot.occupants
     explanations = simulate_placements(snapshot.question, [None] * question.replicas, occupants)
@@ -114,7 +114,7 @@ def plan(question: PlanRequest, now: datetime) -> Row:
 
 
 def _read_memory(model_name: str, view: FleetView, now: datetime) -> Row:
-    """Return which nodes have the memory; at most three queries."""
+    """Return which nodes have the memory. At most three queries."""
     lacking = [node.id for node, _ in nearest_by_memory(view) if not has_memory(node, view.need)]
     residents = eviction.residents(lacking, now=now)
     return memory(explain_memory(view, residents, eviction.guard(model_name, residents, now=now)))
@@ -152,7 +152,7 @@ def _selector(question: PlanRequest) -> Selector:
 
 
 def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
-    """Yield candidates with unused names and ids, and with the labels that the registry sets itself."""
+    """Yield the hypothetical nodes with unused names and ids, and with the labels that the registry sets."""
     kinds = (group for group in groups for _ in range(group.count))
     for number, kind in enumerate(kinds, 1):
         vram, disk = int(kind.vram_gib * GIB), int(kind.disk_gib * GIB)
@@ -177,7 +177,7 @@ def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
 
 
 RECORDS = 20
-"""Number of the latest decisions that are shown."""
+"""Maximum number of recent decisions in an explanation."""
 
 
 def explain_model(model_name: str, now: datetime) -> Row:
@@ -200,7 +200,7 @@ def explain_model(model_name: str, now: datetime) -> Row:
 
 @async_to_sync
 async def needs_of(model_name: str) -> LoadNeeds | None:
-    """Return the needs and conflicts of a replica by the model's definition; None if it is not defined."""
+    """Return the needs and conflicts of a replica of the model; None if the model is not defined."""
     definition = await load_info.find_definition(folder(), model_name)
     return None if definition is None else await read_needs(folder(), definition)
 
@@ -251,7 +251,7 @@ def _action(
 
 
 def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Operation | None]:
-    """Return the operation that a request would join or await, and the failure it would get (`wait.py`)."""
+    """Return the operation that a new request would join or wait for, and its immediate failure, if any."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     active = Q(status__in=(Status.PENDING, Status.PROCESSING, Status.WAITING))
     failed = Q(kind=KIND, status=Status.FAILED, dismissed_at=None, finished_at__gt=since)
@@ -265,7 +265,7 @@ def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Opera
 
 
 def _next_pick(model_name: str) -> str | None:
-    """Return the id of the next pick's replica, by the order in `statements.EXCHANGE` (R1.78)."""
+    """Return the id of the replica that the next pick chooses: the order of `statements.EXCHANGE` (R1.78)."""
     serving = NodeModel.objects.of(model_name).reached().filter(node__node_type="backend")
     ranked = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")
     replica_id = ranked.values_list("id", flat=True).first()
@@ -273,9 +273,9 @@ def _next_pick(model_name: str) -> str | None:
 
 
 def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tuple[Explanation, Row]:
-    """Return the decision of a load now, with the request and the back-offs of the active load if any.
+    """Return the current decision of a load, and which nodes have the memory.
 
-    Also return which nodes have the memory.
+    An active load's request and back-offs are used; without an active load, those of a new inference request.
     """
     name = wanted.definition.name
     request = request_of(load) if load is not None else ANYWHERE
@@ -290,7 +290,10 @@ def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tupl
 
 
 def node_fit(model_name: str) -> Row:
-    """NotFound for a model that is not defined. The same number of queries for any number of nodes."""
+    """Return the nodes that fit one more replica; raise NotFound for a model that is not defined.
+
+    The number of queries is the same for any number of nodes.
+    """
     wanted = None if names.unprintable(model_name) else needs_of(model_name)
     if wanted is None:
         raise errors.NotFound("there is no such model")
@@ -298,7 +301,7 @@ def node_fit(model_name: str) -> Row:
 
 
 def fit_of(wanted: LoadNeeds) -> Row:
-    """Return where one more replica with these needs would go."""
+    """Return the nodes that fit one more replica with these needs, and the node that would be chosen."""
     model_name = wanted.definition.name
     selector = fleet_queries.selectors_of([model_name])[model_name]
     fleet = fleet_cache.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
@@ -322,7 +325,7 @@ def fit_of(wanted: LoadNeeds) -> Row:
 
 @dataclass(frozen=True)
 class ReplayedDecision:
-    """The part of a decision that its record has too."""
+    """The part of a decision that is compared with its record."""
 
     outcome: str
     reason: str
@@ -330,12 +333,12 @@ class ReplayedDecision:
 
 
 def recorded_decision(record: PlacementRecord) -> ReplayedDecision:
-    """Return the decision as the record has it."""
+    """Return the decision in the record."""
     return ReplayedDecision(record.outcome, record.reason, record.node_id)
 
 
 def replay(record: PlacementRecord) -> ReplayedDecision | None:
-    """Decide again; return None if the snapshot has been pruned."""
+    """Repeat the decision of a record from its snapshot; return None if the snapshot has been pruned."""
     if record.kind == DecisionKind.ATTEMPT:
         return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
@@ -352,7 +355,7 @@ def replay(record: PlacementRecord) -> ReplayedDecision | None:
 
 
 def _replay_load(state: State, record: PlacementRecord) -> ReplayedDecision | None:
-    """Replay a placement, or the eviction of a replica for a placement."""
+    """Repeat a placement, or the eviction of a replica for a placement."""
     is_eviction = record.kind == DecisionKind.EVICTION
     model = record.facts["for"] if is_eviction else record.model_name
     snapshot = load_snapshots.decode_load(state, str(record.operation_id), model)

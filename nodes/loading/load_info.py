@@ -1,13 +1,14 @@
-"""What a model needs and how it was last loaded, beyond every row and node: `ModelLoadInfo`.
+"""The needs of a model and its last load, independent of replicas' rows and nodes: `ModelLoadInfo`.
 
-After each load its controller has the worker measure the engine. Where the worker does not tell, as a stock
-worker, a pass compares the node's readings before and after the load, if the engine had its GPUs alone. A
-reading is stored once for each replica: the last five of a definition, backend build and kind of device. A
-load has one need for the whole fleet, by the largest reading for any build and kind of device that nodes have
-(`fit.learned`). What the model takes on a node without VRAM is main memory; no placement uses it.
+After each load its controller requests a measurement of the engine from the worker. A stock worker does not
+measure; then a pass compares the node's readings before and after the load, if the engine had its GPUs alone.
+A reading is stored once for each replica; the last five of each definition, backend build and kind of device
+are kept. A load has one need for the whole fleet, by the largest reading for any build and kind of device
+that nodes have (`fit.learned`). On a node without VRAM the readings are of main memory, which no placement
+uses.
 
-A definition that cannot be read is replaced by that of the last load, never one that a person has deleted or
-disabled. A folder that is empty has no definitions, so an empty mount point counts as deleted ones.
+If a definition cannot be read, the definition of the last load is used instead, but never a deleted or
+disabled one. An empty folder has no definitions, so at an empty mount point all definitions count as deleted.
 """
 
 import json
@@ -41,20 +42,20 @@ from operations.executor.work import in_thread
 log = logging.getLogger(__name__)
 
 MEASURED_WITHIN = 3.0
-"""Seconds that a worker has to measure an engine. Neither the load nor a request waits for it."""
+"""Seconds that a worker has to measure an engine. Neither the load nor a request waits for the result."""
 SETTLES = timedelta(seconds=2)
-"""Time after a load until a reading shows all of its memory: clocks differ, and readings take time."""
+"""Time after a load until a reading includes all of its memory: clocks differ, and readings take time."""
 MOST_AT_ONCE = 50
-"""Readings that a pass stores, each in a transaction of its own."""
+"""Maximum readings that one pass stores, each in its own transaction."""
 MOST_KEYS = 8
-"""Definitions, builds and devices whose readings are kept for a model, the latest ones."""
+"""Maximum combinations of definition, build and device whose readings are kept per model; latest first."""
 _BUILD = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
 _DEVICE = Case(When(node__total_vram=0, then=Value("cpu")), default=F("node__gpu_vendor"))
 _KEY = JSONObject(build=_BUILD, device=_DEVICE)
 
 
 def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
-    """Return the columns that keep the definition of a load."""
+    """Return the columns of a row that store the definition of a load."""
     stored: dict[str, Any] = {}
     with suppress(UnicodeEncodeError):  # lone surrogates; nor does PostgreSQL store NUL
         content = msgspec.json.encode(definition)
@@ -63,9 +64,9 @@ def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
 
 
 async def find_definition(models: Folder, name: str) -> Definition | None:
-    """Return the model's definition, or that of its last load while the file or the folder is unreadable.
+    """Return the model's definition; while the file or folder is unreadable, the definition of its last load.
 
-    Raises FolderUnresponsive if there is none and the folder does not respond.
+    Raises FolderUnresponsive if there is neither and the folder does not respond.
     """
     try:
         definition = await models.find(name)
@@ -79,7 +80,7 @@ async def find_definition(models: Folder, name: str) -> Definition | None:
 
 
 async def find_definitions(models: Folder, model_names: Collection[str]) -> dict[str, Definition]:
-    """Return the definitions of those models that have one, as `find_definition` does; at most one query.
+    """Return the definitions of these models, like `find_definition`; omit undefined ones. At most one query.
 
     Raises FolderUnresponsive before the folder was read for the first time.
     """
@@ -101,7 +102,7 @@ def _last_definition(name: str, unreadable: frozenset[str] | None) -> Definition
 
 
 def revisions_of_unreadable(unreadable: frozenset[str] | None) -> dict[str, str]:
-    """Return the revisions of the models whose definitions cannot be read, None = all files; one query."""
+    """Return the revisions of models whose definitions are unreadable; None = all files. One query."""
     if unreadable == frozenset():
         return {}
     definitions = _definitions(ModelLoadInfo.objects.all(), unreadable)
@@ -123,11 +124,11 @@ def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Defi
 
 
 def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, now: datetime) -> int:
-    """Withdraw the records of models whose definition is gone or disabled; return their number.
+    """Withdraw the records of models whose definition is deleted or disabled; return their number.
 
-    A withdrawn record is restored when the definition of its load is there again and enabled. `defined` are
-    the usable definitions. While the folder cannot be read, nothing is known. The number of queries is
-    constant.
+    A withdrawn record is restored when the definition of its load exists again and is enabled. `defined` are
+    the usable definitions. Nothing is withdrawn while the folder cannot be read (`unreadable` is None). The
+    number of queries is constant.
     """
     if unreadable is None:
         return 0
@@ -146,7 +147,7 @@ def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, n
 
 
 def readings_of(definition: Definition) -> list[EngineReading]:
-    """Return the readings of its backend for builds and kinds of device of nodes with VRAM; one query."""
+    """Return the readings of a definition for builds and devices that nodes with VRAM have. One query."""
     installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
     infos = ModelLoadInfo.objects.filter(
         model_name=definition.name, memory__contains=[{"revision": definition.revision}]
@@ -156,7 +157,7 @@ def readings_of(definition: Definition) -> list[EngineReading]:
 
 
 def readings_by_model(definitions: Sequence[Definition]) -> dict[str, list[EngineReading]]:
-    """Return the readings of each model by its name, as `readings_of` does; two queries for any number."""
+    """Return the readings of each model by its name, like `readings_of`. Two queries for any number."""
     model_names = [definition.name for definition in definitions]
     infos = ModelLoadInfo.objects.filter(model_name__in=model_names)
     memory = dict(infos.values_list("model_name", "memory"))
@@ -185,7 +186,7 @@ def _readings(definition: Definition, memory: Iterable[Any], keys: Collection[An
 
 
 async def learn(attempt: Attempt) -> None:
-    """Have the worker measure the engine that has just begun to serve; a failure loses only this reading."""
+    """Request a measurement of a newly serving engine from its worker; a failure loses only this reading."""
     try:
         outcome = await attempt.worker.running(attempt.process_key, MEASURED_WITHIN)
         if isinstance(outcome, Unreadable):
@@ -204,7 +205,7 @@ async def learn(attempt: Attempt) -> None:
 
 
 def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bool:
-    """Store the worker's measurement; return False without one, or if a reading of the replica counts."""
+    """Store the worker's measurement; return False if it cannot be used or the replica has a reading."""
     row = _unmeasured_replicas().filter(pk=replica_id).first()
     if row is None or row.address.rpartition(":")[2] != engine.address.rpartition(":")[2]:
         return False
@@ -222,7 +223,7 @@ def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bo
 def learn_from_readings(*, now: datetime) -> int:
     """Store the memory that engines took of GPUs which they had alone; return the number of engines.
 
-    The longest loaded come first; those above the limit follow with the next pass.
+    The engines that were loaded first come first. Engines above the limit are processed by the next pass.
     """
     ready = _unmeasured_replicas().filter(vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLES)
     return sum(
@@ -236,9 +237,9 @@ def _unmeasured_replicas() -> Any:
 
 
 def _store(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
-    """Add the reading of a replica, once, to those of its model; without a figure nothing is learned.
+    """Add the reading of a replica to its model, once; return True if it was added.
 
-    A later reading may still come unless this one was the difference of the node's readings.
+    A worker's report without a size leaves the replica unmeasured, so a later reading can still be added.
     """
     installed = NodeBackend.objects.named(row.backend_type).filter(node=row.node)
     key = installed.order_by("is_meta", "name").values_list(_KEY, flat=True).first()

@@ -1,11 +1,12 @@
-"""Placement of a load: the best node whose worker answers, by eviction if it must, or a wait with its reason.
+"""Place a load: reserve a slot on the best node whose worker answers, or wait and state the reason.
 
-The choice itself is pure (`nodes/placement`). This module reads the rows, contacts workers and reserves the
-slot. After each failure it chooses again, so the next node is tried at once.
+If necessary, replicas are evicted. The choice itself is pure (`nodes/placement`). This module reads the rows,
+contacts workers and reserves the slot. After each failure it chooses again, so the next node is tried at
+once.
 
 A node stays `healthy` for up to a minute after its worker has died. So several nodes are contacted at once,
-and many dead workers cost one short wait. If replicas must be evicted, the load holds its slot and its memory
-while controllers stop them, also if the load ends first.
+and many dead workers cost one short wait. If replicas must be evicted, the load keeps its slot and its memory
+reserved while controllers stop the replicas, even if the load ends first.
 """
 
 import asyncio
@@ -62,28 +63,28 @@ log = logging.getLogger(__name__)
 _NODE_POLL = 5.0
 _BUS_POLL = 1.0
 ANSWER_WITHIN = 3.0
-"""Seconds that a worker has to answer."""
+"""Seconds within which a contacted worker must answer."""
 CONTACTS_AT_ONCE = 16
-"""Number of nodes that are contacted at the same time."""
+"""Maximum number of nodes that are contacted at the same time."""
 EVICTION_POLL = 0.5
 _REMEMBERED_FOR = timedelta(minutes=10)
-"""The time for which a failed installation of a backend ranks its node last."""
+"""Time for which a failed installation of a backend ranks its node last."""
 _NO_BUS = "this controller is not connected to the message bus"
 
 
 @dataclass(frozen=True)
 class Contacted:
-    """The best node that answered, if any, and the better ones that did not."""
+    """The best node that answered, if any, and the better nodes that did not answer."""
 
     node: Candidate | None
     silent: frozenset[UUID]
     listed: ListReply | None = None
-    """The backends of that node; None if its worker could not list them."""
+    """The backends of the node; None if its worker could not list them."""
 
 
 @dataclass(frozen=True)
 class LoadNeeds:
-    """A model, its need of a node, and the models that should not share a node with it."""
+    """A model, the needs of its replica, and the models that should not share a node with it."""
 
     definition: Definition
     need: Need
@@ -103,7 +104,7 @@ async def read_needs(definitions: Folder, definition: Definition) -> LoadNeeds:
 async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
     """Reserve a slot on the best node whose worker answers; return the attempt to load the model there.
 
-    Raises Postpone, LoadFailed or Abandoned if there is none.
+    Raises Postpone, LoadFailed or Abandoned if no node is available.
     """
     request = request_of(work.operation)
     backoffs = from_payload(work.operation.payload)
@@ -155,7 +156,7 @@ def decide(
 ) -> tuple[LoadQuestion, Decision]:
     """Return the question for a replica, from the current rows, and the decision on the best node.
 
-    A node that has refused the backend recently ranks last, like a node that has failed the load.
+    A node that has recently failed to install the backend ranks last, like a node that has failed the load.
     """
     name = wanted.definition.name
     backoffs = {**_recent_refusals(wanted.definition.backend), **backoffs}
@@ -178,9 +179,9 @@ def decide(
 
 
 def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
-    """Return the nodes that recently failed to install the backend and still lack it; one query.
+    """Return back-offs of nodes that recently failed to install the backend and still lack it. One query.
 
-    Their back-off only ranks them last and excludes none.
+    These back-offs only rank the nodes last and do not exclude them.
     """
     since = clock.now() - _REMEMBERED_FOR
     failed = OperationTarget.objects.filter(
@@ -199,7 +200,7 @@ def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
 def _reserve(
     work: Work, wanted: LoadNeeds, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Slot | NoSlot:
-    """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
+    """Reserve the slot of the decision. Store its snapshot first, outside of the slot's transaction."""
     assert explanation.node is not None
     now, definition, layers = clock.now(), wanted.definition, explanation.gpu_layers
     snapshot_ref = decision_log.store_snapshot(
@@ -237,11 +238,11 @@ async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacte
 async def _no_node(
     work: Work, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Exception:
-    """Return the exception that ends this attempt, after recording the decision with the same sentence.
+    """Record the decision, and return the exception with the same sentence that ends this attempt.
 
-    The record comes first, so that no load waits without one. The payload of a load that waits carries its
-    need, by which it is woken, `LACKS_ROOM`, by which the replica pass terminates the replaced replica first,
-    and the node whose memory it gets before younger loads.
+    Recording comes first, so that every waiting load has a record. The payload of a waiting load contains its
+    need, which determines when the load is woken; `LACKS_ROOM`, which makes the replica pass terminate the
+    replaced replica first; and the node whose memory the load gets before younger loads.
     """
     backoffs = question.view.backoffs
     back_off = seconds_until_retry(backoffs, clock.now())
@@ -275,9 +276,10 @@ def _record(operation: Operation, explanation: Explanation, fleet_sections: Snap
 
 
 async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> Contacted:
-    """Contact the first `CONTACTS_AT_ONCE` nodes, best first, and return with the best answer.
+    """Contact the first `CONTACTS_AT_ONCE` nodes, and return the best node that answers.
 
-    Raises NotConnected when this process has lost the bus: then silence is no evidence about the nodes.
+    Raises NotConnected when this process has lost the bus: missing answers then prove nothing about the
+    nodes.
     """
     tasks = {node.id: asyncio.create_task(_answers(bus, node)) for node in ranked[:CONTACTS_AT_ONCE]}
     silent: set[UUID] = set()
@@ -314,9 +316,9 @@ async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
 def find_eviction(
     model_name: str, question: LoadQuestion, decision: Decision, created_at: datetime | None = None
 ) -> Eviction | None:
-    """Return the eviction for a load, without a node if none can help; None if no node lacks only memory.
+    """Return the eviction for a load, without a node if none helps; None if no node lacks only memory.
 
-    `created_at`: the time of the load's request, None = now. Older loads have their turn before.
+    `created_at`: the time of the load's request, None = now. Older loads get freed memory first.
     """
     nodes, need = question.evictable_nodes(decision), question.view.need
     if not nodes:
@@ -339,7 +341,7 @@ def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
 
 
 async def wait_until_evicted(attempt: Attempt, pending: PendingEviction) -> None:
-    """Return when all replicas have stopped; raise WorkerGone if one stays or serves again."""
+    """Wait until all replicas have stopped. Raise WorkerGone if a replica stays or serves again."""
     deadline, node_name = clock.monotonic() + pending.seconds, attempt.slot.node_name
     await attempt.report("loading", pending.why)
     while remaining := await in_thread(_remaining, pending):

@@ -1,11 +1,11 @@
 """Encode the decision of a load as sections of the snapshot log, and decode it from them. Pure.
 
-The node facts that all loads see are one section. Node facts that only one model sees (indices in use, labels
-tested, concurrency groups, files) are sections of the model, and facts that only one load has are a section
-of the load. So two loads of different models share most sections.
+Node facts that are the same for all loads form one section. Node facts that depend on the model (indices in
+use, tested labels, concurrency groups, files) are sections of the model, and facts that depend on the load
+are a section of the load. So two loads of different models share most sections.
 
-Rows name their columns, because another version may have written them: a column that is unknown now is
-ignored, and one that is missing has its default.
+Rows name their columns, because another version may have written them: an unknown column is ignored, and a
+missing column has its default.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ _PER_MODEL: Mapping[str, tuple[str, Any]] = {
     "other_models_bytes": ("other_models", 0),
     "has_backend": ("has_backend", None),
 }
-"""Node fields that differ by model: the name of their section, and the value of a missing row."""
+"""Node fields that depend on the model: the name of their section, and the value for a missing row."""
 _NODE = tuple(field.name for field in fields(Candidate) if field.name not in _PER_MODEL)
 _RESIDENT = tuple(field.name for field in fields(Resident))
 _node_values, _resident_values, _name = attrgetter(*_NODE), attrgetter(*_RESIDENT), attrgetter("name")
@@ -39,7 +39,7 @@ _node_values, _resident_values, _name = attrgetter(*_NODE), attrgetter(*_RESIDEN
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """The request of a load at its decision, and the replicas it could evict; `over`: it had expired."""
+    """The input of a load's decision, and the replicas that it could evict; `over`: no request needed it."""
 
     question: LoadQuestion
     occupants: EvictionCandidates | None
@@ -49,7 +49,7 @@ class LoadSnapshot:
 def encode_load(
     load: str, model: str, question: LoadQuestion, eviction: Eviction | None = None, *, over: bool = False
 ) -> dict[str, Section]:
-    """Encode all facts that the decision of the load with this id used."""
+    """Encode all facts that the decision of the load used; `load` is the load's id."""
     view = question.view
     all_nodes = not view.restricted
     result = {
@@ -92,7 +92,7 @@ def _load_facts(question: LoadQuestion, eviction: Eviction | None, over: bool) -
 
 
 def _eviction_sections(eviction: Eviction) -> dict[str, Section]:
-    """Encode the replicas on the nodes that were considered, and the rules of their models."""
+    """Encode the replicas on the considered nodes, and the protection rules of their models."""
     rules = eviction.guard
     if rules is None:
         return {}
@@ -109,7 +109,7 @@ def _eviction_sections(eviction: Eviction) -> dict[str, Section]:
 
 
 def decode_load(state: State, load: str, model: str) -> LoadSnapshot | None:
-    """Decode the facts of the load's decision; None if the state has none."""
+    """Decode the facts of the load's decision; None if the state has no such decision."""
     facts = state.get(f"load/{load}")
     if not facts:
         return None

@@ -1,4 +1,4 @@
-"""Decisions of placement on the wire: kept ones, one that would be made now, and those of a plan."""
+"""Decisions of placement on the wire: recorded decisions, a decision of now, and decisions of a plan."""
 
 from dataclasses import replace
 
@@ -340,7 +340,7 @@ FIT_SUMMARIES = Shape(
 
 
 def decision(explanation: Explanation) -> Row:
-    """Return a decision that is not recorded."""
+    """Return the wire form of a decision that is not recorded."""
     placed = explanation.node is not None
     return DECISION.of(
         outcome=explanation.outcome,
@@ -353,7 +353,7 @@ def decision(explanation: Explanation) -> Row:
 
 
 def memory(explained: MemoryExplanation) -> Row:
-    """Return the verdicts on nodes."""
+    """Return the wire form of the verdicts on nodes."""
     need = explained.need
     return MEMORY.of(
         says=explained.describe(),

@@ -1,18 +1,18 @@
-"""The files of a model in the models folder: which ones an engine on another machine needs, their content.
+"""The files of a model that an engine on another machine needs, and reading them in the models folder.
 
-The options of a definition name the files: the model's file, others beside it, and values in `Options` and
-`Overrides` (R2.57, worker.md §14). `plan_files` reads the folder; `FilePlan.engine_options` rewrites the
-options by the result of the transfer, without I/O. Nothing outside the models folder is sent: a path or link
-that leads out of it is not followed. A file that an import has left at its source is planned by its record.
-The key of a file on a worker is `models/<model>/<path in the models folder>` (R2.58). The worker answers with
-the path on its own disk; without its relative part, that is the folder against which relative options resolve
-there.
+The options of a definition name the files: the model's file, other files in its folder, and values in
+`Options` and `Overrides` (R2.57, worker.md §14). `plan_files` reads the folder. `FilePlan.engine_options`
+rewrites the options according to the result of the transfer, without I/O. Nothing outside the models folder
+is sent: a path or link that leads out of the folder is not followed. A file that an import has left at its
+source is planned by its record. The key of a file on a worker is `models/<model>/<path in the models folder>`
+(R2.58). The worker answers with the path on its own disk; without its relative part, this path is the folder
+that relative options are resolved against.
 
 Files are read in dedicated threads, because the folder may hang: a read from a mount whose server is down
-returns late or never. It must block neither the event loop, nor a thread that the database needs, nor the end
-of the process. The SHA-256 of a file is computed once, then looked up by its stamp, which has the size, both
-times and the inode: a replaced file has another stamp. The hash of a file that was written a moment ago is
-not stored: the file could change again within the same tick of its clock.
+returns late or never. Such a read must not block the event loop, a thread that the database needs, or the end
+of the process. The SHA-256 of a file is computed once and then found by the file's stamp, which consists of
+size, both times and inode: a replaced file has another stamp. The hash of a file that was written a moment
+ago is not stored, because the file could change again within one tick of its clock.
 """
 
 import asyncio
@@ -57,9 +57,9 @@ class InvalidPath(ValueError):
 
 
 def key_of(model: str, relative: str) -> str:
-    """Return the key of the file at this path in the models folder; InvalidPath if it leads out of it.
+    """Return the key of the file at this path of the models folder.
 
-    A name that cannot be written into a header or a gRPC message has no key either.
+    Raise InvalidPath if the path leads out of the folder, or cannot be written into a header or gRPC message.
     """
     parts = (*model.split("/"), *relative.split("/"))
     if not {"", ".", ".."}.isdisjoint(parts):
@@ -73,7 +73,7 @@ def key_of(model: str, relative: str) -> str:
 
 
 def path_of(key: str) -> str:
-    """Return the URL path of this key, with every reserved character of its parts encoded."""
+    """Return the URL path of this key, with every reserved character encoded."""
     return _ROUTE + quote(key)
 
 
@@ -81,7 +81,7 @@ MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
 _SCALES = "LoraScales"
 _UNCHANGED_IF_MISSING = "LoraBase"
 _VALUES = ("Options", "Overrides")
-"""Options whose entries `name:value` may name files; an entry itself is not rewritten."""
+"""Options with entries `name:value` whose value may name a file; the entries are not rewritten."""
 
 
 class Unsendable(Exception):
@@ -93,17 +93,17 @@ class LocalFile:
     """One file to send."""
 
     relative: str
-    """Its path in the models folder, also used on the worker."""
+    """The file's path in the models folder, which is also its path on the worker."""
     path: Path
-    """Its resolved path, in the models folder too."""
+    """The file's resolved path, which is in the models folder too."""
     size: int
     record: RecordedFile | None = None
-    """The record of a file that is not here but at its source."""
+    """The record of a file that is at its source and not in the models folder."""
 
 
 @dataclass(frozen=True)
 class NamedFiles:
-    """The target of one text in the options: a file, or a folder with all its files."""
+    """The files that one text in the options names: a file, or a folder with all its files."""
 
     option: str
     text: str
@@ -114,8 +114,8 @@ class NamedFiles:
     def needed(self) -> frozenset[str]:
         """The paths of the files without which the option is lost.
 
-        A checksum file in a folder is optional: our own worker takes none, because it would vouch for another
-        file.
+        A checksum file in a folder is optional: our own worker accepts no checksum file, because it would
+        vouch for another file.
         """
         paths = (file.relative for file in self.files)
         return frozenset(path for path in paths if path == self.relative or not path.lower().endswith(SIDES))
@@ -129,16 +129,16 @@ class FilePlan:
     """The options of the definition."""
     named: tuple[NamedFiles, ...] = ()
     missing: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """By option and text: the reason why there is nothing to send."""
+    """By option and text: the reason why no file is sent."""
 
     @cached_property
     def files(self) -> dict[str, LocalFile]:
-        """Each file once, by its path in the folder; files of the model itself first."""
+        """All files by their path in the folder; files of the model itself come first."""
         return {file.relative: file for target in self.named for file in target.files}
 
     @property
     def at_source(self) -> list[str]:
-        """The paths of the files that are not here."""
+        """The paths of the files that are only at their sources."""
         return [path for path, file in self.files.items() if file.record is not None]
 
     def is_vital(self, relative: str) -> bool:
@@ -148,8 +148,8 @@ class FilePlan:
     def engine_options(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
         """Return the options for an engine whose model files are in `root`, and a warning per lost option.
 
-        `failed` maps each file that was not sent to the reason; files of the model itself must not be among
-        them.
+        `failed` maps each file that was not sent to the reason; it must not contain files of the model
+        itself.
         """
         lost = dict(self.missing)
         paths: dict[tuple[str, str], str] = {}
@@ -165,7 +165,7 @@ class FilePlan:
 
 
 def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return the options with the worker's paths; options without a path there are removed."""
+    """Return the options with the worker's paths; remove options whose file is not on the worker."""
     result = dict(options)
     for name in FILE_OPTIONS:
         path = paths.get((name, str(result.get(name, ""))))
@@ -189,10 +189,10 @@ def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str
 def plan_files(
     folder: Path, name: str, options: Mapping[str, Any], recorded: RecordedFiles | None = None
 ) -> FilePlan:
-    """Find the files that the options of the model `name` mean; those `recorded` may be at their sources.
+    """Find the files that the options of the model `name` mean; `recorded` files may be at their sources.
 
-    Raises Unsendable for the model's own file if it exists and must not leave the folder or cannot be read,
-    and FolderReplaced if a recorded file is absent in a folder that has lost its marker.
+    Raises Unsendable if the model's own file exists but is outside of the folder or cannot be read. Raises
+    FolderReplaced if a recorded file is absent from a folder that has lost its marker.
     """
     at_source = files_at_source(folder, recorded or {})
     if lacks_marker(folder, at_source.values()):
@@ -217,7 +217,7 @@ def plan_files(
 
 
 def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of option and text that may name files; the model first: others may lie beside it."""
+    """Yield pairs of option and text that may name files; the model's own file comes first."""
     yield MODEL_FILE, str(options.get("Model", ""))
     for name in FILE_OPTIONS:
         if options.get(name):
@@ -232,7 +232,7 @@ def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _raise(error: OSError) -> None:
-    """Raise the error of `os.walk`: a folder that cannot be read is not an empty folder."""
+    """Raise the error of `os.walk`, so that an unreadable folder does not count as empty."""
     raise error
 
 
@@ -243,10 +243,10 @@ class _FolderReader:
         self._folder, self._real_folder, self._model = folder, folder.resolve(), model
         self._at_source = at_source
         self._beside: list[Path] = []
-        """The model's own folder: values may be relative to it."""
+        """Folders of the model itself, which a value may be relative to."""
 
     def named(self, option: str, text: str) -> NamedFiles | None:
-        """Return the file or folder that the text names, None if there is none; raise Unsendable."""
+        """Return the file or folder that the text names, None if it does not exist; raise Unsendable."""
         for path in self._possible_paths(option, text):
             absent = below(path, self._at_source, self._parts(path))
             is_here = os.path.lexists(path)
@@ -267,7 +267,7 @@ class _FolderReader:
         return None
 
     def _possible_paths(self, option: str, text: str) -> Iterator[Path]:
-        """Yield the paths that the text may mean, in order, all of them below the folder."""
+        """Yield the paths below the folder that the text may mean, in the order of precedence."""
         if "\0" in text:
             return
         if option not in _VALUES and not os.path.isabs(text):
@@ -280,7 +280,7 @@ class _FolderReader:
                 yield path
 
     def _resolve_inside(self, path: Path) -> Path:
-        """Resolve the path; raise Unsendable if it is outside of the folder, or the folder itself."""
+        """Resolve the path; raise Unsendable if the result is not below the models folder."""
         try:
             real = path.resolve()
         except (OSError, RuntimeError) as error:
@@ -307,7 +307,7 @@ class _FolderReader:
         return (self._file(part) for part in self._parts(path) if part.exists())
 
     def _parts(self, path: Path) -> list[Path]:
-        """Return the file with its shards and the file that is sent with it."""
+        """Return the file with its shards and its sidecar file."""
         sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
         return [*shards(path), *sidecars]
 
@@ -315,7 +315,7 @@ class _FolderReader:
         return LocalFile(self._relative(path), path, record.size, record)
 
     def _relative(self, path: Path) -> str:
-        """Return the path in the models folder; raise Unsendable if it can have no key on a worker."""
+        """Return the path in the models folder; raise Unsendable if it has no key on a worker."""
         relative = path.relative_to(self._folder).as_posix()
         try:
             key_of(self._model, relative)
@@ -343,17 +343,17 @@ class FileChanged(Exception):
 
 
 def stamp_of(status: os.stat_result) -> str:
-    """Return a text that distinguishes this file from other files and versions under its name."""
+    """Return a text that identifies this version of the file."""
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
 async def in_staging_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run the function in a thread; return its result. A cancelled caller does not wait for its end."""
+    """Run the function in a dedicated thread. A cancelled caller does not wait for its end."""
     return await asyncio.wrap_future(untrusted.in_daemon_thread(function, *args, **kwargs))
 
 
 class OpenedFile:
-    """The file, if it still has the stamp; the first read opens it. `close` does not block."""
+    """A file that must still have the stamp; the first read opens the file. `close` does not block."""
 
     def __init__(self, file: LocalFile, stamp: str, offset: int = 0) -> None:
         self._local_file, self._stamp, self._offset = file, stamp, offset
@@ -361,14 +361,14 @@ class OpenedFile:
         self._file: BinaryIO | None = None
 
     async def read(self, most: int, digest: Any = None) -> bytes:
-        """Return the next bytes and add them to the digest, if there is one; none at the end of the file.
+        """Return the next bytes, b"" at the end of the file, and add them to `digest`.
 
-        Raise Changed and OSError.
+        Raise FileChanged and OSError.
         """
         return await in_staging_thread(self._read, most, digest)
 
     def close(self) -> None:
-        """Close the file after a read that is under way."""
+        """Close the file after the running read, if any."""
         untrusted.in_daemon_thread(self._close)
 
     def _read(self, most: int, digest: Any) -> bytes:
@@ -391,16 +391,16 @@ class OpenedFile:
 
 CHUNK = 2**20
 RETENTION = timedelta(days=90)
-"""Age after which a hash is computed again; it also removes the rows of deleted files."""
+"""Age after which a hash is computed again and the stored one is removed."""
 _SETTLED_AFTER = 2.0
 _LONGEST_PATH = 1024
-"""Bytes; the hash of a file with a longer path is not stored."""
+"""Bytes of a path; the hash of a file with a longer path is not stored."""
 
 
 async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, str]:
     """Return the file's hash and its stamp; call `moved` with each number of bytes read.
 
-    Raises Changed for a file that changes meanwhile or does not have the planned size, and OSError.
+    Raises FileChanged for a file that changes meanwhile or does not have the planned size, and OSError.
     """
     status = await in_staging_thread(file.path.stat)
     stamp = stamp_of(status)
@@ -427,7 +427,7 @@ def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:
 
 
 def store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:
-    """Store the hash of a file with this stamp; remove the hashes that are too old to be used."""
+    """Store the hash of a file with this stamp; remove expired hashes."""
     FileHash.objects.filter(hashed_at__lt=now - RETENTION).delete()
     FileHash.objects.update_or_create(
         path=path, defaults={"stamp": stamp, "sha256": sha256, "hashed_at": now}

@@ -1,11 +1,11 @@
 """Waiting for a cold load: all requests of this process for one model share one wait.
 
-A request that finds no replica joins the model's load with `Loads.join`. The first request of a model admits
-the operation `model_load` (or joins the active one of another process), later requests attach to it. A turn
-ends with a wake-up or a poll every two seconds; then all requests pick again, because the rows decide and not
-the wake-up. A failed load is an error for all of them. New requests get the same error for some seconds, so
-that a broken model is not loaded by each of them. If a client disconnects, the operation goes on for the
-remaining requests.
+A request that finds no replica joins the model's load with `Loads.join`. The first request for a model admits
+the operation `model_load` (or joins the active operation of another process); later requests attach to it. A
+turn ends with a wake-up or a poll every two seconds; then all requests pick again, because the rows decide
+and not the wake-up. A failed load is an error for all of them. New requests get the same error for some
+seconds, so that not every request loads a broken model again. If a client disconnects, the operation
+continues for the remaining requests.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""
 _HORIZON = 60.0
-"""Seconds for which a request without a limit keeps the load needed; renewed at each poll."""
+"""Seconds that a request without a limit keeps the load needed; each poll renews the deadline."""
 RETRY_MIN, RETRY_MAX = 5.0, 300.0
 """Bounds of Retry-After in the response "still loading", in seconds (C35)."""
 
@@ -51,13 +51,13 @@ class StillLoading(Unavailable):
 
 
 class WaitingRequest(Protocol):
-    """The attributes of an inference request that its wait uses."""
+    """The attributes of an inference request that its wait needs."""
 
     @property
     def model(self) -> str: ...
     @property
     def wait_until(self) -> float:
-        """The end of its time to wait, on the monotonic clock."""
+        """The deadline of the wait, on the monotonic clock."""
 
     @property
     def principal(self) -> Principal: ...
@@ -66,9 +66,9 @@ class WaitingRequest(Protocol):
 
 
 def eta_seconds(operation: Operation, now: datetime) -> float | None:
-    """Return the remaining bytes over the average rate; None until bytes move for a second (R2.23).
+    """Return the remaining bytes divided by the average rate, in seconds; None until a rate is known (R2.23).
 
-    A load that sends files reports the rate itself, because it excludes the bytes that the node had before.
+    A load that sends files reports the rate itself, without the bytes that the node already had.
     """
     if operation.phase == "staging":
         remaining = operation.total_bytes - operation.current_bytes
@@ -84,14 +84,14 @@ def eta_seconds(operation: Operation, now: datetime) -> float | None:
 
 
 def may_see_nodes(principal: Principal) -> bool:
-    """Return True if responses may name nodes to the caller: to administrators, or to all by a setting."""
+    """Return True if responses may name nodes to the caller: always to administrators, else by a setting."""
     return principal.is_admin or conf.cluster().expose_node_header
 
 
 def loading_body(
     model: str, operation: Operation, now: datetime, *, shows_node: bool = False
 ) -> dict[str, Any]:
-    """Return the `loading` object of `contract/http-api.md` §6.1, without its node unless `shows_node`."""
+    """Return the `loading` object of `contract/http-api.md` §6.1; the node is included if `shows_node`."""
     body: dict[str, Any] = {
         "model": model,
         "state": _state(operation),
@@ -112,7 +112,10 @@ def loading_body(
 def still_loading_error(
     model: str, operation: Operation, reason: str, budget: float, now: datetime, *, shows_node: bool = False
 ) -> StillLoading:
-    """Return the error for a request whose wait is over while the load goes on for that reason (R2.22)."""
+    """Return the error for a request whose wait has ended while the load continues (R2.22).
+
+    `reason`: why the load waits. `budget`: seconds for Retry-After without an estimate.
+    """
     eta = eta_seconds(operation, now)
     details = [f"{operation.progress:.0f}%"] if operation.progress else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
@@ -137,7 +140,7 @@ def _state(operation: Operation) -> str:
 
 
 def load_failure(model: str, operation: Operation, now: datetime, grace: float) -> LoadFailed:
-    """Return the error for all requests that wait for a failed load; a retry is allowed after Retry-After."""
+    """Return the error of a failed load for its waiting requests; Retry-After is the rest of the grace."""
     cause = operation.error or operation.message or operation.status
     age = (now - operation.finished_at).total_seconds() if operation.finished_at else 0.0
     return LoadFailed(_failure_text(model, cause), retry_after=max(math.ceil(grace - age), 1))
@@ -157,7 +160,7 @@ def without_nodes(failure: LoadFailed, model: str) -> LoadFailed:
 
 
 def _without_names(text: str) -> str:
-    """Return the text without the names of nodes, addresses and figures; "" stays "". At most one query."""
+    """Return the text without names of nodes, addresses and figures. At most one query."""
     if not text:
         return ""
     names = BackendNode.objects.values_list("name", flat=True)
@@ -172,22 +175,22 @@ class ModelWait:
     deadlines: list[float] = field(default_factory=list)
     """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
     operation: Operation = field(default_factory=lambda: Operation(kind=KIND, progress=0.0))
-    """The operation as last read; before that a pending one. Any other kind is an unload or a deletion, which
-    must end before the model can be loaded.
+    """The operation that the model waits for, as last read; a pending load before the first read. An unload
+    or deletion must end before the model can be loaded.
     """
     public_failure: LoadFailed | None = None
     """The failure of the turn for callers who may not see nodes."""
     public_reason: "tuple[str, asyncio.Task[str]] | None" = None
     """The reason for the wait, and the task that removes names of nodes from it."""
     row_deadline: float = 0.0
-    """Time until which the operation's row is needed, on the monotonic clock."""
+    """Time until which the operation is needed according to its row, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
 
     async def next_turn(self, request: WaitingRequest) -> bool:
-        """Wait until the request should pick again; return True if the load has ended (done or given up).
+        """Wait until the request should pick again; return True if the load has ended.
 
-        Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
-        within the grace of the failure.
+        Raises StillLoading at the request's deadline. Raises LoadFailed if the load has failed now or within
+        the grace.
         """
         shows_node = may_see_nodes(request.principal)
         try:
@@ -205,7 +208,7 @@ class ModelWait:
             raise self.public_failure from None
 
     async def _public_reason(self) -> str:
-        """Return why the load waits, without names; one query serves all requests."""
+        """Return why the load waits, without names of nodes. One query serves all requests."""
         message = self.operation.message if _state(self.operation) == "pending" else ""
         if self.public_reason is None or self.public_reason[0] != message:
             self.public_reason = message, asyncio.create_task(in_thread(_without_names, message))
@@ -238,7 +241,7 @@ class Loads:
         return sum(len(load.deadlines) for load in list(self._loads.values()))
 
     async def close(self) -> None:
-        """Stop watching; the operations themselves go on."""
+        """Stop following the loads; the operations continue."""
         await cancellation.end(*(load.task for load in self._loads.values() if load.task is not None))
 
     def _begin(self, request: WaitingRequest) -> ModelWait:
@@ -279,7 +282,7 @@ class Loads:
             load.turn.set_exception(failure)
 
     async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
-        """Return when the operation has ended or no request waits any more; raise LoadFailed."""
+        """Follow the operation until it ends or no request waits. Raise LoadFailed."""
         load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
         load.operation = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
         with self.wake_ups.watch(load.operation.id) as watch:
@@ -307,7 +310,7 @@ class Loads:
 
 
 def _to_response(error: Exception) -> ClusterError:
-    """Return the error for the waiting requests when admitting or polling itself has failed."""
+    """Return the error for the waiting requests after a failure to admit or poll the operation."""
     if isinstance(error, Conflict):
         return Unavailable(error.message, retry_after=5)
     if isinstance(error, DatabaseError):
@@ -335,7 +338,7 @@ def _instant(deadline: float) -> datetime:
 
 
 def _admit(request: admission.OperationRequest) -> Operation:
-    """Join or create the load, or return the unload or deletion that excludes it.
+    """Join or create the load; return the unload or deletion instead if it excludes the load.
 
     Raises LoadFailed within the grace of the last load's failure.
     """
@@ -359,7 +362,7 @@ def _recent_failure(model: str, now: datetime) -> Operation | None:
 
 
 def has_other_node_since(failure: Operation) -> bool:
-    """Return True if a node that has not refused this failed load has become healthy after it."""
+    """Return True if a node that has not refused this load has become healthy after its failure."""
     refused = [refusal.node_id for refusal in refusals(failure.payload)]
     healthy = BackendNode.objects.filter(status="healthy", node_type="backend").exclude(pk__in=refused)
     events = NodeEvent.objects.filter(at__gt=failure.finished_at, status_after="healthy")

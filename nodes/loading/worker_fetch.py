@@ -1,9 +1,10 @@
-"""A worker fetches a file of a model from its source itself, instead of getting it from the control plane.
+"""Have a worker fetch a file of a model from its source, instead of sending the file to the worker.
 
-That is the policy `worker` (`CLUSTER_DOWNLOAD_ON`, or `download_on` of a definition). It needs a file that an
-import has fetched, unchanged, from an address that workers read, and a worker that has the route
-(`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs nothing but time: the
-file is then sent. A source that the node could not reach is noted, and not tried again for a while.
+This is the policy `worker` (`CLUSTER_DOWNLOAD_ON`, or `download_on` of a definition). It requires a file that
+an import has recorded with an address that workers can read, unchanged since, and a worker with the fetch
+route (`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs only time: the
+control plane then sends the file. A source that the node could not reach is recorded, and not tried again for
+a while.
 """
 
 import asyncio
@@ -27,11 +28,11 @@ from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
 
 CAN_FETCH = "X-File-Fetch"
-"""Header with which a worker says that it has the route."""
+"""Header by which a worker announces the fetch route."""
 STALL = 60.0
 """Seconds without a new byte after which the file is sent instead."""
 UNREACHED_FOR = timedelta(minutes=10)
-"""Time for which a source that a node could not reach is not tried from there."""
+"""Time for which a source is not tried again from a node that could not reach it."""
 _ROUTE = "/v1/files-fetch/"
 _SCHEMES = ("https://", "http://", "hf://")
 _LONGEST_LINE, _LONGEST_WORDS = 16 * 1024, 300
@@ -41,14 +42,14 @@ _PINNED_URL = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
 
 @dataclass(frozen=True)
 class FileSource:
-    """The lasting address of a file, and its hash."""
+    """The permanent address of a file, and its hash."""
 
     url: str
     sha256: str
 
     @property
     def host(self) -> str:
-        """The host, with its port; workers know the one of `hf://` themselves."""
+        """The host, with its port, of the address; `Hugging Face` for `hf://`, whose host the worker chooses."""
         return host_of(self.url)[:255] or "Hugging Face"
 
 
@@ -67,7 +68,7 @@ class FetchFailed(Exception):
         self.is_unreachable = is_unreachable
         """True if the worker had no connection to the source."""
         self.lost_worker = lost_worker
-        """True if the connection to the worker was lost, which says nothing about the source."""
+        """True if the connection to the worker was lost, which proves nothing about the source."""
         self.has_changed = has_changed
         """True if the source has sent another file of this size."""
 
@@ -81,22 +82,22 @@ class _AnswerLine(msgspec.Struct):
 
 
 def downloads_on_worker(definition: Definition) -> bool:
-    """Return True if the policy is that workers download the files of this definition."""
+    """Return True if workers are to download the files of this definition."""
     return (definition.download_on or conf.cluster().download_on) == "worker"
 
 
 def can_fetch(url: str) -> bool:
-    """Return True if workers read this kind of address."""
+    """Return True if workers can read this kind of address."""
     return url.startswith(_SCHEMES)
 
 
 def is_lasting(url: str) -> bool:
-    """Return True if workers read the address, and it names the same file for good: no branch of the hub."""
+    """Return True if workers can read the address and its content cannot change (no branch of the hub)."""
     return can_fetch(url) and (not url.startswith("hf://") or _PINNED_URL.match(url) is not None)
 
 
 def sources_of(definition: Definition) -> dict[str, FileSource]:
-    """Return the files of the definition that workers are to fetch, by path."""
+    """Return, by path, the files of the definition that workers fetch."""
     if not downloads_on_worker(definition):
         return {}
     return {
@@ -107,19 +108,19 @@ def sources_of(definition: Definition) -> dict[str, FileSource]:
 
 
 def unreached_hosts(node_id: UUID, *, now: datetime) -> dict[str, datetime]:
-    """Return the hosts of sources that the node could not reach lately, and when; one query."""
+    """Return the source hosts that the node could not reach lately, with the time. One query."""
     rows = UnreachedSource.objects.filter(node_id=node_id, seen_at__gt=now - UNREACHED_FOR)
     return dict(rows.values_list("host", "seen_at"))
 
 
 def skip_reason(host: str, seen_at: datetime) -> str:
-    """Return why a file of this source is not fetched now."""
+    """Return the reason why files of this host are not fetched now."""
     until = seen_at + UNREACHED_FOR
     return f"it did not reach {host} at {seen_at:%H:%M} UTC and tries again from {until:%H:%M} on"
 
 
 def record_unreached(node_id: UUID, host: str, *, now: datetime) -> None:
-    """Note that the node could not reach the source; remove the notes that have expired."""
+    """Record that the node could not reach the source; remove expired records."""
     UnreachedSource.objects.filter(seen_at__lte=now - UNREACHED_FOR).delete()
     row = UnreachedSource(node_id=node_id, host=host, seen_at=now)
     with suppress(IntegrityError):  # the node has been removed
@@ -135,9 +136,9 @@ async def fetch(
     size: int,
     on_position: Callable[[int], None],
 ) -> str:
-    """Have the worker fetch a file; return its path there. `on_position` gets the bytes that are there.
+    """Have the worker fetch a file; return its path on the worker.
 
-    Raise FetchFailed.
+    `on_position` is called with the number of fetched bytes. Raise FetchFailed.
     """
     body = {"url": source.url, "size": size, "sha256": source.sha256}
     limit, position = STALL + load_times.hashing_limit(size), 0
@@ -165,7 +166,7 @@ async def fetch(
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
-    """Yield the lines of an answer from an untrusted worker. Raise FetchFailed."""
+    """Yield the decoded lines of a response from an untrusted worker. Raise FetchFailed."""
     buffer = b""
     async for piece in response.aiter_raw():
         *lines, buffer = (buffer + piece).split(b"\n")
@@ -188,5 +189,5 @@ def _parsed(line: bytes) -> _AnswerLine:
 
 
 def _words(text: str) -> str:
-    """Return the worker's words on one line, without the query of an address, which may be a signature."""
+    """Return the worker's reason on one line, without query strings of URLs: they may be signatures."""
     return names.readable(_QUERY.sub("", text))[:_LONGEST_WORDS].strip() or "no reason given"
