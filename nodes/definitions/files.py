@@ -1,8 +1,8 @@
 """Model definitions: YAML in LocalAI's form, one model per file or row.
 
-Data flow: text -> parsed and checked -> `Definition` with its load options and revision. This module computes
-the options once, from the text alone. None of its functions takes a request, so a request cannot change what
-is loaded. `folder` keeps the definitions of the models folder and of the rows.
+Data flow: the text is parsed and checked, and becomes a `Definition` with its load options and revision. This
+module computes the options once, from the text alone. None of its functions takes a request, so a request
+cannot change what is loaded. `folder` keeps the definitions of the models folder and of the rows.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ USE_CASES = (
     *("sound_generation", "tokenize", "vad", "video", "detection", "vision", "diarization"),
     *("audio_transform", "realtime_audio", "face_recognition", "speaker_recognition"),
 )
-"""The names that `known_usecases` of a definition may have."""
+"""The use cases that `known_usecases` of a definition may contain."""
 _TEXT = ("chat", "completion", "tokenize")
 _GROUPS: Mapping[str, tuple[str, ...]] = {"llm": ("chat", "completion", "edit"), "any": ()}
 _ENGINES: Mapping[str, tuple[str, ...]] = {
@@ -33,16 +33,16 @@ _ENGINES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("rfdetr",), ("detection",)),
     **dict.fromkeys(("sentencetransformers", "minilm"), ("embeddings",)),
 }
-"""Use cases of the reference's engines that do not answer with text; the key is a part of the name."""
+"""By part of an engine's name: the use cases of an engine that does not generate text."""
 
 
 Names = tuple[str, ...]
 
 
 def parse_use_cases(stated: object, backend: str, options: Mapping[str, Any]) -> tuple[Names, Names]:
-    """Return the use cases of a definition, and warnings about its statement of them.
+    """Return the use cases of a definition, and warnings about unknown use cases in `stated`.
 
-    `stated` is its `known_usecases`: names with or without `FLAG_`, in any case.
+    `stated` is the definition's `known_usecases`: names with or without `FLAG_`, in upper or lower case.
     """
     if stated is None:
         return engine_use_cases(backend, options), ()
@@ -71,7 +71,7 @@ def engine_use_cases(backend: str, options: Mapping[str, Any]) -> tuple[str, ...
 
 
 def to_flags(cases: tuple[str, ...]) -> list[str]:
-    """Return the use cases as the reference's flags."""
+    """Return the use cases as flags of LocalAI, such as `FLAG_CHAT`."""
     return [f"FLAG_{case.upper()}" for case in cases]
 
 
@@ -98,7 +98,7 @@ class GenerationDefaults:
     """The prompt template, stop words and sampling defaults of one definition."""
 
     defaults: Mapping[str, float | int] = field(default_factory=dict)
-    """Sampling values for the fields that a request omits, by the names of `parameters`."""
+    """Sampling values for fields that a request omits, by the names of `parameters`."""
     stop: tuple[str, ...] = ()
     template: str = ""
     """A Jinja template for chats. If empty, the engine uses the model's own."""
@@ -108,11 +108,11 @@ class GenerationDefaults:
 
 
 NO_DEFAULTS = GenerationDefaults()
-"""The value for a definition without a template, stop words or sampling defaults."""
+"""The defaults of a definition without a template, stop words or sampling values."""
 
 
 def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> GenerationDefaults:
-    """Parse the answering settings of a definition's file; unusable values become warnings."""
+    """Parse the template, stop words and sampling values of a definition; unusable values become warnings."""
     warnings: list[str] = []
     defaults: dict[str, float | int] = {}
     for name, kind in NUMBERS.items():
@@ -138,7 +138,7 @@ def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any])
 
 
 def _template(section: object, warnings: list[str]) -> str:
-    """Return the Jinja template for chats, or "" without one. Go templates are not supported."""
+    """Return the Jinja template for chats; "" without one. Go templates are not supported."""
     if section is None:
         return ""
     if not isinstance(section, Mapping):
@@ -159,7 +159,7 @@ def _template(section: object, warnings: list[str]) -> str:
 
 
 def _is_text(value: object) -> bool:
-    """Return True if an engine can receive the text: it is not empty and has no lone surrogate."""
+    """Return True if an engine can receive the text: not empty, and without lone surrogates."""
     return (
         isinstance(value, str)
         and bool(value)
@@ -234,8 +234,8 @@ IN_SECTIONS: dict[tuple[str, str], str] = {
 class UnusableDefinition(ValueError):
     """The text is not a model definition; the error text is the reason.
 
-    `name` is the model that a broken text means to define, and `former` the one that its file has defined in
-    this process before, "" if it is not known. Line and column count from 1; 0 if they are not known.
+    `name` is the model that an unusable text means to define, and `former` the model that its file has
+    defined before in this process; "" = unknown. Line and column count from 1; 0 = unknown.
     """
 
     name = former = ""
@@ -251,14 +251,14 @@ class Definition:
     model: str
     """`parameters.model`: the file or repository that the engine loads."""
     source: str
-    """Name of the definition's file; of a row `rows.SOURCE` and its name."""
+    """The name of the definition's file; for a row `rows.SOURCE` and the row's name."""
     options: Mapping[str, Any]
     """Load options under the names of `ModelOptions`."""
     revision: str
-    """SHA-256 (hex) of the engine's name and the options; equal files give equal revisions on every machine.
+    """SHA-256 (hex) of the engine's name and the options; equal texts give equal revisions on every machine.
     """
     groups: frozenset[str] = frozenset()
-    """`concurrency_groups` of an enabled model (R2.81). They affect placement only and are not part of the
+    """`concurrency_groups` of an enabled model (R2.81). Groups affect only placement and are not part of the
     revision.
     """
     generation: GenerationDefaults = NO_DEFAULTS
@@ -268,25 +268,25 @@ class Definition:
     takes_token_ids: bool = False
     """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
     vram: int = 0
-    """`vram_needed`: the bytes of VRAM that a replica needs, 0 = estimated; not part of the revision."""
+    """`vram_needed`: the bytes of VRAM that a replica needs; 0 = estimated. Not part of the revision."""
     disabled: bool = False
-    """`disabled`: never loaded while its file cannot be read; not part of the revision."""
+    """`disabled`: never loaded, not even while its file is unreadable. Not part of the revision."""
     download_on: str = ""
-    """`download_on`: the side that downloads the files, "" = by the setting; not part of the revision."""
+    """`download_on`: which side downloads the files; "" = as the setting says. Not part of the revision."""
     auto_layers: bool = False
-    """`gpu_layers: auto`: fewer layers go to the GPU where not all fit; not part of the revision."""
+    """`gpu_layers: auto`: fewer layers go to the GPU if not all fit. Not part of the revision."""
     files: RecordedFiles = field(default_factory=dict, compare=False)
     """The files that an import has recorded for a row; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Time of the last change of the file or row in seconds since 1970; not part of the revision."""
 
     def conflicts_with(self, other: "Definition") -> bool:
-        """Return True if the two models share a concurrency group. A model never conflicts with itself."""
+        """Return True if the two models differ and share a concurrency group."""
         return self.name != other.name and not self.groups.isdisjoint(other.groups)
 
 
 def parse_definition(document: object, source: str) -> Definition:
-    """Check one parsed file; raise Unusable."""
+    """Check one parsed file; raise UnusableDefinition."""
     if not isinstance(document, Mapping):
         raise UnusableDefinition("is not a mapping of settings")
     parameters = document.get("parameters")
@@ -331,7 +331,10 @@ _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNO
 
 
 def stated_bytes(document: Mapping[Any, Any], key: str) -> int:
-    """Return a size in bytes: a whole number, or a number with kB to TB or KiB to TiB; 0 if it is absent."""
+    """Return a size in bytes; 0 if the key is absent.
+
+    The value is a whole number, or a number with a unit: kB to TB or KiB to TiB.
+    """
     value = document.get(key)
     if value is None:
         return 0
@@ -365,7 +368,7 @@ def _text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
 
 
 def _check_paths(name: str, backend: str) -> None:
-    """Refuse names that lead out of the folder that a worker creates for them.
+    """Raise UnusableDefinition for names that lead out of the folder that a worker creates for them.
 
     A model's name may contain `/`, as in `org/model`. An engine's name is one folder of any gallery.
     """
@@ -428,7 +431,7 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 
 
 def read_definition(path: Path) -> Definition:
-    """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
+    """Read and check one file. Raise only UnusableDefinition, whatever the problem is."""
     return parse_file(read_content(path), path.name)
 
 
@@ -444,7 +447,7 @@ def read_content(path: Path) -> bytes:
 
 
 def load_document(content: bytes) -> Any:
-    """Return the value of a definition's text; raise UnusableDefinition."""
+    """Parse the YAML of a definition; raise UnusableDefinition."""
     try:
         return untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader)
     except UnicodeDecodeError as error:
@@ -459,15 +462,15 @@ _NAME_LINE = re.compile(rb"""^name:[ \t]*["']?([^"'#\r\n]+)""", re.MULTILINE)
 
 
 def _intended_name(content: bytes) -> str:
-    """Return the model that an unusable text means to define; "" if no line says so."""
+    """Return the name that a line of an unusable text states; "" if no line states a name."""
     match = _NAME_LINE.search(content)
     return match[1].decode("utf-8", "replace").strip()[:MAX_NAME] if match else ""
 
 
 def parse_file(content: bytes, source: str) -> Definition:
-    """Check the content of one file or row. Raise Unusable, and nothing else, for all unusable content.
+    """Check the content of one file or row. Raise only UnusableDefinition, whatever the problem is.
 
-    Unexpected exceptions also count as an error of this text, because the models of others must keep working.
+    Unexpected exceptions also count as an error of this text, because all other models must keep working.
     """
     try:
         return parse_definition(load_document(content), source)

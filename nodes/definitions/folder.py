@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY = 1.0
 """Seconds between two polls of the folder, and of the rows."""
 LOOK_AFTER_MISS = 0.05
-"""Seconds between two scans for unknown names; each lookup waits for one that begins after it."""
+"""Seconds between two scans for unknown names; each such lookup waits for a scan that begins later."""
 SIZES_EVERY = 10.0
-"""Seconds between two walks through the files of all models."""
+"""Seconds between two measurements of the files of all models."""
 LOOK_LIMIT = 5.0
-"""Seconds that requests wait for one poll; after that the folder or the database counts as unresponsive."""
+"""Seconds that requests wait for one poll; then the folder or the database counts as unresponsive."""
 MAX_FILES = 4096
 _SUFFIXES = (".yaml", ".yml")
 
@@ -63,7 +63,7 @@ class FolderUnresponsive(Unavailable):
 
 @dataclass(frozen=True)
 class Problems:
-    """Displayable lines why the folder, files by name, or rows by `Definition.source` are unusable."""
+    """Displayable reasons why the folder, files by name, or rows by `Definition.source` are unusable."""
 
     folder: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class Problems:
 
 
 class _Poll:
-    """A function that reads something which may hang: it runs on a thread of its own, one call at a time.
+    """Run a function that may hang, on its own thread and one call at a time.
 
-    It must not raise.
+    The function must not raise.
     """
 
     def __init__(self, read: Callable[[], None], monotonic: Callable[[], float], limit: float) -> None:
@@ -88,12 +88,12 @@ class _Poll:
         """Number of announced changes, and how many of them the last call has read."""
 
     def announce_change(self) -> None:
-        """Have the next `wait` read again. The result of a call that has begun before does not count."""
+        """Make the next `wait` call the function. A call that has already begun does not count."""
         with self._lock:
             self._changes += 1
 
     def begin(self, interval: float) -> "Future[None] | None":
-        """Return the running or a new call; None if the last one is recent enough."""
+        """Return the running call or a new call; None if the last call is recent enough."""
         with self._lock:
             now = self._monotonic()
             if now - self._read_at < interval and self._changes_read == self._changes:
@@ -104,28 +104,28 @@ class _Poll:
             return self._call
 
     async def request_call(self, interval: float) -> None:
-        """Have the next `wait` read again, `interval` seconds after the last call began; callers share it."""
+        """Make the next `wait` call the function `interval` seconds after the last call; callers share it."""
         latest = self._began_at
         await asyncio.sleep(max(latest + interval - self._monotonic(), 0))
         if self._began_at == latest:
             self.announce_change()
 
     def has_changes(self) -> bool:
-        """Return True if a change was announced that no call has read yet."""
+        """Return True if no call has begun since the last announced change."""
         with self._lock:
             return self._changes_read != self._changes
 
     def is_overdue(self) -> bool:
-        """Return True if the running call should have ended."""
+        """Return True if the running call has exceeded its limit."""
         with self._lock:
             return self._call is not None and self._monotonic() - self._began_at > self._limit
 
     async def wait(self, interval: float) -> bool:
-        """Read unless the last call is recent enough; return False if that exceeds the limit."""
+        """Call the function unless the last call is recent; return False if the call exceeds its limit."""
         return await self.finish(self.begin(interval))
 
     async def finish(self, call: "Future[None] | None") -> bool:
-        """Wait for the call, and for another one if a change was announced after its beginning."""
+        """Wait for the call, and for another call if a change was announced after its beginning."""
         changes = self._changes
         while call is not None:
             limit = max(self._began_at + self._limit - self._monotonic(), 0)
@@ -141,7 +141,7 @@ class _Poll:
 
 
 class Folder:
-    """All definitions, without `read_rows` those of files. Thread-safe, also for several event loops."""
+    """All definitions; without `read_rows` only those of files. Thread-safe, for any event loop."""
 
     def __init__(
         self,
@@ -186,11 +186,11 @@ class Folder:
         return await self.reload(LOOK_EVERY)
 
     async def reload(self, interval: float = 0.0) -> list[Definition]:
-        """Read the folder and the rows unless they are recent enough; return as `all` does."""
+        """Read the folder and the rows unless they are recent enough; return every usable definition."""
         return sorted((await self._current(interval)).values(), key=lambda definition: definition.name)
 
     async def stored(self) -> "list[MergedRow]":
-        """Return the rows, also disabled and unusable ones; none before they were read for the first time."""
+        """Return all rows, including disabled and unusable ones; none before the rows were first read."""
         await self._current()
         with self._lock:
             return [
@@ -199,12 +199,12 @@ class Folder:
             ]
 
     async def file_of(self, name: str) -> str:
-        """Return the file that defines the model, or did before it became unusable; "" without one."""
+        """Return the file that defines the model, or did before the file became unusable; "" without one."""
         await self._current()
         return self._file_names.get(name, "")
 
     async def known(self) -> list[Definition | UnusableDefinition]:
-        """Return what every file and row defines, in force or not, read now; raise FolderUnresponsive."""
+        """Return the current content of every file and row, in force or not; raise FolderUnresponsive."""
         await self._current(0.0)
         if self._hangs or self._rows_hang:
             raise self._hang_error()
@@ -213,7 +213,7 @@ class Folder:
             return contents + [row.content for row in (self._rows or {}).values()]
 
     async def unusable_files(self) -> dict[str, UnusableDefinition]:
-        """Return the errors of files that are no definitions, by displayable file name."""
+        """Return the errors of files that are not definitions, by displayable file name."""
         await self._current()
         return {
             _key(name): content
@@ -232,7 +232,7 @@ class Folder:
         return content.decode("utf-8", "replace")
 
     async def document(self, name: str) -> Any:
-        """Return the content that defines the model; None if there is none or it is unusable."""
+        """Return the parsed YAML that defines the model; None if there is none or it is unusable."""
         try:
             text = await self.text(name)
             return None if text is None else load_document(text.encode())
@@ -240,11 +240,11 @@ class Folder:
             return None
 
     def rows_changed(self) -> None:
-        """Have the next lookup read the rows. For a NOTIFY, and for the process that has written."""
+        """Make the next lookup read the rows. Called after a NOTIFY, and by the process that has written."""
         self._row_polls.announce_change()
 
     async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
-        """Return path and size of the files of each model, without headers; [] if they cannot be read."""
+        """Return path and size of the files of each model; [] if the files cannot be read in time."""
         call = untrusted.in_daemon_thread(
             lambda: [files_of(self.path, definition) for definition in definitions]
         )
@@ -254,13 +254,13 @@ class Folder:
         return [[] for _ in definitions]
 
     async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:
-        """Return the bytes of the files of each model, a few seconds old; 0 where they cannot be read."""
+        """Return the bytes of the files of each model, a few seconds old; 0 if they cannot be read."""
         is_new = any(definition.name not in self._total_sizes for definition in definitions)
         await self._size_polls.wait(LOOK_EVERY if is_new else SIZES_EVERY)
         return [self._total_sizes.get(definition.name, 0) for definition in definitions]
 
     def _measure(self) -> None:
-        """Walk through the files of all models. Runs on a thread of its own."""
+        """Measure the files of all models. Runs in its own thread."""
         sizes = {}
         for name, definition in self._by_name.items():
             sizes[name] = 0
@@ -273,13 +273,13 @@ class Folder:
         return await asyncio.to_thread(template_has_tools, self.path, definition)
 
     async def problems(self) -> Problems:
-        """Return the reasons why files, or the whole folder, are unusable now."""
+        """Return the current reasons why files, or the whole folder, are unusable."""
         with suppress(FolderUnresponsive):
             await self._current()
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
     async def unreadable_files(self) -> frozenset[str] | None:
-        """Return the sources that are there and no definitions; None if folder or rows cannot be read."""
+        """Return the sources of unusable definitions; None if the folder or the rows cannot be read."""
         problems = await self.problems()
         if self._hangs or self._rows is None or (problems.folder and not self._files):
             return None
@@ -291,7 +291,7 @@ class Folder:
         }
 
     async def conflicting(self, definition: Definition) -> frozenset[str]:
-        """Return the names of the models that must not share a node with this one (R2.81)."""
+        """Return the names of the models that must not share a node with the model (R2.81)."""
         if not definition.groups:
             return frozenset()
         definitions = (await self._current()).values()
@@ -300,9 +300,9 @@ class Folder:
     async def _current(
         self, interval: float = LOOK_EVERY, row_interval: float | None = None, *, waits_for_rows: bool = True
     ) -> Mapping[str, Definition]:
-        """Return the definitions; those of rows may be a second old if the caller does not wait for them.
+        """Return the definitions. Rows may be a second old unless `waits_for_rows`.
 
-        A change that was announced is always waited for.
+        After an announced change the rows are always read first.
         """
         # One that does not respond is not waited for: its definitions are known, or the caller is told.
         was_hanging = self._rows_hang
@@ -322,7 +322,7 @@ class Folder:
         return self._by_name
 
     def _scan_folder(self) -> None:
-        """Scan the folder once. Runs on a thread of its own."""
+        """Scan the folder once. Runs in its own thread."""
         try:
             stamps, problem = self._stamps()
             files, has_marker = self._read_files(stamps), os.path.lexists(self.path / MARKER)
@@ -340,7 +340,7 @@ class Folder:
                 self._report(Problems(self._folder_problem), error)
 
     def _poll_rows(self) -> None:
-        """Read the rows once. Runs on a thread of its own."""
+        """Read the rows once. Runs in its own thread."""
         assert self._read_rows is not None
         try:
             stored = self._read_rows(self._rows or {})
@@ -355,7 +355,7 @@ class Folder:
             logger.warning("Stored model definitions are read again")
 
     def _merge(self) -> None:
-        """Compute the definitions by name from the files and the rows. The caller has the lock."""
+        """Compute the definitions by name from the files and the rows. The caller must hold the lock."""
         by_name, broken = _indexed(self._files)
         # By the stated name where the former one is not known: a process that starts decides as the others.
         files = {
@@ -397,7 +397,7 @@ class Folder:
         return FolderUnresponsive(f"{subject} does not answer")
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
-        """Read the files that are new or changed; keep the results of the others."""
+        """Read new and changed files; keep the results of the other files."""
         files: _Files = {}
         for name, stamp in sorted(stamps.items()):
             cached = self._files.get(name)
@@ -431,7 +431,7 @@ class Folder:
         return stamps, problem
 
     def _report(self, problems: Problems, error: Exception | None = None) -> None:
-        """Store the problems, and log those that the previous scan did not have."""
+        """Store the problems, and log the problems that the previous scan did not have."""
         previous, self._problems = self._problems, problems
         if problems.folder not in ("", previous.folder):
             logger.warning("The models folder %s %s", self.path, problems.folder, exc_info=error)
@@ -442,7 +442,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class MergedRow:
-    """A row, the definition in force under its name, and the file that wins over it, "" without one."""
+    """A row, the definition in force under its name, and the file that overrides the row ("" = none)."""
 
     row: StoredDefinition
     in_force: Definition | None
@@ -454,7 +454,7 @@ def _is_unusable(content: Definition | UnusableDefinition) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the file's status, of a broken link that of the link; None if the file has been removed."""
+    """Return the file's status, or the link's for a broken link; None if the file has been removed."""
     for stat in (path.stat, path.lstat):
         with suppress(OSError):
             return stat()
@@ -481,7 +481,7 @@ def _displayable(text: str) -> str:
 
 
 def _key(name: str) -> str:
-    """Return a file's name in a displayable form. Names that differ stay different, also undecodable ones."""
+    """Return a displayable form of a file's name; different names, even undecodable ones, stay different."""
     return "".join(
         "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
         if character == "\\" or names.unprintable(character)
@@ -496,5 +496,5 @@ def _folder(path: Path) -> Folder:
 
 
 def folder() -> Folder:
-    """Return the definitions by this process's settings."""
+    """Return the definitions according to this process's settings."""
     return _folder(conf.cluster().models_path)

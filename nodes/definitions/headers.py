@@ -1,9 +1,9 @@
 """The header of a model's file: the figures and tensors that determine the model's memory.
 
-`nodes/placement/fit.py` estimates the memory from them. The reader of the package `gguf` is not used: it maps
-the whole file and builds an array for every value and tensor, so a header costs seconds; it trusts the file's
-contents; and it needs requests and tqdm. The one here allocates nothing whose size the file chooses, and
-refuses a header after a bounded number of steps.
+`nodes/placement/fit.py` estimates the memory from the header. The reader of the package `gguf` is not used:
+it maps the whole file and builds an array for every value and tensor, so a header costs seconds; it trusts
+the file's contents; and it needs requests and tqdm. The reader of this module allocates no memory whose size
+the file determines, and rejects a header after a bounded number of steps.
 """
 
 import io
@@ -27,7 +27,7 @@ Figure = int | tuple[int, ...]
 
 
 class Tensor(NamedTuple):
-    """A tensor of a GGUF file: its name, the number of ggml's type, its dimensions and its bytes."""
+    """A tensor of a GGUF file: its name, ggml's type number, dimensions and bytes."""
 
     name: str
     type: int
@@ -37,29 +37,29 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """The figures of a model's file, by their keys without the architecture, and its tensors.
+    """The header of a model's file: its tensors, and its figures by their keys without the architecture.
 
     Compared by identity, because it is large.
     """
 
     architecture: str = ""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Whole numbers, and lists of them that have one for each layer; a longer list is its length."""
+    """Whole numbers, and lists with one number per layer; for a longer list its length."""
     tensors: tuple[Tensor, ...] = ()
     is_cut: bool = False
-    """True if only its first values were read."""
+    """True if the header has only the values at the beginning of the file."""
 
 
 MOST_TEXTS = 2_000_000
-"""Limit on the texts of all lists of a header; the largest vocabularies have a quarter of it, with merges."""
+"""Maximum texts in all lists of a header; the largest vocabularies with merges have a quarter of it."""
 MOST_KEYS = 10_000
 MOST_TENSORS = 10_000
 LONGEST_KEY = 256
 LARGEST_FIGURE = 2**32
 LONGEST_LIST = 4096
-"""Limit on the figures of a list, one for each layer; a longer list counts as its length."""
+"""Maximum figures of a list, one per layer; a longer list is replaced by its length."""
 MOST_FIGURES = 100_000
-"""Limit on the figures of all such lists of a header."""
+"""Maximum figures in all lists of a header."""
 MOST_CONFIG_BYTES = 1024 * 1024
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -71,7 +71,7 @@ _ALIGNMENT = 32
 
 
 def read_header(path: Path) -> Header | None:
-    """Read the header of a GGUF file; None if it is none. Raises OSError and UnreadableHeader."""
+    """Read the header of a GGUF file; return None for another file. Raises OSError and UnreadableHeader."""
     with untrusted.open_file(path) as file:
         return _read_gguf(file, os.fstat(file.fileno()).st_size)
 
@@ -85,9 +85,9 @@ def parse_header(content: bytes, size: int) -> Header:
 
 
 def parse_figures(content: bytes, size: int) -> Header:
-    """Parse the figures that the first bytes of a GGUF file of `size` bytes contain.
+    """Parse the figures in the first bytes of a GGUF file of `size` bytes.
 
-    The header has no tensors: their table comes after the vocabulary. Raise UnreadableHeader.
+    The header has no tensors, because their table comes after the vocabulary. Raise UnreadableHeader.
     """
     file = io.BytesIO(content)
     if file.read(len(MAGIC)) != MAGIC:
@@ -100,11 +100,11 @@ def _read_gguf(file: BinaryIO, size: int) -> Header | None:
 
 
 class _EndsEarly(UnreadableHeader):
-    """The content ends within a value."""
+    """The content ends inside a value."""
 
 
 def _header_of(values: Mapping[str, Figure | str]) -> Header:
-    """Return the header of these values, without tensors."""
+    """Build a header from these values, without tensors."""
     architecture = values.get("general.architecture")
     prefix = f"{architecture}."
     figures = {key.removeprefix(prefix): value for key, value in values.items() if not isinstance(value, str)}
@@ -112,7 +112,7 @@ def _header_of(values: Mapping[str, Figure | str]) -> Header:
 
 
 class _GgufReader:
-    """A read position in the header of a GGUF file."""
+    """Reads the header of a GGUF file from the current position on."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._texts, self._figures = file, MOST_TEXTS, MOST_FIGURES
@@ -126,7 +126,7 @@ class _GgufReader:
         return replace(header, tensors=self._tensors(tensors, header.figures.get("general.alignment")))
 
     def figures(self) -> Header:
-        """Return the header without tensors, with the values before the end of the content."""
+        """Return the header without tensors, with all values that are complete in the content."""
         values: dict[str, Figure | str] = {}
         _, pairs = self._counts()
         is_cut = True
@@ -136,7 +136,7 @@ class _GgufReader:
         return replace(_header_of(values), is_cut=is_cut)
 
     def _counts(self) -> tuple[int, int]:
-        """Return the numbers of tensors and of values."""
+        """Read the number of tensors and the number of values."""
         if self._integer(4) not in _VERSIONS:
             raise UnreadableHeader("it has an unknown version")
         tensors, pairs = self._integer(10), self._integer(10)
@@ -145,16 +145,17 @@ class _GgufReader:
         return tensors, pairs
 
     def _add_values(self, pairs: int, values: dict[str, Figure | str]) -> None:
-        """Add the values of the used keys; of a repeated key the first one counts."""
+        """Add the values of the used keys; the first value of a repeated key counts."""
         for _ in range(pairs):
             key, value = self._name(), self._value(self._integer(4))
             if value is not None:
                 values.setdefault(key, value)
 
     def _tensors(self, count: int, alignment: Figure | None) -> tuple[Tensor, ...]:
-        """Read the tensors. One ends where the next begins, so types that are not known are no problem.
+        """Read the tensors. A tensor ends where the next begins, so unknown types are no problem.
 
-        Of several at one place the first has its bytes, so all together are never more than the file.
+        If several tensors have one offset, the first gets the bytes, so the sum never exceeds the file's
+        size.
         """
         rows = []
         for _ in range(count):
@@ -261,12 +262,12 @@ _CONFIG_KEYS = {
     "full_attention_interval": "full_attention_interval",
     "vocab_size": "vocab_size",
 }
-"""Keys of a `config.json` and the figures of a GGUF file that say the same."""
+"""By key of a `config.json`: the figure of a GGUF file with the same meaning."""
 _SLIDING_ATTENTION, _LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 
 
 def read_config(path: Path) -> Header | None:
-    """Read the `config.json` of a model in safetensors; None without one. Raises UnreadableHeader."""
+    """Read the `config.json` of a safetensors model; None if it is absent. Raises UnreadableHeader."""
     try:
         return parse_config(read_json(path))
     except FileNotFoundError:
@@ -274,7 +275,7 @@ def read_config(path: Path) -> Header | None:
 
 
 def read_json(path: Path) -> object:
-    """Read the JSON of a `config.json`, of bounded size and depth; raise OSError and UnreadableHeader."""
+    """Parse a `config.json` of limited size and depth; raise OSError and UnreadableHeader."""
     content = untrusted.read_file(path, MOST_CONFIG_BYTES)
     problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
     if problem:

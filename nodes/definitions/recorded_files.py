@@ -1,11 +1,12 @@
-"""The files that an import has recorded for a stored definition, with the address, size and hash of each.
+"""The files that an import has recorded for a stored definition: address, size and hash of each.
 
-A recorded file that is not in the models folder lies at its source: under the policy `worker` an import
-leaves it there. Its size, its hash and the figures of its header are those of the record, so placement and
-staging need no copy. A worker downloads it from the source, or the control plane does when a load needs it.
+A recorded file that is not in the models folder is at its source: under the policy `worker` an import leaves
+it there. The record contains its size, its hash and the figures of its header, so placement and staging need
+no copy. A worker downloads the file from its source, or the control plane does when a load needs it.
 
-A models folder that is not mounted looks as if all its files were deleted. So an import leaves a marker in
-the folder, and records of files say that it was there: without it nothing is downloaded.
+A models folder that is not mounted looks as if all its files were deleted. So an import creates a marker in
+the folder, and records of files state that the folder had the marker: in a folder that has lost its marker
+nothing is downloaded.
 """
 
 import os
@@ -37,37 +38,37 @@ class FolderReplaced(Unavailable):
 
 
 class FileConflict(Conflict):
-    """Another file has the path of one that is to be downloaded or named."""
+    """A file that is to be downloaded or named has the path of another file."""
 
     code = "file_exists"
 
 
 MOST_HEADER_BYTES = 64 * 1024
-"""Limit on the JSON of a header in a row; figures of real models have a few KiB."""
+"""Maximum bytes of a header as JSON in a row; the figures of real models have a few KiB."""
 _NUL = rb"\u0000"
-"""NUL in JSON, which PostgreSQL does not store."""
+"""NUL in JSON, which PostgreSQL cannot store."""
 
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A file of an import; `header` is that of a GGUF file, without its tensors."""
+    """A file of an import; `header` is the header of a GGUF file, without its tensors."""
 
     path: str
-    """Its path in the models folder, present or not."""
+    """The file's path in the models folder, even if the file is not there."""
     source: str
-    """Its lasting address."""
+    """The file's permanent address."""
     size: int
     sha256: str
     header: Header | None = None
     is_marked: bool = False
     """True if the models folder had its marker when the file was recorded."""
     has_tools: bool = False
-    """True if its chat template is known to have a place for tools."""
+    """True if the file's chat template is known to support tools."""
 
     def as_entry(self) -> dict[str, Any]:
         """Return the file as JSON.
 
-        A header that is too large, or has a NUL in its keys, is left out: then the size alone counts.
+        A header that is too large, or has a NUL in its keys, is omitted: then only the size is known.
         """
         entry: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256}
         entry["source"] = self.source
@@ -82,11 +83,11 @@ class RecordedFile:
 
 
 RecordedFiles = Mapping[str, RecordedFile]
-"""Recorded files by their path."""
+"""Recorded files by their path in the models folder."""
 
 
 def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
-    """Return the files of a row; an entry of another version that cannot be read is left out."""
+    """Parse the files of a row; omit unreadable entries, which another version may have written."""
     files: dict[str, RecordedFile] = {}
     for entry in entries:
         try:
@@ -99,14 +100,14 @@ def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
 
 
 def lacks_marker(folder: Path, files: Iterable[RecordedFile]) -> bool:
-    """Return True if these files were recorded in a marked folder, and this one has no marker. Blocks."""
+    """Return True if a file was recorded in a marked folder, but `folder` has no marker. Blocks."""
     return any(file.is_marked for file in files) and not os.path.lexists(folder / MARKER)
 
 
 def mark_folder(folder: Path, files: Iterable[RecordedFile]) -> bool:
-    """Mark the folder, in which these files are recorded; return False if it cannot be written. Blocks.
+    """Create the marker in the folder of these files; return False if it cannot be written. Blocks.
 
-    Raise FolderReplaced if it has lost its marker.
+    Raise FolderReplaced if the folder has lost its marker.
     """
     if lacks_marker(folder, files):
         raise FolderReplaced(folder)
@@ -118,9 +119,9 @@ def mark_folder(folder: Path, files: Iterable[RecordedFile]) -> bool:
 
 
 def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return the files that are not in the folder, by the path that each would have there.
+    """Return the files that are not in the folder, by their absolute path in the folder. Blocks.
 
-    Blocks. Raise OSError for a folder that cannot be read: then nothing says that a file is not there.
+    Raise OSError if the folder cannot be read, because it is then unknown which files are missing.
     """
     paths = {f"{folder}/{file.path}": file for file in files.values()}
     return {path: file for path, file in paths.items() if not _is_there(path)}
@@ -135,7 +136,7 @@ def _is_there(path: str) -> bool:
 
 
 def below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[str, RecordedFile]:
-    """Return those of `at_source` that are one of `parts` of a file, or lie in a folder of this path."""
+    """Return the files in `at_source` that are one of `parts`, or that are below the folder `path`."""
     if not at_source:
         return {}
     names = {str(part) for part in parts}
@@ -143,5 +144,5 @@ def below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[s
 
 
 def without_tensors(header: Header | None) -> Header | None:
-    """Return the header of one of several files, the tensors of the others being unknown."""
+    """Return the header without tensors, for a model with several files whose other tensors are unknown."""
     return replace(header, tensors=()) if header is not None and header.tensors else header

@@ -1,7 +1,7 @@
-"""The copy of the stored definitions that a process has; a row that has changed is read and parsed again.
+"""A process's copy of the stored definitions; only changed rows are read and parsed again.
 
-`ModelDefinition.change` is the stamp of a row, as size and time are that of a file, so a poll without a
-change is one query, and a lost NOTIFY costs only the time until the next poll.
+`ModelDefinition.change` is the stamp of a row, like size and time of a file. So a poll without a change is
+one query, and a lost NOTIFY costs only the time until the next poll.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from nodes.definitions.recorded_files import parse_entries
 from nodes.models import ModelDefinition
 
 CHANNEL = "cluster_definitions"
-"""NOTIFY channel: the name of the model whose definition has changed."""
+"""NOTIFY channel; the payload is the name of the model whose definition has changed."""
 SOURCE = "definitions/"
 """Prefix of `Definition.source` of a row. No file of the models folder has such a name."""
 _COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_at", "files", "text")
@@ -26,7 +26,7 @@ _COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_a
 
 @dataclass(frozen=True)
 class StoredDefinition:
-    """A row, with its text parsed."""
+    """A row with its parsed text."""
 
     change: int
     name: str
@@ -38,12 +38,12 @@ class StoredDefinition:
 
     @property
     def source(self) -> str:
-        """The `Definition.source` of this row."""
+        """`Definition.source` of this row."""
         return SOURCE + self.name
 
     @property
     def expects_marker(self) -> bool:
-        """True if it records files of a models folder that was marked."""
+        """True if the row records files of a marked models folder."""
         files = self.content.files.values() if isinstance(self.content, Definition) else ()
         return any(file.is_marked for file in files)
 
@@ -52,9 +52,9 @@ Rows = Mapping[UUID, StoredDefinition]
 
 
 def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
-    """Return the rows that are not deleted, reading those that differ from `known`; two queries at most.
+    """Return the rows that are not deleted, and read only rows that differ from `known`. Two queries at most.
 
-    For a thread of its own, whose connection is closed.
+    Must run in a dedicated thread, because it closes the thread's database connection.
     """
     try:
         present = ModelDefinition.objects.filter(deleted_at__isnull=True)
@@ -69,7 +69,7 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
 
 
 def stored_definition(row: ModelDefinition) -> StoredDefinition:
-    """Return the row with its text parsed."""
+    """Return the row with its parsed text."""
     return _parsed([getattr(row, name) for name in _COLUMNS[1:-1]], row.text)
 
 
@@ -88,13 +88,16 @@ def _parsed(values: Sequence[Any], text: str) -> StoredDefinition:
 
 
 def definitions_revision() -> str:
-    """Return a text that differs after each change of a row; one query."""
+    """Return a text that changes with each change of a row. One query."""
     figures = ModelDefinition.objects.aggregate(Count("id"), Sum("change"), Max("updated_at"))
     return "-".join(map(str, figures.values()))
 
 
 def read_text(name: str) -> str | None:
-    """Return the text of the stored definition; None without one. For a thread of its own."""
+    """Return the text of the stored definition; None without one.
+
+    Must run in a dedicated thread, because it closes the thread's database connection.
+    """
     try:
         present = ModelDefinition.objects.filter(deleted_at__isnull=True, name=name)
         return present.values_list("text", flat=True).first()

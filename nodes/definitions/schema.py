@@ -1,8 +1,8 @@
 """The schema of a definition's YAML, and the check of a text before it is saved.
 
-`files.parse_definition` decides whether a text is usable. The schema is made of its tables; it finds all
-wrong values with their places, where the parser stops at the first. A text is refused if it holds a secret:
-every reader of the definition, each revision and each worker would have it.
+`files.parse_definition` decides whether a text is usable. The schema is built from the same tables; it finds
+all wrong values with their positions, while the parser stops at the first. A text with a secret is refused,
+because every reader of the definition, each revision and each worker would have the secret.
 """
 
 import difflib
@@ -46,13 +46,13 @@ _TYPES: Mapping[type, Schema] = {
 _ITEMS: Mapping[type, Schema] = {str: {"type": "string"}, float: {"type": "number"}}
 _MOST_ERRORS = 50
 _MOST_UNKNOWN = 200
-"""Unknown keys that are compared with the known ones."""
+"""Maximum unknown keys that are compared with the known keys."""
 _CONTAINERS = (dict, list)
 
 
 @cache
 def definition_schema() -> Schema:
-    """Return the JSON Schema of a definition. Settings that are not listed are permitted and not used."""
+    """Return the JSON Schema of a definition. Settings that are not in it are permitted and ignored."""
     settings: Schema = {key: _TYPES[kind] for key, (_, kind) in FIELDS.items()}
     settings |= {key: _list_of(_ITEMS[kind]) for key, (_, kind) in LISTS.items()}
     layers = {"type": ["integer", "string", "null"], "minimum": -(2**31), "maximum": 2**31 - 1}
@@ -169,7 +169,7 @@ _QUOTED_NAME = re.compile(r"`([\w.]+)`")
 
 
 def _of_parser(error: UnusableDefinition, tree: yaml.Node | None) -> TextProblem:
-    """Return the parser's error; its message names the key."""
+    """Return the parser's error with the position of the key that its message names."""
     match = _QUOTED_NAME.search(str(error))
     path: Path = tuple(match[1].split(".")) if match else ()
     return TextProblem(names.plain(str(error)), ".".join(map(str, path)), *_place(tree, path))
@@ -189,7 +189,7 @@ def _violations(document: object, tree: yaml.Node | None) -> Iterator[TextProble
 
 
 def _sentence(error: Any, path: Path) -> str:
-    """Return the violation without the value, which may be large."""
+    """Describe the violation without the value, which may be large."""
     key = f"`{'.'.join(map(str, path))}` "
     match error.validator:
         case "required":
@@ -219,7 +219,7 @@ _KINDS = {
 
 
 def _misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield a warning for each unknown setting whose name is close to a known one."""
+    """Yield a warning for each unknown setting whose name is similar to a known setting."""
     known = definition_schema()["properties"]
     unknown = [key for key in document if isinstance(key, str) and key not in known]
     for key in unknown[:_MOST_UNKNOWN]:
@@ -228,7 +228,7 @@ def _misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _place(tree: yaml.Node | None, path: Path) -> tuple[int, int]:
-    """Return line and column of the value at the path, or of the last part of it that is there."""
+    """Return line and column of the value at the path, or of the deepest part of the path that exists."""
     node, mark = tree, tree.start_mark if tree is not None else None
     for part in path:
         child = None
@@ -257,7 +257,7 @@ _WORDS = "is a secret; definitions are readable and go to workers: use the serve
 
 
 def _secrets(text: str, document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
-    """Yield the secrets of a text, of its comments too."""
+    """Yield an error for each secret in the text, including its comments."""
     if (match := _SECRET_VALUE.search(text)) is not None:
         line = text.count("\n", 0, match.start()) + 1
         column = match.start() - text.rfind("\n", 0, match.start())

@@ -1,8 +1,8 @@
 """The files of a model in the models folder: their sizes and headers.
 
-R2.42: only local files are read; nothing is requested over the network. A file that is absent counts as its
-import has recorded it (`recorded_files.py`); without a record its size is unknown. An unresponsive folder
-costs a caller ten seconds (C37), and one thread per model, however often callers retry.
+R2.42: only local files are read; nothing is requested over the network. An absent file has the size in the
+record of its import (`recorded_files.py`); without a record its size is unknown. An unresponsive folder costs
+a caller ten seconds (C37), and one thread per model, however often callers retry.
 """
 
 import logging
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 MEASURE_LIMIT = 10.0
 """Seconds that a measurement may take (C37)."""
 MOST_FILES = 100_000
-"""Limit on the files of one folder; files beyond it do not count."""
+"""Maximum files of one folder that are counted; further files are ignored."""
 FILE_OPTIONS = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
-"""R2.37: the options, besides the model, that name a file. Each entry of the list `ADAPTERS` does too."""
+"""R2.37: options, besides the model, that name a file. Each entry of the list `ADAPTERS` names one too."""
 ADAPTERS = "LoraAdapters"
 SIDES = (".sha256", ".sha256.target")
-"""Suffixes of checksum files that are kept beside a file."""
+"""Suffixes of the checksum files of a file, in the same folder."""
 _WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
 _MOST_SHARDS = 1000
@@ -55,13 +55,13 @@ _MOST_SHARDS = 1000
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The sizes of a model's files in bytes; 0 if there are none."""
+    """The sizes of a model's files in bytes; 0 if there are no such files."""
 
     weights: int = 0
     payload: int = 0
     """Bytes of all its files."""
     header: Header | None = None
-    """None if the model is neither in GGUF files nor in safetensors, or if the header cannot be read."""
+    """None if the model has neither GGUF nor safetensors files, or if its header cannot be read."""
     projector: int = 0
     adapters: int = 0
     draft: int = 0
@@ -82,14 +82,14 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
 
 
 def named_paths(folder: Path, definition: Definition) -> set[Path]:
-    """Return the paths of files and folders that the definition names, present or not."""
+    """Return the paths of files and folders that the definition names, even if they do not exist."""
     options = definition.options
     texts = (*(options.get(name) for name in ("Model", *FILE_OPTIONS)), *options.get(ADAPTERS, ()))
     return {path for text in texts if (path := path_inside(folder, text)) is not None}
 
 
 def named_records(folder: Path, definition: Definition, records: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return those of the records whose files the definition names, also in `options`, by their paths."""
+    """Return the records whose files the definition names, including names in `options`, by their paths."""
     by_path = {f"{folder}/{path}": file for path, file in records.items()}
     entries = [entry for name in ("Options", "Overrides") for entry in definition.options.get(name, ())]
     values = {value for entry in entries if (value := entry.partition(":")[2].strip())}
@@ -100,7 +100,7 @@ def named_records(folder: Path, definition: Definition, records: RecordedFiles) 
 
 
 def files_of(folder: Path, definition: Definition) -> list[tuple[str, int]]:
-    """Return path and size of the files that are there or at their sources; raise OSError."""
+    """Return path and size of the model's files, in the folder or at their sources; raise OSError."""
     at_source = files_at_source(folder, definition.files)
     return [file for path in named_paths(folder, definition) for file in _files(path, at_source)]
 
@@ -108,7 +108,7 @@ def files_of(folder: Path, definition: Definition) -> list[tuple[str, int]]:
 def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the path of the model's file in this folder, even if the file is absent.
 
-    Only for workers that share the folder; an engine with a model of its own uses the name only.
+    Only for workers that share the folder. An engine that downloads its model uses only the model's name.
     """
     path = path_inside(folder, model)
     return dict(options) if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
@@ -125,7 +125,7 @@ def path_inside(folder: Path, text: object) -> Path | None:
 
 
 def _files(path: Path, at_source: RecordedFiles) -> Iterator[tuple[str, int]]:
-    """Yield (name, size) of the file and its shards, or of every file in the folder."""
+    """Yield path and size of the file and its shards, or of every file in the folder."""
     yield from _present_files(path)
     for name, file in below(path, at_source, shards(path)).items():
         yield name, file.size
@@ -147,7 +147,7 @@ def _present_files(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the paths of all shards of a sharded model; any other file alone."""
+    """Return the paths of all shards of a sharded model; [path] for any other file."""
     if (shard := _SHARD.fullmatch(path.name)) is None:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
@@ -156,9 +156,9 @@ def shards(path: Path) -> list[Path]:
 
 
 def without_side_files(names: Sequence[str]) -> list[str]:
-    """Return the names of a folder, sorted, without the checksum files kept beside a file (T-STG-11).
+    """Return the file names of a folder, sorted, without checksum files of other files (T-STG-11).
 
-    A checksum file without a matching file counts as an ordinary file.
+    A checksum file without its file counts as an ordinary file.
     """
     all_names = frozenset(names)
     sides = {name + suffix for name in all_names for suffix in SIDES}
@@ -177,7 +177,8 @@ def _size(path: Path) -> Iterator[tuple[str, int]]:
 def _weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header | None]:
     """Return the bytes of a model's weights, and its header (R2.41).
 
-    In a folder they are all weight files, or, among GGUF variants, the largest one with its shards.
+    The weights in a folder are all weight files; if the folder has GGUF variants, the largest variant with
+    its shards.
     """
     files = list(_files(model, at_source)) if model is not None else []
     if model is None or not _is_folder(model, at_source):
@@ -199,9 +200,9 @@ def _is_folder(path: Path, at_source: RecordedFiles) -> bool:
 
 
 def _header(files: Sequence[str], at_source: RecordedFiles) -> Header | None:
-    """Return the header of the first file, with the tensors of all; None if one cannot be read.
+    """Return the header of the first file, with the tensors of all files; None if a header cannot be read.
 
-    Without tensors if one of the files is at its source.
+    The header has no tensors if one of the files is at its source.
     """
     if not at_source.keys().isdisjoint(files):
         first = files[0]
@@ -230,7 +231,7 @@ def _header(files: Sequence[str], at_source: RecordedFiles) -> Header | None:
 
 @lru_cache(maxsize=64)
 def _read_once(name: str, size: int, changed_ns: int) -> Header | None:
-    """Read the header of a file that has this size and was changed at this time."""
+    """Read the header of a file. The cache key contains the size and the time of change."""
     path = Path(name)
     return read_config(path) if path.suffix == ".json" else read_header(path)
 
@@ -244,7 +245,7 @@ class Sizes:
         self._running: dict[str, Future[ModelFiles]] = {}
 
     async def of(self, definition: Definition) -> ModelFiles:
-        """Measure a model's files within the time limit; all sizes are 0 for an unreadable folder (R2.40)."""
+        """Measure a model's files within the time limit; all sizes are 0 if the folder fails (R2.40)."""
         with self._lock:
             measurement = self._running.get(definition.name)
             if measurement is None:
@@ -273,17 +274,14 @@ class Sizes:
 
 
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)
-"""The key of the chat template and the type of its value, a text with a length of eight bytes before it."""
+"""The key of the chat template and its value's type: a text, which begins with its length in eight bytes."""
 _TEMPLATE_WITHIN = 64 * 1024 * 1024
-"""Bytes of a GGUF file in which the template is looked for: it follows the vocabulary."""
+"""Bytes at the start of a GGUF file that are searched for the template, which follows the vocabulary."""
 _LONGEST_TEMPLATE = 1024 * 1024
 
 
 def template_has_tools(folder: Path, definition: Definition) -> bool:
-    """Return True if the model's GGUF file is known to have a chat template with a place for tools.
-
-    Blocks for a moment.
-    """
+    """Return True if the model's GGUF file is known to have a chat template that supports tools. Blocks."""
     path = path_inside(folder, definition.model)
     if path is None:
         return False
@@ -297,9 +295,9 @@ def template_has_tools(folder: Path, definition: Definition) -> bool:
 
 
 def tools_in_template(content: bytes) -> bool | None:
-    """Return True if the chat template in these bytes of a GGUF file has a place for tools.
+    """Return True if the chat template in these bytes of a GGUF file supports tools.
 
-    None if there is no complete template.
+    None if the bytes contain no complete template.
     """
     start = content.find(_TEMPLATE_KEY) + len(_TEMPLATE_KEY)
     length = content[start : start + 8]

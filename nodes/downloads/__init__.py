@@ -1,1 +1,1 @@
-"""Downloads of model files, the imports that need them, and files that nothing needs."""
+"""Downloads of model files, imports, and the removal of unused files."""

@@ -1,9 +1,9 @@
-"""Downloads one file of a source into the models folder, whatever the source is.
+"""Download one file of a source into the models folder.
 
-A large file comes over several connections if its source sends ranges. What broke off is requested again at
-the next byte, each time from the source itself: so an address that it signed for a few minutes may expire. A
-file that changes at its source, or whose hash is wrong after it was resumed, starts over. The file is
-verified before it has its own name.
+A large file is downloaded over several connections if its source supports ranges. After an interruption the
+next byte is requested from the source itself, so a signed address may expire after a few minutes. The
+download of a file that changes at its source, or whose hash is wrong after it was resumed, starts over. The
+file is verified before it gets its own name.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ from operations.executor.work import in_thread
 log = logging.getLogger(__name__)
 
 POLL_EVERY = 1.0
-"""Seconds between two looks at a file that another operation downloads."""
+"""Seconds between two checks of a file that another operation downloads."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 MOST_FAILURES = 6
-"""Failures in a row, without a mebibyte in between, after which the operation waits in the queue."""
+"""Maximum consecutive failures, without a mebibyte in between, before the operation returns to the queue."""
 LONGEST_WAIT = 60.0
-"""Longest pause in seconds that a download waits for; a longer one puts the import back in the queue."""
+"""Maximum pause in seconds that a download waits for; a longer pause puts the import back in the queue."""
 MOST_RESTARTS = 3
 
 
@@ -62,45 +62,45 @@ class FetchedFiles(Protocol):
     """Remembers the files without a published hash that were fetched from their sources."""
 
     async def hashes_of(self, file: SourceFile) -> Collection[str]:
-        """Return the hashes that the file had whenever it was fetched from this address."""
+        """Return the hashes that the file has had after fetches from this address."""
 
     async def add(self, file: SourceFile, sha256: str) -> None:
-        """Remember the file, which is complete."""
+        """Remember the hash of the complete file."""
 
 
 class _StartOver(Exception):
-    """The bytes that are here are of no use; the text gives the reason."""
+    """The received bytes cannot be used; the text gives the reason."""
 
 
 @dataclass
 class DownloadMeter(UploadMeter):
-    """The progress of all files of an import. The sizes of some may be unknown at first."""
+    """The progress of all files of an import. The sizes of some files may be unknown at first."""
 
     furthest: dict[str, int] = field(default_factory=dict)
-    """The greatest position of each file: one that starts over makes no progress before it."""
+    """The greatest position of each file in bytes; a file that starts over makes no progress below it."""
 
     @property
     def reached(self) -> int:
-        """The greatest positions of all files together."""
+        """The sum of the greatest positions of all files, in bytes."""
         return sum(self.furthest.values())
 
     def set_size(self, path: str, size: int) -> None:
-        """Record the size of a file as its source has it."""
+        """Record the size of a file according to its source."""
         self.sizes = {**self.sizes, path: size}
 
     def set_position(self, path: str, position: int) -> None:
-        """Record the bytes of the file that are here, received earlier or by another operation."""
+        """Record the number of received bytes of the file, from this or another operation."""
         self.positions[path] = position
         self.furthest[path] = max(self.furthest.get(path, 0), position)
         self.sizes = {**self.sizes, path: max(self.sizes[path], position)}
 
     def finish_file(self, relative: str) -> None:
-        """Record that the file is here."""
+        """Record that the file is complete."""
         super().finish_file(relative)
         self.set_position(relative, self.positions[relative])
 
     def add_received(self, path: str, count: int) -> None:
-        """Record that more bytes of the file have arrived."""
+        """Record that `count` more bytes of the file were received."""
         self.set_position(path, self.positions.get(path, 0) + count)
         self.moved += count
         self._sent += count
@@ -109,7 +109,7 @@ class DownloadMeter(UploadMeter):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that is in the models folder, and its hash."""
+    """A file in the models folder, with its size and hash."""
 
     file: SourceFile
     size: int
@@ -134,10 +134,10 @@ class Download:
         self._are_many = False
 
     async def run(self, *, may_replace: bool = False) -> Fetched:
-        """Return when the file is there, complete and verified.
+        """Download the file unless it is there already; return it, complete and verified.
 
-        `may_replace`: another file may have its name. Raise SourceError, FileConflict, DiskFull or
-        FolderFailed.
+        `may_replace`: a different file at its path may be replaced. Raise SourceError, FileConflict, DiskFull
+        or FolderFailed.
         """
         try:
             with raising_disk_full(self._models):
@@ -147,9 +147,10 @@ class Download:
             raise FolderFailed(f"{self._file.path} in the models folder: {reason}") from error
 
     async def _existing(self) -> Fetched | None:
-        """Return the file if it is in the folder already, with the hash that it must have.
+        """Return the file if the folder has it with the required hash; else None.
 
-        Without a published hash it has one that was fetched from the same address, and its size there.
+        Without a published hash, the file must have a hash of an earlier fetch from the same address, and its
+        size there.
         """
         path = self._models / self._file.path
         if not await in_staging_thread(path.is_file):
@@ -201,7 +202,7 @@ class Download:
         return Fetched(self._file, status.st_size, sha256)
 
     async def _locked(self) -> PartialFile:
-        """Wait until no other operation downloads the file."""
+        """Wait until no other operation downloads the file; return the locked partial file."""
         while True:
             opening = untrusted.in_daemon_thread(PartialFile.open, self._models, self._file.path)
             try:
@@ -215,7 +216,7 @@ class Download:
             await asyncio.sleep(POLL_EVERY)
 
     async def _receive(self, partial: PartialFile) -> str:
-        """Receive all bytes and verify them; return the hash. Start over if they cannot be continued."""
+        """Receive and verify all bytes; return the hash. Start over if earlier bytes cannot be continued."""
         problem = ""
         for _ in range(MOST_RESTARTS + 1):
             was_resumed = partial.journal.done > 0
@@ -281,7 +282,7 @@ class Download:
             await asyncio.sleep(pause)
 
     async def _read_span(self, partial: PartialFile, span: ByteSpan, group: asyncio.TaskGroup) -> None:
-        """Read the bytes of the span that the source sends."""
+        """Read the bytes of the span from one response of the source."""
         length = FIRST_SPAN if span.missing is None else span.missing
         async with self._opener.open(self._file, span.at, length) as body:
             await in_staging_thread(self._compare, partial, span, body)
@@ -299,7 +300,7 @@ class Download:
             await in_staging_thread(partial.end_at, span)
 
     def _compare(self, partial: PartialFile, span: ByteSpan, body: SourceBody) -> None:
-        """Plan the spans at the first response, and compare any later one with it.
+        """Plan the spans at the first response, and compare each later response with it.
 
         Raise SourceError and _StartOver.
         """
@@ -325,6 +326,6 @@ class Download:
 
 
 def _close_opened(opening: "Future[PartialFile]") -> None:
-    """Close a file that was opened for a caller that has gone."""
+    """Close a file that was opened for a cancelled caller."""
     if opening.exception() is None:
         opening.result().close()

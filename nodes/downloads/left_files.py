@@ -1,8 +1,9 @@
 """Files of an import that stay at their sources until a node needs them: the policy `worker`.
 
-A file stays there if workers can download it from a lasting address and its source states its hash, which
-both sides verify. What placement needs of it is recorded: its size, and the figures of its header, read by
-range. All other files are fetched: configurations, tokenizers, and what has no published hash.
+A file stays at its source if workers can download it from a permanent address and its source publishes a
+hash, which both sides verify. The import records what placement needs: the file's size, and the figures of
+its header, read by range. All other files are fetched: configurations, tokenizers, and files without a
+published hash.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,21 +23,21 @@ from nodes.sources.plans import MOST_BYTES, ImportPlan, SourceFile
 from nodes.sources.probing import probe_file
 
 _CONFIGURATIONS = (".json", ".jinja", ".txt", ".yaml", ".yml")
-"""Suffixes of files that are always fetched: the memory of a model in safetensors is read from one."""
+"""Suffixes of files that are always fetched; a configuration determines the memory of a safetensors model."""
 _OPTIONS_WITH_HEADER = ("Model", "DraftModel")
-"""Options whose files' headers count for placement."""
+"""Options whose files' headers are used by placement."""
 
 
 @dataclass(frozen=True)
 class LeftFiles:
-    """Records of the files that stay, and those that are fetched: their source does not say a size."""
+    """Records of the files that stay, and the files that must be fetched because their size is unknown."""
 
     recorded: list[RecordedFile] = field(default_factory=list)
     to_download: list[SourceFile] = field(default_factory=list)
 
 
 def choose(plan: ImportPlan, cluster: ClusterSettings) -> list[SourceFile]:
-    """Return the files of the plan that stay at their sources. Blocks: a file that is here is used."""
+    """Return the files of the plan that stay at their sources and are not in the models folder. Blocks."""
     try:
         definition = parse_file(plan.text.encode(), SOURCE + plan.name)
     except UnusableDefinition:
@@ -79,16 +80,16 @@ async def record(
 
 
 def _has_header(file: SourceFile, named: Iterable[Path]) -> bool:
-    """Return True for a GGUF file whose header counts: of several parts the first one."""
+    """Return True for a GGUF file whose header is used: the first part of a file that an option names."""
     path = Path(file.path)
     is_named = any(path == main or path.is_relative_to(main) or path in shards(main) for main in named)
     return path.suffix == ".gguf" and is_named and shards(path)[0] == path
 
 
 def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]) -> None:
-    """Raise FileConflict if another definition names another file under a path of the plan.
+    """Raise FileConflict if another definition names a different file at a path of the plan.
 
-    So an import that cannot be saved downloads nothing.
+    The check comes first, so an import that cannot be saved downloads nothing.
     """
     files = {file.path: file for file in plan.files}
     for definition in others:

@@ -1,10 +1,10 @@
-"""A file of the models folder while it is downloaded: its bytes, and a journal of those that are there.
+"""A file of the models folder while it is downloaded: its bytes, and a journal of the received spans.
 
-Both lie in the hidden folder `.downloads`, under a hash of the file's path. A lock of the operating system
-makes one process at a time the only writer, and ends with that process, however it ends; so two operations
-share one download, and a process that lost its operation cannot write beside its successor. The journal is
-written after the bytes that it counts, so after a kill the download resumes at the next byte. After a power
-cut the bytes may be missing that it counts: then only a hash makes it usable.
+Both are in the hidden folder `.downloads`, under a hash of the file's path. A lock of the operating system
+makes one process at a time the only writer, and the lock ends with the process. So two operations share one
+download, and a process that has lost its operation cannot write at the same time as its successor. The
+journal is written after the bytes that it counts, so after a kill the download resumes at the next byte.
+After a power failure, bytes that the journal counts may be missing: then the file needs a hash to be trusted.
 
 The file becomes visible under its own name by a rename, when it is complete, verified and on disk. All
 functions block.
@@ -31,12 +31,14 @@ from localai_cluster.kit.errors import ClusterError
 FOLDER = ".downloads"
 JOURNAL = ".json"
 CHUNK = 2**20
-FIRST_SPAN, MOST_SPANS = 32 * 2**20, 64
-"""Bytes of the first span, which learns the file's size, and the most spans of one file."""
+FIRST_SPAN = 32 * 2**20
+"""Bytes of the first span; its response states the file's size."""
+MOST_SPANS = 64
+"""Maximum spans of one file."""
 HEADROOM = 256 * 2**20
-"""Bytes that stay free on the disk of the models folder."""
+"""Bytes that must stay free on the disk of the models folder."""
 RETENTION = timedelta(days=7)
-"""Age after which the bytes of a download that nobody resumes are removed."""
+"""Age after which an abandoned download is removed."""
 _LONGEST_JOURNAL = 64 * 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -55,7 +57,7 @@ class FolderFailed(ClusterError):
 
 
 class BeingDownloaded(Exception):
-    """Another process or operation downloads the file. `done` and `total` are its bytes, 0 if unknown."""
+    """Another process or operation downloads the file. `done` and `total` are bytes; 0 = unknown."""
 
     def __init__(self, done: int, total: int) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class BeingDownloaded(Exception):
 
 
 class ByteSpan(msgspec.Struct, array_like=True):
-    """Bytes from `start` to `end` (-1 = the end of the file, unknown); those before `at` are there."""
+    """Bytes from `start` to `end` (-1 = the unknown end of the file); the bytes before `at` are received."""
 
     start: int
     end: int
@@ -71,12 +73,12 @@ class ByteSpan(msgspec.Struct, array_like=True):
 
     @property
     def missing(self) -> int | None:
-        """The number of missing bytes, None if unknown."""
+        """The number of missing bytes; None = unknown."""
         return self.end - self.at if self.end >= 0 else None
 
 
 class Journal(msgspec.Struct):
-    """The received spans of a file. `total`: -1 = unknown. They hold for this `boot` and `inode` only."""
+    """The received spans of a file; valid for its `boot` and `inode` only. `total` -1 = unknown."""
 
     path: str
     url: str
@@ -89,14 +91,14 @@ class Journal(msgspec.Struct):
 
     @property
     def done(self) -> int:
-        """The number of bytes that are there."""
+        """The number of received bytes."""
         return sum(span.at - span.start for span in self.spans)
 
 
 class PartialFile:
     """A file that is being downloaded, locked by this process.
 
-    Thread-safe, because threads may outlive their caller: after `close` they change nothing.
+    Thread-safe. Threads may outlive their caller; after `close` they change nothing.
     """
 
     def __init__(self, models: Path, path: str, data: Path, descriptor: int) -> None:
@@ -107,11 +109,11 @@ class PartialFile:
         self._written_length = os.fstat(self._journal_file).st_size
         self.journal = Journal(path, "", "")
         self.digest: hashlib._Hash | None = None
-        """Hash of the bytes, while one connection has received them in order."""
+        """Hash of the received bytes while one connection receives them in order; else None."""
 
     @classmethod
     def open(cls, models: Path, path: str) -> Self:
-        """Create the partial file or open that of an earlier attempt. Raise BeingDownloaded or OSError."""
+        """Create the partial file, or open that of an earlier attempt. Raise BeingDownloaded or OSError."""
         data = models / FOLDER / hashlib.sha256(path.encode()).hexdigest()[:32]
         data.parent.mkdir(mode=0o750, exist_ok=True)
         descriptor = _open_locked(data)
@@ -139,7 +141,7 @@ class PartialFile:
             self.restart(url, sha256)
 
     def restart(self, url: str, sha256: str) -> None:
-        """Drop all bytes; writes of former spans that are still on their way change nothing."""
+        """Discard all bytes; pending writes of earlier spans have no effect."""
         with self._lock:
             os.ftruncate(self._descriptor, 0)
             inode = os.fstat(self._descriptor).st_ino
@@ -182,12 +184,12 @@ class PartialFile:
             self._write_journal()
 
     def beginning(self) -> bytes:
-        """Return the first bytes."""
+        """Return the first bytes, as many as a Git LFS pointer begins with."""
         return os.pread(self._descriptor, len(_POINTER), 0)
 
     @property
     def is_pointer(self) -> bool:
-        """True if the source sent a pointer of Git LFS in place of the file."""
+        """True if the source sent a Git LFS pointer instead of the file."""
         return self.journal.total < 1024 and self.beginning() == _POINTER
 
     def sha256(self, on_bytes: Callable[[int], None]) -> str:
@@ -222,12 +224,12 @@ class PartialFile:
         return target
 
     def discard(self) -> None:
-        """Remove the bytes."""
+        """Remove the partial file and its journal."""
         with self._lock:
             self._unlink()
 
     def close(self) -> None:
-        """Give up the lock, after a write that is under way; leave nothing if there are no bytes."""
+        """Release the lock after the running write; remove the file if it has no bytes."""
         self._closed.set()
         with self._lock:
             if not os.fstat(self._descriptor).st_size and self._is_in_place():
@@ -236,7 +238,7 @@ class PartialFile:
             os.close(self._descriptor)
 
     def _is_in_place(self) -> bool:
-        """Return True unless the file was published, after which another one may have its place."""
+        """Return True if the path still leads to this open file; after publication the path may be reused."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._data))
         except FileNotFoundError:
@@ -294,7 +296,7 @@ def _read_journal(data: Path) -> Journal | None:
 
 
 def _boot_id() -> str:
-    """Return the id of this boot of the machine, "" if the system has none."""
+    """Return the id of the machine's current boot; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -302,9 +304,9 @@ def _boot_id() -> str:
 
 
 def _check_folder(models: Path, folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists.
+    """Return the folder, or its nearest existing parent.
 
-    Raise FolderFailed if a link leads out of the models folder, or it is on another disk.
+    Raise FolderFailed if a link leads out of the models folder, or if the folder is on another disk.
     """
     existing = folder
     while not existing.exists():
@@ -345,7 +347,7 @@ def check_free_space(models: Path, missing: int) -> None:
 
 @contextmanager
 def raising_disk_full(models: Path) -> Iterator[None]:
-    """Raise DiskFull in place of the system's errors about a full disk or a used-up quota."""
+    """Raise DiskFull instead of the system's errors about a full disk or a used-up quota."""
     try:
         yield
     except OSError as error:
@@ -355,7 +357,7 @@ def raising_disk_full(models: Path) -> Iterator[None]:
 
 
 def partial_files(models: Path) -> Iterator[tuple[Path, str, os.stat_result]]:
-    """Yield the partial files with the path that each will have ("" = unknown) and their status."""
+    """Yield the partial files, each with the path of the complete file ("" = unknown) and its status."""
     with suppress(FileNotFoundError), os.scandir(models / FOLDER) as entries:
         for entry in entries:
             if entry.name.endswith(JOURNAL):
@@ -368,13 +370,13 @@ def partial_files(models: Path) -> Iterator[tuple[Path, str, os.stat_result]]:
 
 
 def bytes_of_partials(models: Path) -> dict[str, int]:
-    """Return the received bytes of files that are being downloaded, by path."""
+    """Return the received bytes of files that are being downloaded, by the path of the complete file."""
     journals = (_read_journal(data) for data, _, _ in partial_files(models))
     return {journal.path: journal.done for journal in journals if journal is not None}
 
 
 def remove_partial(data: Path) -> bool:
-    """Remove a partial file that nobody is writing; return True if it is gone."""
+    """Remove a partial file unless a download writes it; return True if it is gone."""
     with suppress(FileNotFoundError, BeingDownloaded):
         descriptor = _open_locked(data)
         try:
@@ -387,9 +389,9 @@ def remove_partial(data: Path) -> bool:
 
 
 def remove_old_partials(models: Path, now: datetime, keep: Collection[str]) -> int:
-    """Remove the partial files that have not changed for `RETENTION`; return their number.
+    """Remove the partial files that are unchanged for `RETENTION`, except `keep`; return their number.
 
-    A journal without its file was left by a process that was killed after it had published the file.
+    A journal without its file is from a process that was killed after it had published the file.
     """
     for journal in (models / FOLDER).glob(f"*{JOURNAL}"):
         if not (data := journal.with_suffix("")).exists():

@@ -1,8 +1,8 @@
-"""Files that no definition and no running import names, and their removal (`model_files_remove`).
+"""Files that no definition and no active import names, and their removal (`model_files_remove`).
 
-On the control plane these are plain files of the models folder, and downloads that nobody resumes. Links,
-hidden files, definitions, shares and other file systems are not ours and are never listed. On a node they are
-the files that loads have sent for models which nothing defines any more: workers list no others.
+On the control plane the unused files are plain files of the models folder, and abandoned downloads. Links,
+hidden files, definitions, shares and other file systems are never listed. On a node the unused files are
+files that loads have sent for models without a definition; other files of workers are not listed.
 """
 
 import os
@@ -31,13 +31,13 @@ KIND = "model_files_remove"
 MOST_LISTED, MOST_REMOVED = 10_000, 1_000
 """Files of a list, and of one removal."""
 MOST_SEEN = 100_000
-"""Files of the models folder that a list looks at."""
+"""Maximum files of the models folder that one listing examines."""
 _DEFINITIONS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class UnusedFile:
-    """A file that nothing names: of the models folder by its path, on a node by the model's name."""
+    """A file that nothing names. `path` is its path in the models folder; on a node, the model's name."""
 
     path: str
     size: int
@@ -45,9 +45,9 @@ class UnusedFile:
 
 
 def list_unused(models: Path, in_use: FilesInUse) -> list[UnusedFile]:
-    """Return the unused files of the models folder, the oldest first, `MOST_LISTED` at most. Blocks.
+    """Return the unused files of the models folder, oldest first, at most `MOST_LISTED`. Blocks.
 
-    Of a larger folder the first `MOST_SEEN` files are looked at.
+    Of a larger folder, only the first `MOST_SEEN` files are examined.
     """
     files = [file for file in islice(_files(models), MOST_SEEN) if not in_use.has(file.path)]
     files += islice(_unused_partials(models, in_use), MOST_LISTED)
@@ -55,14 +55,14 @@ def list_unused(models: Path, in_use: FilesInUse) -> list[UnusedFile]:
 
 
 def _unused_partials(models: Path, in_use: FilesInUse) -> Iterator[UnusedFile]:
-    """Yield the downloads of files that nothing uses."""
+    """Yield the partial downloads of files that nothing uses."""
     for data, path, status in partial_files.partial_files(models):
         if not path or not in_use.has(path):
             yield UnusedFile(f"{partial_files.FOLDER}/{data.name}", status.st_size, _time(status))
 
 
 def _files(models: Path) -> Iterator[UnusedFile]:
-    """Yield the plain files of the folder, on its own file system. What cannot be read is left out."""
+    """Yield the plain files of the folder on its own file system; omit unreadable files."""
     pending: list[Path] = []
     with suppress(OSError):
         device = models.stat().st_dev
@@ -92,10 +92,7 @@ def _time(status: os.stat_result) -> datetime:
 
 
 def list_on_nodes(defined: Collection[str]) -> Mapping[tuple[UUID, str], list[UnusedFile]]:
-    """Return by node the models whose files a load has sent there, and which nothing defines or runs.
-
-    Two queries.
-    """
+    """Return, by node, the models with files on the node that nothing defines or runs. Two queries."""
     rows = BroughtModel.objects.exclude(model_name__in=defined).order_by("node__name", "seen_at")
     used = set(NodeModel.objects.values_list("node_id", "model_name"))
     places: dict[tuple[UUID, str], list[UnusedFile]] = {}
@@ -109,14 +106,14 @@ def list_on_nodes(defined: Collection[str]) -> Mapping[tuple[UUID, str], list[Un
 
 @dataclass(frozen=True)
 class Selection:
-    """The files to remove of those listed: paths, those older than a time, or the oldest up to a size."""
+    """The files to remove from a list: paths, files older than a time, or the oldest files up to a size."""
 
     paths: Sequence[str] = ()
     before: datetime | None = None
     bytes_needed: int = 0
 
     def of(self, files: Sequence[UnusedFile]) -> list[UnusedFile]:
-        """Return the selected files of a list, the oldest first. Raise NotFound for a path that it lacks."""
+        """Return the selected files, oldest first. Raise NotFound for a path that is not in the list."""
         if self.paths:
             listed = {file.path: file for file in files}
             if missing := next((path for path in self.paths if path not in listed), None):
@@ -136,7 +133,7 @@ class Selection:
 
 
 def request_removal(files: Sequence[UnusedFile], *, by: Requester, now: datetime) -> Admission:
-    """Create the removal of files of the models folder. Raise Conflict while another one is running."""
+    """Create the removal of files of the models folder. Raise Conflict while another removal is active."""
     size = sum(file.size for file in files)
     request = OperationRequest(
         KIND,
@@ -155,7 +152,7 @@ class RemoveFiles:
     """Handler of the operation."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Remove the files that nothing uses. Raise Conflict while a definition cannot be used."""
+        """Remove the unused files. Raise Conflict while a definition is unusable."""
         try:
             return await self._remove(work)
         except FolderUnresponsive as error:
@@ -176,6 +173,6 @@ class RemoveFiles:
 
 
 def _remove_partials(models: Path, paths: Collection[str], in_use: FilesInUse) -> int:
-    """Remove the partial downloads that nobody writes; return their bytes."""
+    """Remove the partial downloads that no download writes; return their bytes."""
     unused = [file for file in _unused_partials(models, in_use) if file.path in paths]
     return sum(file.size for file in unused if partial_files.remove_partial(models / file.path))

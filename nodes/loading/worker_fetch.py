@@ -49,7 +49,7 @@ class FileSource:
 
     @property
     def host(self) -> str:
-        """The host, with its port, of the address; `Hugging Face` for `hf://`, whose host the worker chooses."""
+        """The host of the address, with its port; `Hugging Face` for `hf://`: the worker chooses the host."""
         return host_of(self.url)[:255] or "Hugging Face"
 
 
