@@ -45,7 +45,9 @@ def preview(
         "replicas": replaced_replicas(usable)
         if usable is not None and is_changed and not is_shadowed
         else [],
-        "fit": load_explanation.fit_of(load_explanation.needs_by(usable)) if usable is not None else None,
+        "fit": load_explanation.fit_of(load_explanation.needs_of_definition(usable))
+        if usable is not None
+        else None,
         "diff": store.diff(former_text, text, "in force", "new"),
     }
 

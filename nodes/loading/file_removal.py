@@ -26,7 +26,7 @@ from operations.executor.work import in_thread
 from operations.models import Operation
 
 FOLDER = ".removed"
-_BACK_WITHIN = 5.0
+_RETURN_TIMEOUT = 5.0
 """Seconds that the end of an attempt waits until its files have been moved back."""
 
 
@@ -43,25 +43,25 @@ async def remove_files(paths: Iterable[str], attempt: Attempt) -> FileRemoval:
     """Remove the unused files among `paths`. Raise FolderUnresponsive."""
     models = conf.cluster().models_path
     await return_files(models)
-    aside = _FilesAside(models, attempt)
+    aside = _MovedFiles(models, attempt)
     try:
         await in_folder_thread(aside.take, list(paths), await read_files_in_use())
         failpoints.passed("files.removal:set_aside")
         return await in_folder_thread(aside.delete, await read_files_in_use())
     finally:
         # In a thread: the attempt may have been cancelled because the folder hangs.
-        await untrusted.wait_until_done(untrusted.in_daemon_thread(aside.close), timeout=_BACK_WITHIN)
+        await untrusted.wait_until_done(untrusted.in_daemon_thread(aside.close), timeout=_RETURN_TIMEOUT)
 
 
 async def return_files(models: Path) -> None:
     """Move back the files that ended attempts have left in their hidden folders. Raise FolderUnresponsive."""
-    if names := await in_folder_thread(_names_aside, models):
+    if names := await in_folder_thread(_list_attempt_folders, models):
         # After the names: an attempt of these that is under way now has not begun since.
         running = await in_thread(_running_attempts)
         await in_folder_thread(_move_back, models, names - running)
 
 
-def foreign(models: Path, path: Path) -> str:
+def removal_obstacle(models: Path, path: Path) -> str:
     """Return the reason why the file must not be removed (a link, or on a share); "" if it may be."""
     parent = path.parent.resolve()
     if not parent.is_relative_to(models.resolve()) or is_on_share(parent):
@@ -75,14 +75,14 @@ def foreign(models: Path, path: Path) -> str:
     return ""
 
 
-class _FilesAside:
+class _MovedFiles:
     """Files that an attempt moves into its hidden folder before it deletes them.
 
     Thread-safe. The methods do nothing after `close`.
     """
 
     def __init__(self, models: Path, attempt: Attempt) -> None:
-        self._models, self._root = models, models / FOLDER / _name(attempt)
+        self._models, self._root = models, models / FOLDER / _folder_name(attempt)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._taken: list[str] = []
         self._removal = FileRemoval()
@@ -94,13 +94,13 @@ class _FilesAside:
                 file = sizes.path_inside(self._models, path)
                 if file is None or self._closed.is_set():
                     continue
-                if reason := self._reason(path, file, in_use):
+                if reason := self._reason_to_keep(path, file, in_use):
                     self._removal.kept[path] = reason
                     continue
                 try:
                     # An attempt that is repeated finds the checksum files by their file.
                     for suffix in ("", *sizes.SIDES):
-                        self._take_one(path + suffix)
+                        self._move_file(path + suffix)
                 except OSError as error:
                     self._keep(path, f"it cannot be removed: {error.strerror}")
                 else:
@@ -112,7 +112,7 @@ class _FilesAside:
             for path in self._taken:
                 if self._closed.is_set():
                     break
-                if reason := self._reason(path, self._models / path, in_use):
+                if reason := self._reason_to_keep(path, self._models / path, in_use):
                     self._keep(path, reason)
                 else:
                     self._delete(path)
@@ -124,18 +124,18 @@ class _FilesAside:
         with self._lock:
             _move_back(self._models, {self._root.name})
 
-    def _reason(self, path: str, file: Path, in_use: FilesInUse) -> str:
+    def _reason_to_keep(self, path: str, file: Path, in_use: FilesInUse) -> str:
         """Return the reason why the file must stay; "" if it may be removed."""
         if in_use.problem:
             return in_use.problem
-        if reason := foreign(self._models, file):
+        if reason := removal_obstacle(self._models, file):
             return reason
         real = (file.parent.resolve() / file.name).relative_to(self._models.resolve())
         return "it is in use" if in_use.has(path) or in_use.has(real.as_posix()) else ""
 
-    def _take_one(self, path: str) -> None:
+    def _move_file(self, path: str) -> None:
         source, target = self._models / path, self._root / path
-        if foreign(self._models, source) or not source.exists():
+        if removal_obstacle(self._models, source) or not source.exists():
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -162,15 +162,15 @@ class _FilesAside:
             self._keep(path, f"it cannot be removed: {error.strerror}")
 
 
-def _name(attempt: Attempt) -> str:
+def _folder_name(attempt: Attempt) -> str:
     return f"{attempt[0]}.{attempt[1]}"
 
 
 def _running_attempts() -> set[str]:
-    return {_name(attempt) for attempt in Operation.objects.active().values_list("id", "fence")}
+    return {_folder_name(attempt) for attempt in Operation.objects.active().values_list("id", "fence")}
 
 
-def _names_aside(models: Path) -> set[str]:
+def _list_attempt_folders(models: Path) -> set[str]:
     with suppress(FileNotFoundError):
         return set(os.listdir(models / FOLDER))
     return set()

@@ -73,7 +73,7 @@ async def read_files_in_use() -> FilesInUse:
     fetched = await in_thread(_paths_of_stored_definitions)
     known = await folder().known()
     usable = [entry for entry in known if isinstance(entry, Definition)]
-    problem = await _problem([entry for entry in known if isinstance(entry, UnusableDefinition)])
+    problem = await _describe_problem([entry for entry in known if isinstance(entry, UnusableDefinition)])
     models = conf.cluster().models_path
     return await in_folder_thread(FilesInUse.of, models, usable, imported | fetched, problem)
 
@@ -103,7 +103,7 @@ def _paths_of_stored_definitions() -> set[str]:
     return {file["path"] for files in lists for file in files}
 
 
-async def _problem(unusable: list[UnusableDefinition]) -> str:
+async def _describe_problem(unusable: list[UnusableDefinition]) -> str:
     problems = await folder().problems()
     if problems.folder:
         return f"the models folder {problems.folder}"

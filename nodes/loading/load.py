@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 _INSTALL_POLL = 2.0
 _SLOT_POLL = 2.0
-_ON_ITS_WAY = "waits for another replica of the model that is being loaded"
+_WAITS_FOR_OTHER_REPLICA = "waits for another replica of the model that is being loaded"
 _PROGRESS_INSTALLED, _PROGRESS_INSTALLED_BEFORE_FILES = 0.9, 0.45
 """Progress (0 to 1) of a load with its backend installed; the second if the model's files may follow."""
 
@@ -80,7 +80,7 @@ class LoadModel:
         except FolderUnresponsive as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
-            raise await in_thread(load_attempts.undefined, work.id)
+            raise await in_thread(load_attempts.record_undefined, work.id)
         request = request_of(work.operation)
         if request.is_scale_up and work.operation.result:
             return dict(work.operation.result)  # an attempt before has published its replica
@@ -94,7 +94,11 @@ class LoadModel:
         ):
             # R2.64: no replica too many.
             raise await in_thread(
-                load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
+                load_attempts.record_without_slot,
+                work.id,
+                Cause.ON_ITS_WAY,
+                _WAITS_FOR_OTHER_REPLICA,
+                seconds=_SLOT_POLL,
             )
         replaced = request.replaces
         if (
@@ -104,7 +108,7 @@ class LoadModel:
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt = await self._place(work, definition)
         try:
-            address, options, without = await first(_slot_lost(attempt), self._run(attempt))
+            address, options, without = await first(_wait_until_slot_lost(attempt), self._run(attempt))
             # After the watch of the slot: the attempt does not own a published row any more.
             result = await _publish(attempt, address, options, without)
         except Exception as error:
@@ -142,7 +146,7 @@ class LoadModel:
         if any(entry.name.lower() == backend.lower() for entry in listing.backends):
             return
         try:
-            child = await in_thread(_admit_install, attempt)
+            child = await in_thread(_admit_installation, attempt)
         except errors.Conflict as busy:
             # It is being upgraded or deleted there: another node may be ready sooner.
             raise WorkerGone(busy.message) from busy
@@ -339,7 +343,7 @@ async def _give_up(attempt: Attempt) -> None:
         await attempt.worker.stop(attempt.process_key)
 
 
-def _admit_install(attempt: Attempt) -> UUID:
+def _admit_installation(attempt: Attempt) -> UUID:
     node = BackendNode.objects.filter(pk=attempt.slot.node_id).first()
     if node is None:
         raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
@@ -351,7 +355,7 @@ def _admit_install(attempt: Attempt) -> UUID:
     return admission.admit(request, context, now=clock.now()).operation.id
 
 
-async def _slot_lost(attempt: Attempt) -> NoReturn:
+async def _wait_until_slot_lost(attempt: Attempt) -> NoReturn:
     """Wait until the attempt has lost its slot, then raise WorkerGone."""
     while True:
         await asyncio.sleep(_SLOT_POLL)
@@ -373,11 +377,11 @@ def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
 _GIB = 2**30
 _DEFAULT_BATCHES = (512, 2048)
 """Default batch sizes; only a default may be changed, any other value was configured."""
-_CONTEXT = 4096
-_SCRATCH = 1536 * 16
+_DEFAULT_CONTEXT = 4096
+_SCRATCH_BYTES_PER_TOKEN = 1536 * 16
 """Bytes per token of context that the larger batch allocates."""
 _MIN_GENERATION = 12
-_PARALLEL = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
+_PARALLEL_BY_MEMORY = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
 """Minimum usable memory in bytes, with the number of parallel requests; the first match applies."""
 
 
@@ -406,14 +410,16 @@ class Machine:
 def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
     """Return the options for this machine; configured values are unchanged."""
     result = dict(options)
-    roomy = 0 < (options.get("ContextSize") or _CONTEXT) * _SCRATCH <= machine.usable // 4
+    roomy = (
+        0 < (options.get("ContextSize") or _DEFAULT_CONTEXT) * _SCRATCH_BYTES_PER_TOKEN <= machine.usable // 4
+    )
     if result.get("NBatch") in _DEFAULT_BATCHES:
         result["NBatch"] = 2048 if roomy and machine.generation >= _MIN_GENERATION else 512
     extra = list(result.get("Options") or ())
     is_configured = any(
         str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra
     )
-    parallel = next((count for least, count in _PARALLEL if machine.usable >= least), 0)
+    parallel = next((count for least, count in _PARALLEL_BY_MEMORY if machine.usable >= least), 0)
     if "llama-cpp" in backend.lower() and roomy and parallel and not is_configured:
         result["Options"] = [*extra, f"parallel:{parallel}"]
     return result

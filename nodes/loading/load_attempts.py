@@ -33,7 +33,7 @@ from operations.ledger.progress import Tick
 from operations.models import Operation
 
 MOST_NODES = 3
-ENGINE_DEATHS = 3
+MAX_ENGINE_DEATHS = 3
 """Maximum number of engines that may die during one load; the operation counts them."""
 _REFUSALS = "refusals"
 
@@ -52,7 +52,7 @@ class Cause(StrEnum):
 
 
 _MAX_ATTEMPTS = {
-    Cause.ENGINE_DIED: ENGINE_DEATHS,
+    Cause.ENGINE_DIED: MAX_ENGINE_DEATHS,
     Cause.NODE_REFUSED: MOST_NODES,
     Cause.FAILED: 1,
     Cause.UNDEFINED: 1,
@@ -105,7 +105,7 @@ def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, A
     return {**payload, _REFUSALS: rows}
 
 
-def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
+def refusals_error(payload: Mapping[str, Any]) -> LoadFailed:
     """Return the error of a load that nodes have refused: the reasons, each with its nodes."""
     by_reason: dict[str, list[str]] = {}
     for refusal in refusals(payload):
@@ -183,7 +183,9 @@ def after_error(attempt: Attempt, error: Exception) -> Exception:
     return outcome
 
 
-def without_slot(load: UUID, cause: Cause, reason: str, *, seconds: float, waiting: bool = True) -> Exception:
+def record_without_slot(
+    load: UUID, cause: Cause, reason: str, *, seconds: float, waiting: bool = True
+) -> Exception:
     """Record that a load cannot take a slot yet, and return the exception that postpones or ends it."""
     operation = Operation.objects.get(pk=load)
     outcome = retry_or_end(operation, reason, seconds=seconds, waiting=waiting)
@@ -191,7 +193,7 @@ def without_slot(load: UUID, cause: Cause, reason: str, *, seconds: float, waiti
     return outcome
 
 
-def undefined(load: UUID) -> errors.NotFound:
+def record_undefined(load: UUID) -> errors.NotFound:
     """Record that the load's model has no definition, and return the error that ends the load."""
     operation = Operation.objects.get(pk=load)
     outcome = errors.NotFound(f"model {operation.element} is not defined")
@@ -204,53 +206,55 @@ def _record(operation: Operation, cause: Cause, outcome: Exception, slot: Slot |
         DecisionOutcome.WAITING if isinstance(outcome, Postpone) else DecisionOutcome.REFUSED,
         truncate(str(outcome), LONGEST_SENTENCE),
         cause=cause,
-        times=_times(operation.payload, cause),
+        times=_count_occurrences(operation.payload, cause),
         over=isinstance(outcome, Abandoned),
     )
-    spot = NodeSlot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
-    decided = DecisionRecord(operation.element, operation.pk, explanation, None, DecisionKind.ATTEMPT, spot)
+    node_slot = NodeSlot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
+    decided = DecisionRecord(
+        operation.element, operation.pk, explanation, None, DecisionKind.ATTEMPT, node_slot
+    )
     decision_log.record(decided, now=clock.now())
 
 
-def _times(payload: Mapping[str, Any], cause: Cause) -> int:
+def _count_occurrences(payload: Mapping[str, Any], cause: Cause) -> int:
     """Return how often the cause has occurred in this load, including this time."""
     if cause is Cause.NODE_REFUSED:
         return len(refusals(payload)) + 1
     return int(payload.get("engine_deaths", 0)) + 1 if cause is Cause.ENGINE_DIED else 1
 
 
-def ending(facts: Mapping[str, Any]) -> DecisionOutcome:
+def replay_outcome(facts: Mapping[str, Any]) -> DecisionOutcome:
     """Return the outcome, a retry or the end of the load, according to the facts of a record."""
     ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
     return DecisionOutcome.REFUSED if ends else DecisionOutcome.WAITING
 
 
-def _with_setback(attempt: Attempt, operation: Operation) -> dict[str, Any]:
+def _payload_with_backoff(attempt: Attempt, operation: Operation) -> dict[str, Any]:
     backoffs = add_failure(attempt.backoffs, attempt.slot.node_id, clock.now())
     return into_payload(operation.payload, backoffs)
 
 
 def _retry_on_other_node(attempt: Attempt, operation: Operation, gone: WorkerGone) -> Exception:
     # The node is in back-off, the load is not: it takes another node at once, or waits with a reason.
-    payload = _with_setback(attempt, operation)
+    payload = _payload_with_backoff(attempt, operation)
     return retry_or_end(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
 
 
 def _after_engine_death(attempt: Attempt, operation: Operation, error: errors.ClusterError) -> Exception:
-    deaths = _times(operation.payload, Cause.ENGINE_DIED)
+    deaths = _count_occurrences(operation.payload, Cause.ENGINE_DIED)
     if is_last(Cause.ENGINE_DIED, deaths):
         return LoadFailed(f"the engine of {operation.element} died while loading: {error.message}")
-    payload = _with_setback(attempt, operation) | {"engine_deaths": deaths}
+    payload = _payload_with_backoff(attempt, operation) | {"engine_deaths": deaths}
     pause = retry_delay(operation.attempts)
     return retry_or_end(operation, error.message, seconds=pause, payload=payload, waiting=False)
 
 
 def _after_refusal(attempt: Attempt, operation: Operation, refusal: NodeRefused) -> Exception:
     slot = attempt.slot
-    payload = _with_setback(attempt, operation)
+    payload = _payload_with_backoff(attempt, operation)
     payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
     if is_last(Cause.NODE_REFUSED, len(refusals(payload))):
-        return refused_by_all(payload)
+        return refusals_error(payload)
     reason = f"{slot.node_name}: {refusal.message}; trying another node"
     return Postpone(reason, seconds=0, waiting=True, payload=payload)
 

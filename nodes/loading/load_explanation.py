@@ -176,7 +176,7 @@ def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
         )
 
 
-RECORDS = 20
+MAX_RECORDS = 20
 """Maximum number of recent decisions in an explanation."""
 
 
@@ -186,7 +186,7 @@ def explain_model(model_name: str, now: datetime) -> Row:
         raise errors.NotFound("there is no such model")
     wanted = needs_of(model_name)
     replicas = REPLICA.rows(NodeModel.objects.of(model_name).order_by("node__name", "replica_index"))
-    records = RECORD.rows(PlacementRecord.objects.filter(model_name=model_name).order_by("-id")[:RECORDS])
+    records = RECORD.rows(PlacementRecord.objects.filter(model_name=model_name).order_by("-id")[:MAX_RECORDS])
     if wanted is None and not replicas and not records:
         raise errors.NotFound("this model is not defined, and no load of it was ever decided")
     return EXPLAINED.of(
@@ -206,7 +206,7 @@ async def needs_of(model_name: str) -> LoadNeeds | None:
 
 
 @async_to_sync
-async def needs_by(definition: Definition) -> LoadNeeds:
+async def needs_of_definition(definition: Definition) -> LoadNeeds:
     """Return the needs and conflicts of a replica by this definition, which may not be in force."""
     return await read_needs(folder(), definition)
 
@@ -216,12 +216,12 @@ def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[
         sentence = f"model {model_name} is not defined"
         nothing = dict.fromkeys(("replica_id", "operation_id", "placement", "memory"))
         return NEXT.of(action="refuse", says=sentence, **nothing)
-    active, failed = _operations(model_name, now)
+    active, failed = _read_operations(model_name, now)
     load = active if active is not None and active.kind == KIND else None
-    explanation, memory_row = _placement(wanted, load, now)
-    chosen_id = _next_pick(model_name)
+    explanation, memory_row = _decide_now(wanted, load, now)
+    chosen_id = _find_next_pick(model_name)
     chosen = next((replica for replica in replicas if replica["id"] == chosen_id), None)
-    action, sentence = _action(chosen, active, failed, explanation)
+    action, sentence = _describe_action(chosen, active, failed, explanation)
     operation = {"join": active, "wait": active, "refuse": failed}.get(action)
     return NEXT.of(
         action=action,
@@ -233,7 +233,7 @@ def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[
     )
 
 
-def _action(
+def _describe_action(
     replica: Row | None, active: Operation | None, failed: Operation | None, explanation: Explanation
 ) -> tuple[str, str]:
     if replica is not None:
@@ -250,7 +250,7 @@ def _action(
     return "load", f"a load begins and waits: {explanation.sentence}"
 
 
-def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Operation | None]:
+def _read_operations(model_name: str, now: datetime) -> tuple[Operation | None, Operation | None]:
     """Return the operation that a new request would join or wait for, and its immediate failure, if any."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     active = Q(status__in=(Status.PENDING, Status.PROCESSING, Status.WAITING))
@@ -264,7 +264,7 @@ def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Opera
     return next(iter(running), None), next(iter(failures), None)
 
 
-def _next_pick(model_name: str) -> str | None:
+def _find_next_pick(model_name: str) -> str | None:
     """Return the id of the replica that the next pick chooses: the order of `statements.EXCHANGE` (R1.78)."""
     serving = NodeModel.objects.of(model_name).reached().filter(node__node_type="backend")
     ranked = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")
@@ -272,7 +272,7 @@ def _next_pick(model_name: str) -> str | None:
     return None if replica_id is None else str(replica_id)
 
 
-def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tuple[Explanation, Row]:
+def _decide_now(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tuple[Explanation, Row]:
     """Return the current decision of a load, and which nodes have the memory.
 
     An active load's request and back-offs are used; without an active load, those of a new inference request.
@@ -340,7 +340,7 @@ def recorded_decision(record: PlacementRecord) -> ReplayedDecision:
 def replay(record: PlacementRecord) -> ReplayedDecision | None:
     """Repeat the decision of a record from its snapshot; return None if the snapshot has been pruned."""
     if record.kind == DecisionKind.ATTEMPT:
-        return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
+        return ReplayedDecision(load_attempts.replay_outcome(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
     state = decision_log.read_snapshot(SnapshotRef(record.base, record.position))
@@ -368,7 +368,7 @@ def _replay_load(state: State, record: PlacementRecord) -> ReplayedDecision | No
         if (victim.model_name, victim.replica_index) == (record.model_name, record.replica_index):
             reason = decision_log.describe_eviction(model, victim)
             return ReplayedDecision(DecisionOutcome.EVICTED, reason, victim.node_id)
-    explanation = decide_load(question, decision, eviction, over=snapshot.over)
+    explanation = decide_load(question, decision, eviction, is_expired=snapshot.is_expired)
     node_id = explanation.node.id if explanation.node else None
     return ReplayedDecision(explanation.outcome, explanation.sentence, node_id)
 

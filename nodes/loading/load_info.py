@@ -41,9 +41,9 @@ from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
 
-MEASURED_WITHIN = 3.0
+MEASUREMENT_TIMEOUT = 3.0
 """Seconds that a worker has to measure an engine. Neither the load nor a request waits for the result."""
-SETTLES = timedelta(seconds=2)
+SETTLE_TIME = timedelta(seconds=2)
 """Time after a load until a reading includes all of its memory: clocks differ, and readings take time."""
 MOST_AT_ONCE = 50
 """Maximum readings that one pass stores, each in its own transaction."""
@@ -51,7 +51,7 @@ MOST_KEYS = 8
 """Maximum combinations of definition, build and device whose readings are kept per model; latest first."""
 _BUILD = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
 _DEVICE = Case(When(node__total_vram=0, then=Value("cpu")), default=F("node__gpu_vendor"))
-_KEY = JSONObject(build=_BUILD, device=_DEVICE)
+_READING_KEY = JSONObject(build=_BUILD, device=_DEVICE)
 
 
 def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
@@ -90,7 +90,7 @@ async def find_definitions(models: Folder, model_names: Collection[str]) -> dict
     missing = [name for name in model_names if name not in definitions]
     if missing and (unreadable := await models.unreadable_files()) != frozenset():
         infos = ModelLoadInfo.objects.filter(model_name__in=missing)
-        remembered = await in_thread(lambda: list(_definitions(infos, unreadable)))
+        remembered = await in_thread(lambda: list(_read_definitions(infos, unreadable)))
         definitions |= {definition.name: definition for definition in remembered}
     return {name: definitions[name] for name in model_names if name in definitions}
 
@@ -98,18 +98,18 @@ async def find_definitions(models: Folder, model_names: Collection[str]) -> dict
 def _last_definition(name: str, unreadable: frozenset[str] | None) -> Definition | None:
     if names.unprintable(name):
         return None
-    return next(iter(_definitions(ModelLoadInfo.objects.filter(model_name=name), unreadable)), None)
+    return next(iter(_read_definitions(ModelLoadInfo.objects.filter(model_name=name), unreadable)), None)
 
 
 def revisions_of_unreadable(unreadable: frozenset[str] | None) -> dict[str, str]:
     """Return the revisions of models whose definitions are unreadable; None = all files. One query."""
     if unreadable == frozenset():
         return {}
-    definitions = _definitions(ModelLoadInfo.objects.all(), unreadable)
+    definitions = _read_definitions(ModelLoadInfo.objects.all(), unreadable)
     return {definition.name: definition.revision for definition in definitions}
 
 
-def _definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Definition]:
+def _read_definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable[Definition]:
     # A row that a person has deleted or disabled counts at once, before a pass withdraws the record.
     enabled = ModelDefinition.objects.filter(
         name=OuterRef("model_name"), deleted_at__isnull=True, disabled=False
@@ -152,8 +152,8 @@ def readings_of(definition: Definition) -> list[EngineReading]:
     infos = ModelLoadInfo.objects.filter(
         model_name=definition.name, memory__contains=[{"revision": definition.revision}]
     )
-    row = infos.values_list("memory", ArraySubquery(installed.values_list(_KEY).distinct())).first()
-    return [] if row is None else _readings(definition, *row)
+    row = infos.values_list("memory", ArraySubquery(installed.values_list(_READING_KEY).distinct())).first()
+    return [] if row is None else _matching_readings(definition, *row)
 
 
 def readings_by_model(definitions: Sequence[Definition]) -> dict[str, list[EngineReading]]:
@@ -163,18 +163,20 @@ def readings_by_model(definitions: Sequence[Definition]) -> dict[str, list[Engin
     memory = dict(infos.values_list("model_name", "memory"))
     keys: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     installed = NodeBackend.objects.filter(node__total_vram__gt=0).order_by()
-    for name, alias, key in installed.values_list("name", "alias", _KEY).distinct():
+    for name, alias, key in installed.values_list("name", "alias", _READING_KEY).distinct():
         for backend in {name.upper(), alias.upper()}:
             keys[backend].append(key)
     return {
-        definition.name: _readings(
+        definition.name: _matching_readings(
             definition, memory.get(definition.name, ()), keys[definition.backend.upper()]
         )
         for definition in definitions
     }
 
 
-def _readings(definition: Definition, memory: Iterable[Any], keys: Collection[Any]) -> list[EngineReading]:
+def _matching_readings(
+    definition: Definition, memory: Iterable[Any], keys: Collection[Any]
+) -> list[EngineReading]:
     """Return the readings of this definition in `memory` for these builds and devices."""
     return [
         EngineReading(*reading)
@@ -188,7 +190,7 @@ def _readings(definition: Definition, memory: Iterable[Any], keys: Collection[An
 async def learn(attempt: Attempt) -> None:
     """Request a measurement of a newly serving engine from its worker; a failure loses only this reading."""
     try:
-        outcome = await attempt.worker.running(attempt.process_key, MEASURED_WITHIN)
+        outcome = await attempt.worker.running(attempt.process_key, MEASUREMENT_TIMEOUT)
         if isinstance(outcome, Unreadable):
             log.warning(
                 "%s: its report of %s: %s", attempt.slot.node_name, attempt.process_key, outcome.reason
@@ -217,7 +219,7 @@ def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bo
     if not 0 <= size <= (total or LARGEST):
         log.warning("%s reports %d bytes for %s, which is impossible", node.name, size, row)
         return False
-    return _store(row, size, own=True, now=now)
+    return _store_reading(row, size, own=True, now=now)
 
 
 def learn_from_readings(*, now: datetime) -> int:
@@ -225,9 +227,11 @@ def learn_from_readings(*, now: datetime) -> int:
 
     The engines that were loaded first come first. Engines above the limit are processed by the next pass.
     """
-    ready = _unmeasured_replicas().filter(vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLES)
+    ready = _unmeasured_replicas().filter(
+        vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLE_TIME
+    )
     return sum(
-        _store(row, reserved_memory.taken_since_load(row), own=False, now=now)
+        _store_reading(row, reserved_memory.taken_since_load(row), own=False, now=now)
         for row in ready.order_by("loaded_at", "id")[:MOST_AT_ONCE]
     )
 
@@ -236,13 +240,13 @@ def _unmeasured_replicas() -> Any:
     return NodeModel.objects.filter(phase=Phase.SERVING, measured_at__isnull=True).select_related("node")
 
 
-def _store(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
+def _store_reading(row: NodeModel, size: int, *, own: bool, now: datetime) -> bool:
     """Add the reading of a replica to its model, once; return True if it was added.
 
     A worker's report without a size leaves the replica unmeasured, so a later reading can still be added.
     """
     installed = NodeBackend.objects.named(row.backend_type).filter(node=row.node)
-    key = installed.order_by("is_meta", "name").values_list(_KEY, flat=True).first()
+    key = installed.order_by("is_meta", "name").values_list(_READING_KEY, flat=True).first()
     if own and (size <= 0 or key is None):
         return False
     with committed("load.learn"):

@@ -34,7 +34,7 @@ from nodes.loading.load_attempts import (
     PendingEviction,
     WorkerGone,
     refusals,
-    refused_by_all,
+    refusals_error,
     retry_or_end,
 )
 from nodes.loading.load_request import LACKS_ROOM, TURN, LoadRequest, ProgressDeadline, request_of
@@ -67,13 +67,13 @@ ANSWER_WITHIN = 3.0
 CONTACTS_AT_ONCE = 16
 """Maximum number of nodes that are contacted at the same time."""
 EVICTION_POLL = 0.5
-_REMEMBERED_FOR = timedelta(minutes=10)
+_REFUSAL_LIFETIME = timedelta(minutes=10)
 """Time for which a failed installation of a backend ranks its node last."""
 _NO_BUS = "this controller is not connected to the message bus"
 
 
 @dataclass(frozen=True)
-class Contacted:
+class ContactResult:
     """The best node that answered, if any, and the better nodes that did not answer."""
 
     node: Candidate | None
@@ -121,10 +121,12 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
             victims = await in_thread(find_eviction, wanted.definition.name, question, decision, created)
         explanation = decide_load(question, decision, victims)
         if explanation.node is None:
-            raise await _no_node(work, question, victims, explanation)
+            raise await _record_without_node(work, question, victims, explanation)
         ranked_nodes = decision.ranked or [explanation.node]
         if explanation.node.id not in listings:
-            answer = await _contact(bus, work, [node for node in ranked_nodes if node.id not in listings])
+            answer = await _contact_workers(
+                bus, work, [node for node in ranked_nodes if node.id not in listings]
+            )
             for node_id in answer.silent:
                 backoffs = add_failure(backoffs, node_id, clock.now())
             excluded_nodes |= answer.silent
@@ -134,7 +136,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
                 continue  # otherwise the decision holds: its reservation checks the node again
         slot = await in_thread(_reserve, work, wanted, question, victims, explanation)
         if isinstance(slot, Slot):
-            _warn(explanation.node, wanted)
+            _warn_of_shortages(explanation.node, wanted)
             listed = listings[explanation.node.id]
             instance = listed.instance if listed is not None else ""
             worker = Worker(bus, str(slot.node_id), slot.node_name, instance, answered=listed is not None)
@@ -183,7 +185,7 @@ def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
 
     These back-offs only rank the nodes last and do not exclude them.
     """
-    since = clock.now() - _REMEMBERED_FOR
+    since = clock.now() - _REFUSAL_LIFETIME
     failed = OperationTarget.objects.filter(
         status=TargetStatus.ERROR,
         finished_at__gt=since,
@@ -219,23 +221,28 @@ def _reserve(
     )
 
 
-def _warn(node: Candidate, wanted: LoadNeeds) -> None:
+def _warn_of_shortages(node: Candidate, wanted: LoadNeeds) -> None:
     if lacks_disk(node, wanted.need):
         log.warning("%s may have too little disk space for %s", node.name, wanted.definition.name)
     if node.conflicts:
         log.warning("%s goes to %s, %s", wanted.definition.name, node.name, node.describe_conflicts())
 
 
-async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacted:
+async def _contact_workers(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> ContactResult:
     try:
         return await contact_best(bus, nodes)
     except NotConnected:
         raise await in_thread(
-            load_attempts.without_slot, work.id, Cause.NO_BUS, _NO_BUS, seconds=_BUS_POLL, waiting=False
+            load_attempts.record_without_slot,
+            work.id,
+            Cause.NO_BUS,
+            _NO_BUS,
+            seconds=_BUS_POLL,
+            waiting=False,
         ) from None
 
 
-async def _no_node(
+async def _record_without_node(
     work: Work, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Exception:
     """Record the decision, and return the exception with the same sentence that ends this attempt.
@@ -253,7 +260,7 @@ async def _no_node(
     # Refresh: requests that came while workers were contacted have moved the load's deadline.
     operation = await in_thread(Operation.objects.get, pk=work.id)
     if explanation.outcome == DecisionOutcome.REFUSED:
-        outcome: Exception = refused_by_all(operation.payload)
+        outcome: Exception = refusals_error(operation.payload)
     else:
         payload = {**operation.payload, LACKS_ROOM: question.fits_by_replacement}
         payload.pop(TURN, None)
@@ -264,7 +271,7 @@ async def _no_node(
     is_abandoned = isinstance(outcome, Abandoned)
     if is_abandoned:
         explanation = replace(explanation, outcome=DecisionOutcome.REFUSED)
-    fleet_sections = encode_load(str(work.id), operation.element, question, victims, over=is_abandoned)
+    fleet_sections = encode_load(str(work.id), operation.element, question, victims, is_expired=is_abandoned)
     await in_thread(_record, operation, explanation, fleet_sections)
     return outcome
 
@@ -275,26 +282,26 @@ def _record(operation: Operation, explanation: Explanation, fleet_sections: Snap
     decision_log.record(DecisionRecord(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 
-async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> Contacted:
+async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> ContactResult:
     """Contact the first `CONTACTS_AT_ONCE` nodes, and return the best node that answers.
 
     Raises NotConnected when this process has lost the bus: missing answers then prove nothing about the
     nodes.
     """
-    tasks = {node.id: asyncio.create_task(_answers(bus, node)) for node in ranked[:CONTACTS_AT_ONCE]}
+    tasks = {node.id: asyncio.create_task(_contact_node(bus, node)) for node in ranked[:CONTACTS_AT_ONCE]}
     silent: set[UUID] = set()
     try:
         for node in ranked[:CONTACTS_AT_ONCE]:
             is_connected, listed = await tasks[node.id]
             if is_connected:
-                return Contacted(node, frozenset(silent), listed)
+                return ContactResult(node, frozenset(silent), listed)
             silent.add(node.id)
-        return Contacted(None, frozenset(silent))
+        return ContactResult(None, frozenset(silent))
     finally:
         await cancellation.end(*tasks.values())
 
 
-async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
+async def _contact_node(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
     try:
         async with asyncio.timeout(ANSWER_WITHIN):
             answer = await Worker(bus, str(node.id), node.name).backends(ANSWER_WITHIN)
@@ -344,7 +351,7 @@ async def wait_until_evicted(attempt: Attempt, pending: PendingEviction) -> None
     """Wait until all replicas have stopped. Raise WorkerGone if a replica stays or serves again."""
     deadline, node_name = clock.monotonic() + pending.seconds, attempt.slot.node_name
     await attempt.report("loading", pending.why)
-    while remaining := await in_thread(_remaining, pending):
+    while remaining := await in_thread(_remaining_replicas, pending):
         if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
             raise WorkerGone(f"{join_names(serving)} on {node_name} serves again")
         if clock.monotonic() >= deadline:
@@ -353,5 +360,5 @@ async def wait_until_evicted(attempt: Attempt, pending: PendingEviction) -> None
         await asyncio.sleep(EVICTION_POLL)
 
 
-def _remaining(pending: PendingEviction) -> list[tuple[str, str]]:
+def _remaining_replicas(pending: PendingEviction) -> list[tuple[str, str]]:
     return [(str(row), row.state) for row in eviction.remaining_rows(pending.replicas)]

@@ -23,7 +23,7 @@ from nodes.placement.evict import Eviction, Resident
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion
 
 _NO_END = datetime.max.replace(tzinfo=UTC)
-_PER_MODEL: Mapping[str, tuple[str, Any]] = {
+_FIELDS_PER_MODEL: Mapping[str, tuple[str, Any]] = {
     "used_indices": ("taken", ()),
     "labels": ("labels", ()),
     "conflicts": ("conflicts", ()),
@@ -32,35 +32,45 @@ _PER_MODEL: Mapping[str, tuple[str, Any]] = {
     "has_backend": ("has_backend", None),
 }
 """Node fields that depend on the model: the name of their section, and the value for a missing row."""
-_NODE = tuple(field.name for field in fields(Candidate) if field.name not in _PER_MODEL)
-_RESIDENT = tuple(field.name for field in fields(Resident))
-_node_values, _resident_values, _name = attrgetter(*_NODE), attrgetter(*_RESIDENT), attrgetter("name")
+_NODE_FIELDS = tuple(field.name for field in fields(Candidate) if field.name not in _FIELDS_PER_MODEL)
+_RESIDENT_FIELDS = tuple(field.name for field in fields(Resident))
+_node_values, _resident_values, _name = (
+    attrgetter(*_NODE_FIELDS),
+    attrgetter(*_RESIDENT_FIELDS),
+    attrgetter("name"),
+)
 
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """The input of a load's decision, and the replicas that it could evict; `over`: no request needed it."""
+    """The input of a load's decision, and the replicas that it could evict."""
 
     question: LoadQuestion
     occupants: EvictionCandidates | None
-    over: bool
+    is_expired: bool
+    """True if no request needed the load."""
 
 
 def encode_load(
-    load: str, model: str, question: LoadQuestion, eviction: Eviction | None = None, *, over: bool = False
+    load: str,
+    model: str,
+    question: LoadQuestion,
+    eviction: Eviction | None = None,
+    *,
+    is_expired: bool = False,
 ) -> dict[str, Section]:
     """Encode all facts that the decision of the load used; `load` is the load's id."""
     view = question.view
     all_nodes = not view.restricted
     result = {
-        "columns": Section({"node": _NODE, "resident": _RESIDENT}, whole=False),
+        "columns": Section({"node": _NODE_FIELDS, "resident": _RESIDENT_FIELDS}, whole=False),
         # By name: hashing a thousand UUIDs costs more than comparing all the nodes' fields.
         "nodes": Section(
             dict(zip(map(_name, view.nodes), map(_node_values, view.nodes), strict=True)), all_nodes
         ),
-        f"load/{load}": Section(_load_facts(question, eviction, over)),
+        f"load/{load}": Section(_encode_load_facts(question, eviction, is_expired)),
     }
-    for name, (section, _) in _PER_MODEL.items():
+    for name, (section, _) in _FIELDS_PER_MODEL.items():
         # A missing fact is only recorded where it may have existed before.
         rows = {
             node.name: value
@@ -68,10 +78,10 @@ def encode_load(
             if (value := getattr(node, name)) or value is False or not all_nodes
         }
         result[f"{section}/{model}"] = Section(rows, all_nodes)
-    return result | (_eviction_sections(eviction) if eviction is not None else {})
+    return result | (_encode_eviction(eviction) if eviction is not None else {})
 
 
-def _load_facts(question: LoadQuestion, eviction: Eviction | None, over: bool) -> dict[str, Any]:
+def _encode_load_facts(question: LoadQuestion, eviction: Eviction | None, is_expired: bool) -> dict[str, Any]:
     view, selector = question.view, question.view.selector
     node_ids = {node.id for node in view.nodes} if view.backoffs or view.backed_off else set()
     rules = eviction.guard if eviction is not None else None
@@ -84,14 +94,14 @@ def _load_facts(question: LoadQuestion, eviction: Eviction | None, over: bool) -
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
         "fits_in_place": question.fits_by_replacement,
-        "over": over,
+        "over": is_expired,
         "guard": None
         if rules is None
         else (rules.model_name, rules.now, rules.least_serving, tuple(sorted(map(str, rules.claimed)))),
     }
 
 
-def _eviction_sections(eviction: Eviction) -> dict[str, Section]:
+def _encode_eviction(eviction: Eviction) -> dict[str, Section]:
     """Encode the replicas on the considered nodes, and the protection rules of their models."""
     rules = eviction.guard
     if rules is None:
@@ -114,7 +124,7 @@ def decode_load(state: State, load: str, model: str) -> LoadSnapshot | None:
     if not facts:
         return None
     view = {
-        "nodes": list(_nodes(state, model, facts["nodes"])),
+        "nodes": list(_decode_nodes(state, model, facts["nodes"])),
         "need": dict(facts["need"]),
         "selector": dict(zip(("model", "labels"), facts["selector"], strict=True)),
         "backoffs": {id: {"times": times, "until": _NO_END} for id, times in facts["setbacks"]},
@@ -122,22 +132,22 @@ def decode_load(state: State, load: str, model: str) -> LoadSnapshot | None:
         "restricted": facts["nodes"] is not None,
     }
     question = {"view": view, "refusing": facts["refusing"], "evicts": facts["evicts"]}
-    question["fits_in_place"] = facts.get("fits_in_place", False)  # an older version did not write it
-    candidates = _eviction_candidates(state, facts["guard"]) if facts["guard"] is not None else None
+    question["fits_by_replacement"] = facts.get("fits_in_place", False)  # an older version did not write it
+    candidates = _decode_candidates(state, facts["guard"]) if facts["guard"] is not None else None
     return LoadSnapshot(msgspec.convert(question, LoadQuestion), candidates, facts["over"])
 
 
-def _nodes(state: State, model: str, node_names: Iterable[str] | None) -> Iterable[dict[str, Any]]:
+def _decode_nodes(state: State, model: str, node_names: Iterable[str] | None) -> Iterable[dict[str, Any]]:
     rows, columns = state.get("nodes", {}), state["columns"]["node"]
     for node in rows if node_names is None else node_names:
         of_model = {
             name: state.get(f"{section}/{model}", {}).get(node, default)
-            for name, (section, default) in _PER_MODEL.items()
+            for name, (section, default) in _FIELDS_PER_MODEL.items()
         }
         yield dict(zip(columns, rows[node], strict=True)) | of_model
 
 
-def _eviction_candidates(state: State, guard: Sequence[Any]) -> EvictionCandidates:
+def _decode_candidates(state: State, guard: Sequence[Any]) -> EvictionCandidates:
     columns, rules = state["columns"]["resident"], state.get("rules", {})
     of_all_nodes = [row for rows in state.get("residents", {}).values() for row in rows]
     candidates = {

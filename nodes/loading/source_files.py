@@ -78,9 +78,9 @@ def path_of(key: str) -> str:
 
 
 MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
-_SCALES = "LoraScales"
+_SCALES_OPTION = "LoraScales"
 _UNCHANGED_IF_MISSING = "LoraBase"
-_VALUES = ("Options", "Overrides")
+_LISTS_WITH_VALUES = ("Options", "Overrides")
 """Options with entries `name:value` whose value may name a file; the entries are not rewritten."""
 
 
@@ -176,9 +176,9 @@ def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str
     if ADAPTERS in result:
         candidates = [(index, paths.get((ADAPTERS, text))) for index, text in enumerate(result[ADAPTERS])]
         adapters = [(index, path) for index, path in candidates if path is not None]
-        scales = result.get(_SCALES, ())
+        scales = result.get(_SCALES_OPTION, ())
         if len(scales) == len(result[ADAPTERS]):
-            result[_SCALES] = [scales[index] for index, _ in adapters]
+            result[_SCALES_OPTION] = [scales[index] for index, _ in adapters]
         result[ADAPTERS] = [path for _, path in adapters]
     model = (MODEL_FILE, str(result.get("Model", "")))
     if model in paths:
@@ -202,7 +202,7 @@ def plan_files(
     missing: dict[tuple[str, str], str] = {}
     for option, text in named_texts(options):
         try:
-            target = reader.named(option, text)
+            target = reader.find_files(option, text)
         except (Unsendable, OSError) as error:
             problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
             if option == MODEL_FILE:
@@ -211,7 +211,7 @@ def plan_files(
         else:
             if target is not None:
                 named.append(target)
-            elif option not in _VALUES:
+            elif option not in _LISTS_WITH_VALUES:
                 missing[option, text] = "not found in the models folder"
     return FilePlan(options, tuple(named), missing)
 
@@ -224,14 +224,14 @@ def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, str(options[name])
     for text in options.get(ADAPTERS, ()):
         yield ADAPTERS, text
-    for name in _VALUES:
+    for name in _LISTS_WITH_VALUES:
         for entry in options.get(name, ()):
             value = entry.partition(":")[2].strip()
             if value:
                 yield name, value
 
 
-def _raise(error: OSError) -> None:
+def _raise_walk_error(error: OSError) -> None:
     """Raise the error of `os.walk`, so that an unreadable folder does not count as empty."""
     raise error
 
@@ -242,10 +242,10 @@ class _FolderReader:
     def __init__(self, folder: Path, model: str, at_source: RecordedFiles) -> None:
         self._folder, self._real_folder, self._model = folder, folder.resolve(), model
         self._at_source = at_source
-        self._beside: list[Path] = []
+        self._model_folders: list[Path] = []
         """Folders of the model itself, which a value may be relative to."""
 
-    def named(self, option: str, text: str) -> NamedFiles | None:
+    def find_files(self, option: str, text: str) -> NamedFiles | None:
         """Return the file or folder that the text names, None if it does not exist; raise Unsendable."""
         for path in self._possible_paths(option, text):
             absent = below(path, self._at_source, self._parts(path))
@@ -256,7 +256,7 @@ class _FolderReader:
             real = self._resolve_inside(path)
             is_folder = real.is_dir() if is_here else str(path) not in absent
             if option == MODEL_FILE:
-                self._beside = [path, path.parent] if is_folder else [path.parent]
+                self._model_folders = [path, path.parent] if is_folder else [path.parent]
             if not real.exists() and not absent:
                 continue  # a link to nothing
             files = [*(self._files(path, real) if real.exists() else self._present_parts(path))]
@@ -270,11 +270,11 @@ class _FolderReader:
         """Yield the paths below the folder that the text may mean, in the order of precedence."""
         if "\0" in text:
             return
-        if option not in _VALUES and not os.path.isabs(text):
+        if option not in _LISTS_WITH_VALUES and not os.path.isabs(text):
             path = path_inside(self._folder, text)
             yield from () if path is None else (path,)
             return
-        for base in (self._folder, *self._beside):
+        for base in (self._folder, *self._model_folders):
             path = Path(os.path.normpath(base / text))
             if path != self._folder and path.is_relative_to(self._folder):
                 yield path
@@ -295,7 +295,7 @@ class _FolderReader:
             yield from self._present_parts(path)
             return
         count = 0
-        for base, folders, filenames in os.walk(path, onerror=_raise):
+        for base, folders, filenames in os.walk(path, onerror=_raise_walk_error):
             folders.sort()
             for name in without_side_files(filenames):
                 count += 1

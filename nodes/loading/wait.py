@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""
-_HORIZON = 60.0
+_EXTENSION_SECONDS = 60.0
 """Seconds that a request without a limit keeps the load needed; each poll renews the deadline."""
 RETRY_MIN, RETRY_MAX = 5.0, 300.0
 """Bounds of Retry-After in the response "still loading", in seconds (C35)."""
 
-_PHASES = frozenset({"installing", "staging", "loading"})
+_SHOWN_STEPS = frozenset({"installing", "staging", "loading"})
 
 
 class StillLoading(Unavailable):
@@ -135,7 +135,9 @@ def _state(operation: Operation) -> str:
     if operation.status == Status.FAILED:
         return "failed"
     return (
-        operation.phase if operation.status == Status.PROCESSING and operation.phase in _PHASES else "pending"
+        operation.phase
+        if operation.status == Status.PROCESSING and operation.phase in _SHOWN_STEPS
+        else "pending"
     )
 
 
@@ -194,7 +196,7 @@ class ModelWait:
         """
         shows_node = may_see_nodes(request.principal)
         try:
-            async with asyncio.timeout(_remaining(request.wait_until)):
+            async with asyncio.timeout(_seconds_until(request.wait_until)):
                 return await asyncio.shield(self.turn)
         except TimeoutError:
             budget, now = conf.cluster().model_load_wait, clock.now()
@@ -228,7 +230,7 @@ class Loads:
     @contextmanager
     def join(self, request: WaitingRequest) -> Iterator[ModelWait]:
         """Attach the request to the load of its model; the load is followed until all requests have left."""
-        load = self._loads.get(request.model) or self._begin(request)
+        load = self._loads.get(request.model) or self._start_wait(request)
         deadline = request.wait_until
         load.deadlines.append(deadline)
         try:
@@ -244,7 +246,7 @@ class Loads:
         """Stop following the loads; the operations continue."""
         await cancellation.end(*(load.task for load in self._loads.values() if load.task is not None))
 
-    def _begin(self, request: WaitingRequest) -> ModelWait:
+    def _start_wait(self, request: WaitingRequest) -> ModelWait:
         load = self._loads[request.model] = ModelWait(_new_turn())
         # The watch keeps no reference to the request, which it may outlive and whose body is large.
         operation_request = admission.OperationRequest(
@@ -267,7 +269,7 @@ class Loads:
         except LoadFailed as failure:
             await self._end_with(load, failure, request.element)
         except Exception as error:
-            load.turn.set_exception(_to_response(error))
+            load.turn.set_exception(_to_client_error(error))
         else:
             load.turn.set_result(load.operation.status in TERMINAL)
         finally:
@@ -283,8 +285,10 @@ class Loads:
 
     async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Follow the operation until it ends or no request waits. Raise LoadFailed."""
-        load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
-        load.operation = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
+        load.row_deadline = min(deadline, clock.monotonic() + _EXTENSION_SECONDS)
+        load.operation = await in_thread(
+            _admit, replace(request, needed_until=_to_datetime(load.row_deadline))
+        )
         with self.wake_ups.watch(load.operation.id) as watch:
             while (operation := await in_thread(_refresh, load.operation)).status not in TERMINAL:
                 load.operation = operation
@@ -303,13 +307,13 @@ class Loads:
 
     @staticmethod
     async def _extend_deadline(load: ModelWait) -> None:
-        deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _HORIZON)
+        deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _EXTENSION_SECONDS)
         if deadline > load.row_deadline + 1 and load.operation.kind == KIND:
             load.row_deadline = deadline
-            await in_thread(admission.need_until, {load.operation.id: _instant(deadline)})
+            await in_thread(admission.need_until, {load.operation.id: _to_datetime(deadline)})
 
 
-def _to_response(error: Exception) -> ClusterError:
+def _to_client_error(error: Exception) -> ClusterError:
     """Return the error for the waiting requests after a failure to admit or poll the operation."""
     if isinstance(error, Conflict):
         return Unavailable(error.message, retry_after=5)
@@ -329,11 +333,11 @@ def _new_turn() -> "asyncio.Future[bool]":
     return turn
 
 
-def _remaining(deadline: float) -> float | None:
+def _seconds_until(deadline: float) -> float | None:
     return None if math.isinf(deadline) else max(deadline - clock.monotonic(), 0)
 
 
-def _instant(deadline: float) -> datetime:
+def _to_datetime(deadline: float) -> datetime:
     return clock.now() + timedelta(seconds=deadline - clock.monotonic())
 
 

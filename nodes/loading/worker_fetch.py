@@ -29,9 +29,9 @@ from nodes.registry.dial_targets import reason_of
 
 CAN_FETCH = "X-File-Fetch"
 """Header by which a worker announces the fetch route."""
-STALL = 60.0
+STALL_SECONDS = 60.0
 """Seconds without a new byte after which the file is sent instead."""
-UNREACHED_FOR = timedelta(minutes=10)
+UNREACHED_LIFETIME = timedelta(minutes=10)
 """Time for which a source is not tried again from a node that could not reach it."""
 _ROUTE = "/v1/files-fetch/"
 _SCHEMES = ("https://", "http://", "hf://")
@@ -109,19 +109,19 @@ def sources_of(definition: Definition) -> dict[str, FileSource]:
 
 def unreached_hosts(node_id: UUID, *, now: datetime) -> dict[str, datetime]:
     """Return the source hosts that the node could not reach lately, with the time. One query."""
-    rows = UnreachedSource.objects.filter(node_id=node_id, seen_at__gt=now - UNREACHED_FOR)
+    rows = UnreachedSource.objects.filter(node_id=node_id, seen_at__gt=now - UNREACHED_LIFETIME)
     return dict(rows.values_list("host", "seen_at"))
 
 
 def skip_reason(host: str, seen_at: datetime) -> str:
     """Return the reason why files of this host are not fetched now."""
-    until = seen_at + UNREACHED_FOR
+    until = seen_at + UNREACHED_LIFETIME
     return f"it did not reach {host} at {seen_at:%H:%M} UTC and tries again from {until:%H:%M} on"
 
 
 def record_unreached(node_id: UUID, host: str, *, now: datetime) -> None:
     """Record that the node could not reach the source; remove expired records."""
-    UnreachedSource.objects.filter(seen_at__lte=now - UNREACHED_FOR).delete()
+    UnreachedSource.objects.filter(seen_at__lte=now - UNREACHED_LIFETIME).delete()
     row = UnreachedSource(node_id=node_id, host=host, seen_at=now)
     with suppress(IntegrityError):  # the node has been removed
         UnreachedSource.objects.bulk_create(
@@ -141,15 +141,15 @@ async def fetch(
     `on_position` is called with the number of fetched bytes. Raise FetchFailed.
     """
     body = {"url": source.url, "size": size, "sha256": source.sha256}
-    limit, position = STALL + load_times.hashing_limit(size), 0
+    limit, position = STALL_SECONDS + load_times.hashing_limit(size), 0
     try:
         async with (
             asyncio.timeout(limit) as watch,
             client.stream("POST", _ROUTE + quote(key), json=body) as response,
         ):
-            async for line in _lines(response):
+            async for line in _read_lines(response):
                 if line.error:
-                    reason = _words(line.error)
+                    reason = _readable_reason(line.error)
                     raise FetchFailed(reason, is_unreachable=line.unreachable, has_changed=line.changed)
                 if line.local_path:
                     return line.local_path
@@ -165,7 +165,7 @@ async def fetch(
     raise FetchFailed("its worker ended the answer early", lost_worker=True)
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
+async def _read_lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
     """Yield the decoded lines of a response from an untrusted worker. Raise FetchFailed."""
     buffer = b""
     async for piece in response.aiter_raw():
@@ -174,12 +174,12 @@ async def _lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
             raise FetchFailed("its worker sent a line that is too long")
         if response.status_code == 200:
             for line in lines:
-                yield _parsed(line)
+                yield _parse_line(line)
     if response.status_code != 200:
-        raise FetchFailed(f"its worker refused: {_words(buffer.decode('utf-8', 'replace'))}")
+        raise FetchFailed(f"its worker refused: {_readable_reason(buffer.decode('utf-8', 'replace'))}")
 
 
-def _parsed(line: bytes) -> _AnswerLine:
+def _parse_line(line: bytes) -> _AnswerLine:
     try:
         if not untrusted.json_problem(line):
             return msgspec.json.decode(line, type=_AnswerLine)
@@ -188,6 +188,6 @@ def _parsed(line: bytes) -> _AnswerLine:
     raise FetchFailed("its worker sent a line that is no progress")
 
 
-def _words(text: str) -> str:
+def _readable_reason(text: str) -> str:
     """Return the worker's reason on one line, without query strings of URLs: they may be signatures."""
     return names.readable(_QUERY.sub("", text))[:_LONGEST_WORDS].strip() or "no reason given"

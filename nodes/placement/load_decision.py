@@ -133,14 +133,14 @@ class EvictionCandidates:
 
 
 def decide_load(
-    question: LoadQuestion, decision: Decision, eviction: Eviction | None = None, *, over: bool = False
+    question: LoadQuestion, decision: Decision, eviction: Eviction | None = None, *, is_expired: bool = False
 ) -> Explanation:
     """Return the outcome of the load and its reason.
 
-    `eviction` must have been chosen for the nodes of `evictable_nodes`. `over`: no request needs the load.
+    `eviction` is the eviction for `evictable_nodes`. `is_expired`: no request needs the load.
     """
     explanation = explain(question.view, decision)
-    if decision.node is None and over:
+    if decision.node is None and is_expired:
         explanation = replace(explanation, outcome=DecisionOutcome.REFUSED)
     if question.refused_by_all(decision):
         sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", LONGEST_SENTENCE)

@@ -424,7 +424,7 @@ def test_nodes_with_a_model() -> None:
     last = hot.replica(one, "m", in_flight=2, backend_type="b")
     nodes = [one.pk, two.pk]
     assert drains.last_replicas("b", nodes) == {}, "two nodes serve it"
-    assert load_explanation._next_pick("m") == str(least.pk), "the node with the fewest requests on one"
+    assert load_explanation._find_next_pick("m") == str(least.pk), "the node with the fewest requests on one"
     assert not fleet_queries.is_served("nothing")
     BackendNode.objects.filter(pk=two.pk).update(unhealthy_at=clock.now())
     assert drains.last_replicas("b", nodes) == {one.pk: {"m"}}

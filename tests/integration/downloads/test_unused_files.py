@@ -173,7 +173,7 @@ async def test_what_is_named_meanwhile_returns(
 ) -> None:
     """It is named after the files were set aside, as when another process saves at that moment."""
     write(models, "tiny/m.gguf", "12345")
-    plain: Callable[..., None] = file_removal._FilesAside.take
+    plain: Callable[..., None] = file_removal._MovedFiles.take
 
     def name_it(*arguments: Any) -> None:
         plain(*arguments)
@@ -186,7 +186,7 @@ async def test_what_is_named_meanwhile_returns(
             plan = ImportPlan("tiny", YAML.format("tiny", "tiny/m.gguf"), (FILE,), "import", "x")
             request_import(plan, by=Requester("a"), now=clock.now())
 
-    monkeypatch.setattr(file_removal._FilesAside, "take", name_it)
+    monkeypatch.setattr(file_removal._MovedFiles, "take", name_it)
     result = await remove("tiny/m.gguf")
     assert (models / "tiny/m.gguf").read_text() == "12345"
     reason = "tiny.yaml cannot be used" if by == "broken definition" else "in use"
@@ -197,7 +197,7 @@ async def test_what_is_named_meanwhile_returns(
 
 async def test_an_interrupted_removal_is_ended_by_the_next_attempt(models: Path) -> None:
     write(models, "old.gguf", "12345")
-    file_removal._FilesAside(models, (uuid4(), 1)).take(["old.gguf"], FilesInUse(frozenset()))
+    file_removal._MovedFiles(models, (uuid4(), 1)).take(["old.gguf"], FilesInUse(frozenset()))
     assert await listed(models) == []
     result = await remove("old.gguf")
     assert result["bytes"] == 5
@@ -298,7 +298,7 @@ async def test_files_return_when_a_removal_fails(models: Path, monkeypatch: pyte
 
 async def test_a_new_download_wins_over_a_file_that_returns(models: Path) -> None:
     write(models, "old.gguf", "old")
-    aside = file_removal._FilesAside(models, (uuid4(), 1))
+    aside = file_removal._MovedFiles(models, (uuid4(), 1))
     aside.take(["old.gguf"], FilesInUse(frozenset()))
     write(models, "old.gguf", "new")
     aside.close()
@@ -310,7 +310,7 @@ def test_paths_that_lead_out_are_never_touched(models: Path, tmp_path: Path) -> 
     """A path comes from the list; a payload that was changed by hand must not matter either."""
     write(tmp_path, "elsewhere/file")
     (models / "share").symlink_to(tmp_path / "elsewhere")
-    aside = file_removal._FilesAside(models, (uuid4(), 1))
+    aside = file_removal._MovedFiles(models, (uuid4(), 1))
     aside.take(["share/file", "../elsewhere/file", "/etc/hostname"], FilesInUse(frozenset()))
     assert (tmp_path / "elsewhere/file").exists()
 

@@ -221,14 +221,14 @@ def test_files_that_another_import_has_fetched_stay(models: Path) -> None:
 def test_a_definition_that_is_saved_meanwhile_gets_its_files_back(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = file_removal._FilesAside.take
+    plain = file_removal._MovedFiles.take
 
     def clone(*arguments: Any) -> None:
         plain(*arguments)
         assert left(models) == [path for path in left(models) if path.startswith(".removed")]
         save(TEXT.replace("name: m", "name: clone"))
 
-    monkeypatch.setattr(file_removal._FilesAside, "take", clone)
+    monkeypatch.setattr(file_removal._MovedFiles, "take", clone)
     save()
     request()
     assert set(run()["kept"]) == {"m/m.gguf", "m/mmproj.gguf"}

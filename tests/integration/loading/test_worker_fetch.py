@@ -219,7 +219,7 @@ class Silence(httpx.AsyncByteStream):
 
 
 async def test_a_worker_without_a_further_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_fetch, "STALL", 0.01)
+    monkeypatch.setattr(worker_fetch, "STALL_SECONDS", 0.01)
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Silence()))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
         with pytest.raises(FetchFailed, match="no further byte"):
@@ -276,7 +276,7 @@ async def test_an_unreached_source_is_noted_and_not_tried_again_for_a_while(
     unreached = await in_thread(worker_fetch.unreached_hosts, node.id, now=row.seen_at)
     monkeypatch.setattr(worker_fetch, "fetch", None)  # whoever calls it fails
     result, meter = await deliver(folder, worker.address, file, node_id=node.id, unreached=unreached)
-    until = row.seen_at + worker_fetch.UNREACHED_FOR
+    until = row.seen_at + worker_fetch.UNREACHED_LIFETIME
     assert f"did not reach {source.host} at" in result.sent_instead[0]
     assert f"tries again from {until:%H:%M}" in result.sent_instead[0]
     assert there(worker) == DATA
@@ -291,7 +291,7 @@ def test_the_note_of_an_unreached_source_expires() -> None:
     with CaptureQueriesContext(connection) as queries:
         assert worker_fetch.unreached_hosts(one.id, now=now) == {"h:443": now}
     assert len(queries) == 1
-    later = now + worker_fetch.UNREACHED_FOR
+    later = now + worker_fetch.UNREACHED_LIFETIME
     assert worker_fetch.unreached_hosts(one.id, now=later) == {}
     worker_fetch.record_unreached(one.id, "j:443", now=later)
     assert [row.host for row in UnreachedSource.objects.all()] == ["j:443"]

@@ -202,7 +202,7 @@ def test_entries_of_an_earlier_version_replay() -> None:
         question, decision = known.question, known.question.view.decide()
         candidates = known.occupants
         eviction = candidates.choose_eviction(question, decision) if candidates is not None else None
-        explanation = decide_load(question, decision, eviction, over=known.over)
+        explanation = decide_load(question, decision, eviction, is_expired=known.is_expired)
         assert (explanation.outcome, explanation.sentence) == (expected["outcome"], expected["sentence"])
         assert (str(explanation.node.id) if explanation.node else None) == expected["node_id"]
         victims = [victim.name for victim in eviction.victims] if eviction is not None else []

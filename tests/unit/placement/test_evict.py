@@ -162,7 +162,7 @@ def test_the_end_of_a_load_names_each_node_and_equal_reasons_once() -> None:
     payload: dict[str, object] = {"model": "m"}
     for number, (name, reason) in enumerate([("a", "no file"), ("b", "no memory"), ("c", "no file")], 1):
         payload = load_attempts.with_refusal(payload, NodeReason(UUID(int=number), name, reason))
-    assert load_attempts.refused_by_all(payload).message == "a, c: no file; b: no memory"
+    assert load_attempts.refusals_error(payload).message == "a, c: no file; b: no memory"
     assert [one.node_name for one in load_attempts.refusals(payload)] == ["a", "b", "c"]
 
 
