@@ -22,9 +22,9 @@ USE_CASES = (
     *("audio_transform", "realtime_audio", "face_recognition", "speaker_recognition"),
 )
 """The use cases that `known_usecases` of a definition may contain."""
-_TEXT = ("chat", "completion", "tokenize")
-_GROUPS: Mapping[str, tuple[str, ...]] = {"llm": ("chat", "completion", "edit"), "any": ()}
-_ENGINES: Mapping[str, tuple[str, ...]] = {
+_TEXT_USE_CASES = ("chat", "completion", "tokenize")
+_USE_CASE_GROUPS: Mapping[str, tuple[str, ...]] = {"llm": ("chat", "completion", "edit"), "any": ()}
+_USE_CASES_BY_ENGINE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("whisper", "parakeet", "moonshine", "nemo", "qwen-asr"), ("transcript",)),
     **dict.fromkeys(("piper", "kokoro", "kitten-tts", "bark", "coqui", "chatterbox", "vibevoice"), ("tts",)),
     **dict.fromkeys(("diffusers", "stablediffusion", "stablediffusion-ggml", "flux"), ("image",)),
@@ -50,7 +50,7 @@ def parse_use_cases(stated: object, backend: str, options: Mapping[str, Any]) ->
         warning = "`known_usecases` is not a list of names and is ignored"
         return engine_use_cases(backend, options), (warning,)
     names = [name.strip().lower().removeprefix("flag_") for name in stated]
-    chosen = {case for name in names for case in _GROUPS.get(name, (name,))}
+    chosen = {case for name in names for case in _USE_CASE_GROUPS.get(name, (name,))}
     unknown = sorted(chosen - set(USE_CASES))
     warnings = tuple(f"`known_usecases` has the unknown name {name[:64]!r}" for name in unknown)
     known = tuple(case for case in USE_CASES if case in chosen)
@@ -64,10 +64,10 @@ def engine_use_cases(backend: str, options: Mapping[str, Any]) -> tuple[str, ...
     if options.get("Reranking"):
         return ("rerank",)
     name = f"-{backend.rpartition('@')[2].lower()}-"
-    for part, cases in _ENGINES.items():
+    for part, cases in _USE_CASES_BY_ENGINE.items():
         if f"-{part}-" in name:
             return cases
-    return (*_TEXT, "vision") if options.get("MMProj") else _TEXT
+    return (*_TEXT_USE_CASES, "vision") if options.get("MMProj") else _TEXT_USE_CASES
 
 
 def to_flags(cases: tuple[str, ...]) -> list[str]:
@@ -224,7 +224,7 @@ LISTS: dict[str, tuple[str, type]] = {
     "lora_adapters": ("LoraAdapters", str),
     "lora_scales": ("LoraScales", float),
 }
-IN_SECTIONS: dict[tuple[str, str], str] = {
+SECTION_FIELDS: dict[tuple[str, str], str] = {
     ("diffusers", "clip_model"): "CLIPModel",
     ("tts", "audio_path"): "AudioPath",
 }
@@ -292,10 +292,10 @@ def parse_definition(document: object, source: str) -> Definition:
     parameters = document.get("parameters")
     if not isinstance(parameters, Mapping):
         raise UnusableDefinition("has no `parameters` section")
-    name = _text(document, "name")
-    backend = _text(document, "backend")
+    name = _read_text(document, "name")
+    backend = _read_text(document, "backend")
     _check_paths(name, backend)
-    model = _text(parameters, "model", "parameters.model")
+    model = _read_text(parameters, "model", "parameters.model")
     settings = {**parameters, **document}
     if auto_layers := settings.get("gpu_layers") == "auto":
         del settings["gpu_layers"]
@@ -356,7 +356,7 @@ def _groups_of(document: Mapping[Any, Any]) -> frozenset[str]:
     return frozenset(stripped for group in groups if (stripped := group.strip()))
 
 
-def _text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
+def _read_text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
     value = section.get(key)
     if not isinstance(value, str) or not value.strip():
         raise UnusableDefinition(f"does not say `{shown or key}`")
@@ -382,27 +382,27 @@ def _check_paths(name: str, backend: str) -> None:
 
 def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
     options = {
-        field: _typed(key, settings[key], kind)
+        field: _check_value(key, settings[key], kind)
         for key, (field, kind) in FIELDS.items()
         if settings.get(key) is not None
     }
     for key, (option, kind) in LISTS.items():
         if settings.get(key) is not None:
-            options[option] = _listed(key, settings[key], kind)
-    for (section, key), option in IN_SECTIONS.items():
+            options[option] = _check_list(key, settings[key], kind)
+    for (section, key), option in SECTION_FIELDS.items():
         content = settings.get(section)
         if isinstance(content, Mapping) and content.get(key) is not None:
-            options[option] = _typed(f"{section}.{key}", content[key], str)
+            options[option] = _check_value(f"{section}.{key}", content[key], str)
     return options
 
 
-def _listed(key: str, value: object, kind: type) -> list[Any]:
+def _check_list(key: str, value: object, kind: type) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(item, str) == (kind is str) for item in value):
         raise UnusableDefinition(f"`{key}` is not a list of {'texts' if kind is str else 'numbers'}")
-    return [item if kind is str else _typed(key, item, kind) for item in value]
+    return [item if kind is str else _check_value(key, item, kind) for item in value]
 
 
-def _typed(key: str, value: object, kind: type) -> Any:
+def _check_value(key: str, value: object, kind: type) -> Any:
     # YAML reads `main_gpu: 0` and `flash_attention: on` as a number and a switch; both mean their text.
     if kind is str and isinstance(value, bool):
         return "on" if value else "off"

@@ -41,13 +41,13 @@ from nodes.definitions.sizes import Sizes, files_of, template_has_tools
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 1.0
+POLL_EVERY = 1.0
 """Seconds between two polls of the folder, and of the rows."""
-LOOK_AFTER_MISS = 0.05
+MISS_POLL_EVERY = 0.05
 """Seconds between two scans for unknown names; each such lookup waits for a scan that begins later."""
-SIZES_EVERY = 10.0
+SIZE_POLL_EVERY = 10.0
 """Seconds between two measurements of the files of all models."""
-LOOK_LIMIT = 5.0
+POLL_LIMIT = 5.0
 """Seconds that requests wait for one poll; then the folder or the database counts as unresponsive."""
 MAX_FILES = 4096
 _SUFFIXES = (".yaml", ".yml")
@@ -148,7 +148,7 @@ class Folder:
         path: Path,
         monotonic: Callable[[], float] = clock.monotonic,
         *,
-        limit: float = LOOK_LIMIT,
+        limit: float = POLL_LIMIT,
         read_rows: ReadRows | None = None,
     ) -> None:
         self.sizes = Sizes(path)
@@ -175,7 +175,7 @@ class Folder:
         """
         definition = (await self._current(waits_for_rows=False)).get(name)
         if definition is None:
-            await self._scans.request_call(LOOK_AFTER_MISS)
+            await self._scans.request_call(MISS_POLL_EVERY)
             definition = (await self._current()).get(name)
         if definition is None and (self._hangs or self._rows_hang):
             raise self._hang_error()
@@ -183,7 +183,7 @@ class Folder:
 
     async def all(self) -> list[Definition]:
         """Return every usable definition, sorted by name; raise FolderUnresponsive before the first scan."""
-        return await self.reload(LOOK_EVERY)
+        return await self.reload(POLL_EVERY)
 
     async def reload(self, interval: float = 0.0) -> list[Definition]:
         """Read the folder and the rows unless they are recent enough; return every usable definition."""
@@ -216,7 +216,7 @@ class Folder:
         """Return the errors of files that are not definitions, by displayable file name."""
         await self._current()
         return {
-            _key(name): content
+            _displayable_name(name): content
             for name, (_, content) in self._files.items()
             if isinstance(content, UnusableDefinition)
         }
@@ -256,7 +256,7 @@ class Folder:
     async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:
         """Return the bytes of the files of each model, a few seconds old; 0 if they cannot be read."""
         is_new = any(definition.name not in self._total_sizes for definition in definitions)
-        await self._size_polls.wait(LOOK_EVERY if is_new else SIZES_EVERY)
+        await self._size_polls.wait(POLL_EVERY if is_new else SIZE_POLL_EVERY)
         return [self._total_sizes.get(definition.name, 0) for definition in definitions]
 
     def _measure(self) -> None:
@@ -298,7 +298,7 @@ class Folder:
         return frozenset(candidate.name for candidate in definitions if definition.conflicts_with(candidate))
 
     async def _current(
-        self, interval: float = LOOK_EVERY, row_interval: float | None = None, *, waits_for_rows: bool = True
+        self, interval: float = POLL_EVERY, row_interval: float | None = None, *, waits_for_rows: bool = True
     ) -> Mapping[str, Definition]:
         """Return the definitions. Rows may be a second old unless `waits_for_rows`.
 
@@ -324,7 +324,7 @@ class Folder:
     def _scan_folder(self) -> None:
         """Scan the folder once. Runs in its own thread."""
         try:
-            stamps, problem = self._stamps()
+            stamps, problem = self._read_stamps()
             files, has_marker = self._read_files(stamps), os.path.lexists(self.path / MARKER)
             with self._lock:
                 self._files, self._has_files, self._folder_problem = files, True, problem
@@ -336,7 +336,7 @@ class Folder:
         except Exception as error:
             with self._lock:
                 self._has_files = True
-                self._folder_problem = _displayable(f"cannot be read: {untrusted.yaml_reason(error)}")
+                self._folder_problem = _make_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")
                 self._report(Problems(self._folder_problem), error)
 
     def _poll_rows(self) -> None:
@@ -356,7 +356,7 @@ class Folder:
 
     def _merge(self) -> None:
         """Compute the definitions by name from the files and the rows. The caller must hold the lock."""
-        by_name, broken = _indexed(self._files)
+        by_name, broken = _index_definitions(self._files)
         # By the stated name where the former one is not known: a process that starts decides as the others.
         files = {
             content.former or content.name: name
@@ -368,7 +368,7 @@ class Folder:
             if row.disabled or row.name in files:
                 continue
             if isinstance(row.content, UnusableDefinition):
-                broken[row.source] = _displayable(str(row.content))
+                broken[row.source] = _make_displayable(str(row.content))
             else:
                 by_name[row.name] = row.content
         self._by_name, self._file_names = by_name, files
@@ -414,19 +414,19 @@ class Folder:
                 files[name] = stamp, error
         return files
 
-    def _stamps(self) -> tuple[dict[str, _Stamp], str]:
+    def _read_stamps(self) -> tuple[dict[str, _Stamp], str]:
         """Return a stamp for each definition file, and the folder's problem ("" if none)."""
         try:
             with os.scandir(self.path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
         except OSError as error:
-            return {}, _displayable(f"cannot be listed: {error.strerror}")
+            return {}, _make_displayable(f"cannot be listed: {error.strerror}")
         problem = ""
         if len(listed) > MAX_FILES:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
         stamps: dict[str, _Stamp] = {}
         for name in listed[:MAX_FILES]:
-            if (status := _status(self.path / name)) is not None:
+            if (status := _stat_file(self.path / name)) is not None:
                 stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
         return stamps, problem
 
@@ -453,7 +453,7 @@ def _is_unusable(content: Definition | UnusableDefinition) -> bool:
     return isinstance(content, UnusableDefinition)
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _stat_file(path: Path) -> os.stat_result | None:
     """Return the file's status, or the link's for a broken link; None if the file has been removed."""
     for stat in (path.stat, path.lstat):
         with suppress(OSError):
@@ -461,26 +461,26 @@ def _status(path: Path) -> os.stat_result | None:
     return None
 
 
-def _indexed(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
+def _index_definitions(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
     """Return the definitions by model name, and the reasons for unusable files by file name."""
     by_name: dict[str, Definition] = {}
     broken: dict[str, str] = {}
     for name, (_, content) in files.items():
         if isinstance(content, UnusableDefinition):
-            broken[_key(name)] = _displayable(str(content))
+            broken[_displayable_name(name)] = _make_displayable(str(content))
         elif (first := by_name.setdefault(content.name, content)) is not content:
-            broken[_key(name)] = _displayable(
+            broken[_displayable_name(name)] = _make_displayable(
                 f"defines {content.name!r} again; {first.source} stays in force"
             )
     return by_name, broken
 
 
-def _displayable(text: str) -> str:
+def _make_displayable(text: str) -> str:
     """Return the text in a displayable form for pages and logs."""
     return names.plain(text[:1000])
 
 
-def _key(name: str) -> str:
+def _displayable_name(name: str) -> str:
     """Return a displayable form of a file's name; different names, even undecodable ones, stay different."""
     return "".join(
         "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))

@@ -124,10 +124,10 @@ def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFil
     Raise OSError if the folder cannot be read, because it is then unknown which files are missing.
     """
     paths = {f"{folder}/{file.path}": file for file in files.values()}
-    return {path: file for path, file in paths.items() if not _is_there(path)}
+    return {path: file for path, file in paths.items() if not _exists(path)}
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -135,7 +135,7 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[str, RecordedFile]:
+def files_below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[str, RecordedFile]:
     """Return the files in `at_source` that are one of `parts`, or that are below the folder `path`."""
     if not at_source:
         return {}

@@ -62,7 +62,7 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
         rows = {id: row for id, row in known.items() if stamps.get(id) == row.change}
         if outdated := stamps.keys() - rows.keys():
             for id, *values, text in present.filter(pk__in=outdated).values_list(*_COLUMNS):
-                rows[id] = _parsed(values, text)
+                rows[id] = _parse_row(values, text)
         return rows
     finally:
         connections.close_all()
@@ -70,13 +70,13 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
 
 def stored_definition(row: ModelDefinition) -> StoredDefinition:
     """Return the row with its parsed text."""
-    return _parsed([getattr(row, name) for name in _COLUMNS[1:-1]], row.text)
+    return _parse_row([getattr(row, name) for name in _COLUMNS[1:-1]], row.text)
 
 
 _NOT_PARSED = UnusableDefinition("was not parsed")
 
 
-def _parsed(values: Sequence[Any], text: str) -> StoredDefinition:
+def _parse_row(values: Sequence[Any], text: str) -> StoredDefinition:
     *columns, entries = values
     row = StoredDefinition(*[*columns, _NOT_PARSED])
     try:

@@ -21,11 +21,11 @@ from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import (
     DOWNLOAD_ON,
     FIELDS,
-    IN_SECTIONS,
     LISTS,
     MAX_FILE_BYTES,
     MAX_NAME,
     NUMBERS,
+    SECTION_FIELDS,
     TEMPLATES,
     USE_CASES,
     Definition,
@@ -60,7 +60,7 @@ def definition_schema() -> Schema:
     text = {"type": "string", "minLength": 1, "maxLength": MAX_NAME}
     numbers: Schema = {key: _TYPES[kind] for key, kind in NUMBERS.items()}
     sections: dict[str, Schema] = {}
-    for section, key in IN_SECTIONS:
+    for section, key in SECTION_FIELDS:
         sections.setdefault(section, {})[key] = _TYPES[str]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -149,33 +149,33 @@ def check_text(text: str, source: str) -> CheckedText:
         tree, document = untrusted.compose_and_load_yaml(text, untrusted.PlainLoader)
     except untrusted.InvalidYAML as error:
         return CheckedText(None, [TextProblem(str(error), "", error.line, error.column)])
-    found = [*islice(_secrets(text, document, tree), _MOST_ERRORS)]
-    violations = [*_violations(document, tree)] if isinstance(document, Mapping) else []
+    found = [*islice(_find_secrets(text, document, tree), _MOST_ERRORS)]
+    violations = [*_find_violations(document, tree)] if isinstance(document, Mapping) else []
     try:
         definition = parse_definition(document, source)
     except UnusableDefinition as error:
-        stop = _of_parser(error, tree)
+        stop = _parser_problem(error, tree)
         rest = [problem for problem in violations if problem.path != stop.path]
         found += [stop, *rest] if len(rest) == len(violations) else violations
         return CheckedText(None, sorted(found, key=lambda problem: (problem.line, problem.column)))
     except Exception as error:
         return CheckedText(None, [*found, TextProblem(f"cannot be used: {untrusted.yaml_reason(error)}")])
     hints = [f"line {problem.line}: {problem.message}" for problem in violations]
-    warnings = [*definition.generation.warnings, *hints, *_misspellings(document)]
+    warnings = [*definition.generation.warnings, *hints, *_find_misspellings(document)]
     return CheckedText(definition, found, warnings) if not found else CheckedText(None, found, warnings)
 
 
 _QUOTED_NAME = re.compile(r"`([\w.]+)`")
 
 
-def _of_parser(error: UnusableDefinition, tree: yaml.Node | None) -> TextProblem:
+def _parser_problem(error: UnusableDefinition, tree: yaml.Node | None) -> TextProblem:
     """Return the parser's error with the position of the key that its message names."""
     match = _QUOTED_NAME.search(str(error))
     path: Path = tuple(match[1].split(".")) if match else ()
-    return TextProblem(names.plain(str(error)), ".".join(map(str, path)), *_place(tree, path))
+    return TextProblem(names.plain(str(error)), ".".join(map(str, path)), *_position_of(tree, path))
 
 
-def _violations(document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
+def _find_violations(document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
     found = Draft202012Validator(definition_schema()).iter_errors(document)
     try:
         errors = list(islice(found, _MOST_ERRORS))
@@ -185,10 +185,12 @@ def _violations(document: object, tree: yaml.Node | None) -> Iterator[TextProble
         path: Path = tuple(error.absolute_path)
         if error.validator == "required":
             path = (*path, error.message.split("'")[1])
-        yield TextProblem(_sentence(error, path), ".".join(map(str, path)), *_place(tree, path))
+        yield TextProblem(
+            _describe_violation(error, path), ".".join(map(str, path)), *_position_of(tree, path)
+        )
 
 
-def _sentence(error: Any, path: Path) -> str:
+def _describe_violation(error: Any, path: Path) -> str:
     """Describe the violation without the value, which may be large."""
     key = f"`{'.'.join(map(str, path))}` "
     match error.validator:
@@ -198,7 +200,7 @@ def _sentence(error: Any, path: Path) -> str:
             kinds = (
                 [error.validator_value] if isinstance(error.validator_value, str) else error.validator_value
             )
-            return f"{key}is not {' or '.join(_KINDS[kind] for kind in kinds if kind != 'null')}"
+            return f"{key}is not {' or '.join(_TYPE_NAMES[kind] for kind in kinds if kind != 'null')}"
         case "minimum" | "maximum":
             return f"{key}is out of range"
         case "minLength":
@@ -208,7 +210,7 @@ def _sentence(error: Any, path: Path) -> str:
     return f"{key}is not valid"
 
 
-_KINDS = {
+_TYPE_NAMES = {
     "array": "a list",
     "boolean": "true or false",
     "integer": "a whole number",
@@ -218,7 +220,7 @@ _KINDS = {
 }
 
 
-def _misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
+def _find_misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
     """Yield a warning for each unknown setting whose name is similar to a known setting."""
     known = definition_schema()["properties"]
     unknown = [key for key in document if isinstance(key, str) and key not in known]
@@ -227,7 +229,7 @@ def _misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
             yield f"`{names.plain(key[:64])}` is not used; did you mean `{close[0]}`?"
 
 
-def _place(tree: yaml.Node | None, path: Path) -> tuple[int, int]:
+def _position_of(tree: yaml.Node | None, path: Path) -> tuple[int, int]:
     """Return line and column of the value at the path, or of the deepest part of the path that exists."""
     node, mark = tree, tree.start_mark if tree is not None else None
     for part in path:
@@ -253,16 +255,16 @@ _SECRET_KEY = re.compile(
     r"|(?:(?:hf|hub|huggingface|access|auth|bearer|api|github)[_-]?)?token",
     re.IGNORECASE,
 )
-_WORDS = "is a secret; definitions are readable and go to workers: use the server's settings"
+_SECRET_PROBLEM = "is a secret; definitions are readable and go to workers: use the server's settings"
 
 
-def _secrets(text: str, document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
+def _find_secrets(text: str, document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
     """Yield an error for each secret in the text, including its comments."""
     if (match := _SECRET_VALUE.search(text)) is not None:
         line = text.count("\n", 0, match.start()) + 1
         column = match.start() - text.rfind("\n", 0, match.start())
         yield TextProblem(
-            f"what begins with `{match[0][:3]}` looks like a token and {_WORDS}", "", line, column
+            f"what begins with `{match[0][:3]}` looks like a token and {_SECRET_PROBLEM}", "", line, column
         )
     pending: list[tuple[Path, object]] = [((), document)]
     while pending:
@@ -278,6 +280,8 @@ def _secrets(text: str, document: object, tree: yaml.Node | None) -> Iterator[Te
             is_stated = bool(rest.strip()) if isinstance(rest, str) else isinstance(rest, int | float)
             if isinstance(name, str) and is_stated and _SECRET_KEY.fullmatch(name.strip()):
                 shown = ".".join(map(str, (*path, key)))
-                yield TextProblem(f"`{names.plain(shown[:64])}` {_WORDS}", shown, *_place(tree, (*path, key)))
+                yield TextProblem(
+                    f"`{names.plain(shown[:64])}` {_SECRET_PROBLEM}", shown, *_position_of(tree, (*path, key))
+                )
             elif isinstance(child, _CONTAINERS):
                 pending.append(((*path, key), child))

@@ -32,8 +32,8 @@ from nodes.definitions.headers import (
 from nodes.definitions.recorded_files import (
     RecordedFile,
     RecordedFiles,
-    below,
     files_at_source,
+    files_below,
     without_tensors,
 )
 
@@ -74,8 +74,8 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
     named = {name: path_inside(folder, options.get(name)) for name in ("Model", *FILE_OPTIONS)}
     adapters = [path_inside(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
     payload = sum(size for _, size in files_of(folder, definition))
-    weights, header = _weights(named["Model"], at_source)
-    draft, draft_header = _weights(named["DraftModel"], at_source)
+    weights, header = _read_weights(named["Model"], at_source)
+    draft, draft_header = _read_weights(named["DraftModel"], at_source)
     of_adapters = sum(size for path in adapters if path is not None for _, size in _files(path, at_source))
     projector = sum(size for _, size in _files(named["MMProj"], at_source)) if named["MMProj"] else 0
     return ModelFiles(weights, payload, header, projector, of_adapters, draft, draft_header)
@@ -95,7 +95,7 @@ def named_records(folder: Path, definition: Definition, records: RecordedFiles) 
     values = {value for entry in entries if (value := entry.partition(":")[2].strip())}
     named = [file for path, file in records.items() if values & {path, PurePosixPath(path).name}]
     for path in named_paths(folder, definition):
-        named += below(path, by_path, shards(path)).values()
+        named += files_below(path, by_path, shards(path)).values()
     return {file.path: file for file in named}
 
 
@@ -127,20 +127,20 @@ def path_inside(folder: Path, text: object) -> Path | None:
 def _files(path: Path, at_source: RecordedFiles) -> Iterator[tuple[str, int]]:
     """Yield path and size of the file and its shards, or of every file in the folder."""
     yield from _present_files(path)
-    for name, file in below(path, at_source, shards(path)).items():
+    for name, file in files_below(path, at_source, shards(path)).items():
         yield name, file.size
 
 
 def _present_files(path: Path) -> Iterator[tuple[str, int]]:
     if not os.path.isdir(path):
         for shard in shards(path):
-            yield from _size(shard)
+            yield from _stat_file(shard)
         return
     remaining = MOST_FILES
     for base, _, file_names in os.walk(path):
         names = without_side_files(file_names)
         for name in names[:remaining]:
-            yield from _size(Path(base, name))
+            yield from _stat_file(Path(base, name))
         remaining -= len(names)
         if remaining <= 0:
             return
@@ -165,7 +165,7 @@ def without_side_files(names: Sequence[str]) -> list[str]:
     return sorted(all_names - sides)
 
 
-def _size(path: Path) -> Iterator[tuple[str, int]]:
+def _stat_file(path: Path) -> Iterator[tuple[str, int]]:
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -174,7 +174,7 @@ def _size(path: Path) -> Iterator[tuple[str, int]]:
         yield str(path), status.st_size
 
 
-def _weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header | None]:
+def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header | None]:
     """Return the bytes of a model's weights, and its header (R2.41).
 
     The weights in a folder are all weight files; if the folder has GGUF variants, the largest variant with
@@ -182,7 +182,7 @@ def _weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header 
     """
     files = list(_files(model, at_source)) if model is not None else []
     if model is None or not _is_folder(model, at_source):
-        return sum(size for _, size in files), _header(sorted(name for name, _ in files), at_source)
+        return sum(size for _, size in files), _read_headers(sorted(name for name, _ in files), at_source)
     files = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
     variants: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for name, size in files:
@@ -191,22 +191,22 @@ def _weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header 
             variants[shard["stem"] if shard else name][name] = size
     if variants:
         largest = max(variants.values(), key=lambda sizes: sum(sizes.values()))
-        return sum(largest.values()), _header(sorted(largest), at_source)
-    return sum(size for _, size in files), _header([str(model / "config.json")], at_source)
+        return sum(largest.values()), _read_headers(sorted(largest), at_source)
+    return sum(size for _, size in files), _read_headers([str(model / "config.json")], at_source)
 
 
 def _is_folder(path: Path, at_source: RecordedFiles) -> bool:
     return os.path.isdir(path) or any(name.startswith(f"{path}/") for name in at_source)
 
 
-def _header(files: Sequence[str], at_source: RecordedFiles) -> Header | None:
+def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | None:
     """Return the header of the first file, with the tensors of all files; None if a header cannot be read.
 
     The header has no tensors if one of the files is at its source.
     """
     if not at_source.keys().isdisjoint(files):
         first = files[0]
-        header = at_source[first].header if first in at_source else _header([first], {})
+        header = at_source[first].header if first in at_source else _read_headers([first], {})
         return without_tensors(header)
     headers = []
     for name in files:

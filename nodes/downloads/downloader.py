@@ -131,7 +131,7 @@ class Download:
         self._file, self._models, self._opener, self._fetched_files = file, models, opener, fetched_files
         self._meter, self._connections = meter, connections
         self._pending: list[ByteSpan] = []
-        self._are_many = False
+        self._has_many_connections = False
 
     async def run(self, *, may_replace: bool = False) -> Fetched:
         """Download the file unless it is there already; return it, complete and verified.
@@ -141,12 +141,12 @@ class Download:
         """
         try:
             with raising_disk_full(self._models):
-                return await self._existing() or await self._fetch(may_replace)
+                return await self._find_existing() or await self._fetch(may_replace)
         except (OSError, FileChanged) as error:
             reason = getattr(error, "strerror", None) or error
             raise FolderFailed(f"{self._file.path} in the models folder: {reason}") from error
 
-    async def _existing(self) -> Fetched | None:
+    async def _find_existing(self) -> Fetched | None:
         """Return the file if the folder has it with the required hash; else None.
 
         Without a published hash, the file must have a hash of an earlier fetch from the same address, and its
@@ -175,10 +175,10 @@ class Download:
             return body.total
 
     async def _fetch(self, may_replace: bool) -> Fetched:
-        partial = await self._locked()
+        partial = await self._lock_partial()
         try:
             # The operation that downloaded it until now may have finished it.
-            if (fetched := await self._existing()) is not None:
+            if (fetched := await self._find_existing()) is not None:
                 return fetched
             target = self._models / self._file.path
             if not may_replace and await in_staging_thread(target.exists):
@@ -201,7 +201,7 @@ class Download:
         self._meter.finish_file(self._file.path)
         return Fetched(self._file, status.st_size, sha256)
 
-    async def _locked(self) -> PartialFile:
+    async def _lock_partial(self) -> PartialFile:
         """Wait until no other operation downloads the file; return the locked partial file."""
         while True:
             opening = untrusted.in_daemon_thread(PartialFile.open, self._models, self._file.path)
@@ -251,7 +251,7 @@ class Download:
         spans = partial.journal.spans
         self._meter.set_position(self._file.path, partial.journal.done)
         self._pending = [span for span in spans if span.missing != 0] if spans else [ByteSpan(0, -1, 0)]
-        self._are_many = False
+        self._has_many_connections = False
         try:
             async with asyncio.TaskGroup() as group:
                 await self._run_connection(partial, group)
@@ -286,8 +286,8 @@ class Download:
         length = FIRST_SPAN if span.missing is None else span.missing
         async with self._opener.open(self._file, span.at, length) as body:
             await in_staging_thread(self._compare, partial, span, body)
-            if body.has_ranges and not self._are_many:
-                self._are_many = True
+            if body.has_ranges and not self._has_many_connections:
+                self._has_many_connections = True
                 for _ in range(min(self._connections - 1, len(self._pending))):
                     group.create_task(self._run_connection(partial, group))
             async for piece in paced(body.pieces, CHUNK, STALL_LIMIT):

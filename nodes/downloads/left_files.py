@@ -86,13 +86,13 @@ def _has_header(file: SourceFile, named: Iterable[Path]) -> bool:
     return path.suffix == ".gguf" and is_named and shards(path)[0] == path
 
 
-def check_conflicts(plan: ImportPlan, models: Path, others: Iterable[Definition]) -> None:
+def check_conflicts(plan: ImportPlan, models: Path, other_definitions: Iterable[Definition]) -> None:
     """Raise FileConflict if another definition names a different file at a path of the plan.
 
     The check comes first, so an import that cannot be saved downloads nothing.
     """
     files = {file.path: file for file in plan.files}
-    for definition in others:
+    for definition in other_definitions:
         if files.keys().isdisjoint(definition.files):
             continue
         named = named_records(models, definition, definition.files)

@@ -58,7 +58,9 @@ def _unused_partials(models: Path, in_use: FilesInUse) -> Iterator[UnusedFile]:
     """Yield the partial downloads of files that nothing uses."""
     for data, path, status in partial_files.partial_files(models):
         if not path or not in_use.has(path):
-            yield UnusedFile(f"{partial_files.FOLDER}/{data.name}", status.st_size, _time(status))
+            yield UnusedFile(
+                f"{partial_files.FOLDER}/{data.name}", status.st_size, _modification_time(status)
+            )
 
 
 def _files(models: Path) -> Iterator[UnusedFile]:
@@ -84,10 +86,10 @@ def _files(models: Path) -> Iterator[UnusedFile]:
                 elif stat.S_ISREG(status.st_mode) and not (
                     "/" not in relative and entry.name.endswith(_DEFINITIONS)
                 ):
-                    yield UnusedFile(relative, status.st_size, _time(status))
+                    yield UnusedFile(relative, status.st_size, _modification_time(status))
 
 
-def _time(status: os.stat_result) -> datetime:
+def _modification_time(status: os.stat_result) -> datetime:
     return datetime.fromtimestamp(status.st_mtime, UTC)
 
 

@@ -33,8 +33,8 @@ from nodes.definitions.recorded_files import (
     FolderReplaced,
     RecordedFile,
     RecordedFiles,
-    below,
     files_at_source,
+    files_below,
     lacks_marker,
 )
 from nodes.definitions.sizes import (
@@ -248,7 +248,7 @@ class _FolderReader:
     def find_files(self, option: str, text: str) -> NamedFiles | None:
         """Return the file or folder that the text names, None if it does not exist; raise Unsendable."""
         for path in self._possible_paths(option, text):
-            absent = below(path, self._at_source, self._parts(path))
+            absent = files_below(path, self._at_source, self._parts(path))
             is_here = os.path.lexists(path)
             if not is_here and not absent:
                 continue

@@ -354,7 +354,7 @@ def test_a_defect_of_ours_leaves_what_was_known(
     now = Clock()
     folder = Folder(tmp_path, now)
     assert find(folder, "mini") is not None
-    monkeypatch.setattr("nodes.definitions.folder._indexed", lambda *_: 1 / 0)
+    monkeypatch.setattr("nodes.definitions.folder._index_definitions", lambda *_: 1 / 0)
     for _ in range(3):
         now.now += 2
         assert find(folder, "mini") is not None
