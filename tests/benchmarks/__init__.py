@@ -1,1 +1,1 @@
-"""Tests."""
+"""Benchmarks."""

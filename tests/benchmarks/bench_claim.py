@@ -1,8 +1,8 @@
-"""A claim among ten thousand that wait and a thousand that run, of operations and of intents.
+"""A claim among ten thousand waiting and a thousand running rows, of operations and of intents.
 
-`python -m tests.benchmarks.bench_claim [--waiting 10000] [--running 1000]` starts one PostgreSQL, fills the
-tables (a tenth as many nodes as intents), and prints for claims of one, 16 and 256: milliseconds, processor
-time of this process, and statements; with `--plans` also how PostgreSQL looks for what is due.
+`python -m tests.benchmarks.bench_claim [--waiting 10000] [--running 1000]` starts one PostgreSQL and fills
+the tables (a tenth as many nodes as intents). For claims of 1, 16 and 256 rows it prints milliseconds, the
+processor time of this process, and statements; with `--plans` also PostgreSQL's query plans.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LEASE = timedelta(hours=1)
 
 
 def fill_operations(waiting: int, running: int) -> None:
-    """Loads: most are due, the others are being carried out."""
+    """Insert loads: most are due, the others are running."""
     from operations.models import Operation, Status
 
     now = clock.now()
@@ -36,7 +36,7 @@ def fill_operations(waiting: int, running: int) -> None:
 
 
 def fill_intents(waiting: int, running: int) -> None:
-    """Installs of ten backends on each node, an operation each."""
+    """Insert installs of ten backends on each node, each with its own operation."""
     from nodes.models import PendingBackendOp
     from operations.models import Operation, OperationTarget, Status, TargetStatus
 
@@ -68,7 +68,7 @@ def fill_intents(waiting: int, running: int) -> None:
 
 
 def measure(what: str, claim: Callable[..., Sequence[object]]) -> None:
-    """Prints what claims of several sizes cost; what was claimed stays claimed."""
+    """Print the cost of claims of several sizes; claimed rows stay claimed."""
     from django.db import connection
     from django.test.utils import CaptureQueriesContext
 
@@ -91,7 +91,7 @@ def measure(what: str, claim: Callable[..., Sequence[object]]) -> None:
 
 
 def plans() -> None:
-    """Prints how what is due is looked for."""
+    """Print the query plans of a claim."""
     from django.db import connection
 
     from nodes.backends import intents
@@ -106,7 +106,7 @@ def plans() -> None:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures claims.")
     options.add_argument("--waiting", type=int, default=10_000)
     options.add_argument("--running", type=int, default=1_000)

@@ -1,10 +1,11 @@
-"""Decisions of placement on a large fleet: where a replica goes, and why.
+"""Decisions of placement on a large fleet: the chosen node, and the reason.
 
 `python -m tests.benchmarks.bench_decisions [--nodes 1000] [--models 32]` starts one PostgreSQL with so many
-nodes of eight GPUs and three replicas each, and prints decisions a second: by the plain functions on rows
-that are all read again; on the fleet in memory alone, where each decision changes a node and a tenth of the
-nodes is read again every second; on the rows, with the record of the decision stored; and with the slot taken
-as well. The models differ in what they need. Beside each rate stands the time of this process's processor.
+nodes of eight GPUs and three replicas each. It prints decisions per second in four ways: by the plain
+functions on rows that are all read again; on the fleet in memory alone, where each decision changes a node
+and a tenth of the nodes is read again every second; on the rows, with the record of the decision stored; and
+with the slot reserved too. The models differ in their needs. Each rate is printed with the processor time of
+this process.
 """
 
 import argparse
@@ -28,7 +29,7 @@ SECONDS = 3.0
 
 
 def plant(nodes: int) -> None:
-    """The fleet."""
+    """Insert the fleet."""
     from django.db import connection
 
     from nodes.models import BackendNode, NodeModel
@@ -64,7 +65,7 @@ def plant(nodes: int) -> None:
 
 
 def measure(what: str, decide: Callable[[], Any], threads: int = 1) -> None:
-    """Prints the rate after a first round."""
+    """Print the rate, after a first round that is not counted."""
     from django.db import connection
 
     def again() -> int:
@@ -93,7 +94,7 @@ def measure(what: str, decide: Callable[[], Any], threads: int = 1) -> None:
 
 
 class Decisions:
-    """One decision in each way; the models take turns."""
+    """One decision in each of the four ways, for the models in turn."""
 
     def __init__(self, models: int) -> None:
         from nodes.decisions.fleet_cache import FleetCache
@@ -117,19 +118,19 @@ class Decisions:
         return fleet
 
     def turn(self) -> Any:
-        """The next model, and its question."""
+        """Return the next model, and its question."""
         name = self.chance.choice(list(self.asked))
         return name, self.asked[name]
 
     def plain(self) -> None:
-        """All rows, all nodes."""
+        """Decide by reading all rows and examining all nodes."""
         from nodes.decisions import fleet_cache
 
         name, asked = self.turn()
         replace(asked, nodes=fleet_cache.read_fleet(name)).decide()
 
     def in_memory(self) -> None:
-        """The chosen node has a request more, and a tenth of the nodes beats every second."""
+        """Decide in memory; each decision adds a request, and a tenth of the nodes changes every second."""
         _, asked = self.turn()
         _, decision = self.fleet.decide(asked)
         due = int((clock.monotonic() - self.beaten) * len(self.fleet.nodes) / 10)
@@ -140,7 +141,7 @@ class Decisions:
             self.fleet.put(replace(node, in_flight=node.in_flight + 1, free_vram=free, available_vram=free))
 
     def recorded(self) -> None:
-        """On the rows; the record is stored in a transaction of its own."""
+        """Decide on the rows, and store the record in a transaction of its own."""
         from nodes.decisions import decision_log
         from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
@@ -153,7 +154,7 @@ class Decisions:
         decision_log.record(decision_log.DecisionRecord(name, load, told, seen), now=clock.now())
 
     def taken(self) -> None:
-        """As a load does it: the slot, the memory and the record in one transaction."""
+        """Decide as a load does: slot, memory and record in one transaction."""
         from nodes.decisions import decision_log
         from nodes.loading.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
@@ -177,7 +178,7 @@ class Decisions:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures decisions.")
     options.add_argument("--nodes", type=int, default=1000)
     options.add_argument("--models", type=int, default=32)

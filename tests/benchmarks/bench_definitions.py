@@ -1,8 +1,8 @@
-"""The list of definitions and its search over HTTP, with many of them (goal of the 95th percentile: 100 ms).
+"""The list of many definitions and its search over HTTP (goal of the 95th percentile: 100 ms).
 
 `python -m tests.benchmarks.bench_definitions [--stored 1000] [--files 1000] [--requests 100]` starts a
 cluster with one web process, stores definitions as rows, writes others as files, and prints the times of a
-page, of a search and of one definition, and what a poll of the rows costs.
+page, of a search and of one definition, and the cost of a poll of the rows.
 """
 
 import argparse
@@ -31,7 +31,7 @@ options: [use_jinja:true]
 
 
 def store(count: int) -> None:
-    """Rows with one revision each."""
+    """Insert `count` rows with one revision each."""
     from nodes.models import DefinitionRevision, ModelDefinition
 
     rows = [
@@ -46,7 +46,7 @@ def store(count: int) -> None:
 
 
 def times(run: Callable[[], object], count: int) -> list[float]:
-    """Milliseconds of each run, after one that is not counted."""
+    """Return the milliseconds of each run, after a first run that is not counted."""
     run()
     found = []
     for _ in range(count):
@@ -62,7 +62,7 @@ def show(what: str, found: list[float]) -> None:
 
 
 def measure(cluster: Cluster, requests: int) -> None:
-    """Prints the table."""
+    """Print the table."""
     from nodes.definitions import rows
 
     web = cluster.web()
@@ -89,7 +89,7 @@ def measure(cluster: Cluster, requests: int) -> None:
 
 
 def main() -> None:
-    """Starts the cluster."""
+    """Start the cluster and run the benchmark."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--stored", type=int, default=1000)
     parser.add_argument("--files", type=int, default=1000)

@@ -1,7 +1,7 @@
-"""Direct gRPC calls to the echo engine: what the cluster's own path is compared with.
+"""Direct gRPC calls to the echo engine, as the reference for the cluster's own path.
 
 `python -m tests.benchmarks.bench_direct [seconds]` prints calls per second and the p50 and p99 of one call at
-1, 8 and 32 calls at a time.
+1, 8 and 32 parallel calls.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Figures:
 
 
 async def measure(client: BackendClient, clients: int, seconds: float, identity: str = MODEL) -> Figures:
-    """Calls as fast as `clients` callers can for so many seconds."""
+    """Return the figures of `clients` callers that call as fast as they can."""
     request = PredictOptions(Embeddings="a cat", ModelIdentity=identity)
     times: list[float] = []
     begin = clock.monotonic()
@@ -50,7 +50,7 @@ async def measure(client: BackendClient, clients: int, seconds: float, identity:
 
 
 async def direct(seconds: float) -> list[Figures]:
-    """The figures for every concurrency, one engine process for all."""
+    """Return the figures for every concurrency, all on one engine process."""
     async with running_backend("echo", model=MODEL) as backend:
         client = BackendClient(backend.address, TOKEN, counted=True)
         await measure(client, 8, 0.5)
@@ -60,7 +60,7 @@ async def direct(seconds: float) -> list[Figures]:
 
 
 def main() -> None:
-    """Prints one line a concurrency."""
+    """Print one line for each concurrency."""
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 5.0
     for line in asyncio.run(direct(seconds)):
         print(

@@ -1,9 +1,9 @@
 """Throughput and memory of the downloader over loopback, with one and with four connections.
 
-`python -m tests.benchmarks.bench_downloads [GiB]` downloads one file from a source in a process of its own.
-It prints the rate until all bytes are there and until the file is verified, the processor time of it all, and
-by how much memory grew. The hash is part of one connection's time; several connections read the file again
-for it.
+`python -m tests.benchmarks.bench_downloads [GiB]` downloads one file from a source in a separate process. It
+prints the rate until all bytes are received and until the file is verified, the total processor time, and the
+growth of memory. With one connection the hash is computed during the download; with several connections the
+file is read again for the hash.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ RUNS = 2
 
 
 def serve(path: Path, address: "multiprocessing.Queue[str]") -> None:
-    """Runs a source until it is terminated."""
+    """Run a source until it is terminated."""
     set_up()
     from tests.support.sources import Source
 
@@ -35,7 +35,7 @@ def serve(path: Path, address: "multiprocessing.Queue[str]") -> None:
 
 
 def set_up() -> None:
-    """Settings without servers: nothing here needs one."""
+    """Configure Django without servers, which this benchmark does not need."""
     from tests.support import environment
 
     assert environment.HOME
@@ -43,7 +43,7 @@ def set_up() -> None:
 
 
 async def download(url: str, size: int, connections: int, folder: Path) -> tuple[float, float]:
-    """Seconds until the bytes are there, and until the file is."""
+    """Return the seconds until all bytes are received, and until the file is verified."""
     from nodes.downloads import downloader
     from nodes.downloads.downloader import Download, DownloadMeter
     from nodes.sources.plans import SourceFile
@@ -75,7 +75,7 @@ async def download(url: str, size: int, connections: int, folder: Path) -> tuple
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     set_up()
     size = int(float(sys.argv[1] if len(sys.argv) > 1 else "1") * 2**30)
     spawning = multiprocessing.get_context("spawn")

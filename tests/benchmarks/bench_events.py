@@ -1,9 +1,9 @@
-"""`/ws/feed` under ten thousand changes of operations a minute: how late, at what cost, and for how long.
+"""`/ws/feed` under ten thousand changes of operations a minute: delay, cost, and stability over time.
 
 `python -m tests.benchmarks.bench_events [--seconds 60] [--sockets 3]` starts servers and one web process. A
-writer changes 200 running operations, `BATCH` in a transaction: a commit for each would measure the disk.
-Each change carries the time at which it was written, and each socket tells how late it came. Several changes
-of one operation in one message are one. Everything shares this machine.
+writer changes 200 running operations, `BATCH` of them in one transaction, because a commit for each change
+would measure the disk. Each change contains the time at which it was written, so each socket measures its
+delay. Several changes of one operation in one message count as one. All processes share this machine.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def write(environment: dict[str, str], stop: Any, written: Any) -> None:
-    """Admits and claims the operations, then changes one batch after the other."""
+    """Admit and claim the operations, then change one batch after the other."""
     os.environ.update(environment | {"DJANGO_SETTINGS_MODULE": "localai_cluster.settings"})
     import django
 
@@ -63,7 +63,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
 
 @contextmanager
 def writer(environment: dict[str, str]) -> Iterator[Any]:
-    """Ten thousand changes a minute, and how many there were in the end."""
+    """Write ten thousand changes a minute; yield a counter of all changes."""
     spawning = multiprocessing.get_context("spawn")
     stop, written = spawning.Event(), spawning.Value("i", 0)
     running = spawning.Process(target=write, args=(environment, stop, written))
@@ -76,7 +76,7 @@ def writer(environment: dict[str, str]) -> Iterator[Any]:
 
 
 async def listen(url: str, late: list[float], sizes: list[int]) -> None:
-    """A browser's socket: notes how late each change is, in seconds."""
+    """Read as a browser does, and record the delay of each change in seconds."""
     async with connect(url, additional_headers=ADMIN, proxy=None, max_size=None) as link:
         async for text in link:
             now, message = clock.now().timestamp(), orjson.loads(text)
@@ -87,7 +87,7 @@ async def listen(url: str, late: list[float], sizes: list[int]) -> None:
 
 
 def cost(web: Process) -> tuple[float, float]:
-    """CPU seconds so far and resident MB of the web process."""
+    """Return the CPU seconds so far and the resident MB of the web process."""
     folder = Path(f"/proc/{web.child.pid}")
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     pages = int((folder / "statm").read_text().split()[1])
@@ -95,7 +95,7 @@ def cost(web: Process) -> tuple[float, float]:
 
 
 async def measure(web: Process, seconds: float, sockets: int) -> None:
-    """Prints a line for each quarter of the time."""
+    """Print a line for each quarter of the time."""
     late: list[float] = []
     sizes: list[int] = []
     url = web.url.replace("http", "ws", 1) + "/ws/feed"
@@ -122,7 +122,7 @@ async def measure(web: Process, seconds: float, sockets: int) -> None:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures the live feed.")
     options.add_argument("--seconds", type=float, default=60.0)
     options.add_argument("--sockets", type=int, default=3)

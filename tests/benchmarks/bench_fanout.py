@@ -1,10 +1,10 @@
-"""One operation on a thousand nodes: how soon every command is in flight, and what that costs.
+"""One operation on a thousand nodes: the time until all commands are sent, and the cost.
 
 `python -m tests.benchmarks.bench_fanout [--nodes 100 1000] [--seconds 5] [--ticks 20]` starts servers, a web
-process, a controller and simulated workers, with one page open. For each number of nodes it installs a
-backend there and prints when the first and the last command arrived after the answer, when all had ended,
-how many statements and processor seconds that took, and how much the page was told. At last it removes all
-nodes in one operation. Simulator and servers share this machine: compare figures of one run only.
+process, a controller and simulated workers, with one open page. For each number of nodes it installs a
+backend. It prints when the first and the last command arrived after the response, when all commands had
+ended, the statements and processor seconds, and the amount of data that the page received. At last it removes
+all nodes in one operation. Simulator and servers share this machine: compare figures of one run only.
 """
 
 import argparse
@@ -30,19 +30,19 @@ _ENDED = ("completed", "failed", "cancelled")
 
 @dataclass
 class Counted:
-    """A process whose statements are counted where they pass."""
+    """A process whose statements are counted on the way to PostgreSQL."""
 
     process: Process
     counter: StatementCounter
 
     def now(self) -> tuple[int, float]:
-        """Statements and processor seconds so far."""
+        """Return the statements and processor seconds so far."""
         stat = Path(f"/proc/{self.process.child.pid}/stat").read_text().rpartition(")")[2].split()
         return self.counter.statements, (int(stat[11]) + int(stat[12])) / _TICK
 
 
 def counted(cluster: Cluster, name: str, start: Callable[..., Process]) -> Counted:
-    """Starts a process behind a counter of its own."""
+    """Start a process with its own statement counter."""
     server, folder = cluster.postgres.sockets, cluster.home / f"count-{name}"
     folder.mkdir()
     counter = StatementCounter(folder, server)
@@ -52,7 +52,7 @@ def counted(cluster: Cluster, name: str, start: Callable[..., Process]) -> Count
 
 
 async def page(web: Process, told: list[int]) -> None:
-    """An open page: the size of each frame about operations."""
+    """Open a page; record the size of each frame about operations."""
     url = web.url.replace("http", "ws", 1) + "/ws/feed"
     async with connect(url, additional_headers=ADMIN, proxy=None, max_size=None) as link:
         async for text in link:
@@ -61,7 +61,7 @@ async def page(web: Process, told: list[int]) -> None:
 
 
 async def until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Looks ten times a second until it is so."""
+    """Check ten times a second until `holds` returns True."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.1)
@@ -70,7 +70,7 @@ async def until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
 async def install(
     cluster: Cluster, web: Counted, controller: Counted, simulated: Fleet, count: int, told: list[int]
 ) -> None:
-    """Installs one backend on `count` nodes and prints how it went."""
+    """Install one backend on `count` nodes and print the figures."""
     ids = [worker.node_id for worker in simulated.workers[:count]]
     sent = simulated.count("backend.install")
     before, told[:] = (web.now(), controller.now()), []
@@ -104,7 +104,7 @@ async def install(
 
 
 async def remove(cluster: Cluster, web: Counted, controller: Counted, ids: list[str]) -> None:
-    """Removes the nodes in one operation and prints how it went."""
+    """Remove the nodes in one operation and print the figures."""
     before, began = (web.now(), controller.now()), clock.monotonic()
     body = {"verb": "remove", "ids": ids}
     answer = await asyncio.to_thread(cluster.post, web.process, "/api/nodes/bulk", body)
@@ -121,12 +121,12 @@ async def remove(cluster: Cluster, web: Counted, controller: Counted, ids: list[
 
 
 def state(cluster: Cluster, job: str) -> str:
-    """The operation's status."""
+    """Return the operation's status."""
     return str(cluster.rows("SELECT status FROM operations WHERE id = %s", job)[0][0])
 
 
 async def run(cluster: Cluster, chosen: argparse.Namespace, ids: list[str], instances: list[str]) -> None:
-    """All sizes, one after the other."""
+    """Run all sizes, one after the other."""
     web = await asyncio.to_thread(counted, cluster, "web", cluster.web)
     controller = await asyncio.to_thread(counted, cluster, "controller", cluster.controller)
     script = Script({"backend.install": Act(seconds=chosen.seconds, ticks=chosen.ticks)})
@@ -142,7 +142,7 @@ async def run(cluster: Cluster, chosen: argparse.Namespace, ids: list[str], inst
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures the fan-out of one operation.")
     options.add_argument("--nodes", type=int, nargs="+", default=[100, 1000])
     options.add_argument("--seconds", type=float, default=5.0)

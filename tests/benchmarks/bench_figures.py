@@ -25,7 +25,7 @@ START = datetime(2026, 8, 22, tzinfo=UTC)
 
 
 def plant(nodes: int) -> None:
-    """Nodes with eight GPUs that were heard now."""
+    """Insert nodes with eight GPUs and a current heartbeat."""
     from nodes.models import BackendNode
 
     planted.plant(planted.processes(nodes))
@@ -51,7 +51,7 @@ def plant(nodes: int) -> None:
 
 
 def wander(chance: random.Random, count: int) -> Iterator[list[int]]:
-    """Numbers of a node's samples: memory moves with loads, all else all the time."""
+    """Yield the numbers of a node's samples: memory changes with loads, all others change constantly."""
     node = [400_000, 300_000, 4_000_000]
     gpus = [[index, 50_000, 80, 60, 500] for index in range(GPUS)]
     for _ in range(count):
@@ -69,7 +69,7 @@ def wander(chance: random.Random, count: int) -> Iterator[list[int]]:
 
 
 def write_hour(start: datetime) -> None:
-    """Samples of an hour of some nodes."""
+    """Write samples of one hour for some nodes."""
     from django.db import connection
 
     from nodes.figures import partitions, store
@@ -84,12 +84,12 @@ def write_hour(start: datetime) -> None:
 
 
 def cost(postgres: int) -> tuple[float, float]:
-    """Seconds of this process's processor, and of PostgreSQL's."""
+    """Return the processor seconds of this process, and of PostgreSQL."""
     return time.process_time(), spent(postgres)
 
 
 def size(table: str) -> int:
-    """Bytes of a table with indexes and large values."""
+    """Return the bytes of a table with indexes and large values."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def measure(nodes: int, postgres: int) -> None:
-    """Sample, pack and read; print what it costs."""
+    """Sample, pack and read; print the cost."""
     from django.db import connection
 
     from nodes.figures import store

@@ -29,7 +29,7 @@ ROUNDS = 50
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """The processor time of a step, on average."""
+    """Return the mean processor time of a step in milliseconds."""
     begin = time.process_time()
     for _ in range(ROUNDS):
         step()
@@ -37,7 +37,7 @@ def milliseconds(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     options = parse_definition({"name": "m", "backend": "b", "parameters": {"model": "m"}}, "m.yaml").options
     print(f"{'model':<22}{'read, ms':>10}{'describe, ms':>14}{'terms, ms':>11}")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""What the gateway adds to a call: latency, throughput, statements a request.
+"""The cost of the gateway for a call: latency, throughput, and statements per request.
 
-`python -m tests.benchmarks.bench_gateway [--seconds N] [--soak N] [--engine echo|minilm]` starts a temporary
-cluster's parts (servers, one web process by `manage.py serve`, one engine with a loaded replica) and
-prints figures beside those of the same gRPC call made directly. Everything shares this machine, the load
-generator too, so compare figures of one run only.
+`python -m tests.benchmarks.bench_gateway [--seconds N] [--soak N] [--engine echo|minilm]` starts parts of a
+temporary cluster (servers, one web process by `manage.py serve`, one engine with a loaded replica) and prints
+its figures together with the figures of a direct gRPC call. All processes, including the load generator,
+share this machine, so compare figures of one run only.
 """
 
 import argparse
@@ -40,7 +40,7 @@ USER_KEY = "lac-" + "5" * 48
 
 
 def load(web: Process, key: str, model: str, clients: int, seconds: float, said: str = "") -> Figures:
-    """One run of the load generator against a web process."""
+    """Run the load generator once against a web process."""
     order = {"host": "127.0.0.1", "port": web.port, "key": key, "model": model}
     order |= {"clients": clients, "seconds": seconds, "said": said}
     command = [sys.executable, "-m", "tests.benchmarks.load", json.dumps(order)]
@@ -50,7 +50,7 @@ def load(web: Process, key: str, model: str, clients: int, seconds: float, said:
 
 @contextmanager
 def engine(name: str, folder: Path) -> Iterator[str]:
-    """An engine process with its model loaded; yields its address."""
+    """Run an engine process with its model loaded; yield its address."""
     running = backends.start(name, free_port(), folder / "engine.log", token=TOKEN)
     try:
         asyncio.run(_load(running, definition(name)))
@@ -61,7 +61,7 @@ def engine(name: str, folder: Path) -> Iterator[str]:
 
 
 def definition(name: str) -> Definition:
-    """The seeded definition that runs on the engine of this name."""
+    """Return the seeded definition that runs on the engine of this name."""
     return read_definition(ROOT / "examples" / "models" / f"{name}.yaml")
 
 
@@ -110,7 +110,7 @@ _ZEROES = {
 
 
 def _required(link: psycopg.Connection[Any], table: str, given: dict[str, str]) -> dict[str, str]:
-    """A neutral value for every other column that must have one."""
+    """Return a neutral value for every other column that must have a value."""
     rows = link.execute(
         "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = %s"
         " AND is_nullable = 'NO' AND column_default IS NULL"
@@ -121,7 +121,7 @@ def _required(link: psycopg.Connection[Any], table: str, given: dict[str, str]) 
 
 
 def serving(cluster: Cluster, model: str, **env: str) -> Process:
-    """A web process that answers for `model`; nothing else of a cluster runs."""
+    """Start a web process that serves `model`; no other process of the cluster runs."""
     port = free_port()
     web = cluster.spawn("web", "manage.py", "serve", port=port, env={"PORT": str(port), **env})
 
@@ -136,7 +136,7 @@ def serving(cluster: Cluster, model: str, **env: str) -> Process:
 
 
 def compare(web: Process, address: str, model: str, seconds: float) -> None:
-    """Prints latency and throughput, direct and through the gateway, alternating so that noise hits both."""
+    """Print latency and throughput, direct and through the gateway in turn, so that noise affects both."""
     load(web, ADMIN_KEY, model, 8, 2.0)
     for clients in CLIENTS:
         direct = asyncio.run(_direct(address, clients, seconds, definition(model).model))
@@ -158,7 +158,7 @@ async def _direct(address: str, clients: int, seconds: float, identity: str) -> 
 
 
 def count_statements(cluster: Cluster, model: str, seconds: float) -> None:
-    """Prints statements a request, counted between a web process and its database."""
+    """Print the statements per request, counted between a web process and its database."""
     server, folder = cluster.postgres.sockets, cluster.home / "count"
     folder.mkdir()
     url = cluster.postgres.url.replace(quote(str(server), safe=""), quote(str(folder), safe=""))
@@ -177,7 +177,7 @@ def count_statements(cluster: Cluster, model: str, seconds: float) -> None:
 
 
 def main() -> None:
-    """Runs the whole comparison."""
+    """Run the whole comparison."""
     options = argparse.ArgumentParser(description="Measures the gateway.")
     options.add_argument("--seconds", type=float, default=5.0)
     options.add_argument("--soak", type=float, default=0.0, help="seconds at 32 clients, afterwards")

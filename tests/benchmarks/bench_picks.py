@@ -1,10 +1,10 @@
-"""Find-and-lock and release: a replica is chosen, counted in and counted out, and nothing else is done.
+"""Find-and-lock and release: a replica is picked, counted in and counted out, without any request.
 
-`python -m tests.benchmarks.bench_picks [--seconds N] [--nodes N]` starts one PostgreSQL and prints how many
-pairs a second 1, 16 and 64 callers get through the picker of one web process and through those of two. Beside
-them stand the textbook's way in the same run, and what the reference's registry does on a similar machine.
-At last it prints what PostgreSQL carries: the pairs, and its processor time for each, with 1, 4 and 16 web
-processes, and so the pairs a second that one core of PostgreSQL can do.
+`python -m tests.benchmarks.bench_picks [--seconds N] [--nodes N]` starts one PostgreSQL and prints the pairs
+per second of 1, 16 and 64 callers, through the picker of one web process and through the pickers of two. It
+also prints the pairs of the textbook solution in the same run, and those of the reference's registry on a
+similar machine. At last it prints the capacity of PostgreSQL: the pairs, and its processor time for each,
+with 1, 4 and 16 web processes, and so the pairs per second that one core of PostgreSQL can execute.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROCESSES, CALLERS = (1, 4, 16), 16
 
 
 def plant(nodes: int) -> None:
-    """Healthy nodes; the first few have a replica of the model, and each has some of other models."""
+    """Insert healthy nodes; the first few have a replica of the model, and each has some of other models."""
     from django.db import connection
 
     from nodes.models import NodeModel
@@ -51,7 +51,7 @@ def plant(nodes: int) -> None:
 
 
 def measured(cluster: Cluster, processes: int, **order: Any) -> list[Figures]:
-    """Figures of so many processes at once."""
+    """Return the figures of `processes` parallel processes."""
     text = json.dumps({"url": cluster.postgres.url, "model": MODEL, **order})
     command = [sys.executable, "-m", "tests.benchmarks.picking", text]
     children = [
@@ -71,7 +71,7 @@ def measured(cluster: Cluster, processes: int, **order: Any) -> list[Figures]:
 
 
 def run(cluster: Cluster, callers: int, seconds: float) -> None:
-    """Prints a line for the textbook's way, and one each for one web process, the same by prefix, and two."""
+    """Print a line each for the textbook solution, one web process, one by prefix, and two web processes."""
     [plain] = measured(cluster, 1, callers=callers, seconds=seconds, plain=True)
     basis = plain.pairs / plain.seconds
     for what, found in (
@@ -93,7 +93,7 @@ def run(cluster: Cluster, callers: int, seconds: float) -> None:
 
 
 def carry(cluster: Cluster, processes: int, seconds: float) -> None:
-    """Prints the pairs of so many web processes with 16 callers each, and what they cost PostgreSQL."""
+    """Print the pairs of `processes` web processes with 16 callers each, and their cost for PostgreSQL."""
     before = used_by(cluster)
     found = measured(cluster, processes, callers=CALLERS, seconds=seconds)
     pairs, cost = sum(one.pairs for one in found), used_by(cluster) - before
@@ -109,7 +109,7 @@ def carry(cluster: Cluster, processes: int, seconds: float) -> None:
 
 
 def used_by(cluster: Cluster) -> float:
-    """Return the processor seconds of PostgreSQL, with those of connections that have ended."""
+    """Return the processor seconds of PostgreSQL, including ended connections."""
     server = psutil.Process(cluster.postgres.pid)
     used = server.cpu_times()
     running = [child.cpu_times() for child in server.children()]
@@ -118,7 +118,7 @@ def used_by(cluster: Cluster) -> float:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures picks and releases.")
     options.add_argument("--seconds", type=float, default=2.0)
     options.add_argument("--nodes", type=int, nargs="+", default=[REPLICAS, 1000])

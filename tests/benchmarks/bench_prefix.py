@@ -1,10 +1,10 @@
-"""What routing by prefix is worth on real engines: tokens that need not be read again, and the first token.
+"""The benefit of routing by prefix on real engines: cached prompt tokens, and time to the first token.
 
 `python -m tests.benchmarks.bench_prefix [--rounds N] [--clients N] [--runs N]` starts parts of a temporary
-cluster (servers, a web process for each policy, two llama.cpp engines with two slots and no memory but those)
-and asks questions that begin with one of four texts of about 1,000 tokens, shuffled. In each run the policies
-follow each other on the same engines, with texts of their own, so that none finds anything of the one before.
-Compare figures of one call only.
+cluster (servers, a web process for each policy, two llama.cpp engines with two slots and no other cache). It
+sends shuffled questions that begin with one of four texts of about 1,000 tokens. In each run the policies
+follow each other on the same engines, each with its own texts, so that no policy finds cached texts of
+another. Compare figures of one call only.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _WORDS = (
 
 @dataclass
 class Told:
-    """What the answers of one policy said; times in milliseconds."""
+    """The measurements of one policy's answers; times in milliseconds."""
 
     prompt: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
@@ -54,16 +54,16 @@ class Told:
 
     @property
     def share(self) -> float:
-        """Of the prompts' tokens, what was remembered."""
+        """Return the fraction of the prompts' tokens that were cached."""
         return sum(self.cached) / sum(self.prompt)
 
     @property
     def p90(self) -> float:
-        """Milliseconds until the first token that nine of ten questions do not exceed."""
+        """Return the 90th percentile of the time to the first token, in milliseconds."""
         return sorted(self.first)[len(self.first) * 9 // 10]
 
     def line(self, policy: str) -> str:
-        """The figures."""
+        """Return the figures as one line."""
         return (
             f"{policy:<12}: {len(self.first)} questions of {mean(self.prompt):.0f} tokens, {self.share:.0%}"
             f" cached; first token p50 {median(self.first):.0f} ms, p90 {self.p90:.0f} ms"
@@ -71,7 +71,7 @@ class Told:
 
 
 def texts(policy: str, chance: random.Random) -> list[str]:
-    """The beginnings for one policy."""
+    """Return the beginnings of prompts for one policy."""
     return [
         f"You are assistant {number} for {policy}. " + " ".join(chance.choices(_WORDS, k=WORDS))
         for number in range(PREFIXES)
@@ -79,7 +79,7 @@ def texts(policy: str, chance: random.Random) -> list[str]:
 
 
 async def ask(client: httpx.AsyncClient, web: Process, text: str, question: str, told: Told) -> None:
-    """One streamed question."""
+    """Send one streamed question."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
     body = {"model": MODEL, "messages": messages, "max_tokens": 4, "stream": True, "temperature": 0}
     body["stream_options"] = {"include_usage": True}
@@ -100,7 +100,7 @@ async def ask(client: httpx.AsyncClient, web: Process, text: str, question: str,
 
 
 async def play(policy: str, web: Process, rounds: int, clients: int, number: int) -> Told:
-    """So many rounds of all texts; one before them, in which nothing can be remembered, is not told."""
+    """Ask so many rounds of all texts, after one uncounted round in which nothing can be cached."""
     chance, found = random.Random(number), Told()
     beginnings = texts(policy, chance)
     async with httpx.AsyncClient(timeout=120) as client:
@@ -126,7 +126,7 @@ async def _asked(
 
 @asynccontextmanager
 async def engines() -> AsyncIterator[list[str]]:
-    """The addresses of the engines, the model loaded: two slots, and no memory of earlier prompts."""
+    """Yield the addresses of engines with the model loaded: two slots, and no cache of earlier prompts."""
     options = options_from_mapping(read_definition(ROOT / "examples" / "models" / f"{MODEL}.yaml").options)
     options.ModelFile = str(ROOT / "build" / "models" / options.Model)
     del options.Options[:]
@@ -141,7 +141,7 @@ async def engines() -> AsyncIterator[list[str]]:
 
 
 def rows(addresses: Sequence[str]) -> None:
-    """A healthy node for each engine, with the replica."""
+    """Insert a healthy node for each engine, with its replica."""
     from nodes.models import BackendNode, NodeModel
 
     ids = planted.plant(planted.processes(len(addresses)))
@@ -153,7 +153,7 @@ def rows(addresses: Sequence[str]) -> None:
 
 
 async def run(cluster: Cluster, rounds: int, clients: int, runs: int) -> None:
-    """Prints the figures of both policies, for each run and for all of them."""
+    """Print the figures of both policies, for each run and for all runs."""
     found: dict[str, list[Told]] = {policy: [] for policy in POLICIES}
     async with engines() as addresses:
         await asyncio.to_thread(rows, addresses)
@@ -172,7 +172,7 @@ async def run(cluster: Cluster, rounds: int, clients: int, runs: int) -> None:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures routing by prefix on real engines.")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--clients", type=int, default=1)

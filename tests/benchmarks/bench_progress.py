@@ -1,10 +1,11 @@
-"""Progress of many parts at four reports a second: a transaction for each report beside batches.
+"""Progress of many targets at four reports a second: a transaction for each report, compared with batches.
 
 `python -m tests.benchmarks.bench_progress [--parts 200 1000] [--seconds 10]` starts servers and two
 processes. One is a controller whose attempts report, first through `services.progress`, then through the
-recorder, with one part in each operation and with all parts in one operation. The other writes one change
-every 100 ms and tells how long it takes: it needs the same counter. Late is the time from a report to the
-commit that contains it, or a newer one of the same part. Everything shares this machine.
+recorder, with one target in each operation and with all targets in one operation. The other process writes
+one change every 100 ms and measures its duration, because the change needs the same counter. The delay is the
+time from a report to the commit that contains it, or a newer report of the same target. All processes share
+this machine.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from tests.benchmarks.raw import percentile
 from tests.support.cluster import running_cluster
 
 EVERY = 0.25
-"""Seconds between two reports of a part."""
+"""Seconds between two reports of a target."""
 PROBE_EVERY = 0.1
 
 
 @dataclass
 class Run:
-    """What one run measured; times in seconds."""
+    """The measurements of one run; times in seconds."""
 
     name: str
     seconds: float = 0.0
@@ -42,7 +43,7 @@ class Run:
     others: list[float] = field(default_factory=list)
 
     def line(self) -> str:
-        """One line of the table."""
+        """Return one line of the table."""
         each = self.seconds or 1.0
         return (
             f"{self.name}: {self.taken / each:.0f} reports/s, {self.writes / each:.1f} transactions/s with"
@@ -54,7 +55,7 @@ class Run:
 
 
 def set_up(environment: dict[str, str]) -> None:
-    """Django in a process of its own."""
+    """Set up Django in a separate process."""
     os.environ.update(environment | {"DJANGO_SETTINGS_MODULE": "localai_cluster.settings"})
     import django
 
@@ -62,7 +63,7 @@ def set_up(environment: dict[str, str]) -> None:
 
 
 def probe(environment: dict[str, str], stop: Any, took: Any) -> None:
-    """Another controller's change of an operation, again and again."""
+    """Change an operation again and again, as another controller would."""
     set_up(environment)
     from operations.ledger import admission, attempts
     from operations.ledger.progress import record
@@ -86,7 +87,7 @@ def _tick(node: Any = None, done: int = 0) -> Any:
 
 
 def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
-    """(operation, node) of each part."""
+    """Return operation and node of each target."""
     from uuid import uuid4
 
     from operations.ledger import admission, attempts
@@ -103,7 +104,7 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
 
 
 async def report(parts: list[tuple[Any, Any]], seconds: float, tell: Callable[..., Awaitable[None]]) -> None:
-    """Every part reports four times a second, one report after the other, until the time is over."""
+    """Report four times a second for every target until the time is over."""
 
     async def one(number: int, operation: Any, node: Any) -> None:
         due = clock.monotonic() + EVERY * number / len(parts)
@@ -118,7 +119,7 @@ async def report(parts: list[tuple[Any, Any]], seconds: float, tell: Callable[..
 
 
 async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
-    """As it was: a report is a transaction, and its attempt waits for it."""
+    """Write each report in its own transaction, and wait for it: the former way."""
     from operations.executor.work import in_thread
     from operations.ledger.progress import record
 
@@ -131,7 +132,7 @@ async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> No
 
 
 async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
-    """As it is: the recorder writes the latest of every part together."""
+    """Write the latest reports of all targets together through the recorder: the current way."""
     from operations.executor.work import Batch, Recorder, write_batch
 
     async def write(batch: Batch) -> Any:
@@ -151,7 +152,7 @@ async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> Non
 
 
 def statements(parts: list[tuple[Any, Any]]) -> int:
-    """SQL statements of one batch with a report of every part."""
+    """Return the SQL statements of one batch with a report of every target."""
     from django.db import connection
     from django.test.utils import CaptureQueriesContext
 
@@ -166,7 +167,7 @@ def statements(parts: list[tuple[Any, Any]]) -> int:
 
 
 def controller(environment: dict[str, str], options: argparse.Namespace, took: Any) -> None:
-    """Runs every shape both ways and prints a line for each."""
+    """Run every shape both ways and print a line for each."""
     set_up(environment)
     for count in options.parts:
         for together in (False, True):
@@ -198,7 +199,7 @@ def _drain(took: Any) -> list[float]:
 
 @contextmanager
 def other_writer(environment: dict[str, str]) -> Iterator[Any]:
-    """The queue of how long each of its changes took."""
+    """Run the probe; yield the queue with the durations of its changes."""
     spawning = multiprocessing.get_context("spawn")
     stop, took = spawning.Event(), spawning.Queue()
     running = spawning.Process(target=probe, args=(environment, stop, took))
@@ -213,7 +214,7 @@ def other_writer(environment: dict[str, str]) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures progress in batches.")
     options.add_argument("--parts", type=int, nargs="+", default=[200, 1000])
     options.add_argument("--seconds", type=float, default=10.0)

@@ -1,11 +1,11 @@
-"""Processor time of requests, with both stream clients in turn, or with one web process and two.
+"""Processor time of requests, with both stream clients in turn, or with one and two web processes.
 
 `python -m tests.benchmarks.bench_streams [--seconds N] [--rounds N] [--processes]` needs Go for its engine
 and its load generator. By default two web processes with different stream clients (`CLUSTER_STREAM_CLIENT`)
-share one engine; at each number of clients and each pace they take turns. With `--processes` one web process
-and two on one address (`CLUSTER_WEB_PROCESSES`) take turns at embeddings, chats and streams. It prints the
-median of the rounds: processor time of a request by process, and beside it the rates, which other work on the
-machine lowers.
+share one engine; at each number of clients and each pace they take turns. With `--processes`, one web process
+and two on one address (`CLUSTER_WEB_PROCESSES`) take turns at embeddings, chats and streams. The benchmark
+prints the median of the rounds: processor time of a request by process, and the rates, which other work on
+the machine lowers.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PROCESSES, CLIENTS_OF_PROCESSES = (1, 2), 64
 
 
 class Request(NamedTuple):
-    """What the clients send: a name, path, body, text that ends the answer, and seconds that it takes."""
+    """A request of the clients: name, path, body, the text that ends the answer, and its seconds."""
 
     name: str
     path: str
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 def chat(pace: int, *, stream: bool) -> Request:
-    """A chat of 36 tokens, which the engine answers at once or with `pace` ms for each."""
+    """Return a chat of 36 tokens, which the engine sends at once or with `pace` ms for each."""
     messages = [{"role": "user", "content": f"{pace} {TOKENS} 1"}]
     body = {"model": MODEL, "messages": messages, "stream": stream}
     name = f"{'streams' if stream else 'chats'}, {f'{pace} ms' if pace else 'instant'}"
@@ -49,7 +49,7 @@ EMBEDDING = Request("embeddings", "/v1/embeddings", {"model": MODEL, "input": "a
 
 
 class Run(NamedTuple):
-    """One run, milliseconds of processor time of a request by process, and the share of idle processors."""
+    """One run: milliseconds of processor time of a request by process, and the fraction of idle time."""
 
     load: Load
     costs: dict[str, float]
@@ -69,7 +69,7 @@ class Bench:
         self._parts = {"engine": [psutil.Process(engine)], "postgres": _postgres(cluster)}
 
     def run(self, name: str, request: Request, clients: int, seconds: float) -> Run:
-        """One run of the generator against the web process, or the processes, of this name."""
+        """Run the generator once against the web process, or processes, of this name."""
         web = self._webs[name]
         first = psutil.Process(web.child.pid)
         parts = {"web": [first, *first.children()], **self._parts}
@@ -84,7 +84,7 @@ class Bench:
         return Run(load, costs | {"generator": 1000 * load.processor / load.requests}, share)
 
     def compare(self, request: Request, clients: int, seconds: float, rounds: int) -> None:
-        """All web processes in turn; prints a line for each."""
+        """Measure all web processes in turn; print a line for each."""
         runs: dict[str, list[Run]] = {name: [] for name in self._webs}
         for _ in range(rounds):
             for name, done in runs.items():
@@ -112,7 +112,7 @@ class Bench:
 
 
 def _postgres(cluster: Cluster) -> list[psutil.Process]:
-    """The server's processes: cluster's connections are open before it is measured."""
+    """Return the server's processes; the connections must be open before the measurement."""
     server = next(
         process
         for process in psutil.process_iter()
@@ -122,14 +122,14 @@ def _postgres(cluster: Cluster) -> list[psutil.Process]:
 
 
 def serving_with(cluster: Cluster, number: int) -> Process:
-    """So many web processes on one address, all of which serve."""
+    """Start `number` web processes on one address and wait until all of them serve."""
     web = serving(cluster, MODEL, CLUSTER_WEB_PROCESSES=str(number))
     eventually(lambda: web.output().count("Listening on") == number, seconds=60, what="all serve")
     return web
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Run all benchmarks."""
     options = argparse.ArgumentParser(description="Measures both stream clients, or several web processes.")
     options.add_argument("--seconds", type=float, default=4.0)
     options.add_argument("--rounds", type=int, default=3)

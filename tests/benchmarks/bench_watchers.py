@@ -1,10 +1,10 @@
-"""Five hundred pages that watch two hundred parts move: how late a report of a worker is, and at what memory.
+"""Five hundred pages that watch the progress of two hundred targets: delay of reports, and memory.
 
 `python -m tests.benchmarks.bench_watchers [--sockets 500] [--parts 200] [--seconds 60]` starts servers, a web
-process, a controller and planted nodes, and installs a backend on all of them. Each report that a worker
-publishes names its time as its file; a page notes when a frame with it comes. The pages share two processes
-of the generator. Everything shares this machine: late includes how late the generator itself was, which is
-printed too.
+process, a controller and planted nodes, and installs a backend on all of them. Each published report contains
+its time as its file name; a page records when a frame with the report arrives. The pages share two processes
+of the generator. All processes share this machine: the delay includes the delay of the generator itself,
+which is printed too.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from tests.support.cluster import ADMIN, Cluster, Process, running_cluster
 from tests.support.simulator import Act, Fleet, Script
 
 EVERY = 0.25
-"""Seconds between two reports of a part, as of a worker."""
+"""Seconds between two reports of a target, as of a worker."""
 READS = 25
-"""One page in so many reads what it is told."""
+"""One page in this many parses the frames that it receives."""
 OPENING = 20
-"""Pages that open at a time."""
+"""Maximum pages that open at the same time."""
 
 
 async def page(
     url: str, gate: asyncio.Semaphore, opened: Any, late: list[float] | None, sizes: list[int]
 ) -> None:
-    """One page; without `late` it only counts what comes, or the generator would be the slowest of all."""
+    """Open one page; without `late` it only counts frames, because parsing would slow down the generator."""
     async with gate:
         link = await connect(url, additional_headers=ADMIN, proxy=None, max_size=None, open_timeout=120)
     with opened.get_lock():
@@ -61,7 +61,7 @@ async def page(
 
 
 async def pages(url: str, count: int, opened: Any, stop: Any, told: Any) -> None:
-    """Pages until `stop`; then what they noted, one in so many of the latencies."""
+    """Run pages until `stop`; then send their measurements, with a sample of the delays."""
     late: list[float] = []
     sizes: list[int] = []
     lag: list[float] = []
@@ -81,12 +81,12 @@ async def pages(url: str, count: int, opened: Any, stop: Any, told: Any) -> None
 
 
 def generate(url: str, count: int, opened: Any, stop: Any, told: Any) -> None:
-    """A process of pages."""
+    """Run a process of pages."""
     uvloop.run(pages(url, count, opened, stop, told))
 
 
 async def report(simulated: Fleet, op_id: str, seconds: float) -> None:
-    """Every worker reports four times a second; the reports are spread evenly."""
+    """Send four reports a second for every worker, evenly spread."""
     began = clock.monotonic()
     total, turn = 10**9, 0
     while clock.monotonic() - began < seconds:
@@ -102,7 +102,7 @@ async def report(simulated: Fleet, op_id: str, seconds: float) -> None:
 
 
 async def run(cluster: Cluster, chosen: argparse.Namespace, ids: list[str], instances: list[str]) -> None:
-    """Opens the pages, then has the parts move."""
+    """Open the pages, then start the reports."""
     web = await asyncio.to_thread(cluster.web)
     await asyncio.to_thread(cluster.controller)
     spawning = multiprocessing.get_context("spawn")
@@ -148,7 +148,7 @@ async def run(cluster: Cluster, chosen: argparse.Namespace, ids: list[str], inst
 
 
 async def memory(web: Process) -> None:
-    """A line every ten seconds."""
+    """Print the memory of the web process every ten seconds."""
     while True:
         (used, _), began = cost(web), clock.monotonic()
         await asyncio.sleep(10)
@@ -158,7 +158,7 @@ async def memory(web: Process) -> None:
 
 
 def main() -> None:
-    """Runs the whole benchmark."""
+    """Run the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures many pages.")
     options.add_argument("--sockets", type=int, default=500)
     options.add_argument("--parts", type=int, default=200)

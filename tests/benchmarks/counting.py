@@ -13,7 +13,7 @@ _EXECUTE, _QUERY = ord("E"), ord("Q")
 
 
 class StatementCounter:
-    """Forwards a Unix socket to another and counts; runs on a thread of its own."""
+    """Forwards a Unix socket to another and counts statements, in its own thread."""
 
     def __init__(self, folder: Path, server: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class StatementCounter:
             await asyncio.gather(self._count(reader, up), _copy(down, writer), return_exceptions=True)
 
     async def _count(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes the client's messages on; the first one has no type byte."""
+        """Forward the client's messages; the first message has no type byte."""
         buffer = b""
         begun = False
         while data := await reader.read(65536):
@@ -64,7 +64,7 @@ class StatementCounter:
 
 
 def _message_size(buffer: bytes, begun: bool) -> int:
-    """The length of the message at the start of the buffer, 0 while it is not known."""
+    """Return the length of the message at the start of the buffer; 0 while unknown."""
     offset = 1 if begun else 0
     if len(buffer) < offset + 4:
         return 0

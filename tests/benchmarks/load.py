@@ -1,8 +1,8 @@
-"""The load generator: raw keep-alive HTTP clients in a process of their own.
+"""The load generator: raw keep-alive HTTP clients in a separate process.
 
 `python -m tests.benchmarks.load '<json>'` with `host`, `port`, `key`, `model`, `clients`, `seconds` and, for
-whole chats in place of embeddings, `said`, prints one JSON line: requests, errors, seconds, p50 and p99 of
-the latencies in milliseconds.
+chats instead of embeddings, `said`, prints one JSON line: requests, errors, seconds, p50 and p99 of the
+latencies in milliseconds.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ class Figures:
 
     @property
     def per_second(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return self.requests / self.seconds
 
 
 def request_bytes(host: str, key: str, model: str, said: str) -> bytes:
-    """One request, ready to send: for embeddings, or for an answer to what is said."""
+    """Return the bytes of one request: for embeddings, or for a chat with the message `said`."""
     path = "/v1/embeddings"
     asked: dict[str, object] = {"model": model, "input": "a cat"}
     if said:
@@ -59,7 +59,7 @@ class Client(asyncio.Protocol):
         self._expected = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begins."""
+        """Send the first request."""
         self._transport = cast(asyncio.WriteTransport, transport)
         self._send()
 
@@ -68,7 +68,7 @@ class Client(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Collects an answer; counts it and goes on when it is complete."""
+        """Collect an answer; when it is complete, count it and send the next request."""
         self._buffer += data
         if not self._expected and (head := self._buffer.find(b"\r\n\r\n")) >= 0:
             fields = bytes(self._buffer[:head]).lower()
@@ -90,7 +90,7 @@ class Client(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """A connection that breaks before the end counts as an error."""
+        """Count a connection that breaks before the end as an error."""
         if self._until:
             self._statuses[0] += 1
         self.ended.set_result(None)
@@ -99,7 +99,7 @@ class Client(asyncio.Protocol):
 async def measure(
     host: str, port: int, key: str, model: str, clients: int, seconds: float, said: str = ""
 ) -> Figures:
-    """As many requests as `clients` clients get answered in so many seconds."""
+    """Return the figures of `clients` clients after so many seconds."""
     request = request_bytes(host, key, model, said)
     times: list[float] = []
     statuses: Counter[int] = Counter()

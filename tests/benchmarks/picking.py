@@ -1,11 +1,11 @@
-"""Callers of one web process's picker, without the web: the other side of `bench_picks`.
+"""Callers of one web process's picker, without the web: the measured process of `bench_picks`.
 
 `python -m tests.benchmarks.picking '<json>'` with `url`, `model`, `callers`, `seconds`, `plain` and
-`by_prefix` prints a line when it is warm, begins with the next line of its input, so that several begin
-together, and prints one JSON line. With `by_prefix` each caller has a long prompt of its own, of which the
-last block is new every time. `plain` is the textbook's way in the place of the picker: a transaction that
-locks a replica and counts it in, and a statement that counts it out, on a connection for each caller, with
-the server's own durability. It shows what the machine can do at that moment.
+`by_prefix` prints a line when it is warm and begins with the next line of its input, so that several
+processes begin together. At the end it prints one JSON line. With `by_prefix` each caller has its own long
+prompt, whose last block is new every time. `plain` uses the textbook solution instead of the picker: a
+transaction that locks a replica and counts it in, and a statement that counts it out, on a connection for
+each caller, with the server's own durability. It shows the capacity of the machine at that moment.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from localai_cluster.kit import clock
 
 @dataclass(frozen=True)
 class Figures:
-    """One run in one process; times in milliseconds, of the processor in seconds."""
+    """One run in one process; times in milliseconds, processor time in seconds."""
 
     pairs: int
     seconds: float
@@ -37,7 +37,7 @@ class Figures:
 
 
 Pair = Callable[[int], Awaitable[None]]
-"""Picks and releases, for the caller of this number."""
+"""Picks and releases a replica for the caller of this number."""
 
 FIND = """
 SELECT r.id FROM node_models r JOIN backend_nodes n ON n.id = r.node_id
@@ -50,7 +50,7 @@ COUNT_OUT = "UPDATE node_models SET in_flight = greatest(in_flight - 1, 0), upda
 
 @asynccontextmanager
 async def textbook(url: str, model: str, callers: int) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
-    """The plain way, and how many statements it has made, BEGIN and COMMIT not counted."""
+    """Yield the plain solution, and a counter of its statements without BEGIN and COMMIT."""
     connect = psycopg.AsyncConnection[tuple[Any, ...]].connect
     links = [await connect(url, autocommit=True, prepare_threshold=0) for _ in range(callers)]
     made = 0
@@ -71,21 +71,21 @@ async def textbook(url: str, model: str, callers: int) -> AsyncIterator[tuple[Pa
 
 
 BLOCKS = 64
-"""Of a prompt, for callers by prefix: the longest chain."""
+"""Blocks of a prompt for callers by prefix: the longest chain."""
 
 
 @asynccontextmanager
 async def picker(
     url: str, model: str, by_prefix: bool = False
 ) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
-    """The picker of a web process, and how many statements it has made."""
+    """Yield the picker of a web process, and a counter of its statements."""
     from localai_cluster.kit.database_pool import DedicatedConnection, Pool
     from nodes.gateway.picks import Picker
     from nodes.gateway.prefix_routing import PrefixRouter
     from nodes.gateway.request import InferenceRequest
 
     class Counting(DedicatedConnection):
-        """Counts its statements."""
+        """A connection that counts its statements."""
 
         executed = 0
 
@@ -118,7 +118,7 @@ async def picker(
 async def measure(
     url: str, model: str, callers: int, seconds: float, plain: bool = False, by_prefix: bool = False
 ) -> Figures:
-    """As many pairs as so many callers get."""
+    """Return the figures of `callers` parallel callers."""
     times: list[float] = []
 
     async def call(number: int, until: float, times: list[float]) -> None:

@@ -1,7 +1,7 @@
-"""Nodes that are rows, and simulated workers behind them that nobody registered: there in a second.
+"""Nodes that exist only as rows, with simulated workers that never registered; ready in a second.
 
-They do not beat and nothing asks for their lists before the benchmark begins, so that what is counted is the
-work that is measured.
+The workers send no heartbeats, and no process requests their lists before the benchmark begins, so that only
+the measured work is counted.
 """
 
 import os
@@ -24,7 +24,7 @@ from tests.support.simulator.worker import AT_ONCE, Home
 
 
 def set_up(cluster: Cluster) -> None:
-    """Django in this process, on the cluster's database."""
+    """Set up Django in this process, on the cluster's database."""
     os.environ.update({**cluster.environment, "DJANGO_SETTINGS_MODULE": "localai_cluster.settings"})
     import django
 
@@ -32,7 +32,7 @@ def set_up(cluster: Cluster) -> None:
 
 
 def plant(instances: list[str]) -> list[str]:
-    """A healthy node for each worker process; answers their ids."""
+    """Insert a healthy node for each worker process; return the ids."""
     from localai_cluster.kit import names
     from nodes.models import BackendNode
 
@@ -59,7 +59,7 @@ def plant(instances: list[str]) -> list[str]:
 async def listening(
     cluster: Cluster, ids: list[str], instances: list[str], script: Script
 ) -> AsyncIterator[Fleet]:
-    """Workers that answer for planted nodes, all over one connection."""
+    """Run workers for the planted nodes, all on one connection."""
     credentials = mint_service(cluster.nats.keys.account, "simulator", now=clock.now().timestamp())
     bus = NatsBus(replace(parse_url(cluster.nats.url), credentials=credentials), name="planted")
     async with httpx.AsyncClient() as client:
@@ -86,5 +86,5 @@ async def listening(
 
 
 def processes(count: int) -> list[str]:
-    """Names of so many worker processes."""
+    """Return the names of `count` worker processes."""
     return [secrets.token_hex(16) for _ in range(count)]

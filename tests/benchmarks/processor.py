@@ -15,7 +15,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def spent(pid: int) -> float:
-    """Return the processor seconds of a process and its descendants, also of those that have ended.
+    """Return the processor seconds of a process and its descendants, including ended ones.
 
     The clock of a process counts nanoseconds; `/proc` counts hundredths of a second.
     """

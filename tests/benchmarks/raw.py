@@ -1,4 +1,4 @@
-"""A plain HTTP/1.1 client for load: keep-alive connections, nothing parsed but status and body."""
+"""A plain HTTP/1.1 client for load: keep-alive connections; only status and body are parsed."""
 
 import asyncio
 import json
@@ -11,19 +11,19 @@ from localai_cluster.kit import clock
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: status (0 = none within the limit), body, seconds it took."""
+    """One answer: status (0 = none within the limit), body, and duration in seconds."""
 
     status: int
     body: bytes
     seconds: float
 
     def json(self) -> Any:
-        """The parsed body."""
+        """Return the parsed body."""
         return json.loads(self.body)
 
 
 class Connection:
-    """One keep-alive connection, opened at the first request and again after a failure."""
+    """One keep-alive connection, opened at the first request and reopened after a failure."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -38,7 +38,7 @@ class Connection:
         *,
         limit: float = 10.0,
     ) -> Answer:
-        """Sends one request and reads its answer; never raises for a connection that fails."""
+        """Send one request and read its answer; never raise for a failed connection."""
         payload = b"" if body is None else json.dumps(body).encode()
         lines = {"Host": f"{self._host}:{self._port}", "Content-Length": str(len(payload)), **headers}
         if payload:
@@ -56,7 +56,7 @@ class Connection:
         return Answer(status, answer, clock.monotonic() - began)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         if self._streams is not None:
             self._streams[1].close()
         self._streams = None
@@ -72,6 +72,6 @@ class Connection:
 
 
 def percentile(seconds: list[float], share: float) -> float:
-    """The value, in milliseconds, below which `share` of them lie."""
+    """Return the milliseconds that the fraction `share` of the values does not exceed."""
     ordered = sorted(seconds)
     return 1000 * ordered[min(int(len(ordered) * share), len(ordered) - 1)]

@@ -14,12 +14,12 @@ BEAT_EVERY = 10.0
 
 
 def secret(number: int) -> str:
-    """The secret of worker number so-and-so."""
+    """Return the secret of the worker with this number."""
     return hashlib.sha256(f"worker {number}".encode()).hexdigest()
 
 
 def registration(number: int) -> dict[str, object]:
-    """What a worker with one GPU tells."""
+    """Return the registration of a worker with one GPU."""
     return {
         "name": f"gpu-{number:05d}",
         "address": f"10.0.{number // 250}.{number % 250}:50051",
@@ -40,7 +40,7 @@ def registration(number: int) -> dict[str, object]:
 
 
 class Fleet:
-    """Workers that register and beat against one web process."""
+    """Workers that register and send heartbeats to one web process."""
 
     def __init__(self, web: Process) -> None:
         self._port = web.port
@@ -48,7 +48,7 @@ class Fleet:
         self.answers: list[Answer] = []
 
     async def register(self, numbers: range) -> float:
-        """Registers these workers, 16 at a time, each trying again from 2 s on; answers the seconds."""
+        """Register these workers, 16 at a time, each with retries from 2 s on; return the seconds."""
         began, todo = clock.monotonic(), iter(numbers)
         await asyncio.gather(*(self._registrar(todo) for _ in range(AT_ONCE)))
         return clock.monotonic() - began
@@ -72,7 +72,7 @@ class Fleet:
         return True
 
     async def beat(self, seconds: float) -> list[Answer]:
-        """Every worker beats every 10 s, spread evenly, for so many seconds; answers all answers."""
+        """Send a heartbeat of every worker every 10 s, evenly spread, for `seconds`; return all answers."""
         answers: list[Answer] = []
         until = clock.monotonic() + seconds
         step = BEAT_EVERY / len(self.ids)

@@ -1,4 +1,4 @@
-"""A scripted engine of text in a process of its own: the engine of `tests/benchmarks/engine`, in Python.
+"""A scripted text engine in a separate process: the engine of `tests/benchmarks/engine`, in Python.
 
 `python -m tests.benchmarks.talker -address HOST:PORT [-streams N] [-token TOKEN]`. The last message or the
 prompt is the script: `PAUSE TOKENS [SIZE [STATUS MESSAGE]]`, as `engine/main.go` describes it.
@@ -86,7 +86,7 @@ class Talker(_Servicer):
 
 
 async def main() -> None:
-    """Answers until SIGTERM; then running calls may finish."""
+    """Serve until SIGTERM; then let running calls finish."""
     options = argparse.ArgumentParser(description="A scripted engine.")
     options.add_argument("-address", required=True)
     options.add_argument("-streams", type=int, default=2**31 - 1)

@@ -1,1 +1,1 @@
-"""Tests."""
+"""Support code of the tests."""

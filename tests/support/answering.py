@@ -1,4 +1,4 @@
-"""Requests for text through the edge, with scripted engines as the replicas of the model `m`."""
+"""Requests for text through the edge, with scripted engines as the replicas of model `m`."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ Scenario = Callable[[hot.Client, Any], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def definitions(tmp_path: Path, settings: Settings) -> Path:
-    """A models folder with `m`; requests wait two seconds for a load."""
+    """Create a models folder with `m`; requests wait two seconds for a load."""
     (tmp_path / "m.yaml").write_text(DEFINITION)
     settings.CLUSTER = dataclasses.replace(
         settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0, ollama_load_wait=2.0
@@ -37,7 +37,7 @@ def definitions(tmp_path: Path, settings: Settings) -> Path:
 
 
 def play(scenario: Scenario, *engines: Scripted) -> Any:
-    """Runs a scenario with these engines as replicas of `m`; afterwards nothing may be in flight."""
+    """Run a scenario with these engines as replicas of `m`; check at the end that no request is in flight."""
 
     async def whole() -> Any:
         async with AsyncExitStack() as stack:
@@ -66,26 +66,26 @@ def play(scenario: Scenario, *engines: Scripted) -> Any:
 
 
 async def reply(waiting: Awaitable[hot.Reply | None]) -> hot.Reply:
-    """A reply that must come."""
+    """Return the reply; fail if there is none."""
     answered = await waiting
     assert answered is not None
     return answered
 
 
 def one(body: Any, script: Iterable[Step], path: str = CHAT) -> tuple[hot.Reply, Scripted]:
-    """The reply to one request, and the engine that made it."""
+    """Return the reply to one request, and the engine that generated it."""
     engine = Scripted(script)
     return play(lambda client, _: reply(client.post(path, body)), engine), engine
 
 
 async def finished(body: Any, path: str = CHAT) -> Streamed:
-    """A streamed answer, read to its end."""
+    """Return a streamed answer after its end."""
     async with asked(application, path, body) as (answer, work):
         await work
         return answer
 
 
 def streamed(body: Any, script: Iterable[Step], path: str = CHAT) -> Streamed:
-    """The same with an engine."""
+    """Return a streamed answer of an engine with this script, after its end."""
     answer: Streamed = play(lambda *_: finished(body | {"stream": True}, path), Scripted(script))
     return answer

@@ -1,4 +1,4 @@
-"""Callers of the REST API, and registrations as workers send them."""
+"""Callers of the REST API, and registrations in the form of workers."""
 
 import json
 from contextlib import nullcontext
@@ -32,40 +32,40 @@ REGISTER = "/api/node/register"
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """The examples of one recording of the reference."""
+    """Return the examples of one recording of the reference."""
     found: list[dict[str, Any]] = json.loads((RECORDINGS / f"{name}.json").read_text())["examples"]
     return found
 
 
 class Caller:
-    """Sends JSON with one fixed set of headers."""
+    """Sends JSON with fixed headers."""
 
     def __init__(self, **headers: str) -> None:
         self.client = Client(raise_request_exception=False, enforce_csrf_checks=True)
         self.headers = headers
 
     def get(self, path: str) -> Any:
-        """GET."""
+        """Send GET."""
         return self.client.get(path, headers=self.headers)
 
     def post(self, path: str, body: Any = None, **headers: str) -> Any:
-        """POST of a JSON value, of raw bytes, or of nothing."""
+        """Send POST with a JSON value, raw bytes, or no body."""
         return self.send("POST", path, body, **headers)
 
     def put(self, path: str, body: Any = None) -> Any:
-        """PUT, bodies as with POST."""
+        """Send PUT; bodies as with POST."""
         return self.send("PUT", path, body)
 
     def patch(self, path: str, body: Any = None) -> Any:
-        """PATCH, bodies as with POST."""
+        """Send PATCH; bodies as with POST."""
         return self.send("PATCH", path, body)
 
     def delete(self, path: str) -> Any:
-        """DELETE."""
+        """Send DELETE."""
         return self.send("DELETE", path)
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
-        """A request with a JSON value, raw bytes, or nothing."""
+        """Send a request with a JSON value, raw bytes, or no body."""
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         sent = {**self.headers, **headers}
         if path.rstrip("/") == REGISTER:
@@ -73,7 +73,7 @@ class Caller:
         return self.client.generic(method, path, raw, content_type="application/json", headers=sent)
 
     def _raw(self, method: str, body: bytes, headers: dict[str, str]) -> HttpResponse:
-        """A registration, by an application of its own: as if it had come to another web process."""
+        """Register through a second application, as if the request had reached another web process."""
         cookies = {"cookie": self.client.cookies.output(header="", sep=";")} if self.client.cookies else {}
         raw = [(k.lower().encode(), v.encode("latin-1")) for k, v in {**headers, **cookies}.items()]
         client = self.client.defaults.get("REMOTE_ADDR", "127.0.0.1")
@@ -89,40 +89,40 @@ class Caller:
 
 
 class Answer(HttpResponse):
-    """An answer of a raw application, read as those of Django's client are."""
+    """An answer of a raw application, with the interface of Django's client."""
 
     def json(self) -> Any:
-        """The value of the body."""
+        """Return the parsed body."""
         return json.loads(self.content)
 
 
 def bearer(credential: str) -> Caller:
-    """Somebody with this credential."""
+    """Return a caller with this credential."""
     return Caller(Authorization=f"Bearer {credential}")
 
 
 def admin() -> Caller:
-    """The static admin key."""
+    """Return a caller with the static admin key."""
     return bearer(API_KEY)
 
 
 def worker(secret: str = SECRET) -> Caller:
-    """A node with its own secret."""
+    """Return a caller with a node's own secret."""
     return bearer(secret)
 
 
 def registration(name: str = "w1", **fields: Any) -> dict[str, Any]:
-    """The body of a registration."""
+    """Return the body of a registration."""
     return {"name": name, "address": "127.0.0.1:51100", "token": REGISTRATION_TOKEN, **fields}
 
 
 def secret_of(name: str) -> str:
-    """The secret that the worker of this name has made for itself."""
+    """Return the secret that the worker of this name has generated."""
     return SECRET if name == "w1" else hash_secret(name)
 
 
 def register(body: Any, secret: str | None = None, **headers: str) -> Any:
-    """Registers over HTTP, with the secret of the named worker; without any if `secret` is empty."""
+    """Register over HTTP with the secret of the named worker; without a secret if `secret` is empty."""
     name = body.get("name") if isinstance(body, dict) else None
     secret = secret_of(str(name)) if secret is None else secret
     extra = ({"X-LocalAI-Node-Secret": secret} if secret else {}) | headers
@@ -132,7 +132,7 @@ def register(body: Any, secret: str | None = None, **headers: str) -> Any:
 def make_node(
     name: str = "w1", *, secret: str | None = None, approved: bool = True, **fields: Any
 ) -> BackendNode:
-    """A registered node."""
+    """Register a node; return its row."""
     fields.setdefault("address", "127.0.0.1:51100")
     return register_as(
         registry_registration.Registration(name=name, **fields),
@@ -144,23 +144,23 @@ def make_node(
 
 
 def node(node_id: UUID | str) -> BackendNode:
-    """The row as it is now."""
+    """Return the current row."""
     return BackendNode.objects.get(pk=node_id)
 
 
 def message(response: HttpResponse) -> str:
-    """What an error says, in whichever envelope."""
+    """Return the message of an error in any envelope."""
     error = json.loads(response.content)["error"]
     return str(error if isinstance(error, str) else error["message"])
 
 
 def replica(node: BackendNode, name: str = "m", **fields: Any) -> NodeModel:
-    """A loaded replica on the node."""
+    """Create a loaded replica on the node."""
     return NodeModel.engines.create(node=node, model_name=name, **replicas.columns(**fields))
 
 
 def mark(node: BackendNode, event: str) -> None:
-    """Lets something happen to the node that no admin does: `silent`, `unhealthy`."""
+    """Apply an event that no admin triggers: `silent`, `unhealthy`."""
     task = actors.task("test")
     if event == "unhealthy":
         lifecycle.mark_unhealthy(node.id, actor=task, now=clock.now(), reason="it did not answer")

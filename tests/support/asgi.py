@@ -1,4 +1,4 @@
-"""One request to a bare ASGI application, with its body in one piece."""
+"""One request to a bare ASGI application, with its body in one message."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 async def exchange(
     application: Any, method: str, path: str, body: bytes, headers: Headers, *, client: str
 ) -> list[dict[str, Any]]:
-    """The messages of the answer: its start, then its body."""
+    """Return the messages of the answer: its start, then its body."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Example engines as real processes, assembled once, started by run.sh with an all but empty environment."""
+"""Example engines as real processes, assembled once, started by run.sh with a nearly empty environment."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ READY_SECONDS = 20.0
 
 @cache
 def gallery() -> Path:
-    """The folder of the assembled gallery, brought up to date once a test run."""
+    """Return the folder of the assembled gallery; rebuild outdated parts once per test run."""
     subprocess.run(
         [sys.executable, ROOT / "examples/gallery/build.py"], check=True, stdout=subprocess.DEVNULL
     )
@@ -33,20 +33,20 @@ def gallery() -> Path:
 
 @dataclass
 class Backend:
-    """A running engine. `log` holds what it wrote to stdout and stderr."""
+    """A running engine; `log` has its stdout and stderr."""
 
     address: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def kill(self) -> None:
-        """Ends the process without a chance to say goodbye."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.process.wait()
 
 
 def start(name: str, port: int, log: Path, *, token: str = TOKEN, folder: Path | None = None) -> Backend:
-    """Starts an engine as a worker does, without waiting until it answers; `folder` overrides its place."""
+    """Start an engine as a worker does, without waiting until it is ready; `folder` overrides its folder."""
     script = (folder or gallery() / name) / "run.sh"
     environment = {"PATH": os.defpath}
     if token:
@@ -65,7 +65,7 @@ def start(name: str, port: int, log: Path, *, token: str = TOKEN, folder: Path |
 
 
 async def ready(backend: Backend, *, token: str = TOKEN) -> None:
-    """Waits until the engine calls itself ready; fails with its log when it does not."""
+    """Wait until the engine reports that it is ready; fail with its log if it does not."""
     client = BackendClient(backend.address, token)
 
     async def healthy() -> bool:
@@ -86,7 +86,7 @@ async def ready(backend: Backend, *, token: str = TOKEN) -> None:
 async def running_backend(
     name: str, *, model: str = "", options: tuple[str, ...] = ()
 ) -> AsyncIterator[Backend]:
-    """An engine that answers Health; with `model` it has loaded that model (with these engine options)."""
+    """Run an engine that is ready; load `model`, if given, with these engine options."""
     folder = Path(tempfile.mkdtemp(prefix="engine-"))
     backend = start(name, free_port(), folder / "log")
     try:
@@ -101,7 +101,7 @@ async def running_backend(
 
 
 async def load(backend: Backend, model: str, *options: str) -> None:
-    """Loads a model into a running engine."""
+    """Load a model into a running engine."""
     client = BackendClient(backend.address, TOKEN)
     try:
         result = await client.load_model(ModelOptions(Model=model, Embeddings=True, Options=options), 30.0)

@@ -1,4 +1,4 @@
-"""Heartbeats as workers send them, to the application in front of Django, and what they leave behind."""
+"""Heartbeats in the form of workers, sent to the application in front of Django, and their effects."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tests.support.asgi import exchange
 
 
 class Counted:
-    """A pool that writes down the statements it is asked for."""
+    """A pool that records its statements."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -35,7 +35,7 @@ async def beat(
     method: str = "POST",
     instance: str = "",
 ) -> tuple[int, Any]:
-    """Sends one beat and waits until it is written; answers status and body."""
+    """Send one heartbeat and wait until it is written; return status and body."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     headers = [(b"content-type", content_type.encode())]
     if instance:

@@ -1,4 +1,4 @@
-"""A bus whose workers the test plays."""
+"""A bus with workers that the test plays."""
 
 import asyncio
 import math
@@ -13,11 +13,11 @@ from localai_cluster.messaging.messages import decode, encode
 
 R = TypeVar("R")
 NEVER = object()
-"""The reply that does not come."""
+"""A reply that does not arrive."""
 
 
 async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float, *, inbox: str) -> R:
-    """The reply to one request."""
+    """Return the reply to one request."""
     return decode(await bus.request(subject, encode(request), timeout, inbox=inbox), reply)
 
 
@@ -29,15 +29,15 @@ class Listening:
     subject: str
 
     async def close(self) -> None:
-        """Nobody listens any more."""
+        """End the subscription."""
         self.handlers.pop(self.subject, None)
 
 
 class PlayedBus:
-    """Workers by subject; no other subject has a listener.
+    """Workers by subject; other subjects have no listener.
 
-    A reply is a message, bytes, an exception to raise, `NEVER`, or a function that makes one of them. Of a
-    list each is given once, the last one forever.
+    A reply is a message, bytes, an exception to raise, `NEVER`, or a function that returns one of them. Each
+    reply of a list is given once, the last one from then on.
     """
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class PlayedBus:
         self.replies: dict[str, Any] = {}
         self.asked: dict[str, list[bytes]] = defaultdict(list)
         self.waits: dict[str, list[float]] = defaultdict(list)
-        """For how many seconds each request would have waited."""
+        """Timeouts of the requests in seconds, by subject."""
         self.published: list[tuple[str, bytes]] = []
         self.handlers: dict[str, Handler] = {}
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """It is connected."""
+        """Return at once: the bus is always connected."""
         return self.generation
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Kept for the test to see."""
+        """Record the message for the test."""
         self.published.append((subject, payload))
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
-        """What the test has put there; W35: every request to a node asks for replies in its own inbox."""
+        """Return the reply that the test has set. W35: a request to a node must use its own inbox."""
         assert subject.startswith(f"nodes.{inbox.removeprefix('_INBOX.')}.")
         self.asked[subject].append(payload)
         self.waits[subject].append(timeout)
@@ -77,14 +77,14 @@ class PlayedBus:
         return reply if isinstance(reply, bytes) else encode(reply)
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
-        """Only the test publishes to it."""
+        """Record a subscription that only the test publishes to."""
         self.handlers[subject] = handler
         return Listening(self.handlers, subject)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def stops(self, node_id: Any) -> list[str]:
-        """What the node's worker was asked to stop by `backend.stop`."""
+        """Return the process keys that the node's worker was to stop by `backend.stop`."""
         wanted = messages.subject("backend.stop", str(node_id))
         return [decode(body, m.StopBackend).backend for subject, body in self.published if subject == wanted]

@@ -1,4 +1,4 @@
-"""A certificate authority for tests, and certificates of it."""
+"""A certificate authority for tests, and its certificates."""
 
 import ipaddress
 from datetime import timedelta
@@ -33,7 +33,7 @@ class Authority:
         self.file.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, days: int = 30) -> tuple[Path, Path]:
-        """Certificate and key for 127.0.0.1 and localhost; negative `days`: expired so long ago."""
+        """Issue certificate and key for 127.0.0.1 and localhost; negative `days`: it expired so long ago."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]

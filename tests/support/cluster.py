@@ -1,7 +1,7 @@
-"""A whole cluster as real processes, driven through its public interfaces only.
+"""A whole cluster of real processes, used through its public interfaces only.
 
-Servers are the embedded ones, every process runs the command that production runs, all of it on free ports
-with temporary data. A reaper ends everything even if the test run itself is killed.
+The servers are the embedded ones, and every process runs the production command, on free ports with temporary
+data. A reaper ends all processes even if the test run itself is killed.
 """
 
 import json
@@ -34,12 +34,12 @@ ADMIN_KEY = "static-admin-key-of-the-test-cluster"
 SCRAPER = "scraper-token-of-the-test-cluster"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 STORY = 8000
-"""Characters printed of each log after a failure."""
+"""Characters of each log that are printed after a failure."""
 
 
 @dataclass
 class Process:
-    """One started process and where its output goes."""
+    """A started process and the file with its output."""
 
     name: str
     child: "subprocess.Popen[bytes]"
@@ -53,25 +53,25 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """True if the process still runs."""
         return self.child.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL to this very process, not to its children: as a crash would."""
+        """Send SIGKILL to this process, not to its children, as in a crash."""
         self.child.kill()
         self.child.wait()
 
     def output(self) -> str:
-        """What it has logged so far."""
+        """Return the output so far."""
         return self.log.read_text(errors="replace")
 
     @property
     def state(self) -> str:
-        """Whether it runs, or how it ended."""
+        """Return "runs", or how the process ended."""
         return "runs" if self.alive else f"ended with {self.child.returncode}"
 
     def story(self) -> str:
-        """The end of its log without the frames of other people's code, which would leave room for little."""
+        """Return the end of the log without frames of other packages, which would take most of the space."""
         lines = self.output().splitlines()
         told = [line for line in lines if not line.startswith((" ", "\t")) or f'"{ROOT}/' in line]
         return "\n".join(line[:400] for line in told if "/.venv/" not in line)[-STORY:]
@@ -85,10 +85,11 @@ class Cluster:
     extra: Mapping[str, str] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
     root: Path = ROOT
-    """The tree whose product runs; `make measure` runs an older commit beside this one."""
+    """The source tree of the product; `make measure` runs an older commit in comparison."""
     python: str = sys.executable
     forks: ClassVar[bool] = False
-    """True in a test run: the processes are forked, for a start costs one to two seconds of the processor."""
+    """True in a test run: processes are forked, because a start costs one to two seconds of processor time.
+    """
 
     def __post_init__(self) -> None:
         self.started = 0
@@ -105,7 +106,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the server processes get."""
+        """Return the environment of the server processes."""
         return {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(self.root),
@@ -135,7 +136,7 @@ class Cluster:
         }
 
     def start(self) -> None:
-        """Starts the servers and makes the schema."""
+        """Start the servers and create the schema."""
         subprocess.run(
             [self.python, str(self.root / "examples/gallery/build.py")],
             check=True,
@@ -146,7 +147,7 @@ class Cluster:
             server.start(self.reaper)
 
     def manage(self, *arguments: str, **more: str) -> str:
-        """Runs a management command to its end; returns its output."""
+        """Run a management command to its end; return its output."""
         env = {**self.environment, **more}
         if self.forks:
             done = forking.run_command(*arguments, env=env, cwd=self.root, folder=self.home)
@@ -163,7 +164,7 @@ class Cluster:
         return done.stdout
 
     def spawn(self, name: str, *argv: str, env: Mapping[str, str], port: int = 0) -> Process:
-        """Starts a long-running process in its own session."""
+        """Start a long-running process in its own session."""
         self.started += 1
         log, env = self.home / f"{name}-{self.started}.log", {**self.environment, **env}
         with log.open("wb") as file:
@@ -179,26 +180,26 @@ class Cluster:
         return process
 
     def web(self, **env: str) -> Process:
-        """A web process, ready."""
+        """Start a web process and wait until it is ready."""
         port = free_port()
         process = self.spawn("web", "manage.py", "serve", port=port, env={"PORT": str(port), **env})
         eventually(lambda: is_ready(process), seconds=30, what=f"web is ready: {process.log}")
         return process
 
     def controller(self, **env: str) -> Process:
-        """A controller, ready."""
+        """Start a controller and wait until it is ready."""
         process = self.spawn("controller", "manage.py", "controller", env=env)
         eventually(lambda: "is ready" in process.output(), seconds=20, what=f"controller: {process.log}")
         return process
 
     def tasks(self) -> Process:
-        """A process that runs the scheduled tasks."""
+        """Start a process that runs the scheduled tasks."""
         process = self.spawn("tasks", "manage.py", "qcluster", env={})
         eventually(lambda: runs_tasks(process), seconds=30, what=f"tasks: {process.log}")
         return process
 
     def worker(self, name: str, web: Process, *, wait: bool = True, **env: str) -> Process:
-        """A worker of its own data folder, registered with `web`."""
+        """Start a worker with its own data folder, registered with `web`."""
         home = self.home / f"worker-{name}"
         for folder in ("backends", "models"):
             (home / folder).mkdir(parents=True, exist_ok=True)
@@ -223,26 +224,26 @@ class Cluster:
         return process
 
     def node(self, web: Process, name: str) -> dict[str, Any] | None:
-        """The node of that name as the API tells it."""
+        """Return the node of this name from the API; None if there is none."""
         found: list[dict[str, Any]] = self.get(web, "/api/nodes").json()
         return next((node for node in found if node["name"] == name), None)
 
     def get(self, web: Process, path: str) -> httpx.Response:
-        """GET as admin."""
+        """Send GET as admin."""
         return call("GET", web.url + path, headers=ADMIN, timeout=120)
 
     def post(self, web: Process, path: str, body: Any = None, *, timeout: float = 120) -> httpx.Response:
-        """POST as admin."""
+        """Send POST as admin."""
         return call("POST", web.url + path, headers=ADMIN, json=body, timeout=timeout)
 
     def embed(
         self, web: Process, text: Any = "a cat", *, model: str = "echo", timeout: float = 120
     ) -> httpx.Response:
-        """One embeddings request as admin."""
+        """Send one embeddings request as admin."""
         return self.post(web, "/v1/embeddings", {"model": model, "input": text}, timeout=timeout)
 
     def rows(self, query: str, *values: Any, **named: Any) -> list[tuple[Any, ...]]:
-        """What the database says; for oracles that no interface shows."""
+        """Query the database, for facts that no interface shows."""
         with psycopg.connect(self.postgres.url) as link:
             return link.execute(query, named or values).fetchall()
 
@@ -258,7 +259,7 @@ class Cluster:
         self.processes.remove(process)
 
     def stop(self) -> None:
-        """Stops everything, newest first."""
+        """Stop all processes, newest first."""
         for process in reversed(self.processes[:]):
             self.end(process)
         for server in (self.nats, self.valkey, self.postgres):
@@ -270,21 +271,21 @@ _TRANSPORT = httpx.HTTPTransport(verify=False, limits=httpx.Limits(max_keepalive
 
 
 def call(method: str, url: str, **options: Any) -> httpx.Response:
-    """Send one request by a connection of its own.
+    """Send one request on a connection of its own.
 
-    httpx's own functions read the proxies and make a TLS context for each request.
+    The functions of httpx read the proxies and create a TLS context for each request.
     """
     return httpx.Client(transport=_TRANSPORT, trust_env=False).request(method, url, **options)
 
 
 def runs_tasks(process: Process) -> bool:
-    """Whether the process takes scheduled tasks; fails at once if it ended."""
+    """Return True if the process runs scheduled tasks; fail at once if it ended."""
     assert process.alive, process.story()
     return "ready to run tasks" in process.output()
 
 
 def is_ready(process: Process) -> bool:
-    """Whether the web process answers /readyz with 200; fails at once if it ended."""
+    """Return True if the web process answers /readyz with 200; fail at once if it ended."""
     assert process.alive, process.story()
     try:
         return call("GET", f"{process.url}/readyz", timeout=30).status_code == 200
@@ -294,9 +295,9 @@ def is_ready(process: Process) -> bool:
 
 @contextmanager
 def running_cluster(**extra: str) -> Iterator[Cluster]:
-    """A started cluster without processes.
+    """Yield a started cluster without processes.
 
-    Everything is gone afterwards, its logs printed if the test failed.
+    At the end everything is removed, and the logs are printed if the test failed.
     """
     home = Path(tempfile.mkdtemp(prefix="lac-cluster-"))
     cluster = Cluster(home, extra)
@@ -314,7 +315,7 @@ def running_cluster(**extra: str) -> Iterator[Cluster]:
 
 
 def rows_left(cluster: Cluster) -> str:
-    """Operations, schedules and waiting tasks, as far as the database answers."""
+    """Return operations, schedules and waiting tasks as text, if the database responds."""
     asked = (
         "SELECT kind, element, status, phase, message, fence, attempts, lost_leases, lease_owner, lease_until"
         " FROM operations ORDER BY seq",
@@ -329,7 +330,7 @@ def rows_left(cluster: Cluster) -> str:
 
 
 def engines_of(home: Path) -> list[int]:
-    """Processes whose working directory lies under `home`: engines that some worker started."""
+    """Return the processes whose working directory is below `home`: engines that a worker started."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""`manage.py` as a test calls it: what a command prints, and why it is refused."""
+"""Calls of `manage.py` by tests: the output of a command, or its refusal."""
 
 import json
 from io import StringIO
@@ -9,19 +9,19 @@ from django.core.management import CommandError, call_command
 
 
 def run(*arguments: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     out = StringIO()
     call_command(*arguments, stdout=out)
     return out.getvalue()
 
 
 def told(*arguments: str) -> Any:
-    """What a command prints with `--json`."""
+    """Return the parsed output of a command with `--json`."""
     return json.loads(run(*arguments, "--json"))
 
 
 def refused(*arguments: str) -> str:
-    """Why a command ends with exit code 1: one line."""
+    """Return the one line with which a command ends with exit code 1."""
     with pytest.raises(CommandError) as caught:
         run(*arguments)
     assert caught.value.returncode == 1

@@ -1,4 +1,4 @@
-"""Decisions of loads as the product keeps them: with what they saw in the placement log."""
+"""Decisions of loads as the product stores them, with their snapshots in the placement log."""
 
 from collections.abc import Sequence
 from uuid import UUID, uuid4
@@ -15,7 +15,7 @@ from nodes.placement.load_decision import LoadQuestion, decide_load
 def decided(
     model: str = "m", operation: UUID | None = None, nodes: Sequence[Candidate] | None = None
 ) -> DecisionRecord:
-    """What a load that looks at all nodes, or at these, would decide; its snapshot is kept."""
+    """Decide a load on all nodes, or on `nodes`; store the snapshot and return the record."""
     fleet = fleet_cache.read_fleet(model) if nodes is None else nodes
     question, id = LoadQuestion(FleetView(fleet, NO_NEED)), operation or uuid4()
     seen = decision_log.store_snapshot(encode_load(str(id), model, question), now=clock.now())

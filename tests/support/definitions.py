@@ -1,4 +1,4 @@
-"""Definitions of models in a folder of the test."""
+"""Model definitions in a folder of the test."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ PLAIN: dict[str, Any] = {
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a file of this name: a text, or anything else as YAML."""
+    """Return a function that writes a file of this name: a text, or any other value as YAML."""
 
     def _write(name: str, content: Any) -> Path:
         path = tmp_path / name

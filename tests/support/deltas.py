@@ -1,4 +1,4 @@
-"""Answers as deltas, for the tests of dialects: any pieces in any order, cut anywhere."""
+"""Answers as deltas, for the tests of dialects: any pieces in any order, split anywhere."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ HEAD = Head("0123456789abcdef" * 2, 1_700_000_000, ASKED)
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[TextDelta]:
-    """The deltas of one answer: thoughts, texts and calls mixed, and the end."""
+    """Draw the deltas of one answer: thoughts, texts and calls mixed, and the end."""
     parts = draw(st.lists(st.tuples(TEXTS, TEXTS, st.lists(PIECES, max_size=2)), max_size=6))
     made = [TextDelta(0, text, thought, tuple(calls)) for text, thought, calls in parts]
     finish = draw(st.sampled_from(["stop", "length", "tool_calls"]))
@@ -23,7 +23,7 @@ def answers(draw: st.DrawFn) -> list[TextDelta]:
 
 
 def played(dialect: Dialect, deltas: Sequence[TextDelta], data: st.DataObject) -> bytes:
-    """The whole stream, however the deltas are bundled."""
+    """Return the whole stream, with the deltas bundled at random."""
     told, events, left = dialect.events(HEAD).render, b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))

@@ -1,11 +1,11 @@
-"""How hard the tests look: `make sweep` sets TEST_EFFORT, and a race or a property is tried that often."""
+"""The effort of the tests: `make sweep` sets TEST_EFFORT, which multiplies rounds and examples."""
 
 import os
 
 import pytest
 
 EFFORT = int(os.environ.get("TEST_EFFORT", "1"))
-"""1 for every run; by this races have more rounds and properties more examples."""
+"""Multiplier of races' rounds and properties' examples; 1 in an ordinary run."""
 
 swept = pytest.mark.skipif("TEST_EFFORT" not in os.environ, reason="`make sweep` plays it")
-"""For a test that is too long for every run, beside another of its kind that every run plays."""
+"""Marks a test that is too long for an ordinary run; a shorter test of the same kind runs always."""

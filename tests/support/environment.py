@@ -1,7 +1,7 @@
-"""The environment of the test run: temporary data, own sockets, known secrets; set before Django reads it.
+"""The environment of the test run: temporary data, sockets, fixed secrets; set before Django reads it.
 
-Loaded as a plugin (`-p`), so it runs before pytest-django looks at the settings. It starts nothing:
-PostgreSQL and Valkey start with the first test that asks for them (`tests/conftest.py`).
+Loaded as a plugin (`-p`), so it runs before pytest-django reads the settings. It starts no server: PostgreSQL
+and Valkey start with the first test that needs them (`tests/conftest.py`).
 """
 
 import atexit
@@ -12,7 +12,7 @@ from pathlib import Path
 
 HOME = Path(tempfile.mkdtemp(prefix="lac-test-"))
 RUN = Path(os.environ.setdefault("CLUSTER_TESTS_OF_RUN", str(HOME)))
-"""Folder of the whole run: that of the process which started the others."""
+"""Folder of the whole run, which belongs to the first process of the run."""
 REGISTRATION_TOKEN = "test-registration-token"
 API_KEY = "test-static-admin-key"
 VALKEY_PASSWORD = "test-valkey-password"

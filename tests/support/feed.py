@@ -1,4 +1,4 @@
-"""Tabs on `/ws/feed` in this process, and what happens meanwhile to nodes, operations and users."""
+"""Tabs on `/ws/feed` in this process, and changes of nodes, operations and users."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -27,7 +27,7 @@ ANN = actors.Actor(actors.ActorKind.USER, "ann")
 
 @pytest.fixture(autouse=True)
 def process(valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> watching.NodeFeed:
-    """This test's web process."""
+    """Start this test's web process."""
     made = watching.NodeFeed(live.look)
     monkeypatch.setattr(watching, "_shared", made)
     return made
@@ -38,7 +38,7 @@ Open = Callable[..., Awaitable[Tab]]
 
 @pytest.fixture
 async def tab() -> AsyncIterator[Open]:
-    """Opens tabs, and closes them afterwards."""
+    """Return a function that opens tabs; close the tabs at the end."""
     opened: list[Tab] = []
 
     async def start(query: str = "", headers: Any = live.ADMIN) -> Tab:
@@ -52,12 +52,12 @@ async def tab() -> AsyncIterator[Open]:
 
 
 def shown(page: Tab, node: BackendNode) -> dict[str, Any]:
-    """The node as the page shows it."""
+    """Return the node as the page shows it."""
     return page.nodes[str(node.id)]
 
 
 async def sees(page: Tab, condition: Callable[[Tab], Any]) -> None:
-    """Waits until it holds of what the page has."""
+    """Wait until the condition holds for the page."""
     await page.until(lambda: condition(page))
 
 
@@ -74,7 +74,7 @@ admit = sync_to_async(admitted)
 
 @sync_to_async
 def end(event: Event = Event.FAIL, error: str = "no such file") -> Operation:
-    """Claims what is due first and ends it."""
+    """Claim the first due operation and end it."""
     (work,) = attempts.claim("t", now=clock.now(), lease=30, limit=1)
     attempts.finish(work.id, work.fence, event, now=clock.now(), error=error)
     return work
@@ -87,7 +87,7 @@ def drain(node: BackendNode, reason: str = "disk") -> None:
 
 @sync_to_async
 def signed_in(name: str = "root", **fields: Any) -> tuple[Any, list[tuple[bytes, bytes]]]:
-    """An admin and the headers of his page."""
+    """Return an admin and the headers of his page."""
     user = get_user_model().objects.create_superuser(name, password="x", **fields)
     (client := Client()).force_login(user)
     cookie = f"sessionid={client.cookies['sessionid'].value}".encode()

@@ -1,4 +1,4 @@
-"""A client of a worker's files that sends what no library would: any path, any header, half a body."""
+"""A client of a worker's files that can send invalid requests: any path, any header, a partial body."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ BEARER = {"Authorization": f"Bearer {ENGINE_TOKEN}"}
 
 @dataclass(frozen=True)
 class Got:
-    """An answer; status 0 if the connection ended without one."""
+    """An answer; status 0 if the connection ended without an answer."""
 
     status: int
     body: bytes = b""
@@ -34,12 +34,12 @@ class Got:
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
+        """Return the parsed body."""
         return json.loads(self.body)
 
 
 def sha256(content: bytes) -> str:
-    """In hex."""
+    """Return the hash in hex."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -50,12 +50,12 @@ class Files:
     address: str
 
     def connect(self) -> socket.socket:
-        """A connection."""
+        """Open a connection."""
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host, int(port)), PATIENCE)
 
     def ask(self, method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b"") -> Got:
-        """One request on a connection of its own; `headers` in place of the bearer alone."""
+        """Send one request on its own connection; `headers` replace the default, the bearer token."""
         with self.connect() as link:
             self.send_head(link, method, path, BEARER if headers is None else headers)
             with contextlib.suppress(ConnectionError):
@@ -63,32 +63,32 @@ class Files:
             return answered(link, method)
 
     def send_head(self, link: socket.socket, method: str, path: str, headers: dict[str, str]) -> None:
-        """The head of a request."""
+        """Send the head of a request."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.address}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         link.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
 
     def head(self, key: str) -> Got:
-        """HEAD."""
+        """Send HEAD."""
         return self.ask("HEAD", f"/v1/files/{key}")
 
     def get(self, key: str, wanted: str = "") -> Got:
-        """GET, a part of it if `wanted` is a Range."""
+        """Send GET; `wanted` is a Range."""
         return self.ask("GET", f"/v1/files/{key}", BEARER | ({"Range": wanted} if wanted else {}))
 
     def put(self, key: str, content: bytes, digest: str | None = None, **more: str) -> Got:
-        """PUT of a whole file; `more` are headers."""
+        """Send PUT with a whole file; `more` are headers."""
         return self.ask("PUT", f"/v1/files/{key}", _headers(content, digest, more), content)
 
     def put_part(self, key: str, content: bytes, start: int, end: int, digest: str | None = None) -> Got:
-        """PUT of the bytes from `start` up to `end`, which is not included."""
+        """Send PUT with the bytes from `start` up to, but not including, `end`."""
         span = {"Content-Range": f"bytes {start}-{end - 1}/{len(content)}"}
         return self.ask(
             "PUT", f"/v1/files/{key}", _headers(content[start:end], digest, span), content[start:end]
         )
 
     def cut(self, key: str, content: bytes, start: int, after: int, *, reset: bool) -> None:
-        """An upload of the rest from `start` whose connection ends after so many bytes of the body."""
+        """Upload the rest from `start`; end the connection after `after` bytes of the body."""
         rest = content[start:]
         span = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
         with self.connect() as link:
@@ -98,7 +98,7 @@ class Files:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def stage(self, key: str, content: bytes, tries: int = 20) -> int:
-        """Brings a file there as §13 says; how many PUTs it took. Pauses are left out."""
+        """Send a file by the rules of §13, without pauses; return the number of PUTs."""
         digest = sha256(content)
         if self.head(key).headers.get("x-content-sha256") == digest:
             return 0
@@ -120,7 +120,7 @@ class Files:
 
 
 def answered(link: socket.socket, method: str) -> Got:
-    """The answer to what was sent."""
+    """Return the answer to the request that was sent."""
     response = HTTPResponse(link, method=method)
     try:
         response.begin()
@@ -141,17 +141,17 @@ def _headers(body: bytes, digest: str | None, more: dict[str, str]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """One real server for the tests of a module."""
+    """Yield one real server for the tests of a module."""
     with worker() as one:
         yield one
 
 
 @pytest.fixture
 def files(served: Served) -> Files:
-    """A client of its file server."""
+    """Return a client of the server's files."""
     return Files(served.address)
 
 
 def on_disk(served: Served, key: str) -> Path:
-    """Where a file of `models/` lies."""
+    """Return the path of a file of `models/`."""
     return served.folders.models / key.removeprefix("models/")

@@ -1,4 +1,4 @@
-"""A worker's file server as worker.md §12 has it, which can be told to go wrong, and what it was asked."""
+"""A worker's file server according to worker.md §12, with planned faults and a record of its requests."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ _WORDS = {200: "OK", 308: "Permanent Redirect", 401: "Unauthorized", 404: "Not F
 
 @dataclass(frozen=True)
 class Asked:
-    """One request."""
+    """One received request."""
 
     method: str
     key: str
@@ -30,14 +30,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Cut:
-    """The connection breaks after so many bytes of a body."""
+    """The connection breaks after `after` bytes of a body."""
 
     after: int
 
 
 @dataclass(frozen=True)
 class Says:
-    """An answer to a PUT in place of the right one, before its body is read."""
+    """An answer to a PUT instead of the right one, sent before its body is read."""
 
     status: int
     text: str = ""
@@ -46,53 +46,53 @@ class Says:
 
 @dataclass(frozen=True)
 class Hangs:
-    """Nothing more is read after so many bytes, for as long as the test goes on."""
+    """The server stops reading after `after` bytes until the test ends."""
 
     after: int = 0
 
 
 @dataclass
 class FileServer:
-    """Serves `folder`; each of `faults` is for one PUT, in order."""
+    """Serves `folder`; each of `faults` is applied to one PUT, in order."""
 
     folder: Path
     faults: list[Cut | Says | Hangs] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     hides: frozenset[str] = frozenset()
-    """Headers of answers that something on the way takes out."""
+    """Headers of answers that a proxy removes."""
     address: str = ""
     token: str = TOKEN
     most: int = 0
-    """Uploads at the same time, at most."""
+    """The maximum of parallel uploads so far."""
     _now: int = 0
     _connections: set["asyncio.Task[None]"] = field(default_factory=set)
 
     @property
     def server(self) -> HttpServer:
-        """As the control plane knows it."""
+        """The server's address and token for the control plane."""
         return HttpServer("gpu", "healthy", Contact(str(parse(self.address)), self.token))
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """What was asked, and the status."""
+        """Return method and status of each request."""
         return [(one.method, one.status) for one in self.asked]
 
     def file(self, key: str) -> Path:
-        """Where a key lies."""
+        """Return the path of a key."""
         return self.folder / key
 
     def begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A new connection."""
+        """Handle a new connection."""
         self._connections.add(asyncio.create_task(self.handle(reader, writer)))
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         for one in self._connections:
             one.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Handle one connection."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode().split("\r\n")
@@ -166,7 +166,7 @@ class FileServer:
         return self._end(file, headers)
 
     def _begin(self, file: Path, headers: dict[str, str]) -> tuple[int, str, dict[str, Any]] | None:
-        """What keeps the upload from beginning; else its file is ready."""
+        """Return the refusal of the upload; prepare its file and return None if there is none."""
         target, sha256 = self._target(file), headers.get("x-content-sha256", "")
         size = file.stat().st_size if file.exists() else 0
         ranged = headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
@@ -221,7 +221,7 @@ class FileServer:
 
 @asynccontextmanager
 async def file_server(folder: Path) -> AsyncIterator[FileServer]:
-    """A server on a free port, in the running loop."""
+    """Run a server on a free port, in the running loop."""
     made = FileServer(folder)
     server = await asyncio.start_server(made.begin, "127.0.0.1", 0, limit=2**20)
     made.address = "{}:{}".format(*server.sockets[0].getsockname())

@@ -1,4 +1,4 @@
-"""The registry's verbs as tests call them: workers register and beat, rows as they are, threads at once."""
+"""The registry's verbs for tests: registrations, heartbeats, current rows, parallel threads."""
 
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -26,7 +26,7 @@ THIRD_SECRET = "c" * 64
 
 
 def later(seconds: float) -> datetime:
-    """That long after NOW."""
+    """Return the time `seconds` after NOW."""
     return NOW + timedelta(seconds=seconds)
 
 
@@ -39,7 +39,7 @@ def register_as(
     now: datetime,
     auto_approve: bool,
 ) -> Registered:
-    """A worker that says this of itself registers."""
+    """Register a worker with these facts."""
     claim = registration.claim(told, secret=secret, instance=instance, source_address=source_address)
     return registration.register_one(claim, now=now, auto_approve=auto_approve)
 
@@ -54,7 +54,7 @@ def register(
     auto_approve: bool = False,
     **fields: Any,
 ) -> Registered:
-    """A worker registers."""
+    """Register a worker."""
     fields = {"address": "10.0.0.1:50051"} | fields
     return register_as(
         Registration(name=name, **fields),
@@ -67,51 +67,51 @@ def register(
 
 
 def approved(name: str = "w1", **fields: Any) -> BackendNode:
-    """A node that an admin has let in."""
+    """Register a node and approve it."""
     return lifecycle.approve(register(name, **fields).node.id, actor=ROOT, now=NOW).node
 
 
 def own_secret(name: str) -> str:
-    """A secret for each name."""
+    """Return a secret that depends on the name."""
     return hash_secret(name)
 
 
 def row(node: BackendNode | UUID) -> BackendNode:
-    """The row as it is now."""
+    """Return the current row."""
     return BackendNode.objects.get(pk=node if isinstance(node, UUID) else node.pk)
 
 
 def status(node: BackendNode | UUID) -> str:
-    """The status in the database."""
+    """Return the status in the database."""
     return str(row(node).status)
 
 
 def replica(node: BackendNode, model: str = "m", index: int = 0, **fields: Any) -> NodeModel:
-    """A loaded replica."""
+    """Create a loaded replica."""
     given: dict[str, Any] = {"address": f"10.0.0.1:{50100 + index}", "last_used": NOW}
     values = columns(**given | fields)
     return NodeModel.engines.create(node=node, model_name=model, replica_index=index, **values)
 
 
 def replicas(node: BackendNode) -> list[str]:
-    """What the node runs, as process keys."""
+    """Return the process keys of the node's replicas."""
     rows = NodeModel.objects.filter(node=node).order_by("model_name", "replica_index")
     return [str(one) for one in rows]
 
 
 def told(node: BackendNode | UUID, *kinds: str) -> list[NodeEvent]:
-    """The node's timeline, oldest first; of these kinds, if any are named."""
+    """Return the node's timeline, oldest first; only events of these kinds, if any are given."""
     rows = NodeEvent.objects.filter(node_id=node if isinstance(node, UUID) else node.pk).order_by("id")
     return list(rows.filter(kind__in=kinds) if kinds else rows)
 
 
 def kinds(node: BackendNode | UUID) -> list[str]:
-    """What happened to the node, oldest first."""
+    """Return the kinds of the node's events, oldest first."""
     return [event.kind for event in told(node)]
 
 
 class _Here:
-    """The rows of a statement, on Django's own connection and in its transaction."""
+    """Runs statements on Django's own connection and in its transaction."""
 
     async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
         with connection.cursor() as cursor:
@@ -120,19 +120,19 @@ class _Here:
 
 
 def beat(*given: Beat) -> dict[heartbeats.Key, Exception | None]:
-    """Writes these beats as one batch, the overtaken ones as the next; answers why each was refused."""
+    """Write these heartbeats as one batch, overtaken ones as the next; return the refusal of each."""
     verdicts: dict[heartbeats.Key, Exception | None] = dict(_finished(heartbeats.record(_Here(), given)))
     overtaken = [one for one in given if isinstance(verdicts[one.key], heartbeats.WriteConflict)]
     return verdicts | (beat(*overtaken) if overtaken else {})
 
 
 def beat_of(node: BackendNode, *, secret: str = SECRET, at: datetime = NOW, **fields: Any) -> Beat:
-    """A beat of the bearer of this secret."""
+    """Return a heartbeat with this secret."""
     return Beat(id=node.pk, fingerprint=hash_secret(secret) if secret else "", at=at, **fields)
 
 
 def _finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that never waits."""
+    """Return the result of a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -141,7 +141,7 @@ def _finished(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def at_once(*jobs: Callable[[], Any]) -> list[Any]:
-    """Runs the jobs in threads that start together; what each returned or raised, in the order given."""
+    """Run the jobs in threads that start together; return their results or exceptions in the given order."""
     barrier = threading.Barrier(len(jobs))
     results: list[Any] = [None] * len(jobs)
 
@@ -163,5 +163,5 @@ def at_once(*jobs: Callable[[], Any]) -> list[Any]:
 
 
 def unexpected(results: Sequence[Any]) -> list[Any]:
-    """What of the results no caller should ever see: exceptions that are not the cluster's own."""
+    """Return the results that no caller may see: exceptions that are not the cluster's own."""
     return [one for one in results if isinstance(one, Exception) and not isinstance(one, ClusterError)]

@@ -1,8 +1,8 @@
-"""Forks processes of a cluster from one that has imported the product.
+"""Fork processes of a cluster from a process that has imported the product.
 
-A start by `exec` spends one to two seconds of the processor on imports. The standard library's fork server,
-one for each process of the test run, imports once; a fork then reads its own arguments and environment. Tests
-of the start itself, of `make run` and of the deployments start their processes by `exec`.
+A start by `exec` spends one to two seconds of processor time on imports. The fork server of the standard
+library, one for each process of the test run, imports once; a fork then reads its own arguments and
+environment. Tests of the start itself, of `make run` and of the deployments start their processes by `exec`.
 """
 
 import atexit

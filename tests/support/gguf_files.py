@@ -19,7 +19,7 @@ Tensors = Iterator[tuple[str, Shape]]
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The dimensions of a model, by the names of its `config.json` in short."""
+    """The dimensions of a model, under shortened names of its `config.json`."""
 
     name: str
     architecture: str
@@ -30,7 +30,7 @@ class Dimensions:
     kv_heads: int | tuple[int, ...]
     vocabulary: int
     head: int = 0
-    """0: the width divided by the heads."""
+    """Width of a head; 0 = the width divided by the number of heads."""
     experts: int = 0
     used: int = 0
     expert_inner: int = 0
@@ -40,13 +40,13 @@ class Dimensions:
     tied: bool = False
     gated: bool = True
     fused: bool = False
-    """True if gate and product, and queries, keys and values, are one tensor each."""
+    """True if gate and product, and queries, keys and values, are each one tensor."""
     bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
     window: int = 0
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """More figures of the header."""
+    """Additional figures of the header."""
     kind: Type = Type.Q4_K
 
     @property

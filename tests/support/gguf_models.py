@@ -1,6 +1,6 @@
 """Published models and their dimensions, from their `config.json`: the rows of `docs/fit.md`.
 
-`HELD_OUT` was first measured when the constants of the formula had been chosen by `MODELS`.
+`HELD_OUT` was not measured before the constants of the formula had been chosen by `MODELS`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _GEMMA = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def _at(layers: int, heads: int, *with_attention: int) -> tuple[int, ...]:
-    """Return the heads of each layer of a hybrid model: none without attention."""
+    """Return the number of heads of each layer of a hybrid model; 0 for layers without attention."""
     return tuple(heads if index in with_attention else 0 for index in range(layers))
 
 

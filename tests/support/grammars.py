@@ -1,4 +1,4 @@
-"""Grammars of `nodes/gateway/gbnf.py` that speak and hear."""
+"""A generator and a matcher for grammars of `nodes/gateway/gbnf.py`."""
 
 import random
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from nodes.gateway.gbnf import Alternatives, Chars, Concatenation, Grammar, Refe
 
 
 class Speaker:
-    """Says something that a grammar allows, drawn by chance."""
+    """Generates a random text that a grammar allows."""
 
     def __init__(self, rules: Mapping[str, Grammar], seed: int) -> None:
         self._rules = rules
@@ -42,7 +42,7 @@ class Speaker:
 
 
 class Hearer:
-    """Where a text may be after a part of a grammar, from one place in it."""
+    """Matches a text against a grammar; tracks all possible positions."""
 
     def __init__(self, rules: Mapping[str, Grammar], text: str) -> None:
         self._rules = rules

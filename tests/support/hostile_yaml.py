@@ -1,4 +1,4 @@
-"""YAML that PyYAML reads with errors of other kinds than its own, or that stands for more than it is long."""
+"""YAML on which PyYAML raises unusual errors, or that expands to much more than its length."""
 
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ HOSTILE_SCALARS = (
     "\x85",
     "\ufeff",
 )
-"""Values that Python cannot hold, tags that do not fit, keys that cannot be keys."""
+"""Values that Python cannot represent, tags that do not fit, keys that are not hashable."""
 
 _TAGS = ("int", "bool", "float", "timestamp", "binary", "null", "map", "seq", "set", "omap", "pairs", "merge")
 _TAGGED = st.builds(
@@ -66,7 +66,7 @@ _KEYS = st.sampled_from(
 
 
 def documents() -> st.SearchStrategy[bytes]:
-    """Bytes of whole files: usable beginnings with hostile lines behind them, lists of such, and noise."""
+    """Return a strategy for whole files: usable beginnings with hostile lines, lists of these, and noise."""
     lines = st.lists(st.builds("{}: {}".format, _KEYS, _VALUES), max_size=5).map("\n".join)
     begun = st.sampled_from(("", "name: x\nbackend: y\nparameters: {model: m}\n"))
     mappings = st.builds("{}{}\n".format, begun, lines)

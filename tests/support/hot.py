@@ -32,12 +32,12 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def database_url() -> str:
-    """The test database, as the web process's own pool wants it."""
+    """Return the URL of the test database for the web process's own pool."""
     return make_conninfo(conf.cluster().database_url, dbname=connection.settings_dict["NAME"])
 
 
 def node(name: str = "one", **fields: Any) -> BackendNode:
-    """An approved, live backend node."""
+    """Create an approved, live backend node."""
     now = clock.now()
     values = {
         "address": "127.0.0.1:1",
@@ -50,7 +50,7 @@ def node(name: str = "one", **fields: Any) -> BackendNode:
 
 
 def replica(on: BackendNode, model: str = "echo", index: int = 0, **fields: Any) -> NodeModel:
-    """A loaded replica; by default it was last used at `EPOCH` plus its index in seconds."""
+    """Create a loaded replica; by default it was last used at `EPOCH` plus its index in seconds."""
     values = columns(
         **{"address": f"127.0.0.1:{50000 + index}", "last_used": EPOCH + timedelta(seconds=index), **fields}
     )
@@ -58,13 +58,13 @@ def replica(on: BackendNode, model: str = "echo", index: int = 0, **fields: Any)
 
 
 def api_key(key_hash: str, user: str = "someone", *, active: bool = True, **fields: Any) -> ApiKey:
-    """A user's API key; the text behind the hash does not matter here."""
+    """Create a user's API key by its hash."""
     owner = User.objects.create(username=user, is_active=active)
     return ApiKey.objects.create(user=owner, name="key", prefix="lac-", key_hash=key_hash, **fields)
 
 
 class CountingConnection(DedicatedConnection):
-    """A connection that counts what it executes."""
+    """A connection that counts its statements."""
 
     executed = 0
 
@@ -83,13 +83,13 @@ class CountedPicker(Picker):
 
 
 def alone() -> PrefixRouter:
-    """The prompts of a process that tells nobody."""
+    """Return the prefix router of a process that publishes nothing."""
     return PrefixRouter(300.0, lambda news: None)
 
 
 @asynccontextmanager
 async def picker(prefixes: PrefixRouter | None = None) -> AsyncIterator[CountedPicker]:
-    """A picker with its own connections and its process row, as one web process has it; not signed off."""
+    """Yield a picker with its own connections and process row; it does not sign off at the end."""
     pool = Pool(database_url())
     await pool.open()
     made = CountedPicker(pool, prefixes or alone())
@@ -102,18 +102,18 @@ async def picker(prefixes: PrefixRouter | None = None) -> AsyncIterator[CountedP
 
 
 def counts() -> dict[str, int]:
-    """In-flight counts by address."""
+    """Return the in-flight counts by address."""
     return dict(NodeModel.objects.values_list("address", "in_flight"))
 
 
 def processes() -> int:
-    """Rows of web processes."""
+    """Return the number of rows of web processes."""
     return WebProcess.objects.count()
 
 
 @asynccontextmanager
 async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[CountedPicker]:
-    """This process as a web process: what `manage.py serve` starts, on the test database, without a bus."""
+    """Run the parts of `manage.py serve` in this process, on the test database, without a bus."""
     hints, prefixes = WakeUps(), prefixes or alone()
     clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(hints)
     async with picker(prefixes) as made:
@@ -136,7 +136,7 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
 
 @dataclass
 class Reply:
-    """What an application answered."""
+    """The answer of an application."""
 
     status: int
     headers: dict[str, str]
@@ -144,7 +144,7 @@ class Reply:
 
 
 class Client:
-    """Calls an ASGI application directly; `leave` makes the client hang up."""
+    """Calls an ASGI application directly; `leave` makes the client disconnect."""
 
     def __init__(self, app: Any, key: str | None = API_KEY) -> None:
         self._app = app
@@ -158,7 +158,7 @@ class Client:
         leave: asyncio.Event | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply | None:
-        """The reply to a JSON body (bytes are sent as they are); None if nothing was answered."""
+        """Return the reply to a JSON body (bytes are sent unchanged); None without an answer."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.request("POST", path, raw, leave=leave, headers=headers)
 
@@ -171,7 +171,7 @@ class Client:
         leave: asyncio.Event | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply | None:
-        """The reply to one request."""
+        """Return the reply to one request; None without an answer."""
         given = dict(headers or {})
         if self._key is not None:
             given.setdefault("authorization", f"Bearer {self._key}")
@@ -209,7 +209,7 @@ def _reply(sent: list[Mapping[str, Any]]) -> Reply:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs ORM code of a test beside its event loop."""
+    """Run ORM code of a test outside of its event loop."""
 
     def run() -> T:
         try:

@@ -1,4 +1,4 @@
-"""An engine that speaks HTTP/2 frame by frame, as a test's script says; it may break any rule."""
+"""An engine that speaks HTTP/2 frame by frame according to a test's script; it may break any rule."""
 
 import asyncio
 import struct
@@ -21,33 +21,33 @@ FINE = {"grpc-status": "0"}
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Return one frame."""
     return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
 
 
 def settings(values: Mapping[int, int] | None = None) -> bytes:
-    """A SETTINGS frame."""
+    """Return a SETTINGS frame."""
     return frame(SETTINGS, payload=b"".join(struct.pack(">HI", *pair) for pair in (values or {}).items()))
 
 
 def number(value: int) -> bytes:
-    """A payload of 32 bits."""
+    """Return a payload of 32 bits."""
     return struct.pack(">I", value)
 
 
 def goaway(last: int, code: int = 0) -> bytes:
-    """A GOAWAY frame."""
+    """Return a GOAWAY frame."""
     return frame(GOAWAY, payload=number(last) + number(code))
 
 
 def message(text: str = "", *, length: int | None = None, compressed: int = 0) -> bytes:
-    """A Reply in gRPC's frame; `length` claims another one."""
+    """Return a Reply in gRPC's frame; `length` replaces the true length."""
     body = Reply(message=text.encode()).SerializeToString()
     return struct.pack(">BI", compressed, len(body) if length is None else length) + body
 
 
 def block(headers: Mapping[str, str]) -> bytes:
-    """A header block that depends on no table."""
+    """Return a header block that depends on no table."""
     return http2.encode(headers.items())
 
 
@@ -84,7 +84,7 @@ FRAMES = st.one_of(
     st.builds(frame, st.just(WINDOW), st.just(0), _STREAMS, st.builds(number, st.integers(0, 2**31 - 1))),
     st.builds(frame, st.integers(0, 255), st.integers(0, 255), _STREAMS, st.binary(max_size=40)),
 )
-"""Frames of an engine, of which most are right alone and few where they come."""
+"""Frames of an engine: most are valid by themselves, few are valid at their position."""
 
 
 @dataclass
@@ -115,12 +115,12 @@ class Peer:
         self.send(settings(values))
 
     async def read(self) -> Frame:
-        """The client's next frame."""
+        """Return the client's next frame."""
         head, flags, stream = struct.unpack(">IBI", await self._reader.readexactly(9))
         return Frame(head & 0xFF, flags, stream, await self._reader.readexactly(head >> 8))
 
     async def find(self, kind: int, stream: int | None = None) -> Frame:
-        """The client's next frame of this kind, on this stream if one is named."""
+        """Return the client's next frame of this kind, and of this stream if given."""
         while True:
             found = await self.read()
             is_answer = found.kind in (SETTINGS, PING) and found.flags & ACK
@@ -128,17 +128,17 @@ class Peer:
                 return found
 
     async def request(self) -> int:
-        """The stream of the client's next whole request."""
+        """Return the stream of the client's next complete request."""
         while not (found := await self.find(DATA)).flags & END:
             pass
         return found.stream
 
     def headers(self, stream: int, pairs: Mapping[str, str], flags: int = 0) -> bytes:
-        """A HEADERS frame."""
+        """Return a HEADERS frame."""
         return frame(HEADERS, flags | END_HEADERS, stream, self.encoder.encode(list(pairs.items())))
 
     def answer(self, stream: int, *texts: str, status: Mapping[str, str] = FINE) -> bytes:
-        """A whole answer."""
+        """Return a complete answer."""
         parts = [frame(DATA, 0, stream, message(text)) for text in texts]
         return b"".join(
             (self.headers(stream, RESPONSE), *parts, self.headers(stream, status, END)),
@@ -150,9 +150,9 @@ Script = Callable[[Peer], Awaitable[None]]
 
 @asynccontextmanager
 async def serving(script: Script, *more: Script) -> AsyncIterator[str]:
-    """The address of an engine that plays a script on each connection, the last one on all further ones.
+    """Yield the address of an engine that plays one script per connection, the last one repeatedly.
 
-    A connection is closed at the end of its script. Leaving raises what a script has raised.
+    A connection is closed at the end of its script. The exit raises the exception of a script, if any.
     """
     scripts, failures = [script, *more], list[BaseException]()
     tasks: set[asyncio.Task[None]] = set()

@@ -1,7 +1,7 @@
-"""What plays the hub, a registry of Ollama, an object store and a gallery, on top of `sources.Source`.
+"""A fake hub, Ollama registry, object store and gallery, on top of `sources.Source`.
 
-The shapes of the answers are in `tests/data/sources`; files are redirected to signed addresses as by the real
-ones.
+The shapes of the answers are in `tests/data/sources`. Files are redirected to signed addresses, as by the
+real sources.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 from tests.support.sources import LFS_POINTER, Source, sha256_of, started
 
 HUB = "/hub"
-"""Where the hub is, so that other addresses of the server are not its own."""
+"""Path prefix of the hub, so that other addresses of the server do not belong to the hub."""
 COMMIT = "91cad51170dc346986eccefdc2dd33a9da36ead9"
 SHAPES = Path(__file__).parent.parent / "data" / "sources"
 _TEXT, _LIST, _U32 = 8, 9, 4
@@ -30,7 +30,7 @@ FIGURES = {
 
 
 def shape(name: str) -> dict[str, Any]:
-    """An answer as the real source gives it."""
+    """Return an answer of the real source."""
     found: dict[str, Any] = json.loads((SHAPES / f"{name}.json").read_text())
     return found
 
@@ -47,7 +47,7 @@ def gguf(
     late: bool = False,
     template: str = "",
 ) -> bytes:
-    """A GGUF file of this size; `late`: its figures come after the vocabulary, as its chat template does."""
+    """Return a GGUF file of this size; `late`: its figures come after the vocabulary, like its template."""
     figures = [
         _text(f"{architecture}.{key}") + struct.pack("<II", _U32, value) for key, value in FIGURES.items()
     ]
@@ -71,7 +71,7 @@ def add_repository(
     pointer: str = "",
     **facts: Any,
 ) -> None:
-    """Add a repository; with a token it is gated; `pointer` names a file that comes as its pointer."""
+    """Add a repository; a token makes it gated; the file `pointer` is sent as its LFS pointer."""
     siblings = [{"rfilename": ".gitattributes", "size": 1519, "blobId": "a" * 40}]
     for path, content in files.items():
         sibling: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": "b" * 40}
@@ -111,7 +111,7 @@ def add_image(
 
 
 def add_objects(source: Source, bucket: str, objects: Mapping[str, bytes]) -> None:
-    """Add objects, and the list of them."""
+    """Add objects, and their listing."""
     rows = "".join(
         f"<Contents><Key>{key}</Key><LastModified>2026-11-01T10:00:00.000Z</LastModified>"
         f"<ETag>&quot;{sha256_of(content)[:32]}&quot;</ETag><Size>{len(content)}</Size></Contents>"
@@ -129,6 +129,6 @@ def add_objects(source: Source, bucket: str, objects: Mapping[str, bytes]) -> No
 
 @contextmanager
 def playing(**options: Any) -> Iterator[Source]:
-    """A source whose signed addresses may be used more than once."""
+    """Run a source whose signed addresses may be used more than once."""
     with started(**{"lifetime": 0, **options}) as source:
         yield source

@@ -1,4 +1,4 @@
-"""One intent from the request to what became of it; the bus is played by the test."""
+"""One intent from the request to its result; the test plays the bus."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,42 +31,42 @@ _COMMANDS = {
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pauses between the questions to a worker."""
+    """Remove the pauses between requests to a worker."""
     for pause in ("PING_EVERY", "_ASK_AGAIN", "BUS_WAIT"):
         monkeypatch.setattr(commands, pause, 0.0)
     monkeypatch.setattr(intent_queue, "PROOF_POLL_SECONDS", 0.0)
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The time limit of installs and upgrades."""
+    """Set the time limit of installs and upgrades."""
     short = replace(settings.CLUSTER, install_timeout=seconds, upgrade_timeout=seconds)
     monkeypatch.setattr(settings, "CLUSTER", short)
 
 
 def ask(kind: str, *nodes: BackendNode, backend: str = "echo", **wish: Any) -> Operation:
-    """The operation that stands for this request."""
+    """Admit this request; return its operation."""
     asked = RequestScope(nodes, by=Requester("test"))
     return admission.admit(BackendRequest(kind, backend, **wish), asked, now=clock.now()).operation
 
 
 def claim(limit: int = 1) -> list[Intent]:
-    """What a controller takes up now."""
+    """Return the intents that a controller claims now."""
     return intents.claim("controller", now=clock.now(), lease=60, limit=limit)
 
 
 def part(operation: Operation, node: BackendNode | None = None) -> OperationTarget:
-    """The operation's part on a node, or its only one."""
+    """Return the operation's target on a node, or its only target."""
     found = OperationTarget.objects.filter(operation=operation)
     return found.get(node_id=node.id) if node else found.get()
 
 
 def due_now() -> None:
-    """The pause before the next attempt is over."""
+    """End the pause before the next attempt."""
     PendingBackendOp.objects.update(next_retry_at=clock.now())
 
 
 class Stage:
-    """A node whose worker is there and lists nothing, and the queue of one controller."""
+    """A node with a worker that lists no backends, and the queue of one controller."""
 
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node()
@@ -75,47 +75,47 @@ class Stage:
         self.lists()
 
     def lists(self, *backends: m.InstalledBackend, instance: str = "") -> None:
-        """What the worker answers to `backend.list`."""
+        """Set the worker's answer to `backend.list`."""
         listed = m.ListReply(backends, instance=instance)
         self.bus.replies[messages.subject("backend.list", str(self.node.id))] = listed
 
     def begins(self, kind: str, **wish: Any) -> Intent:
-        """The first attempt of an operation on echo."""
+        """Return the first attempt of an operation on echo."""
         self.kind = kind
         ask(kind, self.node, **wish)
         return self.claimed()
 
     def claimed(self) -> Intent:
-        """The next attempt, which is due."""
+        """Return the next attempt, which must be due."""
         (intent,) = claim()
         return intent
 
     @property
     def subject(self) -> str:
-        """Where the worker hears the command."""
+        """Return the subject of the command."""
         return messages.subject(_COMMANDS[self.kind], str(self.node.id))
 
     @property
     def sent(self) -> list[bytes]:
-        """The commands that were sent so far."""
+        """Return the commands that were sent so far."""
         return self.bus.asked[self.subject]
 
     def answers(self, *replies: Any) -> None:
-        """What the worker answers to the command, one after the other."""
+        """Set the worker's replies to the command, in order."""
         self.bus.replies[self.subject] = list(replies)
 
     async def carries_out(self, intent: Intent) -> OperationTarget:
-        """One attempt; the part as it is then."""
+        """Execute one attempt; return the target afterwards."""
         await self.queue.execute(intent)
         return await self.part(intent)
 
     async def part(self, intent: Intent) -> OperationTarget:
-        """The part of the operation that asked first."""
+        """Return the target of the operation that requested first."""
         of_it = OperationTarget.objects.select_related("operation").filter(intent_id=intent.id)
         return await hot.in_thread(of_it.get)
 
     async def again(self) -> OperationTarget:
-        """The next attempt, as soon as its pause is over."""
+        """Execute the next attempt as soon as its pause is over; return the target."""
 
         def next_one() -> Intent:
             due_now()
@@ -124,5 +124,5 @@ class Stage:
         return await self.carries_out(await hot.in_thread(next_one))
 
     async def row(self, intent: Intent) -> PendingBackendOp | None:
-        """The intent, while there is one."""
+        """Return the intent; None if it has been deleted."""
         return await hot.in_thread(PendingBackendOp.objects.filter(pk=intent.id).first)

@@ -1,16 +1,16 @@
-"""What the life cycle's model knows of a node: written by hand, not derived from the product's table."""
+"""The reference model of a node's life cycle: written by hand, not derived from the product's table."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
 from uuid import UUID
 
 TOKEN = ""
-"""Stands for a worker that knows the shared token only."""
+"""The value for a worker that knows only the shared token."""
 
 
 @dataclass
 class Claim:
-    """A conflict: what was claimed, and what an admin said."""
+    """A conflict: the claim, and the decision of an admin."""
 
     kind: str
     claim: str
@@ -20,7 +20,7 @@ class Claim:
 
 @dataclass
 class Node:
-    """What the model knows of a node."""
+    """The state of a node in the model."""
 
     id: UUID
     name: str
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def status(self) -> str:
-        """The first that holds."""
+        """Return the first status whose condition holds."""
         if not self.approved:
             return "pending"
         if self.offline:
@@ -58,15 +58,15 @@ class Node:
 
     @property
     def identified(self) -> bool:
-        """Whether anybody can speak for it."""
+        """Return True if a worker can authenticate as the node."""
         return bool(self.secret) or self.weak
 
     def holds(self, secret: str) -> bool:
-        """Whether the bearer of that secret is the node."""
+        """Return True if a bearer of this secret is the node."""
         return secret == self.secret if self.secret else self.weak and secret == TOKEN
 
     def judge(self, secret: str, instance: str) -> str:
-        """What does not fit about a registration, "" if it does."""
+        """Return the conflict of a registration; "" if there is none."""
         if secret and secret == self.secret:
             return "instance" if instance in self.former else ""
         if self.secret:
@@ -76,5 +76,5 @@ class Node:
         return "weak" if self.weak else ""
 
     def drop(self) -> None:
-        """Its replicas go."""
+        """Remove its replicas."""
         self.replicas, self.busy = 0, False

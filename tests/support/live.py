@@ -1,4 +1,4 @@
-"""Pages as the tests see them: sockets on `/ws/feed`, every message compared with the API document."""
+"""Pages of the tests: sockets on `/ws/feed`, with every message checked against the API document."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -18,7 +18,7 @@ ADMIN = [(b"authorization", f"Bearer {API_KEY}".encode())]
 
 
 def look() -> watch.Snapshot:
-    """A look; channels' communicator keeps connections of threads from being closed as they are elsewhere."""
+    """Read a snapshot; close the thread's connections, which a communicator of channels leaves open."""
     try:
         return watch.read_snapshot()
     finally:
@@ -27,7 +27,7 @@ def look() -> watch.Snapshot:
 
 @cache
 def _components() -> dict[str, Any]:
-    """The document's components, closed, with `nullable` in the words of JSON Schema."""
+    """Return the document's components without additional properties, `nullable` as JSON Schema."""
     generator: Any = SchemaGenerator
     components: dict[str, Any] = deepcopy(generator().get_schema(request=None, public=True)["components"])
     for schema in components["schemas"].values():
@@ -43,7 +43,7 @@ def _nullable(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong_with(message: dict[str, Any]) -> list[str]:
-    """What the document says against this message."""
+    """Return the violations of the document in this message."""
     schemas = _components()["schemas"]
     kinds = {schemas[name]["properties"]["type"]["enum"][0]: name for name in schemas if is_message(name)}
     reference = {"$ref": f"#/components/schemas/{kinds[message['type']]}"}
@@ -52,12 +52,12 @@ def wrong_with(message: dict[str, Any]) -> list[str]:
 
 
 def is_message(name: str) -> bool:
-    """Whether a component is a message of the feed."""
+    """Return True if a component is a message of the feed."""
     return name.startswith("Feed") and "type" in _components()["schemas"][name].get("properties", {})
 
 
 class Tab:
-    """A page's socket; `seen` is every message so far, `nodes` and `operations` what the page shows."""
+    """A page's socket; `seen` has every message so far, `nodes` and `operations` the content of the page."""
 
     def __init__(self, query: str = "", headers: Any = ADMIN) -> None:
         self.socket = WebsocketCommunicator(websocket_application, f"/ws/feed{query}", headers=list(headers))
@@ -68,17 +68,17 @@ class Tab:
 
     @property
     def place(self) -> str:
-        """The query by which a later tab goes on here."""
+        """Return the query by which a later tab continues from here."""
         return f"?operations={self.seq}&nodes={self.cursor}"
 
     async def open(self) -> "Tab":
-        """Connects."""
+        """Connect."""
         accepted, _ = await self.socket.connect(timeout=60)
         assert accepted
         return self
 
     async def next(self) -> dict[str, Any]:
-        """The next message, which fits the document."""
+        """Return the next message, checked against the document."""
         message: dict[str, Any] = await self.socket.receive_json_from(timeout=60)
         assert wrong_with(message) == []
         self.seen.append(message)
@@ -110,27 +110,27 @@ class Tab:
             self.operations[one["jobID"]] = one
 
     async def until(self, holds: Callable[[], Any]) -> None:
-        """Reads until it holds."""
+        """Read until the condition holds."""
         while not holds():
             await self.next()
 
     async def greeted(self) -> "Tab":
-        """Reads until nodes, operations and notices have been told once."""
+        """Read until nodes, operations and notices have been sent once."""
         kinds = ("nodes.", "operations.", "notices")
         await self.until(lambda: all(any(m["type"].startswith(k) for m in self.seen) for k in kinds))
         return self
 
     def told(self, kind: str) -> list[dict[str, Any]]:
-        """The messages of this kind."""
+        """Return the messages of this kind."""
         return [message for message in self.seen if message["type"] == kind]
 
     @property
     def notices(self) -> set[str]:
-        """The ids of the notices that hold."""
+        """Return the ids of the current notices."""
         return {notice["id"] for notice in self.told("notices")[-1]["notices"]}
 
     async def closed(self) -> int:
-        """The code with which the server closes the socket; reads what comes before."""
+        """Return the code with which the server closes the socket, after reading all messages before."""
         while True:
             message = await self.socket.receive_output(timeout=60)
             if message["type"] == "websocket.close":

@@ -1,7 +1,7 @@
-"""The memory that llama.cpp takes for a file: the buffers that it reports, and that of its process.
+"""The memory that llama.cpp takes for a file: the buffers that it reports, and its process memory.
 
-A process of its own loads the file, with the weights mapped, without copies in another layout and with `fit`
-switched off, which would change context and layers. It is ended when it has reported its last buffer.
+A separate process loads the file with mapped weights, without repacked copies, and with `fit` switched off,
+because `fit` would change context and layers. The process is ended when it has reported its last buffer.
 """
 
 import json
@@ -37,11 +37,11 @@ _LAST = "reserve took"
 
 
 PROMPT = 600
-"""Tokens that are read before a process is measured: more than a batch, so all buffers are touched."""
+"""Tokens that are read before a process is measured: more than a batch, so that all buffers are used."""
 
 
 class NotLoaded(Exception):
-    """llama.cpp refused the file; the text is what it said."""
+    """llama.cpp refused the file; the text is its output."""
 
 
 def measure(path: Path, parameters: str = "{}") -> Counter[str]:
@@ -62,7 +62,7 @@ def measure(path: Path, parameters: str = "{}") -> Counter[str]:
 
 
 def measure_process(path: Path, parameters: str = "{}") -> dict[str, float]:
-    """Return the MiB of a process after a prompt: its own memory (PSS) and the files that it has mapped."""
+    """Return the MiB of a process after a prompt: its own memory (PSS) and its mapped files."""
     with _start(path, parameters, str(PROMPT), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         try:

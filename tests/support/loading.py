@@ -28,7 +28,7 @@ BACKEND = m.InstalledBackend(name="echo")
 
 
 class EngineClient:
-    """Client of an engine that succeeds at every call of a load. Tests override calls in a subclass."""
+    """A client of an engine that succeeds at every call of a load; tests override calls in a subclass."""
 
     def __init__(self, address: str, token: str) -> None:
         self.address, self.token = address, token
@@ -37,7 +37,7 @@ class EngineClient:
         return SimpleNamespace(success=True, message="")
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class Stage:
@@ -61,7 +61,7 @@ class Stage:
         self.handler = load.LoadModel(self.bus, Folder(folder), WakeUps())
 
     def request_again(self) -> None:
-        """Another load is requested and claimed."""
+        """Request and claim another load."""
         request = admission.OperationRequest(
             load_request.KIND, key=load_key("echo"), element="echo", by=Requester("test")
         )
@@ -76,15 +76,15 @@ class Stage:
         self.bus.replies[messages.subject("backend.install", str(node.id))] = reply
 
     async def learned(self) -> None:
-        """The engines of all loads that have ended are measured."""
+        """Measure the engines of all ended loads."""
         await asyncio.gather(*self.handler._learning)
 
     def need_until(self) -> None:
-        """Somebody waits again, as a request says that attaches to the running load."""
+        """Extend the load's deadline, as a request that attaches to the running load does."""
         admission.need_until({self.work.id: clock.now() + timedelta(seconds=60)})
 
     async def play(self, happens: Callable[[], bool] = lambda: True) -> BaseException:
-        """Runs the handler; `happens` is tried until it has happened. Answers how the attempt ended."""
+        """Run the handler; retry `happens` until it succeeds. Return the exception that ended the attempt."""
         attempt = asyncio.create_task(self.handler(self.work))
 
         async def happened() -> bool:
@@ -110,7 +110,7 @@ def stage(tmp_path: Path) -> Stage:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `LoadModel` of each engine comes to, in turn: nothing, an error, or something to do first."""
+    """The results of `LoadModel` for each engine, in turn: None, an error, or a function to call first."""
     script: list[Any] = []
 
     class Client(EngineClient):
@@ -131,13 +131,13 @@ STARTED = m.InstallReply(True, "127.0.0.1:7")
 
 
 def left() -> list[tuple[str, str]]:
-    """Engines that may have to be stopped, with their addresses."""
+    """Return the engines that may have to be stopped, with their addresses."""
     stopping = NodeModel.engines.filter(phase__in=("stopping", "departed"))
     return [(str(row), row.address) for row in stopping]
 
 
 async def stops(stage: Stage) -> None:
-    """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
+    """Let controllers stop the engines of the ended attempt, so that its slot is free."""
     stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(terminated=True)
     await Stopper(stage.bus).run_pass()
     assert await in_thread(NodeModel.engines.count) == 0

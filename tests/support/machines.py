@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces with a cable between them, and nothing else in reach."""
+"""Two machines on one: network namespaces that are connected with each other and nothing else."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ from tests.conftest import eventually
 
 _PREFIX = "lac"
 _NETWORK_NAMESPACE = 0x40000000
-"""CLONE_NEWNET."""
+"""The flag CLONE_NEWNET."""
 
 
 @dataclass
@@ -35,13 +35,13 @@ class Machine:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What to put before a command that is to run here."""
+        """Return the command prefix that runs a command on this machine."""
         return ("ip", "netns", "exec", self.name)
 
     def start(
         self, *argv: str, env: Mapping[str, str], output: IO[bytes], cwd: Path
     ) -> "subprocess.Popen[bytes]":
-        """Starts a program here, in a session of its own."""
+        """Start a program on this machine, in its own session."""
         return subprocess.Popen(
             [*self.prefix, *argv],
             env=env,
@@ -53,37 +53,37 @@ class Machine:
         )
 
     def http(self, method: str, url: str, **more: Any) -> httpx.Response:
-        """A request from here."""
+        """Send a request from this machine."""
         more = {"timeout": 180, "trust_env": False, **more}
         return self._within.submit(httpx.request, method, url, **more).result()
 
     def connected_to(self, port: int) -> bool:
-        """Whether a program here has a connection to that port."""
+        """Return True if a program on this machine has a connection to the port."""
         return bool(_ip(*self.prefix[1:], "ss", "-tnH", "state", "established", f"dport = {port}"))
 
     def cut(self) -> None:
-        """Pulls the cable."""
+        """Disconnect the cable."""
         _ip("-n", self.name, "link", "set", "cable", "down")
 
     def restore(self) -> None:
-        """Plugs it in again."""
+        """Reconnect the cable."""
         _ip("-n", self.name, "link", "set", "cable", "up")
 
     def _enter(self) -> None:
-        """Moves this thread, and the sockets that it opens, into the namespace."""
+        """Move this thread, and the sockets that it opens, into the namespace."""
         with Path("/run/netns", self.name).open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NETWORK_NAMESPACE):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
 
     def remove(self) -> None:
-        """Ends what still runs here, and takes the machine away."""
+        """End all processes of the machine, and remove it."""
         self._within.shutdown()
         _remove(self.name)
 
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Both, connected; skips with the reason where this system does not allow it."""
+    """Yield two connected machines; skip the test if this system does not allow namespaces."""
     for program in ("ip", "ss"):
         if not shutil.which(program):
             pytest.skip(f"two machines: `{program}` (iproute2) is not installed")
@@ -128,7 +128,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Those of test runs that were killed."""
+    """Remove the machines of killed test runs."""
     known = Path("/run/netns")
     for path in known.glob(f"{_PREFIX}-*-?") if known.is_dir() else ():
         owner = path.name.split("-")[1]

@@ -1,4 +1,4 @@
-"""A worker's files and an engine of sound and images, both scripted, on what is a common disk to them."""
+"""A scripted worker file server and a scripted engine for sound and images, with a common disk."""
 
 # mypy: disallow-subclassing-any=false
 
@@ -49,21 +49,21 @@ TEXT = TranscriptResult(
 
 
 class Disk:
-    """A worker's HTTP server after worker.md §12.3 to §12.5, as far as one request needs it."""
+    """A worker's HTTP server according to worker.md §12.3 to §12.5, as far as one request needs it."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        """By path on the worker."""
+        """Content by path on the worker."""
         self.seen: list[str] = []
         """Method and key of each request."""
         self.status = 0
-        """Answered to everything, if it is not 0."""
+        """Status of every answer, if not 0."""
         self.address = ""
         self._names = itertools.count(1)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Disk"]:
-        """Listens at a free port."""
+        """Listen on a free port."""
         server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
@@ -72,7 +72,7 @@ class Disk:
             server.close()
 
     async def emptied(self) -> bool:
-        """Whether no file has anything in it; one that takes nothing cannot be emptied."""
+        """Return True if no file has content; a server that refuses uploads cannot be emptied."""
         return bool(self.status) or not any(self.files.values())
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,12 +106,12 @@ class Disk:
 
 @dataclass
 class Artist(Scripted):
-    """An engine that hears, speaks and draws on this disk."""
+    """An engine that transcribes, speaks and draws on this disk."""
 
     disk: Disk = field(default_factory=Disk)
     sound: bytes = WAV
     pieces: list[Any] = field(default_factory=list)
-    """What the streams play: replies, events that are waited for, refusals."""
+    """The stream content: replies, events to wait for, refusals."""
     heard: list[bytes] = field(default_factory=list)
 
     async def AudioTranscription(self, request: TranscriptRequest, context: Any) -> TranscriptResult:
@@ -163,7 +163,7 @@ class Artist(Scripted):
 
 
 def form(fields: dict[str, Any], sound: bytes | None = b"sound", name: str = "a.WAV") -> tuple[bytes, str]:
-    """A form with a file, and its content type; a list has several values."""
+    """Return a form with a file, and its content type; a list is sent as several values."""
     made = b""
     for key, values in fields.items():
         for value in values if isinstance(values, list) else [values]:

@@ -1,4 +1,4 @@
-"""Messages with one fault each, derived from their declarations: a new message is covered at once."""
+"""Messages with one fault each, derived from their declarations, so that new messages are covered."""
 
 import dataclasses
 import typing
@@ -14,7 +14,7 @@ KINDS = [
     for kind in vars(messages).values()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == messages.__name__
 ]
-"""Every payload that is declared."""
+"""All declared message types."""
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,
@@ -33,7 +33,7 @@ _WRONG: dict[Any, list[Any]] = {
 
 
 def valid(kind: Any) -> st.SearchStrategy[Any]:
-    """Any message of this kind."""
+    """Return a strategy for any valid message of this type."""
     if kind in _VALUES:
         return _VALUES[kind]
     if typing.get_origin(kind) is tuple:
@@ -45,7 +45,7 @@ def valid(kind: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def faulty(draw: st.DrawFn, kind: type[Any]) -> tuple[dict[str, Any], str]:
-    """A body with one value of a wrong type, and the path of its field."""
+    """Draw a body with one value of a wrong type, and the path of its field."""
     body = _example(kind)
     holder, key, expected, path = draw(st.sampled_from(list(_places(kind, body, ""))))
     holder[key] = draw(st.sampled_from(_WRONG[expected]))
@@ -53,7 +53,7 @@ def faulty(draw: st.DrawFn, kind: type[Any]) -> tuple[dict[str, Any], str]:
 
 
 def _example(kind: Any) -> Any:
-    """Plain values for every field, lists with one element."""
+    """Return plain values for every field; lists have one element."""
     if kind in _VALUES:
         return {str: "x", bool: True, int: 1, float: 1.5}[kind]
     if typing.get_origin(kind) is tuple:
@@ -62,7 +62,7 @@ def _example(kind: Any) -> Any:
 
 
 def _places(kind: Any, body: dict[str, Any], prefix: str) -> Iterator[tuple[Any, Any, Any, str]]:
-    """(holder, key, type, path) of every value inside the body of a message."""
+    """Yield (holder, key, type, path) of every value inside the body of a message."""
     for name, expected in typing.get_type_hints(kind).items():
         path = f"{prefix}{name}"
         if typing.get_origin(expected) is not tuple:

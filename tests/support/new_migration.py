@@ -1,4 +1,4 @@
-"""Writes a migration without a running cluster: `python -m tests.support.new_migration APP NAME`.
+"""Write a migration without a running cluster: `python -m tests.support.new_migration APP NAME`.
 
 It compares the models of the app with its migrations, as `manage.py makemigrations` does, which needs all
 settings of a server. No database is contacted.

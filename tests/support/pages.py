@@ -1,4 +1,4 @@
-"""Pages of the admin as a browser has them: what their forms carry, and what their buttons do."""
+"""Pages of the admin in a browser: the content of their forms, and the effects of their buttons."""
 
 from html.parser import HTMLParser
 from typing import Any
@@ -12,12 +12,12 @@ LIST = "/admin/nodes/backendnode/"
 
 
 def superuser(name: str = "root") -> Client:
-    """A signed-in superuser, whose forms need their CSRF token."""
+    """Return a signed-in superuser, whose forms need their CSRF token."""
     return signed_in(get_user_model().objects.create_superuser(name))
 
 
 def staff(name: str, *permissions: str) -> Client:
-    """A signed-in member of the staff with these permissions, `change_backendnode` for instance."""
+    """Return a signed-in staff user with these permissions, for example `change_backendnode`."""
     user = get_user_model().objects.create_user(name, is_staff=True)
     user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
     assert user.user_permissions.count() == len(permissions)
@@ -25,7 +25,7 @@ def staff(name: str, *permissions: str) -> Client:
 
 
 def signed_in(user: Any) -> Client:
-    """A browser of this user."""
+    """Return a browser that is signed in as this user."""
     client = Client(enforce_csrf_checks=True)
     client.force_login(user)
     return client
@@ -37,7 +37,7 @@ def url(node_id: UUID, page: str = "change") -> str:
 
 
 class Forms(HTMLParser):
-    """Collects the POST forms of a page: action, and what each would send untouched."""
+    """Collects the POST forms of a page: the action, and the values that each form would send unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Forms(HTMLParser):
         self._open = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """A form begins, or an input of it."""
+        """Record the beginning of a form, or an input of a form."""
         values = {name: value or "" for name, value in attrs}
         names = dict(attrs).keys()
         if tag == "form":
@@ -59,13 +59,13 @@ class Forms(HTMLParser):
             self.found[-1][1][values["name"]] = values.get("value", "on" if kind == "checkbox" else "")
 
     def handle_endtag(self, tag: str) -> None:
-        """A form ends."""
+        """Record the end of a form."""
         if tag == "form":
             self._open = False
 
 
 def form_of(page: Any) -> tuple[str, dict[str, str]]:
-    """Return the target of the page's own form, and what it would send untouched."""
+    """Return the target of the page's own form, and the values that it would send unchanged."""
     parser = Forms()
     parser.feed(page.content.decode())
     ((action, fields),) = [form for form in parser.found if form[0] != LIST]
@@ -81,23 +81,23 @@ def form_with(page: Any, action: str) -> dict[str, str]:
 
 
 def load(browser: Client, node_id: UUID) -> dict[str, str]:
-    """What a node's page would send untouched."""
+    """Return the values that a node's page would send unchanged."""
     return form_of(browser.get(url(node_id)))[1]
 
 
 def confirm(browser: Client, page: Any, **typed: str) -> Any:
-    """Presses "yes" on a confirmation page; answers the page that follows."""
+    """Press "yes" on a confirmation page; return the next page."""
     action, fields = form_of(page)
     return browser.post(action, fields | typed, follow=True)
 
 
 def select(browser: Client, verb: str, *ids: UUID | int, at: str = LIST) -> Any:
-    """Chooses a bulk action for rows of a list; answers the confirmation page."""
+    """Choose a bulk action for rows of a list; return the confirmation page."""
     fields = form_of(browser.get(at))[1]
     fields = {name: value for name, value in fields.items() if name != "_selected_action"}
     return browser.post(at, {**fields, "action": verb, "_selected_action": [str(one) for one in ids]})
 
 
 def messages(page: Any) -> list[str]:
-    """What the page says on top."""
+    """Return the messages at the top of the page."""
     return [str(message) for message in page.context["messages"]]

@@ -12,7 +12,7 @@ from tests.support import hot
 
 
 async def acquire(picker: Picker, model: str = "echo") -> Replica:
-    """A pick that must succeed."""
+    """Pick a replica; fail if there is none."""
     replica = await picker.acquire(InferenceRequest(model=model))
     assert replica is not None
     return replica
@@ -20,6 +20,6 @@ async def acquire(picker: Picker, model: str = "echo") -> Replica:
 
 @pytest.fixture
 def raw() -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection to the test database."""
+    """Yield a plain connection to the test database."""
     with psycopg.connect(hot.database_url()) as connection:
         yield connection

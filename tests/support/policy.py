@@ -1,4 +1,4 @@
-"""Which replica takes the next request, as a pure function: what the hot path's SQL is held against."""
+"""The policy that chooses the replica of a request, as pure functions to compare the hot path's SQL with."""
 
 import heapq
 from collections import Counter
@@ -10,7 +10,7 @@ from uuid import UUID
 
 @dataclass(frozen=True)
 class Candidate:
-    """A loaded replica as the policy sees it."""
+    """A loaded replica with the facts that the policy uses."""
 
     id: UUID
     in_flight: int
@@ -19,10 +19,10 @@ class Candidate:
 
 
 def spread(candidates: Iterable[Candidate], requests: int, now: datetime) -> Counter[UUID]:
-    """How many of `requests` each replica takes when they are picked one after the other at `now`.
+    """Return the number of `requests` that each replica takes if they are picked in sequence at `now`.
 
-    R1.78, in order: fewest in flight, oldest `last_used`, largest available VRAM; a full tie goes to the
-    smaller id. Each pick counts for the next one. No candidate: nothing.
+    R1.78, in order: fewest in flight, oldest `last_used`, largest available VRAM; at a full tie the smaller
+    id. Each pick counts for the next pick. Without candidates the result is empty.
     """
     heap = [(c.in_flight, c.last_used, -c.available_vram, c.id) for c in candidates]
     heapq.heapify(heap)
@@ -36,7 +36,7 @@ def spread(candidates: Iterable[Candidate], requests: int, now: datetime) -> Cou
 
 @dataclass(frozen=True)
 class Warm:
-    """A loaded replica as a prompt's choice sees it: `weight` is what it is the home of."""
+    """A loaded replica with the facts that routing by prefix uses; `weight`: the prompts assigned to it."""
 
     node: UUID
     index: int
@@ -45,13 +45,13 @@ class Warm:
 
     @property
     def place(self) -> tuple[UUID, int]:
-        """Its key on the wire."""
+        """Return the key on the wire."""
         return self.node, self.index
 
 
 @dataclass(frozen=True)
 class Limits:
-    """C41, C42."""
+    """The limits C41 and C42."""
 
     match: float = 0.3
     abs: int = 2
@@ -64,7 +64,7 @@ USUAL = Limits()
 def select(
     candidates: Sequence[Warm], hot: tuple[UUID, int] | None, share: float, limits: Limits = USUAL
 ) -> Warm | None:
-    """Which replica gets a prompt whose beginning, this share of it, `hot` was given last (R3.13, R3.14)."""
+    """Return the replica for a prompt; `hot` last received this share of its beginning (R3.13, R3.14)."""
     least = min((one.in_flight for one in candidates), default=0)
     most = min(least + limits.abs, least * limits.rel + 1)
     cold = sorted(candidates, key=lambda one: (one.weight, one.node, one.index))

@@ -16,10 +16,10 @@ _next = random.Random(os.urandom(16)).choice(_part)
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` neighbouring ports on which no one listens.
+    """Return the first of `count` consecutive unused ports.
 
-    Each process of a test run has its own part of the ports and goes round in it, so that a port is not given
-    to a second test before the first one's server has started.
+    Each process of a test run has its own range of ports and cycles through the range, so that a port is not
+    given to a second test before the first test's server has started.
     """
     global _next
     while True:

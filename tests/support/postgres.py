@@ -1,7 +1,7 @@
-"""PostgreSQL for tests: without flushes to the disk, and with the schema made once a run.
+"""PostgreSQL for tests: without flushes to disk, and with a schema that is created once per run.
 
-Every process of a run and every cluster of a test copies one data folder, which has two databases with the
-schema: the one that servers use, and the one that pytest-django uses.
+Every process of a run and every test cluster copies one data folder, which has two databases with the schema:
+one for the servers, and one for pytest-django.
 """
 
 import fcntl
@@ -21,21 +21,21 @@ from tests.support.environment import RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ("django_migrations", "django_content_type", "auth_permission")
-"""Tables with rows that the schema itself needs."""
+"""Tables with rows that belong to the schema itself."""
 _MANY = 200
-"""Rows from which a table is truncated: what a deletion leaves behind would slow later tests down."""
+"""Number of rows from which a table is truncated, because dead rows would slow later tests down."""
 
 
 class FastPostgres(EmbeddedPostgres):
-    """A server that survives a kill, but no power cut."""
+    """A server that survives a kill, but no power failure."""
 
     def argv(self) -> list[str]:
-        """The arguments of the product's own server, and the settings that make it fast."""
+        """Return the arguments of the product's own server, and the settings that make it fast."""
         quick = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
         return [*super().argv(), *(word for setting in quick for word in ("-c", setting))]
 
     def prepare(self) -> None:
-        """Starts from the run's own data folder."""
+        """Copy the run's data folder."""
         if not self.data.exists():
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.copytree(migrated_data(), self.data, symlinks=True)
@@ -44,7 +44,7 @@ class FastPostgres(EmbeddedPostgres):
 
 @lru_cache(maxsize=1)
 def migrated_data() -> Path:
-    """The data folder of a stopped PostgreSQL with the schema in it."""
+    """Return the data folder of a stopped PostgreSQL with the schema."""
     folder = RUN / "template"
     with (RUN / "template.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,28 +65,28 @@ def _migrate(folder: Path) -> None:
 
 
 class _Bare(FastPostgres):
-    """The server that makes the data folder."""
+    """The server that creates the data folder."""
 
     def prepare(self) -> None:
         EmbeddedPostgres.prepare(self)
 
 
 def reset(link: psycopg.Connection[Any]) -> None:
-    """Give a pooled connection the state of a new one: no locks, no channels, no settings."""
+    """Reset a pooled connection: no locks, no channels, no settings."""
     link.execute("DISCARD ALL")
 
 
 class Cleaner:
     """The connection that empties the tables after each test of this process.
 
-    A connection of the test would read the whole catalogue and plan every deletion again.
+    A new connection for each test would read the whole catalogue and plan every deletion again.
     """
 
     def __init__(self) -> None:
         self._link: psycopg.Connection[Any] | None = None
 
     def run(self) -> None:
-        """Empty the tables; connect again if a test has ended the server or its connections."""
+        """Empty the tables; reconnect if a test has ended the server or its connections."""
         try:
             self._opened().execute("SELECT pg_temp.empty_tables()")
         except psycopg.OperationalError:
@@ -94,7 +94,7 @@ class Cleaner:
             self._opened().execute("SELECT pg_temp.empty_tables()")
 
     def close(self) -> None:
-        """End the connection; the next run opens another one."""
+        """Close the connection; the next run opens a new one."""
         if self._link is not None:
             self._link.close()
         self._link = None
@@ -127,9 +127,9 @@ def _function() -> str:
 
 
 def empty_tables(*_: Any) -> None:
-    """Removes all rows that a test has committed.
+    """Remove all rows that a test has committed.
 
-    Django's `flush` truncates every table and makes its content types and permissions again, which takes a
+    Django's `flush` truncates every table and recreates its content types and permissions, which takes a
     hundred times as long for the few rows of a test.
     """
     connection.close()  # it may hold a lock

@@ -1,4 +1,4 @@
-"""Races of real transactions: run several times, or so that all wait for one lock at the same moment."""
+"""Races of real transactions, repeated, or arranged so that all wait for one lock at the same moment."""
 
 import functools
 import threading
@@ -23,7 +23,7 @@ WAITING = (
 
 
 def repeated(race: Callable[..., None]) -> Callable[..., None]:
-    """Runs a race several times, each time without nodes."""
+    """Run a race several times, each time without nodes."""
 
     @functools.wraps(race)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -36,7 +36,7 @@ def repeated(race: Callable[..., None]) -> Callable[..., None]:
 
 
 def waiting(count: int = 1) -> None:
-    """Returns when that many connections wait for a lock."""
+    """Wait until `count` connections wait for a lock."""
 
     with psycopg.connect(hot.database_url(), autocommit=True) as watcher:
 
@@ -49,7 +49,7 @@ def waiting(count: int = 1) -> None:
 
 @contextmanager
 def meanwhile(step: Callable[[], None]) -> Iterator[None]:
-    """Does this again and again in another thread, as a controller beside a request does."""
+    """Repeat the step in another thread, as a controller does in parallel to a request."""
     over = threading.Event()
 
     def work() -> None:
@@ -68,19 +68,19 @@ def meanwhile(step: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def holding(statement: str, *parameters: Any) -> Iterator[psycopg.Connection]:
-    """Another transaction that has locked something; it ends with the block."""
+    """Hold a lock in another transaction, which ends with the block."""
     with psycopg.connect(hot.database_url()) as other:
         other.execute(statement, parameters)
         yield other
 
 
 def held(node: BackendNode) -> Any:
-    """Somebody else holds the node's row."""
+    """Hold the lock of the node's row."""
     return holding("SELECT 1 FROM backend_nodes WHERE id = %s FOR NO KEY UPDATE", node.pk)
 
 
 def after(lock: Any, *jobs: Callable[[], Any]) -> list[Any]:
-    """Runs the jobs so that all of them wait for `lock` before it is released."""
+    """Run the jobs so that all of them wait for `lock` before it is released."""
     results: list[Any] = []
     with lock:
         thread = threading.Thread(target=lambda: results.extend(at_once(*jobs)))

@@ -1,9 +1,9 @@
 """Controllers that stop at every point, and workers whose engines the test plays, on one real database.
 
-A controller is a thread with a connection of its own. It runs the product's code and stops before each call
-of the database, before each message, and before and after each commit. The history resumes it or kills it
-there. One thread runs at a time, except where one waits for a lock that a stopped one holds: then that one
-goes on until its transaction has ended. So the same numbers give the same history.
+A controller is a thread with its own connection. It runs the product's code and stops before each database
+call, before each message, and before and after each commit. The history resumes the thread or kills it there.
+One thread runs at a time, with one exception: if a thread waits for a lock of a stopped thread, the stopped
+thread continues until its transaction has ended. So the same numbers give the same history.
 """
 
 import asyncio
@@ -46,14 +46,14 @@ from tests.support.loading import EngineClient
 MOST_DELAYED = timedelta(seconds=57)
 """A start arrives within this time or never: `states.UNANSWERED_START_LIMIT`, less what two clocks differ."""
 SKEWS = (-0.5, 0.0, 0.5)
-"""Seconds by which the clock of a controller is wrong; it steps from one to another."""
+"""Errors in seconds of a controller's clock; the clock steps from one error to another."""
 BLOCKERS = "SELECT unnest(pg_blocking_pids(%s))"
 _LONGEST_WAIT = 600.0
 _current = threading.local()
 
 
 class Killed(BaseException):
-    """The process ends here: nothing of it runs any more."""
+    """The process is killed: none of its code runs after this exception."""
 
 
 class Actor(threading.Thread):
@@ -67,19 +67,19 @@ class Actor(threading.Thread):
         self.back.set()
         self.pid, self.point, self.job = 0, "", ""
         self.sending: datetime | None = None
-        """Since when it is about to send a start."""
+        """Time since which it is about to send a start message; None if it is not."""
         self.starting: UUID | None = None
-        """The row of that start."""
+        """The row of this start message."""
         self.skew = timedelta()
-        """What its clock is wrong by."""
+        """Error of its clock."""
         self.is_dead = self.stops_inside = False
         self.runs_through: Callable[[str], None] | None = None
-        """Called in place of a stop."""
+        """Called at each point instead of a stop."""
         self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
-        """Carry out jobs until told to end."""
+        """Run jobs until the end."""
         _current.actor, self._connection = self, connections["default"]
         while (job := self._jobs.get()) is not None:
             try:
@@ -96,7 +96,7 @@ class Actor(threading.Thread):
 
     @property
     def is_idle(self) -> bool:
-        """Return True if it has nothing to do."""
+        """Return True if it has no job."""
         return self.back.is_set() and not self.point
 
     def begin(self, job: Callable[[], Any]) -> None:
@@ -105,7 +105,7 @@ class Actor(threading.Thread):
         self._jobs.put(job)
 
     def resume(self) -> None:
-        """Go on to the next point."""
+        """Continue to the next point."""
         self.back.clear()
         self._go.release()
 
@@ -118,7 +118,7 @@ class Actor(threading.Thread):
         self.join(30)
 
     def pause(self, point: str) -> None:
-        """Stop at this point; called by the thread itself."""
+        """Stop at this point; called in the actor's thread."""
         if self.runs_through is not None and not self.is_dead:
             self.runs_through(point)
         elif not self.is_dead and (self.stops_inside or not self._connection.in_atomic_block):
@@ -138,7 +138,7 @@ def pause(point: str) -> None:
 
 
 def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call the database as a process does that may be killed before it."""
+    """Call the database from a process that may be killed before the call."""
     pause(function.__name__)
     return function(*arguments, **named)
 
@@ -148,7 +148,7 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any, **named: Any
 
 
 def _outside_of_loop(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call the database here: for Django a thread without a loop is no asynchronous code."""
+    """Call the database in this thread, which has no event loop, so that Django permits it."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -163,9 +163,9 @@ def _phase_of(row: UUID) -> str | None:
 
 
 def wait(actor: Actor, everybody: list[Actor]) -> bool:
-    """Wait until the actor has come to a point; those whose locks it waits for go on.
+    """Wait until the actor has reached a point; actors whose locks it waits for continue.
 
-    Return True if there were any.
+    Return True if any of them continued.
     """
     waited, was_blocked = 0.0, False
     while not actor.back.wait(0.05):
@@ -185,7 +185,7 @@ def wait(actor: Actor, everybody: list[Actor]) -> bool:
 
 @dataclass
 class Process:
-    """An engine process on a worker, and the row that it was started for."""
+    """An engine process on a worker, and the row for which it was started."""
 
     row: UUID
     key: str
@@ -195,7 +195,7 @@ class Process:
 
 @dataclass
 class Delayed:
-    """A message that has left and has not arrived."""
+    """A message that was sent and has not arrived."""
 
     what: str
     row: UUID | None
@@ -206,7 +206,7 @@ class Delayed:
 
 @dataclass
 class Worker:
-    """One node's worker."""
+    """The worker of one node."""
 
     number: int
     name: str
@@ -216,26 +216,26 @@ class Worker:
     delayed: list[Delayed] = field(default_factory=list)
     is_reachable: bool = True
     is_registered: bool = True
-    """False once it has started anew, until it registers."""
+    """False from a restart until it registers."""
     ports: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
     exited: list[tuple[str, str]] = field(default_factory=list)
-    """Key and address of the engines that have ended by themselves."""
+    """Key and address of the engines that ended by themselves."""
 
     def running(self) -> list[tuple[str, str]]:
         """Return key and address of each process."""
         return [(one.key, one.address) for one in self.processes.values()]
 
     def free_memory(self, total: int, each: int) -> int:
-        """Return the memory that its engines leave."""
+        """Return the memory that its engines leave free."""
         return max(total - each * len(self.processes), 0)
 
     def start(self, row: UUID, key: str) -> str:
-        """Start an engine, or return the address of the one that has the key."""
+        """Start an engine, or return the address of the running engine with this key."""
         self.arrive(lambda one: one.what == "start" and one.key == key)
         return self._start(row, key)
 
     def ends_by_itself(self, key: str) -> None:
-        """An engine dies."""
+        """End an engine without a stop."""
         self.exited.append((key, self.processes.pop(key).address))
 
     def _start(self, row: UUID, key: str) -> str:
@@ -248,7 +248,7 @@ class Worker:
         return self.processes[key].address
 
     def arrive(self, which: Callable[[Delayed], bool] = lambda one: True) -> None:
-        """Let delayed messages arrive, in their order."""
+        """Deliver the delayed messages in their order."""
         ready = [one for one in self.delayed if which(one)]
         self.delayed = [one for one in self.delayed if one not in ready]
         for one in ready:
@@ -270,7 +270,7 @@ class Worker:
         return m.StopModelReply(matched=True, freed=True, terminated=True, process_key=key, address=address)
 
     def crash(self) -> None:
-        """Start anew without engines; ports are given again."""
+        """Restart without engines; ports are reused."""
         self.processes.clear()
         self.delayed.clear()
         self.exited.clear()
@@ -280,30 +280,31 @@ class Worker:
 
 
 class World:
-    """Time, chance, workers, and what messages come to."""
+    """Time, random decisions, workers, and the outcomes of messages."""
 
     def __init__(self) -> None:
         self.time = clock.now() + timedelta(hours=1)
         self.began = self.time
         self.dice = Random(0)
-        self.are_faults_on, self.faults = True, 0.4
-        """How often a message meets one."""
+        self.are_faults_on = True
+        self.faults = 0.4
+        """Probability that a message meets a fault."""
         self.workers: dict[UUID, Worker] = {}
         self.trace: list[str] = []
         self.stopped: set[UUID] = set()
         """The rows whose engines were stopped."""
 
     def now(self) -> datetime:
-        """The time of the history, as the clock of the process shows it."""
+        """Return the time of the history according to the clock of the process."""
         actor = getattr(_current, "actor", None)
         return self.time if actor is None else self.time + actor.skew
 
     def monotonic(self) -> float:
-        """The same in seconds."""
+        """Return the seconds since the beginning of the history."""
         return (self.time - self.began).total_seconds()
 
     def passes(self, seconds: float) -> None:
-        """Let time pass; what is delayed arrives at the last moment."""
+        """Let time pass; delayed messages arrive at the last moment."""
         until = self.time + timedelta(seconds=seconds)
         for worker in self.workers.values():
             worker.arrive(lambda one: one.until <= until)
@@ -314,13 +315,13 @@ class World:
         self.trace.append(f"{self.monotonic():7.0f} {text}")
 
     def fate(self, *bad: str) -> str:
-        """Return what becomes of a message: mostly it is answered."""
+        """Return the outcome of a message; most messages are answered."""
         if not self.are_faults_on or self.dice.random() >= self.faults:
             return "answered"
         return self.dice.choice(bad)
 
     def _install(self, worker: Worker, asked: m.InstallRequest) -> m.InstallReply:
-        """Start an engine; raise what the load sees if it gets no reply."""
+        """Start an engine; raise the load's exception if no reply arrives."""
         actor, key = _current.actor, m.process_key(asked.model_id, asked.replica_index)
         began, row, actor.sending = actor.sending, actor.starting, None
         fate = self.fate("refused", "lost", "reply lost", "late", "double")
@@ -353,7 +354,7 @@ class World:
         return SimpleNamespace(success=True, message="")
 
     def upgrade(self, node_id: UUID) -> list[str]:
-        """Upgrade the backend of all engines of a node; return the keys of those that the worker stopped."""
+        """Upgrade the backend of a node's engines; return the keys of the engines that the worker stopped."""
         pause("send upgrade")
         worker = self.workers.get(node_id)
         if worker is None or not worker.is_reachable:
@@ -373,21 +374,21 @@ class World:
     connected, generation, connected_since = True, 1, -math.inf
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """It is connected."""
+        """Return at once: the bus is always connected."""
         return 1
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Messages without an answer are lost: they are hints only."""
+        """Lose the message: messages without an answer are only wake-ups."""
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
-        """Nothing is reported."""
+        """Return a subscription that receives nothing."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
-        """What a worker answers, if the request and its reply arrive."""
+        """Return the worker's answer if the request and its reply arrive."""
         pause(f"send {subject.split('.', 2)[2]}")
         await asyncio.sleep(0)
         node_id = next((id for id in self.workers if f".{id}." in subject), None)
@@ -438,7 +439,7 @@ class World:
         return reply
 
     async def probe(self, address: str, token: str, timeout: float) -> Sign:
-        """Return what an engine at this address answers."""
+        """Return the answer of an engine at this address."""
         pause("probe")
         alive = any(
             worker.is_reachable and address in dict(worker.running()).values()
@@ -448,33 +449,33 @@ class World:
 
 
 class SilentRecorder(Recorder):
-    """Progress goes nowhere."""
+    """A recorder that discards progress."""
 
     def __init__(self) -> None:
         super().__init__(write_batch)
 
     def add(self, attempt: Any, tick: Any) -> None:
-        """Forget it."""
+        """Discard the report."""
 
 
 class _Asyncio:
-    """The module, with a pause in place of each sleep."""
+    """The module `asyncio`, with a pause instead of each sleep."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
 
     async def sleep(self, seconds: float) -> None:
-        """Let the other tasks go on, stop, and go on."""
+        """Let the other tasks run, pause, and let them run again."""
         await asyncio.sleep(0)
         pause("sleep")
         await asyncio.sleep(0)
 
 
 class _Turns(_Asyncio):
-    """The module; a sleep only lets the other tasks go on."""
+    """The module `asyncio`; a sleep only lets the other tasks run."""
 
     async def sleep(self, seconds: float) -> None:
-        """Let the other tasks go on."""
+        """Let the other tasks run."""
         await asyncio.sleep(0)
 
 
@@ -487,12 +488,12 @@ def _client_of(world: World) -> Any:
 
 
 async def _no_watch(worker: Any, generation: int, instance: str) -> None:
-    """Wait until the command has ended: the outcome of a message says enough about the worker."""
+    """Wait until the command has ended; the outcome of a message is enough to judge the worker."""
     await asyncio.Event().wait()
 
 
 async def _not_joined(bus: Any, key: Any, send: Callable[[None], Any], on_progress: None) -> Any:
-    """Controllers are threads: none waits in another one's loop."""
+    """Do not join commands: controllers are threads, and none may wait in another's event loop."""
     return await send(on_progress)
 
 
@@ -521,7 +522,7 @@ def played(world: World) -> Iterator[None]:
     begin = slots.start
 
     def start(slot: slots.Slot, *, attempt: Any, now: datetime) -> bool:
-        """The time of the start is when that is committed."""
+        """Set the time of the start when the start is committed."""
         _current.actor.sending, _current.actor.starting = clock.now(), slot.id
         return begin(slot, attempt=attempt, now=clock.now())
 

@@ -1,4 +1,4 @@
-"""What must hold after each step of a history of replicas (`replica_player.py`)."""
+"""The invariants after each step of a history of replicas (`replica_player.py`)."""
 
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -22,14 +22,16 @@ CLOCK_TOLERANCE = timedelta(seconds=1)
 
 
 class Invariants:
-    """Compares the rows with the workers, the requests and the operations, and with the rows before."""
+    """Compares the rows with workers, requests and operations, and with the rows before the step."""
 
     def __init__(self, world: World, cluster: Cluster) -> None:
         self.world, self.cluster = world, cluster
         self.reserved: dict[UUID, dict[UUID, int]] = {}
-        """By node, what loads have added to its column since its last reading."""
+        """By node: the bytes that loads have added to its column since its last reading."""
         self.unsure: set[UUID] = set()
-        """Nodes whose column may be wrong until their next reading: a process was killed after a commit."""
+        """Nodes whose column may be wrong until the next reading, because a process was killed after a
+        commit.
+        """
         self.last: dict[UUID, NodeModel] = {}
         self.published: set[UUID] = set()
         """Loads that have published their replica."""
@@ -39,10 +41,10 @@ class Invariants:
         take_changes()
 
     def check(self, *, is_committing: bool, was_blocked: bool) -> None:
-        """Check all of them.
+        """Check all invariants.
 
-        `is_committing`: a process stands between a commit and what follows it. `was_blocked`: a second one
-        went on in this step, because it held a lock.
+        `is_committing`: a process is between a commit and its follow-up. `was_blocked`: a second process
+        continued in this step, because it held a lock.
         """
         if is_changed := (state := read_state()) != self.state:
             self.state, self.nodes = state, list(BackendNode.objects.all())
@@ -60,7 +62,7 @@ class Invariants:
             self._memory_is_reserved()
 
     def reading(self, node_id: UUID) -> None:
-        """The node has reported its memory: its column is empty again."""
+        """Record that the node has reported its memory, so that its column is empty again."""
         self._learn_reserved({row.pk: row for row in NodeModel.engines.all()})
         if not BackendNode.objects.filter(pk=node_id, vram_read_at=self.world.time).exists():
             return
@@ -72,7 +74,7 @@ class Invariants:
             self.unsure.discard(node_id)
 
     def killed_after_commit(self) -> None:
-        """What follows a commit does not come: the next reading makes up for it."""
+        """Record that the follow-up of a commit is lost until the next reading corrects it."""
         self.unsure |= set(self.world.workers)
 
     # --- changes
@@ -129,7 +131,7 @@ class Invariants:
     # --- rows
 
     def _engines_have_rows(self, rows: dict[UUID, NodeModel]) -> None:
-        """Each engine that was started, or may still be, has its row until its end is confirmed."""
+        """Each engine that was started, or may still run, has its row until its end is confirmed."""
         for worker in self.world.workers.values():
             for process in worker.processes.values():
                 row = rows.get(process.row)
@@ -149,7 +151,7 @@ class Invariants:
             )
 
     def _rows_have_owners(self, rows: dict[UUID, NodeModel]) -> None:
-        """Each row has the owner, the deadline and the reason that the table names."""
+        """Each row has the owner, the deadline and the reason that the table of transitions requires."""
         for row in rows.values():
             rules = PHASES[Phase(row.phase)]
             said = f"{row} {row.phase} {row.owner_kind} {row.owner_id} {row.deadline} {row.reason}"
@@ -159,7 +161,7 @@ class Invariants:
             assert row.reason in rules.reasons if rules.reasons else not row.reason, said
 
     def _requests_are_counted(self, rows: dict[UUID, NodeModel]) -> None:
-        """Counts are those of the requests that run, in processes that are not taken for dead."""
+        """Each count is the number of running requests of processes that were not declared dead."""
         held = [one for one in self.cluster.requests if one[1] in rows and rows[one[1]].phase != "departed"]
         self.cluster.requests = held
         counts = Counter(replica for process, replica in held if process not in self.cluster.uncounted)
@@ -169,7 +171,7 @@ class Invariants:
     # --- memory
 
     def _engines_fit(self, rows: dict[UUID, NodeModel]) -> None:
-        """The engines of a node, and those that its loads may still start, take no more than it has."""
+        """The engines of a node, including those that its loads may still start, fit its memory."""
         for worker in self.world.workers.values():
             running = {process.row for process in worker.processes.values()}
             starting = [
@@ -181,7 +183,7 @@ class Invariants:
             assert taken <= MEMORY, f"{worker.name}: {len(running)} engines run, and {starting} may start"
 
     def _free_memory_is_exact(self, rows: dict[UUID, NodeModel]) -> None:
-        """What counts as free on a node follows from its reading and from the rows of its engines."""
+        """The free memory of a node follows from its reading and from the rows of its engines."""
         reservations = reserved_memory.by_node(NodeModel.engines.all())
         for node in self.nodes:
             free = fleet_cache.effectively_free_bytes(vars(node), reservations.get(node.pk, ()))
@@ -198,7 +200,7 @@ class Invariants:
                 )
 
     def _learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
-        """See which loads have begun, and which of them or of their replicas have ended."""
+        """Record which loads have begun, and which of these loads or their replicas have ended."""
         for id, row in rows.items():
             if id not in self.last and row.vram_on_node:
                 self.reserved.setdefault(row.node_id, {})[id] = row.vram_needed
@@ -209,7 +211,7 @@ class Invariants:
 
 
 def _free_bytes(node: BackendNode, rows: list[NodeModel]) -> int:
-    """Return the free bytes of the node by the rules in `placement/memory.py`, without its code."""
+    """Return the free bytes of the node by the rules of `placement/memory.py`, without its code."""
     never = datetime.min.replace(tzinfo=UTC)
     read_at, counted = node.vram_read_at or never, [row for row in rows if row.loaded_at is None]
     while True:
@@ -229,7 +231,7 @@ def _free_bytes(node: BackendNode, rows: list[NodeModel]) -> int:
 
 
 def _left_after(row: NodeModel, counted: list[NodeModel]) -> int:
-    """Return what the reading of this load leaves it and the loads that were placed since."""
+    """Return the bytes of this load's reading that remain after this load and all later loads."""
     never = datetime.min.replace(tzinfo=UTC)
     since = [each for each in counted if (each.vram_seen_at or never) >= (row.vram_seen_at or never)]
     return row.vram_seen - sum(each.vram_needed for each in since)

@@ -1,4 +1,4 @@
-"""What controllers, people, web processes and workers do in a history of replicas, each as one job."""
+"""The jobs of controllers, people, web processes and workers in a history of replicas."""
 
 import asyncio
 import json
@@ -64,14 +64,14 @@ from tests.support.replica_histories import SilentRecorder, Worker, World, call,
 
 GB = 2**30
 MEMORY = 2 * GB
-"""Of a node; an engine takes one."""
+"""Memory of a node in bytes; an engine takes one GB."""
 LEASE = 15
-"""Seconds; nobody renews it while a controller stands still."""
+"""Seconds; a stopped controller does not renew its leases."""
 MODELS = ("m", "n")
 
 
 class _Definitions:
-    """Every model is defined, each time anew."""
+    """A folder in which every model is defined, with a new object for each lookup."""
 
     async def find(self, name: str) -> Definition:
         """Return the model's definition."""
@@ -79,7 +79,7 @@ class _Definitions:
 
 
 class PlacedLoad(LoadModel):
-    """The product's load, on the node and by the evictions that its operation names."""
+    """The product's load, with the node and the evictions that its operation names."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world, cast(Folder, _Definitions()), WakeUps())
@@ -123,20 +123,20 @@ class PlacedLoad(LoadModel):
 
 
 class Cluster:
-    """What the processes do, each as one job of its actor."""
+    """The jobs of the processes; each runs in its actor."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.requests: list[tuple[UUID, UUID]] = []
-        """The requests that run: process and replica."""
+        """The running requests: process and replica."""
         self.processes: list[UUID] = []
         self.uncounted: set[UUID] = set()
-        """Web processes that were taken for dead and live: they count their requests in again later."""
+        """Live web processes that were declared dead; they count their requests in again later."""
 
     # --- controllers
 
     def works(self, controller: str) -> None:
-        """A controller claims an operation and carries it out."""
+        """Let a controller claim an operation and execute it."""
         for operation in call(attempts.claim, controller, now=clock.now(), lease=LEASE, limit=1):
             self.world.note(f"  {controller} has {operation.kind} {str(operation.id)[:4]}:{operation.fence}")
             with suppress(LeaseLost):
@@ -161,42 +161,42 @@ class Cluster:
         call(attempts.finish, *attempt, event, now=clock.now(), error=failure)
 
     def stops(self) -> None:
-        """A controller stops what is due."""
+        """Let a controller stop the due engines."""
         with self.ended(abandoned_loads), self.ended(overdue):
             asyncio.run(Stopper(self.world).run_pass())
 
     @contextmanager
     def ended(self, left: Callable[[], set[str]]) -> Iterator[None]:
-        """Nothing of what `left` finds before is there afterwards."""
+        """Check that nothing that `left` finds before the block is left after it."""
         before = left()
         yield
         stays = before & left()
         assert not stays, f"nobody moves these on: {stays}"
 
     def reaps(self) -> None:
-        """A controller takes back the operations that another one has left."""
+        """Let a controller take over the operations that another one has left."""
         call(attempts.reap, now=clock.now())
         call(intents.reap, now=clock.now())
 
     def recovers(self) -> None:
-        """A controller takes back everything that another one has left."""
+        """Let a controller take over everything that another one has left."""
         self.reaps()
         call(drains.return_without_upgrade)
         self.stops()
 
     def checks(self) -> None:
-        """A controller looks at engines that may have ended."""
+        """Let a controller check the engines that may have ended."""
         since = clock.now() - timedelta(hours=1)
         call(checks.request_checks, heartbeat_since=since, now=clock.now())
         asyncio.run(StatePass(self.world).run_pass())
 
     def compares(self) -> None:
-        """A controller compares the rows of the nodes with what their workers list."""
+        """Let a controller compare the rows of the nodes with the lists of their workers."""
         for worker in list(self.world.workers.values()):
             asyncio.run(inventory.compare_replicas(self.world, worker.id, worker.name))
 
     def upgrades(self, controller: str) -> None:
-        """A controller claims an upgrade, waits for the requests and has the worker stop the engines."""
+        """Let a controller claim an upgrade, wait for the requests and have the worker stop the engines."""
         for intent in call(intents.claim, controller, now=clock.now(), lease=LEASE, limit=1):
             self.world.note(f"  {controller} has an upgrade of {intent.node.name}: {intent.fence}")
             with suppress(LeaseLost):
@@ -228,7 +228,7 @@ class Cluster:
     # --- people and web processes
 
     def asks_for_load(self, dice: Random) -> None:
-        """One more replica of a model is wanted on a node."""
+        """Request one more replica of a model on a node."""
         rows = list(NodeModel.objects.filter(phase="serving").order_by("created_at"))
         leaving = list(NodeModel.engines.filter(phase__in=("stopping", "departed")).order_by("created_at"))
         payload: dict[str, Any] = {
@@ -260,7 +260,7 @@ class Cluster:
         admission.admit(request, now=clock.now())
 
     def asks_for_unload(self, dice: Random) -> None:
-        """An operator has a model or a replica unloaded."""
+        """Request the unload of a model or a replica, as an operator."""
         rows = list(NodeModel.objects.all().select_related("node").order_by("created_at"))
         if rows:
             waiting = [row for row in rows if row.phase in ("draining", "terminating")]
@@ -275,7 +275,7 @@ class Cluster:
                 unload_requests.unload(wish, now=clock.now())
 
     def asks_for_upgrade(self, dice: Random) -> None:
-        """An operator has the backend of a node upgraded."""
+        """Request the upgrade of a node's backend, as an operator."""
         node_id = dice.choice(list(self.world.workers))
         if not BackendNode.objects.filter(pk=node_id).exists():
             return
@@ -283,13 +283,13 @@ class Cluster:
         PendingBackendOp.objects.get_or_create(node_id=node_id, backend="echo", op="upgrade", defaults=wish)
 
     def cancels(self, dice: Random) -> None:
-        """Somebody cancels an operation."""
+        """Cancel an operation."""
         active = list(Operation.objects.active().order_by("created_at").values_list("pk", flat=True))
         if active:
             admission.cancel(dice.choice(active), actor="anna", now=clock.now())
 
     def picks(self, dice: Random) -> None:
-        """Some requests begin."""
+        """Begin some requests."""
         if not self.processes or (len(self.processes) < 2 and dice.random() < 0.3):
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
@@ -299,7 +299,7 @@ class Cluster:
             self.requests += [(process, row[0]) for row in self._exchange(process, picks=[asked])]
 
     def releases(self, dice: Random) -> None:
-        """A request ends."""
+        """End a request."""
         if self.requests:
             process, replica = self.requests.pop(dice.randrange(len(self.requests)))
             self._exchange(process, releases=[{"id": str(replica), "n": 1}])
@@ -318,7 +318,7 @@ class Cluster:
         return {**process_row, "now": now, "gap": now, "ids": [], "counts": []}
 
     def web_process_stops(self, dice: Random) -> None:
-        """A web process ends: it counts its requests out."""
+        """End a web process, which counts its requests out."""
         if self.processes:
             process = self.processes.pop(dice.randrange(len(self.processes)))
             with transaction.atomic(), connection.cursor() as cursor:
@@ -328,7 +328,7 @@ class Cluster:
             self.requests = [one for one in self.requests if one[0] != process]
 
     def web_process_is_silent(self, dice: Random) -> None:
-        """A web process is taken for dead, and is dead or goes on later; the pass counts its requests out."""
+        """Declare a web process dead, truly or wrongly; the pass counts its requests out."""
         if not self.processes:
             return
         process = dice.choice(self.processes)
@@ -354,14 +354,14 @@ class Cluster:
                 self.releases(dice)
 
     def settles(self, dice: Random) -> None:
-        """A web process sets its counts, as it does from time to time."""
+        """Let a web process correct its counts, as it does periodically."""
         if self.processes:
             process = dice.choice(self.processes)
             self.uncounted.add(process)
             self._settle(process)
 
     def _settle(self, process: UUID) -> None:
-        """A process that was taken for dead counts its requests in again before it picks."""
+        """Let a process that was declared dead count its requests in again before it picks."""
         if process not in self.uncounted:
             return
         held = Counter(replica for holder, replica in self.requests if holder == process)
@@ -372,11 +372,11 @@ class Cluster:
         self.uncounted.discard(process)
 
     def recounts(self, dice: Random) -> None:
-        """The pass finds no count to correct."""
+        """Check that the pass finds no count to correct."""
         assert not recount(), "counts were corrected"
 
     def loses(self, dice: Random) -> None:
-        """A request got no answer from a replica that it had picked, maybe long ago."""
+        """Let a request fail on a replica that it had picked, possibly long ago."""
         rows = list(NodeModel.objects.exclude(address="").order_by("created_at"))
         if rows:
             row = dice.choice(rows)
@@ -384,14 +384,14 @@ class Cluster:
             _finished(terminations.lose(_Here(), row.id, row.address, reason=reason))
 
     def loses_dead(self) -> None:
-        """Requests find out which replicas have no engine."""
+        """Let requests find the replicas that have no engine."""
         workers = self.world.workers
         for row in NodeModel.objects.filter(phase="serving"):
             if (str(row), row.address) not in workers[row.node_id].running():
                 _finished(terminations.lose(_Here(), row.id, row.address))
 
     def reports_an_exit(self, dice: Random) -> None:
-        """A worker reports an engine that has ended, maybe long ago or once more."""
+        """Let a worker report an ended engine, possibly long ago or repeatedly."""
         worker = dice.choice(list(self.world.workers.values()))
         if worker.exited:
             key, address = dice.choice(worker.exited)
@@ -400,7 +400,7 @@ class Cluster:
     # --- nodes
 
     def registers(self, worker: Worker, running: list[tuple[str, str]] | None = None) -> None:
-        """The worker registers, with what it runs, or what it ran when it began to."""
+        """Register the worker with its running engines, or those at the beginning of the registration."""
         running = worker.running() if running is None else running
         made = register(
             worker.name,
@@ -420,7 +420,7 @@ class Cluster:
             self.world.workers[worker.id] = worker
 
     def beats(self, worker: Worker) -> None:
-        """The worker reports its memory."""
+        """Let the worker report its memory."""
         node = BackendNode.objects.get(pk=worker.id)
         figures = {"instance": worker.instance, "available_vram": worker.free_memory(MEMORY, GB)}
         beat(beat_of(node, secret=own_secret(worker.name), at=clock.now(), **figures))
@@ -432,27 +432,27 @@ class Cluster:
         return dice.choice(busy) if busy else None
 
     def falls_silent(self, worker: Worker) -> None:
-        """The node is declared gone; its engines run on."""
+        """Declare the node gone; its engines keep running."""
         worker.is_reachable = False
         lifecycle.mark_silent([worker.id], limit=-3600, actor=actors.CONTROLLER, now=clock.now())
 
     def deregisters(self, worker: Worker) -> None:
-        """An admin removes the node; its worker ends with its engines and registers as a new node later."""
+        """Remove the node as an admin; its worker ends with its engines and registers as a new node later."""
         lifecycle.deregister(worker.id, actor=ROOT, now=clock.now())
         worker.crash()
         worker.is_reachable = False
 
     def drains(self, worker: Worker) -> None:
-        """An admin drains the node."""
+        """Drain the node as an admin."""
         lifecycle.drain(worker.id, actor=ROOT, now=clock.now(), deadline=30)
 
     def resumes(self, worker: Worker) -> None:
-        """An admin resumes the node."""
+        """Resume the node as an admin."""
         lifecycle.resume(worker.id, actor=ROOT, now=clock.now())
 
 
 def abandoned_loads(model: str | None = None) -> set[str]:
-    """Return the rows of loads whose attempt does not run, whatever the product takes for running."""
+    """Return the rows of loads whose attempt does not run, independent of the product's view."""
     rows = NodeModel.engines.filter(phase__in=LOADING_PHASES)
     rows = rows if model is None else rows.filter(model_name=model)
     running = set(Operation.objects.filter(status="processing").values_list("pk", "fence"))
@@ -460,6 +460,6 @@ def abandoned_loads(model: str | None = None) -> set[str]:
 
 
 def overdue() -> set[str]:
-    """Return the rows of nodes that have been away for too long."""
+    """Return the rows of nodes that have been silent for too long."""
     gone = NodeModel.engines.filter(phase="departed", deadline__lt=clock.now() - timedelta(seconds=1))
     return {f"{row} {row.pk}" for row in gone}

@@ -1,6 +1,6 @@
-"""Every change of a replica's phase or deadline, as PostgreSQL saw it: a trigger writes it down.
+"""Every change of a replica's phase or deadline, recorded by a trigger of PostgreSQL.
 
-So no change between two looks of a test is missed, however short a phase was.
+So a test misses no change between two reads, however short a phase is.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ SELECT before, after FROM taken ORDER BY n
 """
 
 ALLOWED = {pair for transition in TRANSITIONS.values() for pair in transition.follows.items()}
-"""Pairs of phases that follow each other by the table."""
+"""Pairs of phases that may follow each other according to the table."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _row(values: dict[str, Any] | None) -> Row | None:
 
 @contextmanager
 def replica_log() -> Iterator[None]:
-    """Write the changes down."""
+    """Record the changes."""
     with connection.cursor() as cursor:
         cursor.execute(f"{_DROP};{_CREATE}")
     try:

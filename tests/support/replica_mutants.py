@@ -1,4 +1,4 @@
-"""Defects that are planted into the life of replicas, each by a name: histories must find all of them."""
+"""Defects that are planted into the life of replicas, each with a name; histories must find all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -36,7 +36,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _drops_the_fence(patch: pytest.MonkeyPatch) -> None:
-    """A load publishes its slot whoever owns it."""
+    """A load publishes its slot even if it does not own the slot."""
     genuine = slots.publish
 
     def publish(slot: slots.Slot, **named: Any) -> bool:
@@ -53,7 +53,7 @@ def _releases_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
-    """A stop that failed with these words counts as confirmed."""
+    """A stop that failed with this text counts as confirmed."""
 
     async def stop_exactly(*arguments: Any) -> Any:
         stopped = await genuine_stop(*arguments)
@@ -63,7 +63,7 @@ def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
 
 
 def _late_note(patch: pytest.MonkeyPatch) -> None:
-    """That an engine answers is written over what has happened to the row since."""
+    """The recovery of an engine overwrites later changes of its row."""
 
     def restore_lost(engine: Engine) -> bool:
         rows = NodeModel.engines.filter(pk=engine.id).exclude(address="")
@@ -73,7 +73,7 @@ def _late_note(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
-    """A load takes the index of an engine whose stop was not confirmed."""
+    """A load uses the index of an engine whose stop was not confirmed."""
     genuine = slots._free_index
 
     def free_index(node: Any, model_name: str) -> int | None:
@@ -95,7 +95,7 @@ def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 def _confirms_early(patch: pytest.MonkeyPatch) -> None:
-    """No engine counts as ended, although its start is still on its way."""
+    """An engine counts as not started although its start message may still arrive."""
     patch.setattr(Engine, "may_still_start", lambda self, now: False)
 
 
@@ -105,7 +105,7 @@ def _keeps_abandoned(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
-    """A load that gives up frees its slot though its engine may run."""
+    """A failed load frees its slot although its engine may run."""
 
     def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
         with transaction.atomic():
@@ -116,7 +116,7 @@ def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _leaving_ends(patch: pytest.MonkeyPatch) -> None:
-    """The engines of a node that leaves count as ended."""
+    """The engines of a departing node count as ended."""
     genuine = engines.depart
 
     @wraps(genuine)
@@ -145,7 +145,7 @@ def _returns_stopped(patch: pytest.MonkeyPatch) -> None:
 
 
 def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
-    """A stop is sent before that is written."""
+    """A stop is sent before it is recorded."""
     genuine = stops.record_failure
 
     def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
@@ -160,7 +160,7 @@ def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_departed_indices(patch: pytest.MonkeyPatch) -> None:
-    """The index of an engine whose node has left counts as free."""
+    """The index of an engine on a departed node counts as free."""
 
     def free_index(node: BackendNode, model_name: str) -> int | None:
         taken = NodeModel.objects.of(model_name).filter(node=node).values_list("replica_index", flat=True)
@@ -176,7 +176,7 @@ def _any_attempt_runs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _evicts_busy(patch: pytest.MonkeyPatch) -> None:
-    """A load evicts replicas on which requests run."""
+    """A load evicts replicas with running requests."""
 
     def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
         rows = NodeModel.objects.loaded().filter(pk__in=[victim.id for victim in victims]).order_by("id")
@@ -186,7 +186,7 @@ def _evicts_busy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _believes_old_lists(patch: pytest.MonkeyPatch) -> None:
-    """A worker's list ends engines that were published after it was sent."""
+    """A worker's list ends engines that were published after the list was sent."""
     genuine = engines.end_unlisted
 
     def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
@@ -196,7 +196,7 @@ def _believes_old_lists(patch: pytest.MonkeyPatch) -> None:
 
 
 def _returns_early(patch: pytest.MonkeyPatch) -> None:
-    """A controller takes replicas for left although their unload goes on."""
+    """A controller considers replicas abandoned although their unload continues."""
     patch.setattr(drains, "has_no_operation", lambda: Q(pk__isnull=False))
 
 
@@ -206,25 +206,25 @@ def _keeps_the_former(patch: pytest.MonkeyPatch) -> None:
 
 
 def _releases_for_others(patch: pytest.MonkeyPatch) -> None:
-    """A process that was declared dead counts its requests out once more."""
+    """A process that was declared dead counts its requests out a second time."""
     least = "LEAST(COALESCE(u.count, 0), COALESCE(g.n, 0)) AS less"
     wrong = _changed(statements.EXCHANGE, least, "COALESCE(g.n, 0) AS less")
     patch.setattr(statements, "EXCHANGE", wrong)
 
 
 def _loses_requests(patch: pytest.MonkeyPatch) -> None:
-    """A replica that is lost counts no request any more."""
+    """A lost replica counts no requests any more."""
     wrong = _changed(statements.LOSE, "SET phase = %(phase)s,", "SET phase = %(phase)s, in_flight = 0,")
     patch.setattr(statements, "LOSE", wrong)
 
 
 def _reserves_by_column(patch: pytest.MonkeyPatch) -> None:
-    """The rows of loads hold no memory: a reading clears what they have reserved."""
+    """The rows of loads reserve no memory: a reading clears their reservations."""
     patch.setattr(reserved_memory, "by_node", lambda rows: {})
 
 
 def _departed_hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    """The engines of a node that has left hold no memory there."""
+    """The engines of a departed node use no memory on it."""
     genuine = reserved_memory.by_node
     patch.setattr(reserved_memory, "by_node", lambda rows: genuine(rows.exclude(phase="departed")))
 
@@ -236,16 +236,16 @@ def _serves_unloaded(patch: pytest.MonkeyPatch) -> None:
     """A replica is published before its engine has loaded the model."""
 
     async def load_nothing(*arguments: Any) -> None:
-        """The model comes with the first request."""
+        """Leave the model to the first request."""
 
     patch.setattr(load.LoadModel, "_load", load_nothing)
 
 
 def _starts_too_early(patch: pytest.MonkeyPatch) -> None:
-    """A load starts its engine while those that it evicts still run."""
+    """A load starts its engine while the engines that it evicts still run."""
 
     async def wait_for_nobody(*arguments: Any) -> None:
-        """Their memory will be free soon."""
+        """Assume that the memory will be free soon."""
 
     patch.setattr(load, "wait_until_evicted", wait_for_nobody)
 
@@ -290,4 +290,5 @@ QUICK = {
     "keep the replaced replica": 8,
     "serve before the model is loaded": 0,
 }
-"""Those that few histories find: every run plants them. The seed of one that did is tried first."""
+"""Mutants that few histories find: every run plants them. The given seed, which finds the mutant, is first.
+"""

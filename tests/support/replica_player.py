@@ -1,7 +1,7 @@
-"""A history of replicas: numbers decide what two controllers, workers, requests and people do, in any order.
+"""A history of replicas: numbers decide the order of actions of controllers, workers, requests and people.
 
-Each number is one step, and the invariants hold after each. In the end faults stop, and everything converges:
-only replicas that serve are left, each with its engine.
+Each number is one step, and the invariants hold after each step. At the end the faults stop, and the state
+converges: only serving replicas are left, each with its engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ from tests.support.replica_jobs import LEASE, Cluster
 
 STEPS = 50
 PRESENT = 3
-"""Replicas that are there at first."""
+"""Number of replicas at the start."""
 LONGEST_SLEEP = 1000
 MOMENT = 0.001
-"""Seconds after a reading: what is loaded at the same moment counts as shown by it."""
+"""Seconds after a reading: a replica that is loaded at the same moment counts as included."""
 ROUNDS = 40
-"""Passes of a controller after the faults."""
+"""Passes of a controller after the end of the faults."""
 WEEK = 8 * 86_400
 """Seconds, longer than `states.DEPARTED_ENGINE_LIMIT`."""
 
 CONTROLLERS = ["works"] * 6 + ["stops"] * 4 + ["upgrades"] * 2 + ["recovers", "checks", "compares"]
-"""What a controller does next; one that is at a job mostly goes on with it."""
+"""Next jobs of an idle controller, by frequency; a busy controller usually continues its job."""
 BESIDE_ANOTHER = [*CONTROLLERS, *["recovers"] * 6, "reaps"]
-"""The same while the other one stands still at a job: its lease may be over."""
+"""Next jobs while the other controller is stopped in a job: its lease may have expired."""
 OUTSIDE = (
     ["asks_for_load"] * 6
     + ["picks"] * 8
@@ -60,18 +60,18 @@ NOTES = (
     *(("works", "end_attempt"), ("works", "end_at_address"), ("checks", "record_results")),
     *(("compares", "end_unlisted"), ("upgrades", "end_stopped")),
 )
-"""Jobs, and the calls in which they write what the controller has seen or decided before."""
+"""Jobs, and the calls in which they record what the controller has observed or decided before."""
 CAUSES = {"stops": "loses", "works": "asks_for_load", "upgrades": "asks_for_upgrade"}
-"""What gives the controller something to do in these jobs."""
+"""By job: the action that gives a controller work for it."""
 MEANWHILE = ["falls_silent", "crashes", *["asks_for_unload", "asks_for_load", ""] * 2]
-"""What happens before a note is written; empty: its lease runs out."""
+"""Actions before a late record is written; empty: the lease expires."""
 BEFORE_A_LOAD_ENDS = ["falls_silent", "", "", "cancels"]
 LONGEST_JOB = 120
-"""Points."""
+"""Maximum points of a job."""
 
 
 class History:
-    """The database, the workers and the model beside them."""
+    """The database, the workers and the reference model."""
 
     def __init__(self, everybody: list[Actor]) -> None:
         self.everybody, self.controllers, self.web = everybody, everybody[:2], everybody[2]
@@ -101,7 +101,7 @@ class History:
                 self.kill_all()
 
     def begin(self) -> None:
-        """Two workers register."""
+        """Register two workers."""
         for number, name in enumerate(("alpha", "beta")):
             worker = Worker(number, name, UUID(int=number), "1".zfill(32))
             self.act(partial(self.cluster.registers, worker))
@@ -115,7 +115,7 @@ class History:
         self.check()
 
     def check(self) -> None:
-        """Check what must hold after each step."""
+        """Check the invariants that hold after each step."""
         is_committing = any(actor.point.endswith(":committed") for actor in self.controllers)
         self.invariants.check(is_committing=is_committing, was_blocked=self.was_blocked)
         self.was_blocked = False
@@ -123,7 +123,7 @@ class History:
     # --- steps
 
     def step(self, number: int) -> None:
-        """Take the step that this number decides."""
+        """Execute the step that this number determines."""
         dice = self.world.dice = Random(number)
         self.world.passes(1)
         if dice.random() < 0.6:
@@ -132,7 +132,7 @@ class History:
             self.somebody_acts(dice.choice(OUTSIDE), dice)
 
     def controller_goes_on(self, actor: Actor, dice: Random) -> None:
-        """Begin a job, go on to some later point of it, or be killed there."""
+        """Begin a job, continue to a later point of the job, or be killed there."""
         if actor.is_idle:
             is_alone = all(other.is_idle for other in self.controllers)
             self.begins(actor, dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER))
@@ -144,14 +144,14 @@ class History:
             self.goes_on(actor, dice)
 
     def begins(self, actor: Actor, name: str) -> None:
-        """Begin a job and go on to its first point."""
+        """Begin a job and continue to its first point."""
         actor.job = name
         self.world.note(f"{actor.name} {name}")
         job = getattr(self.cluster, name)
         self.go(actor, partial(job, actor.name) if name in OF_NAMED_CONTROLLERS else job)
 
     def goes_on(self, actor: Actor, dice: Random) -> None:
-        """Go on to some later point."""
+        """Continue to a later point."""
         for _ in range(dice.choice([1, 2, 4, 10, 30, 60])):
             if actor.is_idle:
                 break
@@ -160,12 +160,12 @@ class History:
         self.world.note(f"{actor.name} at {actor.point or 'the end of its job'}")
 
     def finishes(self, actor: Actor) -> None:
-        """Go on to the end of the job, if it need not wait."""
+        """Continue to the end of the job unless it must wait."""
         while not actor.is_idle and actor.point != "sleep":
             self.go(actor)
 
     def a_lease_is_lost(self, worker: Worker, dice: Random) -> None:
-        """A controller stands still for too long, while the other one takes over."""
+        """Stop a controller for too long, while the other controller takes over."""
         slow, other = dice.sample(self.controllers, 2)
         if slow.is_idle:
             return
@@ -181,7 +181,7 @@ class History:
                     self.finishes(other)
 
     def a_note_comes_late(self, worker: Worker, dice: Random) -> None:
-        """A controller is about to write what it has seen; before that something else happens."""
+        """Stop a controller before it records an observation, and let something else happen first."""
         slow, other = dice.sample(self.controllers, 2)
         job, note = dice.choice(NOTES)
         notes = {note} if slow.is_idle else {note for _, note in NOTES}
@@ -211,7 +211,7 @@ class History:
         self.finishes(slow)
 
     def registers_late(self, worker: Worker, dice: Random) -> None:
-        """A worker registers again while controllers go on: its list of engines is old when it arrives."""
+        """Register a worker while controllers continue, so that its list of engines is outdated."""
         if not (worker.is_registered and worker.is_reachable):
             return
         if (starter := next((actor for actor in self.controllers if actor.is_idle), None)) is not None:
@@ -232,7 +232,7 @@ class History:
         self.world.passes(MOMENT)
 
     def kill(self, actor: Actor) -> None:
-        """End the process where it is; another one takes its place."""
+        """Kill the process at its point; another process replaces it."""
         self.world.note(f"{actor.name} is killed at {actor.point}")
         if actor.point.endswith(":committed"):
             self.invariants.killed_after_commit()
@@ -240,7 +240,7 @@ class History:
         self.go(actor)
 
     def somebody_acts(self, what: str, dice: Random, worker: Worker | None = None) -> None:
-        """Something happens outside of the controllers."""
+        """Execute an action outside of the controllers."""
         worker = worker or dice.choice(list(self.world.workers.values()))
         if not (worker.is_reachable and worker.is_registered) and dice.random() < 0.3:
             what = "comes_back"
@@ -257,7 +257,7 @@ class History:
             self.act(partial(getattr(self.cluster, what), dice))
 
     def time_passes(self, worker: Worker, dice: Random) -> None:
-        """Some seconds pass, or the machines that are away are off for a week."""
+        """Let some seconds pass; or keep unreachable machines off for a week."""
         self.pass_seconds(dice.choice([5, 5, 20, 20, 50, 70, 70, 150, 400, WEEK]))
 
     def pass_seconds(self, seconds: float) -> None:
@@ -277,35 +277,35 @@ class History:
         self.world.passes(seconds)
 
     def kill_if_busy(self, actor: Actor) -> None:
-        """End the process if it is at a job."""
+        """Kill the process if it has a job."""
         if not actor.is_idle:
             self.kill(actor)
 
     def clock_steps(self, worker: Worker, dice: Random) -> None:
-        """The clock of a controller is corrected."""
+        """Correct the clock of a controller."""
         actor, skew = dice.choice(self.controllers), dice.choice(SKEWS)
         self.world.note(f"the clock of {actor.name} is wrong by {skew} s")
         actor.skew = timedelta(seconds=skew)
 
     def messages_arrive(self, worker: Worker, dice: Random) -> None:
-        """What is delayed arrives."""
+        """Deliver the delayed messages."""
         self.world.note(f"messages arrive at {worker.name}")
         worker.arrive()
 
     def engine_dies(self, worker: Worker, dice: Random) -> None:
-        """An engine ends by itself."""
+        """End an engine without a stop."""
         if worker.processes:
             key = dice.choice(sorted(worker.processes))
             self.world.note(f"{key} on {worker.name} dies")
             worker.ends_by_itself(key)
 
     def crashes(self, worker: Worker, dice: Random) -> None:
-        """A worker starts anew."""
+        """Restart a worker."""
         self.world.note(f"{worker.name} crashes")
         worker.crash()
 
     def comes_back(self, worker: Worker, dice: Random | None = None) -> None:
-        """The worker can be reached and registers, if it must."""
+        """Make the worker reachable; register it if necessary."""
         self.world.note(f"{worker.name} comes back with {worker.running()}")
         self.act(partial(self.cluster.registers, worker))
         self.act(partial(self.cluster.beats, worker))
@@ -313,7 +313,7 @@ class History:
         self.world.passes(MOMENT)
 
     def act(self, job: Callable[[], Any]) -> None:
-        """Let people, web processes or workers do something; what they must not do is refused."""
+        """Let people, web processes or workers act; forbidden actions are refused."""
 
         def allowed() -> None:
             try:
@@ -324,7 +324,7 @@ class History:
         self.go(self.web, allowed)
 
     def go(self, actor: Actor, job: Callable[[], Any] | None = None) -> None:
-        """Let the actor begin a job or go on, and wait until it stops."""
+        """Let the actor begin a job or continue, and wait until it stops."""
         if job is None:
             actor.resume()
         else:
@@ -336,7 +336,7 @@ class History:
                 raise AssertionError(f"{each.name}: {error!r}") from error
 
     def kill_all(self) -> None:
-        """Leave no process at a point."""
+        """Kill all processes that are stopped at a point."""
         for actor in self.controllers:
             actor.runs_through = None
             while not actor.is_idle:
@@ -348,7 +348,7 @@ class History:
     # --- the end
 
     def converge(self) -> None:
-        """Faults stop; after some passes nothing is left to be done."""
+        """End the faults; after some passes no work may be left."""
         self.world.note("faults stop")
         self.world.are_faults_on = False
         for actor in self.controllers:
@@ -365,14 +365,14 @@ class History:
         assert not left, f"not settled after {ROUNDS} passes: {left}"
 
     def pass_by(self, point: str) -> None:
-        """Nobody stops any more, and time goes on where somebody sleeps."""
+        """Continue at each point without a stop; time passes during a sleep."""
         if point == "sleep":
             self.naps += 1
             assert self.naps < LONGEST_SLEEP, "something is waited for forever"
             self.world.passes(2)
 
     def run_passes(self) -> None:
-        """What controllers, and requests that find no engine, do in the next minutes."""
+        """Run the passes of controllers, and the requests that find no engine, of the next minutes."""
         first = self.controllers[0]
         self.world.passes(100)
         self.go(first, self.cluster.recovers)
@@ -385,7 +385,7 @@ class History:
         self.check()
 
     def unsettled(self) -> list[str]:
-        """Return what is still under way, or should not be there."""
+        """Return all work in progress, and all rows that must not exist."""
         rows = list(NodeModel.engines.all())
         left = [f"{row} {row.phase} {row.reason} {row.stop_error}" for row in rows if row.phase != "serving"]
         left += [f"{one.kind} {one.status}" for one in Operation.objects.active()]
@@ -402,7 +402,7 @@ def numbers_of(seed: int) -> list[int]:
 
 
 def failure(actors: list[Actor], seed: int) -> str:
-    """Return why the history of this seed fails; empty if it does not."""
+    """Return why the history of this seed fails; "" if it does not."""
     try:
         History(actors).play(numbers_of(seed))
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""Columns of replica rows for tests: a phase with an owner and a deadline that fit, by the seed's state."""
+"""Columns of replica rows for tests: a phase with a matching owner and deadline, by the reference's state."""
 
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ SOON = timedelta(hours=1)
 
 
 def attempt(text: str) -> Attempt:
-    """An attempt of a load by a short name or an operation, with its fence: `m:1`."""
+    """Return an attempt of a load from a short name or an operation with its fence: `m:1`."""
     name, _, fence = text.rpartition(":")
     try:
         operation = UUID(name)
@@ -39,7 +39,7 @@ def attempt(text: str) -> Attempt:
 
 
 def owner_of(row: NodeModel) -> Attempt:
-    """The attempt that owns the row of a load."""
+    """Return the attempt that owns the row of a load."""
     assert row.owner_id is not None
     assert row.owner_fence is not None
     return row.owner_id, row.owner_fence
@@ -48,7 +48,7 @@ def owner_of(row: NodeModel) -> Attempt:
 def columns(
     state: str = "loaded", *, owner: Attempt | None = None, phase: str = "", **fields: Any
 ) -> dict[str, Any]:
-    """The columns of a row in this phase, by default one of this state.
+    """Return the columns of a row in this phase, by default a phase of this state.
 
     By default a load belongs to an attempt that does not run, and a stop is due in an hour.
     """
@@ -73,7 +73,7 @@ def columns(
 
 
 def run(owner: Attempt) -> None:
-    """Has a controller execute the attempt."""
+    """Let a controller execute the attempt."""
     running = {
         "kind": "model_load",
         "key": str(owner[0]),
@@ -86,7 +86,7 @@ def run(owner: Attempt) -> None:
 
 
 def publish(slot: Slot, owner: Attempt, *, address: str = "127.0.0.1:1", **fields: Any) -> bool:
-    """Starts the engine of a slot and publishes it."""
+    """Start the engine of a slot and publish it."""
     now = fields.pop("now", None) or clock.now()
     values: dict[str, Any] = {"backend": "b", "options": {}, "revision": "", **fields}
     run(owner)
@@ -95,13 +95,13 @@ def publish(slot: Slot, owner: Attempt, *, address: str = "127.0.0.1:1", **field
 
 
 def forget_nodes() -> None:
-    """Removes all nodes and their replicas."""
+    """Delete all nodes and their replicas."""
     NodeModel.engines.all().delete()
     BackendNode.objects.all().delete()
 
 
 def stop_now() -> None:
-    """Makes every stop due, whatever was to be waited for."""
+    """Make every stop due immediately."""
     now = clock.now()
     NodeModel.engines.exclude(phase__in=[*LOADING_PHASES, Phase.SERVING]).update(
         deadline=now, claimed_until=None

@@ -1,4 +1,4 @@
-"""`make run`'s own process under test."""
+"""The process of `make run` under test."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from tests.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 _PASSED = {name: value for name, value in os.environ.items() if name in ("PATH", "CLUSTER_SERVER")}
-"""`make sweep` chooses the web server."""
+"""Variables that are passed on, because `make sweep` chooses the web server."""
 CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "worker")
 
 
 class Run:
-    """One run over a data directory, its output in a file; `prefix` goes before its command."""
+    """One run in a data directory, with its output in a file; `prefix` is put before its command."""
 
     def __init__(self, data: Path, port: int, prefix: Sequence[str] = (), /, **more: str) -> None:
         self.data, self.port = data, port
@@ -38,38 +38,38 @@ class Run:
 
     @property
     def output(self) -> str:
-        """What it has said so far."""
+        """Return the output so far."""
         return self.log.read_text(errors="replace")
 
     @property
     def mark(self) -> str:
-        """What its children carry in their environment."""
+        """Return the mark in the environment of its children."""
         return str(json.loads((self.data / "run.lock").read_text())["mark"])
 
     @property
     def key(self) -> str:
-        """The admin's API key."""
+        """Return the admin's API key."""
         return (self.data / "secrets" / "admin_api_key").read_text().strip()
 
     @property
     def target(self) -> Target:
-        """Where it listens, and the admin's key."""
+        """Return its address, and the admin's key."""
         return Target(f"http://127.0.0.1:{self.port}", self.key)
 
     def wait_ready(self) -> None:
-        """Waits for its announcement; fails with its output when it ends first."""
+        """Wait for its announcement; fail with its output if it ends first."""
         eventually(
             lambda: re.search(r"\bready in \d", self.output) or self.process.poll() is not None, seconds=90
         )
         assert self.process.poll() is None, self.output
 
     def works(self) -> bool:
-        """Whether it is ready and its worker is healthy."""
+        """Return True if it is ready and its worker is healthy."""
         url, key = self.target.url, self.target.key
         return answers(f"{url}/readyz") and find_node(url, key, "local").get("status") == "healthy"
 
     def leaders(self) -> dict[str, int]:
-        """The first process of each child, told by its mark and its session."""
+        """Return the first process of each child, found by its mark and its session."""
         found = {}
         for name in CHILDREN:
             for one in processes.marked_processes(f"{self.mark}/{name}"):
@@ -79,7 +79,7 @@ class Run:
 
 
 def touching(data: Path) -> dict[int, str]:
-    """Processes that work in `data`, name it in their arguments or carry it in their environment."""
+    """Return the processes with `data` as working directory, in their arguments or in their environment."""
     found = {}
     for one in processes.processes():
         place = Path("/proc", str(one.pid))

@@ -1,8 +1,8 @@
-"""An engine that answers by a script, over real gRPC, in the process of the test.
+"""A scripted engine with real gRPC, in the process of the test.
 
-A script is a list of steps for each call: a `Reply` is sent, a number of seconds passes, an `Event` is waited
-for, a `Refusal` ends the call with a status, `CUT` breaks the connection as a dying process does. A mapping
-is trailing metadata.
+A script is a list of steps for each call: a `Reply` is sent, a number is a pause in seconds, an `Event` is
+waited for, a `Refusal` ends the call with a status, `CUT` breaks the connection as a dying process does. A
+mapping is trailing metadata.
 """
 
 # The generated base has no types that could be kept to, and every method abstract.
@@ -51,7 +51,7 @@ Step = Reply | float | asyncio.Event | Refusal | Mapping[str, str] | object
 
 
 def words(text: str, prompt_tokens: int = 7) -> list[Step]:
-    """A script that says the text word by word, and counts as our engines do."""
+    """Return a script that sends the text word by word, with the token counts of our engines."""
     parts = text.split(" ")
     pieces = [part if not number else f" {part}" for number, part in enumerate(parts)]
     return [
@@ -61,7 +61,7 @@ def words(text: str, prompt_tokens: int = 7) -> list[Step]:
 
 
 def call(index: int, name: str, *arguments: str, id: str = "") -> list[Step]:
-    """A script that calls a tool, its arguments in these pieces."""
+    """Return a script that calls a tool, with its arguments in these pieces."""
     first = ToolCallDelta(index=index, id=id, name=name, arguments=arguments[0])
     rest = [ToolCallDelta(index=index, arguments=one) for one in arguments[1:]]
     return [
@@ -71,7 +71,7 @@ def call(index: int, name: str, *arguments: str, id: str = "") -> list[Step]:
 
 
 def with_logprobs(text: str) -> list[Step]:
-    """The words, each a token with its own logprob and one other."""
+    """Return a script with the words as tokens, each with its logprob and one alternative."""
     script = []
     for reply in words(text):
         assert isinstance(reply, Reply)
@@ -84,7 +84,7 @@ def with_logprobs(text: str) -> list[Step]:
 
 @dataclass
 class Scripted(_Servicer):
-    """The engine. `script` is what every call of text plays; `asked` what it was asked."""
+    """The engine. Every call for text plays `script`; `asked` has the received requests."""
 
     script: Iterable[Step] = ()
     streams: bool = True
@@ -95,7 +95,7 @@ class Scripted(_Servicer):
     sent: int = 0
     proxy: "Cuttable | None" = None
     embeds: Refusal | None = None
-    """How a call for an embedding ends, if it fails."""
+    """The refusal of a call for embeddings; None if it succeeds."""
 
     async def Health(self, request: HealthMessage, context: Any) -> Reply:
         return Reply(message=b"OK")
@@ -133,7 +133,7 @@ class Scripted(_Servicer):
         return whole
 
     def script_for(self, request: PredictOptions) -> Iterable[Step]:
-        """What this call plays."""
+        """Return the script of this call."""
         return self.script
 
     async def _played(self, request: PredictOptions, context: Any) -> AsyncIterator[Reply]:
@@ -178,7 +178,7 @@ class Scripted(_Servicer):
 
 
 class Cuttable:
-    """A port in front of an engine whose connections can be broken, and which can stop listening."""
+    """A proxy in front of an engine that can break its connections and stop listening."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -186,7 +186,7 @@ class Cuttable:
         self.address = ""
 
     async def open(self) -> None:
-        """Listens at a free port."""
+        """Listen on a free port."""
         self._server = await asyncio.start_server(self._link, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -215,7 +215,7 @@ class Cuttable:
                 link.transport.abort()
 
     def cut(self) -> None:
-        """The process is gone: nothing listens any more, and what was open is broken."""
+        """Stop listening and break all connections, as if the process had ended."""
         self._server.close()
         for link in list(self._links):
             link.transport.abort()
@@ -223,7 +223,7 @@ class Cuttable:
 
 @contextlib.asynccontextmanager
 async def running(engine: Scripted) -> AsyncIterator[str]:
-    """The address at which the engine answers."""
+    """Yield the address of the engine."""
     server = grpc.aio.server()
     add_BackendServicer_to_server(engine, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""This process's edge on a socket, for clients that want one."""
+"""This process's edge on a socket, for clients that need one."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ from localai_cluster.kit.connections import BoundedHead
 
 @asynccontextmanager
 async def served() -> AsyncIterator[str]:
-    """The address, as `manage.py serve` has it."""
+    """Yield the address of an edge that is set up as by `manage.py serve`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(
             uvicorn.Config(application, http=BoundedHead, lifespan="off", log_config=None, access_log=False)

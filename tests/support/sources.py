@@ -1,8 +1,8 @@
-"""A source of models with the habits and the faults of real ones.
+"""A source of models with the behaviour and the faults of real sources.
 
 Files are redirected to signed addresses of a second server, as the hub and registries do. `requests` has
-every request with its range and credential. It plays a source that needs a token, is busy, cuts bodies short,
-names wrong lengths, changes a file under its name, knows no ranges, or is slow.
+every request with its range and credential. The source may require a token, be busy, end bodies early, state
+wrong lengths, replace a file, ignore ranges, or be slow.
 """
 
 import hashlib
@@ -55,36 +55,36 @@ class Request:
 
 @dataclass
 class Source:
-    """The servers; `started` runs them."""
+    """The two servers; `started` runs them."""
 
     files: dict[str, bytes | Path] = field(default_factory=dict)
     redirects: bool = True
     ranges: bool = True
     etags: bool = True
     lifetime: int = 1
-    """Requests for which a signed address is good; 0 = for ever."""
+    """Requests for which a signed address is valid; 0 = no limit."""
     tokens: dict[str, str] = field(default_factory=dict)
-    """By the beginning of a path: the value of `Authorization` that it needs."""
+    """By prefix of a path: the required value of `Authorization`."""
     refusals: list[Refusal] = field(default_factory=list)
-    """Responses of the next requests to the source, in place of a file or a redirect."""
+    """Responses to the next requests, instead of a file or a redirect."""
     storage_refusals: list[Refusal] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
     """Bytes after which the next bodies end."""
     extra_length: int = 0
-    """What is added to the length that headers name."""
+    """Bytes that headers state in addition to the true length."""
     rate: int = 0
     """Bytes per second of a body; 0 = unlimited."""
     pause_at: int = -1
-    """Byte of a body at which it waits for `released`; -1 = nowhere."""
+    """Byte of a body at which the source waits for `released`; -1 = no pause."""
     released: threading.Event = field(default_factory=threading.Event)
     paused: threading.Event = field(default_factory=threading.Event)
     requests: list[Request] = field(default_factory=list)
     sent: int = 0
     """Bytes of bodies that were sent."""
     location: str = ""
-    """Another address to redirect to."""
+    """Another redirect target; "" = the storage."""
     context: ssl.SSLContext | None = None
-    """Then the first server speaks HTTPS."""
+    """TLS context with which the first server speaks HTTPS; None = HTTP."""
 
     def start(self, port: int = 0) -> None:
         self._signatures: dict[str, int] = {}
@@ -117,7 +117,7 @@ class Source:
         return [request for request in self.requests if request.part == part]
 
     def sent_to(self, path: str) -> list[str]:
-        """The ranges of a file that were requested where its bytes are."""
+        """Return the ranges of a file that were requested from the storage."""
         part = "storage" if self.redirects else "files"
         return [request.range for request in self.seen(part) if request.path == path]
 
@@ -243,7 +243,7 @@ def _refuse(request: BaseHTTPRequestHandler, refusal: Refusal) -> None:
 
 
 class WebOpener:
-    """Opens files by their web address, on this machine too."""
+    """Opens files by their web address, even on this machine."""
 
     def __init__(self) -> None:
         self._outbound = Outbound(["127.0.0.1"])
@@ -256,7 +256,7 @@ class WebOpener:
 
 @contextmanager
 def started(**options: Any) -> Iterator[Source]:
-    """A source until the end of the block."""
+    """Run a source until the end of the block."""
     source = Source(**options)
     source.start()
     try:

@@ -1,4 +1,4 @@
-"""A bare ASGI client of one streamed answer: reads its events as they come, slowly or not, and may leave."""
+"""A bare ASGI client of one streamed answer: it reads events as they arrive, slowly or not, and may leave."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from tests.support.environment import API_KEY
 
 
 class Streamed:
-    """One answer on its way. `reading` is cleared by a reader who takes nothing for a while."""
+    """One streamed answer. A cleared `reading` stops the reader."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -23,7 +23,7 @@ class Streamed:
         self._told = 0
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """What the server calls."""
+        """Receive a message of the application."""
         await self.reading.wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -35,30 +35,30 @@ class Streamed:
 
     @property
     def lines(self) -> list[str]:
-        """The complete events and comments so far."""
+        """Return the complete events and comments so far."""
         return self.taken.decode().split("\n\n")[:-1]
 
     @property
     def events(self) -> list[Any]:
-        """The data of the events so far; the last word as it is."""
+        """Return the parsed data of the events so far; the final marker unparsed."""
         said = [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
         return [one if one == "[DONE]" else json.loads(one) for one in said]
 
     @property
     def text(self) -> str:
-        """What the model has said so far."""
+        """Return the model's text so far."""
         choices = [
             choice for event in self.events if event != "[DONE]" for choice in event.get("choices", ())
         ]
         return "".join((one.get("delta") or {}).get("content") or one.get("text", "") for one in choices)
 
     async def until(self, said: str) -> None:
-        """Waits until this is part of the answer."""
+        """Wait until the text is part of the answer."""
         while said not in self.text:
             await self.news()
 
     async def news(self) -> None:
-        """Waits until something more has come."""
+        """Wait until more data has arrived."""
         self._news.clear()
         await self._news.wait()
 
@@ -67,7 +67,7 @@ class Streamed:
 async def asked(
     app: Any, path: str, body: Any, kind: str = "application/json"
 ) -> AsyncIterator[tuple[Streamed, "asyncio.Task[None]"]]:
-    """An answer, and the application's work on it."""
+    """Request an answer; yield it, and the application's task."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = Streamed()
     messages: list[Mapping[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]

@@ -1,4 +1,4 @@
-"""Upgrades in waves on real rows: asked for, carried out by hand, and looked at."""
+"""Upgrades in waves on real rows: requested, executed by hand, and inspected."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,24 +18,24 @@ ECHO = BackendRequest(UPGRADE, "echo")
 
 
 def fleet(*names: str) -> list[BackendNode]:
-    """Approved nodes of these names."""
+    """Create approved nodes with these names."""
     return [hot.node(name) for name in names]
 
 
 def asked(nodes: Sequence[BackendNode], **options: Any) -> Operation:
-    """An upgrade of echo in waves."""
+    """Request an upgrade of echo in waves."""
     wanted = RequestScope(nodes, by=Requester("ann"), waves=Options(**options))
     return admission.admit(ECHO, wanted, now=clock.now()).operation
 
 
 def claimed(owner: str = "controller", *, now: datetime | None = None) -> dict[str, Intent]:
-    """What a controller takes up now, by node."""
+    """Return the intents that a controller claims now, by node."""
     found = intents.claim(owner, now=now or clock.now(), lease=60, limit=100)
     return {intent.node.name: intent for intent in found}
 
 
 def settled(*found: Intent, outcome: Any = None) -> None:
-    """Ends these attempts, all with this outcome (done by default)."""
+    """End these attempts, all with this outcome (by default done)."""
     written = intents.record_outcomes(
         {(one.id, one.fence): (outcome or Ended(), ()) for one in found}, now=clock.now()
     )
@@ -43,23 +43,23 @@ def settled(*found: Intent, outcome: Any = None) -> None:
 
 
 def story(operation: Operation) -> dict[str, tuple[int | None, str, str]]:
-    """Wave, state and reason of each part, by node."""
+    """Return wave, state and reason of each target, by node."""
     rows = OperationTarget.objects.filter(operation=operation)
     return {part.node_name: (part.wave, part.status, part.reason) for part in rows}
 
 
 def states(operation: Operation) -> dict[str, str]:
-    """The state of each part, by node."""
+    """Return the state of each target, by node."""
     return {name: status for name, (_, status, _) in story(operation).items()}
 
 
 def again(operation: Operation) -> Operation:
-    """The operation as its row says now."""
+    """Return the operation from its current row."""
     return Operation.objects.get(pk=operation.pk)
 
 
 def failed_canary() -> Operation:
-    """An upgrade of three nodes whose first wave has failed."""
+    """Return an upgrade of three nodes whose first wave has failed."""
     operation = asked(fleet("a", "b", "c"))
     settled(*claimed().values(), outcome=Ended(error="no such image"))
     return again(operation)

@@ -1,4 +1,4 @@
-"""The wheel, built and installed as an operator would, but without a network: what it needs is linked."""
+"""The wheel, built and installed as an operator would, but without a network: requirements are linked."""
 
 import os
 import re
@@ -24,21 +24,21 @@ NO_SERVERS = {
     "REDIS_URL": "redis://127.0.0.1:1/0",
     "LOCALAI_NATS_URL": "nats://127.0.0.1:1",
 }
-"""Settings that name servers where none is."""
+"""Settings with servers at addresses where none runs."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment of its own with the wheel and what it requires, and nothing else."""
+    """A virtual environment with only the wheel and its requirements."""
 
     folder: Path
 
     def program(self, name: str) -> Path:
-        """A program in it."""
+        """Return the path of a program in the environment."""
         return self.folder / "bin" / name
 
     def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Runs one of its programs in an empty folder, with this environment only."""
+        """Run one of its programs in an empty folder, with only this environment."""
         place = self.folder / "cwd"
         place.mkdir(exist_ok=True)
         command = [str(self.program(argv[0])), *argv[1:]]
@@ -48,7 +48,7 @@ class Installed:
 
 
 def build(folder: Path) -> Path:
-    """The wheel, as `make package` builds it; skips without built pages."""
+    """Build the wheel as `make package` does; skip the test without built pages."""
     if not (ROOT / "static" / "dist" / "manifest.json").exists():
         pytest.skip("the pages are not built: run `make ui`")
     _pip("wheel", str(ROOT), "--no-build-isolation", "--wheel-dir", str(folder))
@@ -57,7 +57,7 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
-    """Installs it in a fresh environment with what it declares for `extra`, linked from this one."""
+    """Install the wheel in a new environment, with its requirements for `extra` linked from this one."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     made = Installed(folder)
     _pip("--python", str(made.program("python")), "install", str(wheel))
@@ -69,7 +69,7 @@ def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
 
 
 def pack(folder: Path) -> None:
-    """Packs what the worker needs as wheels again, for pip on a machine without internet."""
+    """Pack the worker's requirements as wheels again, for pip on a machine without internet."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     folder.mkdir()
     for found in closure(declared, ""):
@@ -82,7 +82,7 @@ def pack(folder: Path) -> None:
 
 
 def relock(wheel: Path, packages: Path) -> None:
-    """Has the wheel of the product name the hashes of these packages, which are no files of an index."""
+    """Replace the hashes in the product's wheel by those of these packages, which are not from an index."""
     lock = "".join(
         "{}=={} --hash=sha256:{}\n".format(*path.name.split("-")[:2], sha256(path.read_bytes()).hexdigest())
         for path in sorted(packages.iterdir())
@@ -100,7 +100,7 @@ def _pip(*words: str) -> None:
 
 
 def closure(requirements: Iterable[str], extra: str) -> Iterator[metadata.Distribution]:
-    """All distributions that these need, each once."""
+    """Yield all distributions that the requirements need, each once."""
     waiting = [(Requirement(text), extra) for text in requirements]
     seen: set[tuple[str, str]] = set()
     while waiting:
@@ -120,7 +120,7 @@ def closure(requirements: Iterable[str], extra: str) -> Iterator[metadata.Distri
 
 
 def link(found: metadata.Distribution, packages: Path) -> None:
-    """Links every file of a distribution into another environment."""
+    """Link every file of a distribution into another environment."""
     for file in found.files or ():
         if ".." not in file.parts:
             place = packages / file

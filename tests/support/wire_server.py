@@ -1,4 +1,4 @@
-"""The server that `tests/wire` starts: a whole cluster, told on one line of JSON, until SIGTERM."""
+"""The server that `tests/wire` starts: a whole cluster, described on one line of JSON, until SIGTERM."""
 
 import json
 import os
@@ -12,7 +12,7 @@ GIVEN = (
     "LOCALAI_NATS_MODEL_LOAD_TIMEOUT",
     "LOCALAI_NATS_WORKER_JWT_TTL",
 )
-"""Settings of the suite that are passed on; the tests' own environment has others."""
+"""Settings of the suite that are passed on; the tests' own environment has other values."""
 OURS = {
     "LOCALAI_AUTO_APPROVE_NODES": "false",
     # The suite's workers know the registration token only.
@@ -22,7 +22,7 @@ OURS = {
 
 
 def main() -> None:
-    """Start everything, say where it is, and wait."""
+    """Start everything, print the addresses, and wait."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     given = {name: os.environ[name] for name in GIVEN if name in os.environ}

@@ -1,4 +1,4 @@
-"""A worker's HTTP server in a thread of its own, real or scripted, for the web process that reads it."""
+"""A worker's HTTP server in its own thread, real or scripted, for the web process that reads it."""
 
 import asyncio
 import socket
@@ -29,13 +29,13 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Coroutine
 
 
 def fetches(outbound: Outbound | None = None, hub: str = "https://hub.invalid") -> Fetches:
-    """What fetches files; without `outbound` it dials public addresses only."""
+    """Return the fetch service; without `outbound` it connects to public addresses only."""
     downloads = Downloads(httpx.AsyncClient(), refuse_served, Throttle(0))
     return Fetches(downloads, outbound or Outbound(), hub)
 
 
 class Served:
-    """What listens at `address`; `rings` and `folders` are the real server's."""
+    """The server at `address`; `rings` and `folders` belong to the real server."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -47,7 +47,7 @@ class Served:
         self._loop = loop
 
     def prints(self, key: str, *texts: str, stream: str = "stdout") -> None:
-        """The engine of `key` prints lines."""
+        """Let the engine of `key` print lines."""
 
         async def append() -> None:
             for text in texts:
@@ -58,7 +58,7 @@ class Served:
 
 @contextmanager
 def worker(script: Script | None = None, fetching: Fetches | None = None) -> Iterator[Served]:
-    """The real server, or one that answers each connection by `script`."""
+    """Run the real server, or one that answers each connection by `script`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -112,7 +112,7 @@ async def _end_tasks() -> None:
 
 
 def answers(status: str, body: bytes, *headers: str) -> Script:
-    """One HTTP answer to everything."""
+    """Return a script that sends one HTTP answer to every request."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         lines = (f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers, "", "")
@@ -123,12 +123,12 @@ def answers(status: str, body: bytes, *headers: str) -> Script:
 
 
 async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-    """No answer at all."""
+    """Send no answer."""
     await reader.read()
 
 
 async def trickling(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-    """An answer that never ends, a byte at a time."""
+    """Send an endless answer, one byte at a time."""
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n[")
     while True:
         writer.write(b" ")

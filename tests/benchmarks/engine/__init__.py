@@ -1,6 +1,6 @@
 """An engine and a load generator in Go, which are not the bottleneck, and the same engine in Python.
 
-`build` compiles both programs into `build/engine`; the modules that they need come from Go's module proxy.
+`build` compiles both programs into `build/engine`; their modules come from Go's module proxy.
 """
 
 import contextlib
@@ -58,12 +58,12 @@ class Engine:
     process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """End it without a chance to finish anything."""
+        """Kill the process; running calls are lost."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Let it finish running calls and take no others."""
+        """Stop the engine after its running calls; it accepts no new calls."""
         self.process.send_signal(signal.SIGTERM)
 
 
@@ -71,7 +71,7 @@ class Engine:
 def running(
     reaper: processes.ProcessReaper, *, go: bool, streams: int = 0, token: str = "", port: int = 0
 ) -> Iterator[Engine]:
-    """An engine in Go or Python that listens; `streams` limits how many run at a time."""
+    """Run an engine in Go or Python; `streams` limits the parallel streams."""
     address = f"127.0.0.1:{port or free_port()}"
     command = [str(ENGINE)] if go else [sys.executable, "-m", "tests.benchmarks.talker"]
     limit = ["-streams", str(streams)] if streams else []
@@ -97,7 +97,7 @@ def listens(address: str) -> bool:
 
 @dataclass(frozen=True)
 class Load:
-    """Figures of one run of the load generator; times in milliseconds, but `seconds` and `processor`."""
+    """Figures of one run of the load generator; times in milliseconds, `seconds`, `processor` in seconds."""
 
     requests: int
     errors: int
@@ -111,7 +111,7 @@ class Load:
 
 
 def generate(url: str, key: str, body: object, *, clients: int, seconds: float, **more: object) -> Load:
-    """Run the load generator with this request, or with a script for `direct`; `more` are its other flags."""
+    """Run the load generator with this request, or with a script for `direct`; `more` are further flags."""
     text = body if isinstance(body, str) else json.dumps(body)
     flags = {"url": url, "key": key, "body": text, "clients": clients, "seconds": seconds, **more}
     command = [str(LOAD), *(f"-{name}={value}" for name, value in flags.items())]

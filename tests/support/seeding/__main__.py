@@ -1,6 +1,6 @@
-"""The command: writes the fleet, then keeps it moving for `--seconds`, or until it is told to stop.
+"""The command: write the fleet, then keep it moving for `--seconds`, or until it is stopped.
 
-Prints `seeded` once everything is there. Removes nothing.
+It prints `seeded` when all rows exist, and removes nothing.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from random import Random
 import django
 
 MOVES_A_SECOND = 4
-"""Each move takes a quarter of the operations, so that each of them ticks once a second at the usual pace."""
+"""Moves per second. Each moves a quarter of the operations, so each operation ticks once a second."""
 PLACES = 120
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.seeding", description=__doc__)
     parser.add_argument("--nodes", type=int, default=300)
     parser.add_argument("--operations", type=int, default=0, help="operations that move")
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs it; 1 if the database holds nodes and no one said `--force`."""
+    """Run the command; return 1 if the database has nodes and `--force` is not set."""
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
     django.setup()
     from localai_cluster.kit import clock

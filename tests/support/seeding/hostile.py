@@ -1,4 +1,4 @@
-"""Names that registration admits and a page must survive: as text, and without breaking its layout."""
+"""Hostile names that registration permits; a page must show them as text and keep its layout."""
 
 NAMES = (
     '<script>alert("x")</script>',

@@ -1,7 +1,7 @@
-"""Seeded nodes: rows in every state, with the hardware and the labels of a mixed fleet, and their beats.
+"""Seeded nodes: rows in every state, with hardware and labels of a mixed fleet, and their heartbeats.
 
-Rows are made in bulk; what an admin or a task would have done to some of them goes through the verbs, so that
-their timelines say so.
+Rows are inserted in bulk. Actions of an admin or a task use the registry's verbs, so that the timelines
+contain them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from tests.support.seeding import hostile
 GIB = 1024**3
 ANNA = Actor(ActorKind.USER, "anna")
 FAR = timedelta(days=30)
-"""No one asks a worker that does not exist for its backends, or whether its file port answers."""
+"""Delay that keeps tasks from contacting the nonexistent workers for backends or file ports."""
 BEAT_EVERY = 10
 """Seconds between two beats of one node."""
 OTHER_SECRET = "c" * 64
@@ -60,7 +60,7 @@ SITES = ("berlin", "frankfurt", "oslo", "porto")
 
 
 def names(count: int, *, tame: bool = False) -> Iterator[tuple[str, Hardware]]:
-    """Hostile names first unless all shall be `tame`, then ordinary ones; each with its kind of machine."""
+    """Yield names, each with its kind of machine: hostile names first unless `tame`, then ordinary names."""
     harmful = 0 if tame else min(len(hostile.NAMES), count // 4)
     for number in range(count):
         kind = FLEET[number % len(FLEET)]
@@ -68,7 +68,7 @@ def names(count: int, *, tame: bool = False) -> Iterator[tuple[str, Hardware]]:
 
 
 def write(count: int, random: Random, now: datetime, *, tame: bool = False) -> list[UUID]:
-    """Makes that many nodes with labels, replicas and backends; answers their ids in the order made."""
+    """Create `count` nodes with labels, replicas and backends; return their ids in order of creation."""
     named = enumerate(names(count, tame=tame))
     rows = [_row(number, name, kind, random, now) for number, (name, kind) in named]
     with transaction.atomic():
@@ -145,7 +145,7 @@ def _backends(row: BackendNode, random: Random, now: datetime) -> Iterator[NodeB
 
 
 def _live(rows: Sequence[BackendNode], now: datetime) -> None:
-    """What happened to some of them, and strangers who claim to be two of them."""
+    """Apply events to some nodes, and let strangers claim to be two of them."""
     task = actors.task("liveness")
     verbs: dict[int, Callable[[BackendNode], object]] = {
         3: lambda row: lifecycle.drain(row.id, actor=ANNA, now=now, reason="new memory"),
@@ -190,7 +190,7 @@ _USE = (
 
 
 def beat(ids: Sequence[UUID], second: int, now: datetime) -> None:
-    """One second of beats: every tenth node, another tenth each second, and what runs on them."""
+    """Write one second of heartbeats: a tenth of the nodes, another tenth each second, and their replicas."""
     due = list(ids[second % BEAT_EVERY :: BEAT_EVERY])
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(_BEAT, {"now": now, "ids": due})

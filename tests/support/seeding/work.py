@@ -1,8 +1,8 @@
-"""Seeded operations: installs on one node and on many, loads, some that wait and some that fail.
+"""Seeded operations: installs on one node and on many, loads, waiting and failing operations.
 
-They move by the ledger's own verbs, so that events flow as in life. Each lane has one key forever: when its
-operation ends, the next one follows, and a failure is superseded as in life. A controller that runs beside
-never gets one: what is admitted is claimed in the same transaction.
+They progress by the ledger's own verbs, so that real events are published. Each lane has one key: when its
+operation ends, the next one follows, and a failure is superseded. A controller that runs in parallel never
+gets an operation, because an operation is admitted and claimed in the same transaction.
 """
 
 from dataclasses import dataclass, field
@@ -22,18 +22,18 @@ from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
 OWNER = "seeding"
 LEASE = 24 * 3600.0
 LONG_AGO = timedelta(days=3650)
-"""Puts ours before anybody else's in the order of claims."""
+"""Age that puts seeded operations first in the order of claims."""
 MANY = 13
-"""Nodes of an install that goes to many."""
+"""Nodes of an install on many nodes."""
 SPEED = 0.04
-"""Share of an operation's bytes that one tick moves, at most."""
+"""Maximum fraction of an operation's bytes that one tick moves."""
 
 Place = tuple[UUID, str]
 
 
 @dataclass
 class Lane:
-    """One key and the operation that is on it now."""
+    """One key and its current operation."""
 
     request: OperationRequest
     total: int
@@ -42,11 +42,11 @@ class Lane:
     operation: Operation | None = None
     done: float = 0.0
     ended: list[UUID] = field(default_factory=list)
-    """Targets that are through."""
+    """Completed targets."""
 
 
 def lanes(count: int, places: list[Place], random: Random) -> list[Lane]:
-    """That many lanes over these nodes, about a tenth of them over many nodes at once."""
+    """Return `count` lanes over these nodes; about a tenth of them operate on many nodes at once."""
     return [_lane(number, places, random) for number in range(count)]
 
 
@@ -82,7 +82,7 @@ def _lane(number: int, places: list[Place], random: Random) -> Lane:
 
 
 def begin(lane: Lane, random: Random, now: datetime) -> None:
-    """The next operation of the lane, claimed or waiting."""
+    """Begin the lane's next operation, claimed or waiting."""
     with transaction.atomic():
         admitted = admission.admit(lane.request, now=now).operation
         Operation.objects.filter(pk=admitted.pk).update(next_attempt_at=now - LONG_AGO)
@@ -102,7 +102,7 @@ def begin(lane: Lane, random: Random, now: datetime) -> None:
 
 
 def move(lane: Lane, random: Random, now: datetime) -> None:
-    """One tick of the lane's operation, or its end and the beginning of the next."""
+    """Tick the lane's operation, or end it and begin the next one."""
     if lane.operation is None:
         return
     lane.done += random.uniform(0.1, 1.0) * SPEED
@@ -124,7 +124,7 @@ def _one(lane: Lane, operation: Operation, now: datetime) -> None:
 
 
 def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> None:
-    """The first targets are through, a few download, the rest wait: "7 of 13 nodes"."""
+    """Report that the first targets are completed, some download, the rest wait: "7 of 13 nodes"."""
     targets = lane.request.targets
     through = int(lane.done * len(targets))
     fresh = [node_id for node_id, _ in targets[:through] if node_id not in lane.ended]

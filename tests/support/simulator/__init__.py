@@ -1,7 +1,8 @@
-"""Light workers: hundreds of nodes in one process and one event loop, over real HTTP and a real bus.
+"""Lightweight workers: hundreds of nodes in one process and one event loop, with real HTTP and a real bus.
 
-`script.py` says what a worker does with a command, `machine.py` what it has and answers, `worker.py` keeps it
-registered and subscribed, `fleet.py` plays many of them. Nothing here runs an engine or knows pytest.
+`script.py` determines the reaction to a command, `machine.py` has the state and the answers, `worker.py`
+keeps a worker registered and subscribed, `fleet.py` runs many workers. The simulator runs no engine and does
+not depend on pytest.
 """
 
 from tests.support.simulator.fleet import Fleet, fleet

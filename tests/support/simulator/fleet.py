@@ -24,22 +24,22 @@ from tests.support.simulator.script import Script
 from tests.support.simulator.worker import Home, SimulatedWorker
 
 AT_ONCE = 16
-"""Registrations at a time."""
+"""Maximum parallel registrations."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The workers in the order of their numbers, and what they were asked."""
+    """The workers in the order of their numbers, and the commands that they received."""
 
     workers: list[SimulatedWorker]
 
     def received(self, verb: str) -> list[Command]:
-        """The commands of this name that any of them received, the first one first."""
+        """Return the commands of this verb that any worker received, in the order of arrival."""
         found = [c for worker in self.workers for c in worker.machine.received if c.verb == verb]
         return sorted(found, key=lambda command: command.at)
 
     def count(self, verb: str) -> int:
-        """How many there were, also those that no worker remembers."""
+        """Return the number of these commands, including those that no worker has kept."""
         return sum(worker.count(verb) for worker in self.workers)
 
 
@@ -55,9 +55,9 @@ async def fleet(
     names: Sequence[str] = (),
     beat_every: float = 10.0,
 ) -> AsyncIterator[Fleet]:
-    """`count` workers that answer on the bus; `script` says what each of them does, by its number.
+    """Run `count` workers that answer on the bus; `script` returns the script of each by its number.
 
-    They are called by `names`, else by `name` and their number.
+    Their names are `names`, or else `name` with their number.
     """
     limits = httpx.Limits(max_connections=4 * AT_ONCE)
     async with httpx.AsyncClient(timeout=60, limits=limits) as client:

@@ -1,8 +1,8 @@
-"""What one simulated worker has installed and runs, and its answer to each command.
+"""The backends and engines of one simulated worker, and its answer to each command.
 
-It changes its lists as a real one changes its disk and processes, at the end of the work. Commands for one
-backend run one after the other; the same request again joins the running one, unless the worker is a stock
-one, which runs it twice.
+The worker changes its lists as a real one changes its disk and processes: at the end of the work. Commands
+for one backend run one after the other. A repeated request joins the running one, except on a stock worker,
+which executes it twice.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from localai_cluster.messaging.messages import DecodeError, decode, encode
 from tests.support.simulator.script import Act, Script
 
 KEPT = 2000
-"""Commands that a worker remembers; what it counts it never forgets."""
+"""Maximum commands that a worker keeps; its counts include all commands."""
 
 R = TypeVar("R")
 Send = Callable[[m.ProgressEvent], Awaitable[None]]
-"""Publishes one report of progress."""
+"""Publishes one progress report."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One message as it arrived; `at` on the monotonic clock."""
+    """One received message; `at` on the monotonic clock."""
 
     node_id: str
     verb: str
@@ -37,13 +37,13 @@ class Command:
 
     @property
     def body(self) -> Any:
-        """Its JSON; None for an empty body."""
+        """The parsed JSON; None for an empty body."""
         return json.loads(self.payload or b"null")
 
 
 @dataclass
 class Machine:
-    """The state of one worker. `host` and `port` are where its engines would listen."""
+    """The state of one worker. `host` and `port` are the address of its engines."""
 
     script: Script
     host: str = "127.0.0.1"
@@ -52,7 +52,7 @@ class Machine:
     node_id: str = ""
     backends: dict[str, m.InstalledBackend] = field(default_factory=dict)
     engines: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Process key -> backend and address."""
+    """By process key: backend and address."""
     received: deque[Command] = field(default_factory=lambda: deque(maxlen=KEPT))
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -62,12 +62,12 @@ class Machine:
         self._started = 0
 
     def note(self, verb: str, subject: str, payload: bytes) -> None:
-        """Writes down one message."""
+        """Record one message."""
         self.counts[verb] += 1
         self.received.append(Command(self.node_id, verb, subject, payload, clock.monotonic()))
 
     async def answer(self, verb: str, payload: bytes, send: Send) -> bytes | None:
-        """Does what the script says; None for a command that gets no reply, or never one."""
+        """Execute the script; return None for a command without a reply."""
         act = self.script.next(verb)
         kind, execute, failed = _HANDLERS[verb]
         instance = self.instance
@@ -81,7 +81,7 @@ class Machine:
         return encode(reply) if act.raw is None else act.raw
 
     def end(self) -> None:
-        """Its process is gone: nothing runs or is answered any more, what is installed stays."""
+        """End the process: nothing runs or answers any more; installed backends stay."""
         for task in self._running.values():
             task.cancel()
         self._running.clear()
@@ -141,7 +141,7 @@ class Machine:
         return m.UpgradeReply(not problem, problem, stopped, True)
 
     async def _work(self, request: m.InstallRequest | m.UpgradeRequest, act: Act, send: Send) -> str:
-        """Takes its time and reports; why it failed, "" if it did not."""
+        """Spend the script's time and report progress; return the error, "" without one."""
         pause = act.seconds / max(act.ticks, 1)
         events = act.progress(self._name(request), stock=self.script.stock) if request.op_id else iter(())
         for _ in range(max(act.ticks, 1)):
@@ -152,7 +152,7 @@ class Machine:
         return act.refuse
 
     def _name(self, request: m.InstallRequest | m.UpgradeRequest) -> str:
-        """The name that a command means; a stock worker goes by `backend` alone."""
+        """Return the backend of a command; a stock worker uses only `backend`."""
         if self.script.stock:
             return request.backend
         return (request.backend or request.name).rpartition("@")[2]

@@ -1,4 +1,4 @@
-"""What a simulated worker does with a command: how long it takes, what it reports, how it ends. Pure."""
+"""The reaction of a simulated worker to a command: duration, reports and result. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ ALL = (
     "model.delete",
     "stop",
 )
-"""The commands that a worker of ours listens for, as their subjects end."""
+"""The commands that one of our workers subscribes to, as the last parts of their subjects."""
 STOCK = tuple(verb for verb in ALL if verb != "backend.cancel")
 
 
 @dataclass(frozen=True)
 class Act:
-    """One command: works for `seconds` with `ticks` reports of progress, then answers.
+    """The reaction to one command: work for `seconds` with `ticks` progress reports, then answer.
 
-    `refuse` is the error it answers with. `silent`: it does the work and never answers. `raw` is sent in
-    place of the answer. `layers` are the bytes to download, one number for each layer of an image.
+    `refuse` is the error of the answer. `silent`: the worker does the work and never answers. `raw` is sent
+    instead of the answer. `layers` are the bytes to download, one number for each layer of an image.
     """
 
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class Act:
     raw: bytes | None = None
 
     def progress(self, backend: str, *, stock: bool) -> Iterator[m.ProgressEvent]:
-        """What it reports, without the ids: `ticks` events, as a stock worker or ours words them."""
+        """Yield `ticks` reports without ids, in the wording of a stock worker or of ours."""
         total = sum(self.layers)
         for number in range(1, self.ticks + 1):
             done = total * number // self.ticks
@@ -49,11 +49,11 @@ class Act:
 
 @dataclass
 class Script:
-    """What a worker does with each command, by name (`backend.install`).
+    """The reactions of a worker, by command (`backend.install`).
 
-    Of a list each act is used once, the last one from then on. A command that is not named succeeds at once.
-    `knows`: what it listens for; on anything else there is no responder. `stock`: answers as a released
-    worker of the reference does, with its traps (contract/nats.md §4.1).
+    Each act of a list is used once, the last one from then on. An unnamed command succeeds at once. `knows`:
+    the subscribed commands; other commands have no responder. `stock`: answer as a released worker of the
+    reference does, with its traps (contract/nats.md §4.1).
     """
 
     acts: Mapping[str, Act | Sequence[Act]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Script:
         self._used: dict[str, int] = {}
 
     def next(self, verb: str) -> Act:
-        """The act for the next command of this name."""
+        """Return the act for the next command of this name."""
         found = self.acts.get(verb, Act())
         if isinstance(found, Act):
             return found

@@ -1,7 +1,7 @@
-"""One simulated worker: registered over HTTP, subscribed on the bus, beating.
+"""One simulated worker: registered over HTTP, subscribed on the bus, sending heartbeats.
 
-It has a connection with its own credentials, as a real one, or is carried by a connection of the whole fleet.
-Each command is written down before anything else happens.
+It has a connection with its own credentials, like a real worker, or shares a connection of the whole fleet.
+Each command is recorded before it is executed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.support.simulator.script import ALL, Script
 
 GIBIBYTE = 1024**3
 AT_ONCE = 4096
-"""Commands that one subscription carries out at a time: more than a test sends."""
+"""Maximum parallel commands of one subscription: more than any test sends."""
 SIZES = {
     "total_vram": 0,
     "available_vram": 0,
@@ -33,35 +33,35 @@ SIZES = {
     "total_disk": 256 * GIBIBYTE,
     "available_disk": 128 * GIBIBYTE,
 }
-"""What it says of its hardware: a machine without a GPU."""
+"""The hardware that it reports: a machine without a GPU."""
 
 
 class MemoryIdentity(NodeIdentity):
-    """The secret of a worker that has no folder."""
+    """The secret of a worker without a data folder."""
 
     def __init__(self) -> None:
         self.secret, self.successor = secrets.token_hex(32), ""
 
     def is_accepted_by(self, url: str) -> bool:
-        """It has no memory of servers: it meets ours only."""
+        """Return True: it connects only to our servers."""
         return False
 
     def record_acceptance(self, url: str) -> None:
-        """Nothing: it meets servers of ours only."""
+        """Do nothing: it connects only to our servers."""
 
     def prepare(self) -> str:
-        """The secret that comes next."""
+        """Generate the next secret."""
         self.successor = self.successor or secrets.token_hex(32)
         return self.successor
 
     def promote(self) -> None:
-        """Uses it."""
+        """Use the next secret."""
         self.secret, self.successor = self.successor, ""
 
 
 @dataclass(frozen=True)
 class Home:
-    """The control plane that the workers of a fleet belong to; they share `client`, and `bus` if set."""
+    """The control plane of a fleet's workers; they share `client`, and `bus` if set."""
 
     url: str
     token: str
@@ -69,12 +69,12 @@ class Home:
     beat_every: float
     bus: NatsBus | None = None
     http_address: str = ""
-    """One HTTP server for all of them: it only says that it is there."""
+    """Address of one HTTP server for all workers, which only shows that it is running."""
 
 
 @dataclass
 class SimulatedWorker:
-    """`number` makes its addresses; `machine` is what it has and was asked."""
+    """A worker. `number` determines its addresses; `machine` has its state and received commands."""
 
     name: str
     number: int
@@ -83,7 +83,7 @@ class SimulatedWorker:
     registrations: int = 0
     missed_beats: int = 0
     sizes: dict[str, object] = field(default_factory=lambda: dict(SIZES))
-    """What it says of its hardware; a test may change it, and the next heartbeat says it."""
+    """The hardware that it reports; a test may change it, and the next heartbeat contains the change."""
 
     def __post_init__(self) -> None:
         self.machine = Machine(self.script, port=20000 + 10 * self.number)
@@ -95,11 +95,11 @@ class SimulatedWorker:
 
     @property
     def node_id(self) -> str:
-        """Its id, once it has registered."""
+        """Return the node's id after the registration."""
         return self.machine.node_id
 
     async def start(self) -> None:
-        """A new process: registers, and listens when this returns."""
+        """Start a new process: register and subscribe."""
         self.machine.instance = secrets.token_hex(16)
         self._plane = ControlPlane(
             self.home.url, self.home.token, self._identity, self.machine.instance, self.home.client
@@ -119,7 +119,7 @@ class SimulatedWorker:
         self._tasks.append(asyncio.create_task(self._beat()))
 
     async def register(self) -> None:
-        """Tells the control plane what a real worker tells. CallFailed."""
+        """Register with the data of a real worker; raise CallFailed."""
         registered: Registered = await self._plane.register(
             {
                 "name": self.name,
@@ -144,7 +144,7 @@ class SimulatedWorker:
         return {"running_processes": [{"process_key": key, "address": at} for key, (_, at) in engines]}
 
     async def listen(self) -> None:
-        """Subscribes to what its script knows."""
+        """Subscribe to the commands that its script knows."""
         prefix = messages.node_prefix(self.node_id)
         # Two subscriptions in place of eleven if they do; progress has more parts and does not match.
         names = ("*.*", "stop") if self.script.knows == frozenset(ALL) else sorted(self.script.knows)
@@ -153,21 +153,21 @@ class SimulatedWorker:
             self._subscriptions.append(await self.bus.subscribe(subject, self._receive, limit=AT_ONCE))
 
     async def deafen(self) -> None:
-        """Stays registered and beating, but nothing listens: a command finds no responder."""
+        """Stay registered and send heartbeats, but end all subscriptions: commands find no responder."""
         former, self._subscriptions = self._subscriptions, []
         for subscription in former:
             await subscription.close()
 
     def freeze(self) -> None:
-        """Like SIGSTOP: its messages arrive and wait, and it beats no more."""
+        """Freeze as by SIGSTOP: messages arrive and wait, and heartbeats stop."""
         self._awake.clear()
 
     def thaw(self) -> None:
-        """Goes on where it was frozen."""
+        """Continue after a freeze."""
         self._awake.set()
 
     async def stop(self) -> None:
-        """Its process is killed: what it carries out ends without an answer."""
+        """Kill the process: running commands end without an answer."""
         self.machine.end()
         self._awake.set()
         tasks, self._tasks = self._tasks, []
@@ -181,18 +181,18 @@ class SimulatedWorker:
             await self.deafen()
 
     async def _leave(self) -> None:
-        """Ends as it was told to: it leaves the registry first."""
+        """End as requested: first leave the registry."""
         with contextlib.suppress(CallFailed):
             await self._plane.deregister(self.node_id)
         await self.stop()
 
     async def restart(self) -> None:
-        """Ends without a word and comes back as another process of the same node."""
+        """End without a message, and start as another process of the same node."""
         await self.stop()
         await self.start()
 
     def count(self, verb: str) -> int:
-        """How many commands of this name have arrived."""
+        """Return the number of received commands of this name."""
         return self.machine.counts[verb]
 
     async def _receive(self, message: Message) -> bytes | None:
@@ -208,7 +208,7 @@ class SimulatedWorker:
         return await self.machine.answer(verb, message.payload, self._report)
 
     async def _report(self, event: m.ProgressEvent) -> None:
-        """A report that cannot be sent is lost, as a real one is."""
+        """Publish a report; an unsent report is lost, as on a real worker."""
         await self._awake.wait()
         try:
             await self.bus.publish(messages.install_progress(self.node_id, event.op_id), encode(event))
@@ -229,7 +229,7 @@ class SimulatedWorker:
                     await self._again()
 
     async def _again(self) -> None:
-        """The control plane does not know the node any more."""
+        """Register again, because the control plane does not know the node any more."""
         try:
             await self.deafen()
             await self.register()
