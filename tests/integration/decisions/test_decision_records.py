@@ -141,7 +141,7 @@ async def test_an_attempt_that_ends_is_kept_with_what_follows(
     ],
 )
 def test_what_follows_an_attempt(cause: Cause, times: int, over: bool, outcome: str) -> None:
-    assert load_attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
+    assert load_attempts.replay_outcome({"cause": cause, "times": times, "over": over}) == outcome
 
 
 async def test_a_load_that_all_nodes_have_refused_ends_with_a_record(stage: Stage) -> None:
