@@ -1,8 +1,8 @@
-"""Edits of a definition's YAML by a form: comments, order and quotes of the rest stay.
+"""Edits of a definition's YAML by a form; comments, order and quotes of unchanged settings stay.
 
-`ruamel.yaml` keeps them. It reads YAML 1.2 and the parser of definitions 1.1, so the result is read again by
-that one: if it is not the edited document, the document is written anew, without comments. So is a text of
-more than `LONGEST_EDITED` bytes, because the library is slow.
+`ruamel.yaml` preserves them. It reads YAML 1.2, but the parser of definitions reads YAML 1.1. So that parser
+reads the result again: if the result is not the edited document, the document is written anew, without
+comments. A text of more than `LONGEST_EDITED` bytes is also written anew, because the library is slow.
 """
 
 import io
@@ -20,19 +20,19 @@ from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import TEMPLATES, Definition, UnusableDefinition, load_document
 
 PARALLEL = ("parallel", "n_parallel")
-"""Names of the entry of `options` with the number of requests that an engine answers at once."""
+"""Names of the entry of `options` that sets the number of parallel requests of an engine."""
 MOST_OPTIONS = 200
 LONGEST_OPTION = 4096
 LONGEST_TEMPLATE = 65_536
 LONGEST_EDITED = 65_536
-"""Bytes of a text whose comments an edit keeps."""
+"""Maximum bytes of a text whose comments an edit preserves."""
 FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
-"""The settings that most people change."""
+"""The settings of the form: those that are changed most often."""
 Document = dict[str, Any]
 
 
 def form_of(definition: Definition) -> dict[str, Any]:
-    """Return the values of the form; None for a setting that the definition leaves to others."""
+    """Return the values of the form; None for a setting that the definition does not state."""
     options, own = definition.options, []
     parallel = None
     for entry in options.get("Options", ()):
@@ -53,7 +53,7 @@ def form_of(definition: Definition) -> dict[str, Any]:
 
 
 _ALL_LAYERS = 99_999_999
-"""The value of a definition that says nothing (`files.py`)."""
+"""The number of layers of a definition that states none (`files.py`)."""
 
 
 def apply_changes(text: str, changes: Mapping[str, Any]) -> str:
@@ -70,7 +70,7 @@ def rename(text: str, name: str) -> str:
 
 
 def merge(text: str, settings: Mapping[str, Any]) -> str:
-    """Return the text with these settings in place of its own, sections merged. Raise InvalidInput."""
+    """Return the text with these settings instead of its own; sections are merged. Raise InvalidInput."""
 
     def change(document: Document) -> None:
         for key, value in settings.items():
@@ -120,7 +120,7 @@ def _invalid(name: str, complaint: str) -> InvalidInput:
 
 
 def _change(document: Document, changes: Mapping[str, Any]) -> None:
-    """Write the changes into the document, each where it is stated already."""
+    """Write the changes into the document; a stated setting is changed in place."""
     parameters = document.setdefault("parameters", {})
     if not isinstance(parameters, dict):
         raise _invalid("parameters", "is not a mapping in the text")
@@ -148,7 +148,7 @@ def _set(section: Document, name: str, value: Any) -> None:
 
 
 def _set_template(document: Document, template: str) -> None:
-    """Have a Jinja template for chats, or the model's own."""
+    """Set the Jinja template for chats; an empty template selects the model's own."""
     section = document.get("template")
     section = section if isinstance(section, dict) else {}
     for name in (*TEMPLATES, "jinja_template", "use_tokenizer_template"):
@@ -183,7 +183,7 @@ def _set_options(section: Document, changes: Mapping[str, Any]) -> None:
 
 
 def _scalar(value: Any) -> Any:
-    """Return the value so that it is written as a text if it is one, whatever the version of YAML."""
+    """Return the value in a form that both versions of YAML read as the same type."""
     if isinstance(value, list):
         return [_scalar(entry) for entry in value]
     if isinstance(value, Mapping):
@@ -201,7 +201,7 @@ _RESOLVER, _TEXT = yaml.resolver.Resolver(), "tag:yaml.org,2002:str"
 
 
 def _edited(text: str, change: Any) -> str:
-    """Return the text after the change of its document; raise InvalidInput for a text that is no mapping."""
+    """Return the text after `change` of its document; raise InvalidInput for a text that is not a mapping."""
     try:
         document = load_document(text.encode())
     except (UnusableDefinition, UnicodeEncodeError) as error:
@@ -221,7 +221,7 @@ _DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 def _edited_in_place(text: str, change: Any) -> str | None:
-    """Return the edited text with its comments; None if the library cannot."""
+    """Return the edited text with its comments; None if the library fails."""
     editor = YAML()
     editor.preserve_quotes, editor.width, editor.allow_unicode = True, 4096, True
     editor.indent(mapping=2, sequence=_sequence_indent(text), offset=_sequence_indent(text) - 2)
@@ -248,7 +248,7 @@ def _is_document(text: str, wanted: Document) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value without the library's subclasses of `str`."""
+    """Return the value with strings of type `str` instead of the library's subclasses."""
     if isinstance(value, dict):
         return {_plain(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):

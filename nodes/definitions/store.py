@@ -1,7 +1,7 @@
 """The only writer of stored definitions. Each change, its audit and its NOTIFY are one transaction.
 
-A text is checked before it is saved: it is usable, has the name of its row, and holds no secret. Saving the
-text that is in force adds no revision, so a caller that was interrupted can repeat it.
+A text is checked before it is saved: it must be usable, have the name of its row, and contain no secret.
+Saving the text that is in force adds no revision, so an interrupted caller can repeat the call.
 """
 
 import difflib
@@ -34,14 +34,14 @@ from operations.changes.events import notify
 log = logging.getLogger(__name__)
 
 MOST_REVISIONS = 200
-"""Revisions of a definition that are kept, the latest ones."""
+"""Maximum revisions of a definition that are kept; the oldest are deleted first."""
 RETENTION = timedelta(days=365)
-"""Age after which `prune_revisions` and `prune_deleted` may delete."""
+"""Age from which `prune_revisions` and `prune_deleted` may delete."""
 LEAST_REVISIONS = 100
-"""Revisions of a definition that stay at any age, the latest ones."""
+"""Number of the latest revisions of a definition that are kept at any age."""
 LONGEST_REASON = 500
 _MOST_LINES = 5000
-"""Lines of two texts together that are compared."""
+"""Maximum lines of two texts together that are compared."""
 
 
 def save(
@@ -55,11 +55,11 @@ def save(
     expected_revision: int | None = None,
     files: Sequence[Mapping[str, Any]] = (),
 ) -> ModelDefinition:
-    """Create the definition, or add a revision if `name` is given and it exists.
+    """Create the definition, or add a revision if `name` is given and the definition exists.
 
-    `expected_revision` is the one that the caller has seen, 0 for none. Of a text that is in force only
-    `files` are stored. Raises InvalidInput for the text, FileConflict, and Conflict with `revision` if a
-    definition exists that `name` does not permit to change, or has moved.
+    `expected_revision` is the revision that the caller has read, 0 = none. If the text is already in force,
+    only `files` are stored. Raises InvalidInput for the text, FileConflict, and Conflict with `revision` if
+    an existing definition must not be changed (no `name`) or has another revision.
     """
     definition = check(name, text)
     inherited = {} if files else records_for(definition)
@@ -89,7 +89,7 @@ def save(
 
 
 def check(name: str | None, text: str) -> Definition:
-    """Return the definition of a text that may be saved under the name. Raise InvalidInput."""
+    """Return the definition of a text that may be saved under this name. Raise InvalidInput."""
     definition = schema.require_usable(text, SOURCE).definition
     assert definition is not None
     if name not in (None, definition.name):
@@ -101,11 +101,12 @@ def check(name: str | None, text: str) -> Definition:
 
 
 def records_for(definition: Definition) -> dict[str, RecordedFile]:
-    """Return the stored file records for a definition that has none, by path; one query.
+    """Return stored file records for a definition without records, by path. One query.
 
-    The records are those of all stored definitions: its own first, then those of definitions that name the
-    file now, then those that have named it before or are deleted. So a copy of a definition, another one with
-    the same file, or one that was deleted and is saved again can be loaded while that is at its source.
+    The records come from all stored definitions: first from the definition itself, then from definitions that
+    name the file now, then from definitions that named it earlier or are deleted. So a definition without its
+    file in the models folder can be loaded if it is a copy, shares the file with another definition, or was
+    deleted and saved again.
     """
     models = folder().path
     paths = {path.relative_to(models) for path in named_paths(models, definition)}
@@ -136,15 +137,15 @@ def records_for(definition: Definition) -> dict[str, RecordedFile]:
 
 
 def _named_by(row: ModelDefinition, records: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return those of the records whose files the row's text names."""
+    """Return the records whose files the text of the row names."""
     content = stored_definition(row).content
     return named_records(folder().path, content, records) if isinstance(content, Definition) else {}
 
 
 def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> None:
-    """Raise FileConflict if another stored definition names another file under a path of this one; one query.
+    """Raise FileConflict if another stored definition names a different file at one of these paths.
 
-    A definition keeps the records of files that it names no longer, for its former revisions.
+    One query. A definition keeps the records of files that it no longer names, for its earlier revisions.
     """
     named = named_records(folder().path, definition, records)
     if not named:
@@ -170,13 +171,13 @@ def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> Non
 def _with_shared_records(
     entries: Sequence[Mapping[str, Any]], inherited: Mapping[str, RecordedFile]
 ) -> list[Mapping[str, Any]]:
-    """Return the entries, and the `inherited` records of paths that have no entry."""
+    """Return the entries, and the `inherited` records of paths without an entry."""
     own = {entry.get("path") for entry in entries}
     return [*entries, *(file.as_entry() for path, file in inherited.items() if path not in own)]
 
 
 def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) -> None:
-    """Store the row's text as its newest revision; remove the oldest above the limit."""
+    """Store the row's text as its newest revision; delete the oldest revisions above the limit."""
     DefinitionRevision.objects.create(
         definition=row,
         number=row.revision,
@@ -192,7 +193,7 @@ def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) 
 def restore(
     name: str, number: int, *, actor: str, origin: str, now: datetime, expected_revision: int | None = None
 ) -> ModelDefinition:
-    """Save the text of an earlier revision as the newest one; raise NotFound without it."""
+    """Save the text of an earlier revision as the newest revision; raise NotFound if it does not exist."""
     revision = revisions_of(name).filter(number=number).first()
     if revision is None:
         raise NotFound(f"model {name} has no revision {number}")
@@ -209,7 +210,7 @@ def restore(
 
 
 def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition:
-    """Disable or enable the definition; raise NotFound without one, Conflict if only a file defines it."""
+    """Disable or enable the definition; raise NotFound if it does not exist."""
     if find(name) is None:
         require_no_file(name)
     with transaction.atomic():
@@ -221,9 +222,9 @@ def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition
 
 
 def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
-    """Delete this definition, unless it is deleted already; return its row, None if the name is used again.
+    """Mark the definition as deleted unless it already is; return its row, None if it has been pruned.
 
-    Its text stays until then.
+    The row keeps its text until it is pruned.
     """
     with transaction.atomic():
         row = _locked(name)
@@ -235,9 +236,9 @@ def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
 
 
 def prune_revisions(*, before: datetime, limit: int) -> int:
-    """Delete the oldest `limit` revisions from before `before` that `LEAST_REVISIONS` others follow.
+    """Delete up to `limit` of the oldest revisions from before `before`; return their number.
 
-    Return their number. Two queries.
+    The latest `LEAST_REVISIONS` revisions of each definition stay. Two queries.
     """
     old = DefinitionRevision.objects.filter(
         at__lt=before, number__lte=F("definition__revision") - LEAST_REVISIONS
@@ -250,7 +251,7 @@ def prune_revisions(*, before: datetime, limit: int) -> int:
 def prune_deleted(*, before: datetime, limit: int) -> int:
     """Delete definitions that were marked as deleted before `before`; return their number.
 
-    With their revisions they are at most `limit` rows, but one definition at least. Three queries.
+    Deletes at most `limit` rows including revisions, but at least one definition. Three queries.
     """
     old = ModelDefinition.objects.filter(deleted_at__lt=before).order_by("deleted_at", "pk")
     ids = list(old.values_list("pk", flat=True)[: limit // MOST_REVISIONS or 1])
@@ -259,14 +260,14 @@ def prune_deleted(*, before: datetime, limit: int) -> int:
 
 
 def find(name: str) -> ModelDefinition | None:
-    """Return the stored definition; None without one."""
+    """Return the stored definition; None if it does not exist."""
     if names.unprintable(name):
         return None  # PostgreSQL rejects NUL
     return ModelDefinition.objects.filter(name=name, deleted_at__isnull=True).first()
 
 
 def text_in_force(name: str) -> str | None:
-    """Return the text that an edit begins with: that of the row, of the file without one; None without both.
+    """Return the text that an edit starts from: that of the row, else of the file, else None.
 
     Raises InvalidInput for a file that cannot be read.
     """
@@ -280,7 +281,7 @@ def text_in_force(name: str) -> str | None:
 
 
 def file_of(name: str) -> str:
-    """Return the file of the models folder that wins over a row of this name; "" without one."""
+    """Return the file of the models folder that overrides a row of this name; "" without one."""
     return async_to_sync(folder().file_of)(name)
 
 
@@ -291,13 +292,13 @@ def require_no_file(name: str) -> None:
 
 
 def revisions_of(name: str) -> Any:
-    """Return the revisions of the stored definition, the newest first."""
+    """Return the revisions of the stored definition, newest first."""
     rows = DefinitionRevision.objects.filter(definition__name=name, definition__deleted_at__isnull=True)
     return rows.none() if names.unprintable(name) else rows.order_by("-number")
 
 
 def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
-    """Yield the change from the one before for each of these revisions of one definition; one query."""
+    """Yield, for each of these revisions of one definition, the difference to its predecessor. One query."""
     numbers = {revision.number - 1 for revision in revisions}
     before = DefinitionRevision.objects.filter(
         definition__in={revision.definition_id for revision in revisions}, number__in=numbers
@@ -310,7 +311,7 @@ def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
 
 
 def diff(former: str, text: str, former_name: str, name: str) -> str:
-    """Return a unified diff; only the numbers of lines for texts that are too long to be compared."""
+    """Return a unified diff; if the texts are too long to compare, only their numbers of lines."""
     before, after = former.splitlines(keepends=True), text.splitlines(keepends=True)
     if len(before) + len(after) > _MOST_LINES:
         return f"--- {former_name}: {len(before)} lines\n+++ {name}: {len(after)} lines\n"
@@ -319,17 +320,17 @@ def diff(former: str, text: str, former_name: str, name: str) -> str:
 
 
 def _locked(name: str) -> ModelDefinition | None:
-    """Return the row, locked until the commit; also a row that does not exist is locked, by its name."""
+    """Return the row, locked until the commit. The name is locked too, even if no row exists."""
     lock_name(f"definition {name}")
     return ModelDefinition.objects.select_for_update().filter(name=name, deleted_at__isnull=True).first()
 
 
 _WORDS, _VERBS = ("schema", "preview"), ("clone", "disable", "enable", "revisions", "restore")
-"""Names and last parts of names that are routes below `/api/definitions/`."""
+"""Names, and last parts of names, that are routes below `/api/definitions/`."""
 
 
 def _check_name(name: str) -> None:
-    """Raise InvalidInput for a name whose definition would have the path of another route."""
+    """Raise InvalidInput if the path of the definition would be the path of another route."""
     if name in _WORDS or ("/" in name and name.rpartition("/")[2] in _VERBS):
         raise InvalidInput(f"text: `name` must not be {name!r}, which is a route of the API", field="text")
 
@@ -347,7 +348,7 @@ def _revision_conflict(name: str, revision: int) -> Conflict:
 
 
 def _save_change(row: ModelDefinition, verb: str, detail: str, now: datetime) -> None:
-    """Save the row with its audit entry and NOTIFY; this process reads it again after the commit."""
+    """Save the row with its audit entry and NOTIFY; this process reads the row again after the commit."""
     row.change += 1
     row.updated_at = now
     row.save()
@@ -357,6 +358,6 @@ def _save_change(row: ModelDefinition, verb: str, detail: str, now: datetime) ->
 
 
 def _announce(row: ModelDefinition) -> None:
-    """Have all processes read the row again after the commit."""
+    """Make all processes read the row again after the commit."""
     notify(CHANNEL, row.name)
     transaction.on_commit(folder().rows_changed)

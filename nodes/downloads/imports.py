@@ -1,14 +1,14 @@
 """The operation `model_import`: fetch the files of a plan into the models folder, then save its definition.
 
-Under the policy `worker` the files that workers download themselves stay at their sources: only size, hash
-and header are recorded (`left_files.py`). An import for a load that needs such files here after all fetches
-them and saves nothing (`nodes/loading/source_downloads.py`).
+Under the policy `worker`, files that workers download themselves stay at their sources: only size, hash and
+header are recorded (`left_files.py`). If a load needs such files on the control plane, an import without a
+definition fetches them (`nodes/loading/source_downloads.py`).
 
-The definition is saved when every file is there and verified, in one transaction under the attempt's fence.
-An attempt that is repeated goes on with the bytes that are there: files that are complete are only verified,
-and a definition that is saved already stays as it is. What may pass puts the operation back into the queue;
-without a new byte for `GIVE_UP_AFTER` it fails. Its files count as used from its admission on, so nobody
-removes them meanwhile (`files_in_use.py`).
+The definition is saved in one transaction under the attempt's fence, after every file was fetched and
+verified. A repeated attempt continues with the received bytes: complete files are only verified, and a saved
+definition is not changed. A transient failure puts the operation back into the queue; without a new byte for
+`GIVE_UP_AFTER` the operation fails. Its files count as used from its admission on, so they are not removed
+meanwhile (`files_in_use.py`).
 """
 
 import asyncio
@@ -62,7 +62,7 @@ STALLED_SINCE, REACHED, FETCHED, SAVED = "stalled_since", "reached", "fetched", 
 """Payload keys that attempts leave to later ones: time and byte position of the last progress, files
 without a published hash, and id and revision of the definition that was saved."""
 AT_ONCE = 4
-"""Imports that one controller runs at once; each has the connections of the setting."""
+"""Maximum parallel imports of one controller; each uses the configured number of connections."""
 REPORT_EVERY = 0.5
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
 """Seconds in the queue after a transient failure, doubled each time."""
@@ -74,10 +74,10 @@ _DOWNLOADED_PERCENT, _SAVING_PERCENT = 90.0, 99.0
 
 
 def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool = False) -> Admission:
-    """Create the import, or join the active one of the same plan. `load`: load the model afterwards.
+    """Create the import, or join the active import of the same plan. `load`: load the model afterwards.
 
-    Raises InvalidInput for a plan that must not be followed, or whose definition could not be saved, and
-    Conflict while another plan of the same name is active.
+    Raises InvalidInput for a forbidden plan or a definition that could not be saved, and Conflict while
+    another plan of the same name is active.
     """
     check_files(plan.files)
     store.check(plan.name, plan.text)  # before gigabytes are downloaded for it
@@ -100,7 +100,7 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
 
 
 def cancel_import(operation: Operation, actor: str, now: datetime) -> Operation:
-    """Cancel the import. Raise Conflict, also once its definition is saved: it is then about to end."""
+    """Cancel the import. Raise Conflict if it has ended or has saved its definition."""
     with transaction.atomic():
         if SAVED in locked(operation.id).payload and operation.status in ACTIVE:
             raise errors.Conflict(
@@ -110,7 +110,7 @@ def cancel_import(operation: Operation, actor: str, now: datetime) -> Operation:
 
 
 def _load_too(joined: Operation) -> None:
-    """Have the import that was joined load the model; load it now if its definition is there already."""
+    """Make the joined import load the model; request the load now if its definition is already saved."""
     with transaction.atomic():
         operation = locked(joined.id)
         if SAVED in operation.payload:
@@ -131,7 +131,7 @@ class _Import:
     work: Work
     plan: ImportPlan
     files: Sequence[SourceFile]
-    """Files that are fetched."""
+    """Files that the attempt fetches."""
     meter: DownloadMeter
     left: Sequence[SourceFile] = ()
     """Files that stay at their sources."""
@@ -144,7 +144,7 @@ class _Import:
 
     @property
     def is_files_only(self) -> bool:
-        """True if no definition is saved."""
+        """True if the import saves no definition."""
         return bool(self.work.operation.payload.get(FILES_ONLY))
 
     async def without_left_files(self) -> "_Import":
@@ -157,7 +157,7 @@ class _Import:
         return replace(self, files=files, left=left)
 
     def tick(self, progress_at: datetime | None = None) -> Tick:
-        """Return the progress as of now."""
+        """Return the current progress."""
         return Tick("downloading", **self.meter.figures(_DOWNLOADED_PERCENT, progress_at))
 
 
@@ -205,9 +205,9 @@ class ImportModel:
         return {"message": message, **result}
 
     async def _fetch_all(self, attempt: _Import) -> tuple[list[Fetched], list[RecordedFile]]:
-        """Fetch the files in turn; one that is there already is only verified. Raise ClusterError.
+        """Fetch the files in turn; a present file is only verified. Raise ClusterError.
 
-        Return them with the records of those that stay at their sources.
+        Return the fetched files, and the records of the files that stay at their sources.
         """
         cluster, name = conf.cluster(), attempt.plan.name
         models = cluster.models_path
@@ -239,14 +239,14 @@ class ImportModel:
 
 
 async def _mark_folder() -> bool:
-    """Mark the models folder; return False if it cannot be. Raise FolderReplaced and FolderUnresponsive."""
+    """Mark the models folder; return False if that fails. Raise FolderReplaced and FolderUnresponsive."""
     definitions = [entry for entry in await folder().known() if isinstance(entry, Definition)]
     files = [file for definition in definitions for file in definition.files.values()]
     return await in_folder_thread(mark_folder, conf.cluster().models_path, files)
 
 
 def _check_disk_space(models: Path, files: Iterable[SourceFile]) -> None:
-    """Raise DiskFull if the bytes that are missing do not fit."""
+    """Raise DiskFull if the missing bytes do not fit on the disk."""
     present = partial_files.bytes_of_partials(models)
     missing = 0
     for file in files:
@@ -261,7 +261,7 @@ def _check_disk_space(models: Path, files: Iterable[SourceFile]) -> None:
 
 @dataclass(frozen=True)
 class _FetchedFiles:
-    """The files without a published hash: those of stored definitions, and those of all recorded imports."""
+    """The files without a published hash, of stored definitions and of all recorded imports."""
 
     work: Work
 
@@ -279,7 +279,7 @@ class _FetchedFiles:
 
 
 def _hashes_of(file: SourceFile) -> set[str]:
-    """Return the hashes of a file when it was fetched from this address to this path; two queries."""
+    """Return the hashes of the file after fetches from this address to this path. Two queries."""
     place = {"path": file.path, "source": file.url}
     saved = ModelDefinition.objects.filter(files__contains=[place]).values_list("files", flat=True)
     entries = [entry for files in saved for entry in files if place.items() <= entry.items()]
@@ -291,7 +291,7 @@ def _hashes_of(file: SourceFile) -> set[str]:
 
 
 async def _report(attempt: _Import) -> NoReturn:
-    """Report the progress; raise Postpone after a long time without any sign of it."""
+    """Report the progress; raise Postpone after `STALL_TIMEOUT` seconds without progress."""
     sign, sign_at, moved_at = (-1, -1, ""), clock.monotonic(), clock.now()
     await attempt.work.report(attempt.tick())
     while True:
@@ -306,7 +306,7 @@ async def _report(attempt: _Import) -> NoReturn:
 
 
 async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | SourceError:
-    """Return what puts the operation back, or its failure after `GIVE_UP_AFTER` without a new byte."""
+    """Return the exception that postpones the operation, or ends it after `GIVE_UP_AFTER` without a new byte."""
     operation, now, reached = attempt.work.operation, clock.now(), attempt.meter.reached
     since, reached_before = operation.payload.get(STALLED_SINCE), operation.payload.get(REACHED, 0)
     stalled = datetime.fromisoformat(since) if since and reached <= reached_before else now
@@ -323,10 +323,10 @@ async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | 
 
 
 def _save(work: Work, plan: ImportPlan, files: Sequence[RecordedFile]) -> bool:
-    """Save the definition, once; return True if the model is to be loaded.
+    """Save the definition once; return True if the model is to be loaded.
 
-    An attempt after the one that has saved it changes nothing: the definition may have been deleted since.
-    Raise Conflict if somebody else has changed it since the admission.
+    A later attempt changes nothing, because the definition may have been deleted since. Raise Conflict if
+    another user has changed the definition since the admission.
     """
     with committed("imports.save"):
         operation = owned(*work.attempt)
@@ -362,7 +362,7 @@ def _save_definition(
 
 
 async def _load(work: Work, *, is_to_load: bool) -> str:
-    """Request a load if the import is to end with one; return what else there is to say."""
+    """Request a load if the import is to end with one; return a note for the operation's message."""
     definition = await folder().find(work.operation.element)
     if definition is None:
         return "; its definition is disabled or deleted"

@@ -1,8 +1,8 @@
 """Requests of loads: the payload of the operation `model_load`, its creation, need and progress deadline.
 
-A load with a waiting request is needed as long as the request waits. No request waits for a scale-up: it
-expires after the install and load limits (R2.24), and later while it makes progress, so bytes arrive or
-LoadModel runs. The row stores the deadline, so another controller continues with it.
+A load with a waiting request is needed as long as the request waits. A scale-up has no waiting request: it
+expires after the install and load limits (R2.24), or later while it makes progress, which means that bytes
+arrive or LoadModel runs. The row stores the deadline, so another controller continues with the same deadline.
 """
 
 from collections import Counter, defaultdict
@@ -34,9 +34,9 @@ EXCLUDED_NODES, ALLOWED_NODES, SCALE_UP = "besides", "only", "another"
 REASON, REPLACES = "reason", "replaces"
 """Payload keys."""
 LACKS_ROOM = "lacks_room"
-"""Payload key: the memory that this load waits for is held by the replica it replaces."""
+"""Payload key: True if the memory that this load waits for is used by the replica that it replaces."""
 TURN = "turn"
-"""Payload key: the node whose memory this load gets when replicas there have served their least time."""
+"""Payload key: the node whose memory this load gets when the replicas on it may be evicted."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LoadRequest:
     reason: str
     """The reason for the scale-up."""
     replaces: UUID | None = None
-    """The replica of a former definition that is terminated when this one serves."""
+    """The replica of an earlier definition that is terminated when the new replica serves."""
 
 
 ANYWHERE = LoadRequest(is_scale_up=False, excluded_nodes=frozenset(), allowed_nodes=None, reason="")
@@ -73,7 +73,7 @@ def request_of(operation: Operation) -> LoadRequest:
 
 
 _AT_MOST_EVERY = load_times.STALL / 20
-"""Seconds between two writes of the deadline."""
+"""Minimum seconds between two writes of the deadline."""
 
 
 def initial_seconds() -> float:
@@ -83,7 +83,7 @@ def initial_seconds() -> float:
 
 
 class ProgressDeadline:
-    """The progress deadline of one attempt; only that of a scale-up moves."""
+    """The progress deadline of one attempt; only the deadline of a scale-up changes."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -91,7 +91,7 @@ class ProgressDeadline:
         self._bytes = 0
 
     async def extend_on_progress(self, current_bytes: int) -> None:
-        """Extend the deadline to `STALL` from now if there are more bytes than before."""
+        """Extend the deadline to `STALL` from now if `current_bytes` has increased."""
         if current_bytes > self._bytes and clock.monotonic() >= self._moved_at + _AT_MOST_EVERY:
             self._bytes, self._moved_at = current_bytes, clock.monotonic()
             await self.extend_for(min(load_times.STALL, initial_seconds()))
@@ -107,15 +107,15 @@ class ProgressDeadline:
 
 @dataclass(frozen=True)
 class ActiveLoads:
-    """The loads of some models that have not ended yet."""
+    """The active loads of some models."""
 
     counts: Mapping[str, int]
     waiting: Mapping[str, int]
-    """By model: how many of them wait."""
+    """By model: the number of loads that wait."""
     pinned: Mapping[str, frozenset[UUID]]
-    """By model: the nodes that have a load of their own."""
+    """By model: the nodes that loads are restricted to."""
     replacing: Mapping[UUID, bool]
-    """The replicas that a load will replace; True if it waits for their memory."""
+    """By replica that a load will replace: True if the load waits for the replica's memory."""
 
 
 def request_scale_up(
@@ -126,11 +126,12 @@ def request_scale_up(
     reason: str,
     replaces: UUID | None = None,
 ) -> Operation:
-    """Create the load of one more replica, on one of the allowed nodes, or on any that the rule allows.
+    """Create the load of one more replica, on one of the allowed nodes; None = any node that the rule allows.
 
-    Every call creates a load; `active_loads` counts them. The replica that it `replaces` is terminated when
-    the new one serves. Raises Conflict while the model is being unloaded or deleted, and RuntimeError inside
-    a transaction, which would hold the counter of changes while it waits for the model's lock.
+    Every call creates a load; `active_loads` counts the loads. The replica `replaces` is terminated when the
+    new replica serves. Raises Conflict while the model is being unloaded or deleted. Raises RuntimeError
+    inside a transaction, because the transaction would hold the counter of changes while it waits for the
+    model's lock.
     """
     now = clock.now()
     request = _scale_up(model_name, allowed_nodes, Requester(actor), reason, now, replaces)
@@ -139,9 +140,9 @@ def request_scale_up(
 
 
 def request_replicas(model_name: str, count: int, *, node_id: UUID | None, by: Requester) -> list[Operation]:
-    """Create the loads that a person requests: `count` more replicas, on one node or on any; all or none.
+    """Create the loads that a user requests: `count` more replicas, on one node or on any; all or none.
 
-    Raises as `request_scale_up`.
+    Raises the same errors as `request_scale_up`.
     """
     now = clock.now()
     allowed_nodes = None if node_id is None else [node_id]
@@ -177,7 +178,7 @@ def _scale_up(
 
 
 def active_loads(model_names: Collection[str]) -> ActiveLoads:
-    """Return the active loads of these models; one query."""
+    """Return the active loads of these models. One query."""
     loads = Operation.objects.active().filter(kind=KIND, element__in=model_names).order_by()
     counts, waiting = Counter(dict.fromkeys(model_names, 0)), Counter[str]()
     pinned: dict[str, frozenset[UUID]] = defaultdict(frozenset)
@@ -193,7 +194,7 @@ def active_loads(model_names: Collection[str]) -> ActiveLoads:
 
 
 def nodes_claimed_before(created_at: datetime, now: datetime) -> frozenset[UUID]:
-    """Return the nodes whose memory older loads without a slot wait for; one query."""
+    """Return the nodes whose memory is claimed by older loads without a slot. One query."""
     slot = NodeModel.objects.filter(owner_id=OuterRef("pk"), phase__in=LOADING_PHASES)
     needed = Q(needed_until__isnull=True) | Q(needed_until__gt=now)
     older = Operation.objects.active().filter(needed, ~Exists(slot), kind=KIND, created_at__lt=created_at)
@@ -201,11 +202,11 @@ def nodes_claimed_before(created_at: datetime, now: datetime) -> frozenset[UUID]
 
 
 NEEDED_FOR = timedelta(seconds=60)
-"""The time for which each call of `load_on_other_node` keeps the load needed."""
+"""Time for which each call of `load_on_other_node` keeps the load needed."""
 
 
 def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
-    """Load the model on another node than this one, whose replica is about to stop; join an active load.
+    """Load the model on another node than `node_id`, whose replica is about to stop; join an active load.
 
     Raises Conflict while other work on the model is in progress.
     """
@@ -234,8 +235,8 @@ def estimate_need(
 ) -> Need:
     """Return the need of a load (R2.40, R2.37, D-FIT).
 
-    What the definition states comes first, then the share of a card that its backend takes, then `readings`
-    of the memory that its engines took.
+    The memory is the first known of: what the definition states, the fraction of a GPU that the backend
+    takes, the `readings` of its engines, and the estimate.
     """
     options, backend = definition.options, definition.backend
     share, cards = (0.0, 0) if definition.vram else fit.card_share(backend, options)
@@ -271,13 +272,13 @@ def estimate_need(
 
 
 def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
-    """Return the payload with the need of the load."""
+    """Return a copy of the payload with the need of the load."""
     needed = {VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
     return {**payload, **needed, SHARE: need.vram_share, CARDS: need.cards}
 
 
 def need_from_payload(payload: Mapping[str, Any]) -> Need:
-    """Parse the need in an operation's payload; no need before the first placement."""
+    """Parse the need in an operation's payload; an empty need before the first placement."""
     need = _need_of(
         payload.get(VRAM, 0),
         payload.get(DISK, 0),
@@ -288,7 +289,7 @@ def need_from_payload(payload: Mapping[str, Any]) -> Need:
 
 
 def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
-    """Return the need; the operator's settings decide if a lack excludes a node (R2.32, R2.39)."""
+    """Return the need; the operator's settings decide whether a lack excludes a node (R2.32, R2.39)."""
     settings = conf.cluster()
     disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
     need = Need(vram, disk=disk, disk_required=settings.disk_headroom_check, files=files, own_gpus=own_gpus)
@@ -296,6 +297,6 @@ def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
 
 
 def under_policy(need: Need) -> Need:
-    """Return the need as the operator's policy for memory has it (R2.32)."""
+    """Apply the operator's policy for memory to the need (R2.32)."""
     policy = conf.cluster().vram_policy
     return replace(need, vram_required=policy in ("fit", "require"), unknown_fits=policy == "fit")

@@ -1,9 +1,10 @@
-"""Downloads to the control plane of files that lie at their sources, because a load needs to send them.
+"""Downloads of files from their sources to the control plane, because a load needs to send the files.
 
-A load needs them if its worker cannot download them itself. Such a download is an import without a definition
-(`nodes/downloads/imports.py`), so it resumes after a kill, its files count as used, and loads of the model
-share it. The load shows its progress. While the download waits, the load gives back its slot on the node.
-The last load that is cancelled cancels it too: nobody else has requested it, and it would exclude imports.
+A load needs such a download if its worker cannot download the files itself. The download is an import without
+a definition (`nodes/downloads/imports.py`): it resumes after a kill, its files count as used, and loads of
+the model share it. The load shows its progress. While the download waits, the load gives back its slot on the
+node. The cancellation of the model's last load also cancels the download, because no other operation needs it
+and it would exclude imports.
 """
 
 from collections.abc import Sequence
@@ -30,15 +31,15 @@ PHASE = "staging"
 FILES_ONLY = "files_only"
 """Payload key of an import that saves no definition."""
 WAITING = "waiting"
-"""Phase of an import that waits for the end of others."""
+"""Step of an import that waits for the end of other imports."""
 CHANGED_FOR = timedelta(hours=1)
-"""Time for which a file that a load has found changed at its source is not downloaded again."""
+"""Time for which a file that has changed at its source is not downloaded again."""
 _CHANGED = "staging: the file at its source is not the recorded one"
 _POLL = 2.0
 _FIRST_LOOK, _LAST_LOOK = 2.0, 60.0
 """Seconds after which a load looks again at a download that waits."""
 _DOWNLOADED_FRACTION = 0.45
-"""Progress (0 to 1) of a load whose files are on the control plane and not yet on the node."""
+"""Progress (0 to 1) of a load whose files are on the control plane but not on the node."""
 
 
 def request_download(
@@ -73,7 +74,7 @@ def request_download(
 
 
 def cancel_load(load: Operation, actor: str, now: datetime) -> Operation:
-    """Cancel the load, and the download that loads of its model have requested if no other one is active.
+    """Cancel the load, and the download for its model if no other load is active.
 
     Raise Conflict.
     """
@@ -97,7 +98,7 @@ def cancel_load(load: Operation, actor: str, now: datetime) -> Operation:
 
 
 async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) -> None:
-    """Return when these files are on the control plane.
+    """Download these files to the control plane, and wait for the download.
 
     Raise NodeRefused, LoadFailed, Postpone and Abandoned.
     """
@@ -124,7 +125,7 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
 
 
 class LoadedFileChanged(LoadFailed):
-    """The file of a load has changed at its source: no node would get another one."""
+    """The file of a load has changed at its source, so the load would fail on every node."""
 
     code = SourceChanged.code
 
@@ -133,9 +134,10 @@ class LoadedFileChanged(LoadFailed):
 
 
 def check_former_load(load: Operation, definition: Definition) -> None:
-    """Raise LoadFailed if a load has downloaded a changed file within `CHANGED_FOR`, of this definition.
+    """Raise LoadFailed if a load found a changed file of this definition within `CHANGED_FOR`.
 
-    Else each request would download all of it again. This failure does not count as such a load. One query.
+    Without this check each request would download the whole file again. The raised failure itself does not
+    count as such a load. One query.
     """
     changed = datetime.fromtimestamp(definition.changed + 1, UTC)  # whole seconds, rounded down
     since = max(clock.now() - CHANGED_FOR, changed)
@@ -152,7 +154,7 @@ def check_former_load(load: Operation, definition: Definition) -> None:
 
 
 def _read(child: UUID) -> Operation:
-    """Return the download; raise Postpone if its record was cleared."""
+    """Return the download; raise Postpone if its record was deleted."""
     if (state := Operation.objects.filter(pk=child).first()) is None:
         raise Postpone("the record of the download was removed", seconds=_FIRST_LOOK)
     return state
@@ -161,7 +163,7 @@ def _read(child: UUID) -> Operation:
 async def _show(attempt: Attempt, state: Operation, message: str) -> None:
     """Show the progress of the download.
 
-    If it waits, raise Postpone, or Abandoned if the load is not needed any more.
+    If the download waits, raise Postpone, or Abandoned if the load is no longer needed.
     """
     due, now = state.next_attempt_at, clock.now()
     if state.status != Status.PROCESSING and due is not None and due > now:

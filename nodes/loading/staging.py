@@ -1,12 +1,12 @@
 """The step of a load between backend and engine: send the model's files, unless nodes share the folder.
 
-One load of a model at a time sends files to a node, so no file is written twice at once; other loads wait and
-then find the files on the node. First the worker's state of all files is read, so a small disk is detected
-before the first byte. If the worker refuses a file of the model itself, the attempt ends; other refused files
-are omitted from the engine's options, and the operator is warned (R2.57). A full disk and an unreachable
-worker always end the attempt: they do not concern one file. The files that have arrived stay, and the next
-attempt continues from them (`transfer.py`). Files at their sources that the worker does not fetch are
-downloaded to the control plane first (`source_downloads.py`).
+Only one load of a model at a time sends files to a node, so no file is written twice in parallel; other loads
+wait and then find the files on the node. First the worker's state of all files is read, so a too small disk
+is detected before the first byte. If the worker refuses a file of the model itself, the attempt ends; other
+refused files are omitted from the engine's options, and the operator is warned (R2.57). A full disk and an
+unreachable worker always end the attempt, because they affect all files. Files that have arrived stay, and
+the next attempt continues from them (`transfer.py`). Files that are at their sources and not fetched by the
+worker are first downloaded to the control plane (`source_downloads.py`).
 """
 
 import asyncio
@@ -74,9 +74,9 @@ _TURN_POLL = 2.0
 _PLAN_LIMIT = 10.0
 _AFTER_CHANGE = 2.0
 _REGISTERS = 10.0
-"""Seconds in which a restarted worker registers."""
+"""Seconds within which a restarted worker registers."""
 _STAGED_PERCENT = 90.0
-"""Progress of a load whose files have arrived."""
+"""Progress in percent of a load whose files have arrived."""
 OF_A_NODE, IN_ALL = 4, 16
 """Most files that are sent at once to one node and in total."""
 
@@ -89,7 +89,7 @@ class TransferLimits:
         self._nodes: WeakValueDictionary[UUID, asyncio.Semaphore] = WeakValueDictionary()
 
     def to(self, node_id: UUID) -> asyncio.Semaphore:
-        """Return the limit of this node; it lives as long as it is used."""
+        """Return the limit of this node, which exists as long as it is used."""
         semaphore = self._nodes.get(node_id)
         if semaphore is None:
             semaphore = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
@@ -97,7 +97,7 @@ class TransferLimits:
 
 
 class FilesAtSource(Exception):
-    """Files are needed here, because the worker has not fetched them from their sources."""
+    """Files must be downloaded to the control plane, because the worker has not fetched them."""
 
     def __init__(self, paths: list[str], sentences: list[str]) -> None:
         super().__init__(", ".join(paths))
@@ -110,11 +110,11 @@ class StagingResult:
     """The result of staging on one worker."""
 
     root: str
-    """The worker's folder against which relative options resolve; "" if nothing had to be sent."""
+    """The worker's folder that relative options are resolved against; "" if no file had to be sent."""
     failed: dict[str, str]
     """By path: the reason why a file is missing."""
     sent_instead: list[str] = field(default_factory=list)
-    """Sentences: the files that the worker could not fetch from their sources, each with the reason."""
+    """Sentences on the files that the worker could not fetch from their sources, with the reason."""
 
 
 @dataclass
@@ -129,13 +129,13 @@ class ModelTransfer:
     meter: UploadMeter
     stall: float = load_times.STALL
     sources: Mapping[str, FileSource] = field(default_factory=dict)
-    """By path: the files that the worker is to fetch from their sources."""
+    """By path: the sources of the files that the worker fetches itself."""
     unreached: dict[str, datetime] = field(default_factory=dict)
-    """Hosts of sources that the node could not reach lately, and when."""
+    """By host: the time when the node could not reach this source."""
     on_fallback: Callable[[str], Awaitable[None]] | None = None
     """Called with a sentence when a file is sent because the worker could not fetch it."""
     before_source: Callable[[], Awaitable[None]] | None = None
-    """Called before the worker fetches a file that is at its source; raises LoadFailed if it must not."""
+    """Called before the worker fetches a file that is only at its source; raises LoadFailed to prevent it."""
 
     @cached_property
     def _transfers(self) -> list[Transfer]:
@@ -160,7 +160,8 @@ class ModelTransfer:
     async def send(self) -> StagingResult:
         """Send all files. Raise FileRefused, ChangedAtSource, Stalled, Unreachable, FileChanged and OSError.
 
-        Raise FilesAtSource once all others are there, if the worker does not fetch some that are not here.
+        If files at their sources were not fetched by the worker, raise FilesAtSource after all other files
+        are sent.
         """
         roots: set[str] = set()
         failed: dict[str, str] = {}
@@ -200,7 +201,7 @@ class ModelTransfer:
         return await transfer.fetch()
 
     async def _report_fallback(self, transfer: Transfer) -> str:
-        """Return a sentence on a file that the worker did not fetch; note a source that it did not reach."""
+        """Report a file that the worker did not fetch; record a source that the worker did not reach."""
         if transfer.is_unreachable and transfer.source is not None:
             now, host = clock.now(), transfer.source.host
             self.unreached[host] = now
@@ -212,7 +213,7 @@ class ModelTransfer:
         return sentence
 
     async def _each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
-        """Run one step for every file, several at once; the first failure cancels the others."""
+        """Run one step for every file, several in parallel; the first failure cancels the others."""
         pending = iter(self._transfers)
 
         async def run_steps() -> None:
@@ -231,7 +232,7 @@ class ModelTransfer:
 async def stage_files(
     attempt: Attempt, options: Mapping[str, Any], limits: TransferLimits, wake_ups: WakeUps
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return the options for an engine on the node, and the part of the load's result about missing files.
+    """Return the options for an engine on the node, and the fields of the load's result on missing files.
 
     Raises NodeRefused, WorkerGone, LoadFailed, Postpone and Abandoned.
     """
@@ -257,7 +258,7 @@ async def stage_files(
 
 
 async def _download_for_shared(attempt: Attempt, options: Mapping[str, Any], wake_ups: WakeUps) -> None:
-    """Download the files that are not in the folder which nodes share."""
+    """Download the files that are missing in the folder that nodes share."""
     files = attempt.definition.files
     # Without a walk through the model's folder, as long as no file is missing.
     if files and await _read_in_thread(files_at_source, conf.cluster().models_path, files):
@@ -269,9 +270,10 @@ async def _download_for_shared(attempt: Attempt, options: Mapping[str, Any], wak
 async def _send_all(
     attempt: Attempt, options: Mapping[str, Any], planned: FilePlan, limits: TransferLimits, wake_ups: WakeUps
 ) -> tuple[FilePlan, StagingResult]:
-    """Send all files, and return them; download those that the worker does not fetch.
+    """Send all files; download the files to the control plane that the worker does not fetch.
 
-    While the control plane downloads, the worker may lose files that it had: these are downloaded too.
+    Return the plan and the result. While the control plane downloads, the worker may lose files: these are
+    downloaded too.
     """
     downloaded: list[str] = []
     sentences: list[str] = []
@@ -293,7 +295,7 @@ async def _plan_files(definition: Definition, options: Mapping[str, Any]) -> Fil
 
 
 async def _read_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Read the models folder in a thread. Raise LoadFailed, and Postpone if it does not answer."""
+    """Read the models folder in a thread. Raise LoadFailed, and Postpone if the folder does not respond."""
     try:
         async with asyncio.timeout(_PLAN_LIMIT):
             return await in_staging_thread(function, *args, **kwargs)
@@ -308,7 +310,7 @@ async def _read_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.k
 
 
 async def _wait_for_turn(attempt: Attempt, files: int) -> None:
-    """Return when no other load sends files of the model to the node, and `files` bytes fit its quota."""
+    """Wait until no other load sends files of the model to the node; check the quota for `files` bytes."""
     name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
     while True:
         try:
@@ -330,9 +332,9 @@ async def _wait_for_turn(attempt: Attempt, files: int) -> None:
 async def _send_in_time(
     attempt: Attempt, planned: FilePlan, limits: TransferLimits, downloaded: Collection[str] = ()
 ) -> StagingResult:
-    """Send all files within the longest time that a load may take (C31).
+    """Send all files within the maximum age of a load (C31).
 
-    Raise FilesAtSource, but not for those that were `downloaded`: these are sent, not fetched again.
+    Raise FilesAtSource, except for `downloaded` files: these are sent and not fetched again.
     """
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
     limit = asyncio.timeout(max(load_times.LONGEST_HOLD - age, 0))
@@ -406,7 +408,7 @@ async def _report_fallback(attempt: Attempt, sentence: str) -> None:
 
 
 async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResult:
-    """Send the missing files. Record the bytes on the node also after a failure, for the next attempt."""
+    """Send the missing files. Record the bytes on the node even after a failure, for the next attempt."""
     missing, name = await sending.check(), attempt.definition.name
     try:
         await in_thread(_check_disk_space, attempt.slot, missing)
@@ -419,7 +421,7 @@ async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResu
 
 
 def _check_disk_space(slot: Slot, missing: int) -> None:
-    """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
+    """Raise NodeRefused if the missing bytes do not fit; other loads may have used the disk (R2.38)."""
     if not missing:
         return
     node, needed = BackendNode.objects.filter(pk=slot.node_id).first(), memory.required_disk(missing)
@@ -432,7 +434,7 @@ def _check_disk_space(slot: Slot, missing: int) -> None:
 
 
 async def _report_progress(attempt: Attempt, meter: UploadMeter) -> NoReturn:
-    """Report the progress each second, and keep the load needed while bytes move."""
+    """Report the progress each second, and extend the load's deadline while bytes are transferred."""
     deadline, moved, moved_at = ProgressDeadline(attempt.work), meter.moved, clock.now()
     while True:
         await asyncio.sleep(REPORT_EVERY)
@@ -447,10 +449,10 @@ def _tick(attempt: Attempt, meter: UploadMeter, *, progress_at: datetime | None 
 
 
 def store_staged_bytes(node_id: UUID, model_name: str, size: int, *, now: datetime) -> None:
-    """Store the bytes of the model's files on the node: later loads need that much less disk space there.
+    """Store the bytes of the model's files on the node; later loads need that much less disk space on it.
 
-    The deletion of the model on the node deletes the row. It may be out of date when a controller is killed
-    or somebody clears the worker's disk; then the check of the next load corrects it.
+    The deletion of the model on the node deletes the row. The row may be outdated after a controller was
+    killed or the worker's disk was cleared; the check of the next load corrects it.
     """
     row = BroughtModel(node_id=node_id, model_name=model_name, size=size, seen_at=now)
     with suppress(IntegrityError):  # the node has been removed

@@ -1,11 +1,11 @@
-"""Transfer one file to one worker over HTTP: check it first, resume a partial transfer, verify its hash.
+"""Transfer one file to one worker over HTTP: check it, resume a partial transfer, verify its hash.
 
-HEAD returns the worker's state of the file. A file with our hash is complete; the rest is sent by one PUT
-with its range and the hash of the complete file (worker.md §12, §13), or by several, since a worker refuses a
-body above its limit. Transient failures are retried after 1, 2, 4 … 30 s for as long as bytes get further
-than ever before, but a worker that does not answer at all is tried only `MOST_UNANSWERED` times; everything
-else is a refusal with the worker's text. The worker holds the state, so another controller can resume the
-transfer of a controller that was killed. `UploadMeter` adds up the progress of all files of a model.
+HEAD returns the worker's state of the file. A file with our hash is complete; otherwise the missing bytes are
+sent by one PUT with their range and the hash of the complete file (worker.md §12, §13), or by several, since
+a worker refuses bodies above its limit. Transient failures are retried after 1, 2, 4 … 30 s as long as the
+transfer advances, but a worker that does not answer at all is tried only `MOST_UNANSWERED` times; every other
+failure is a refusal with the worker's text. The worker holds the state, so another controller can resume the
+transfer of a killed controller. `UploadMeter` sums up the progress of all files of a model.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
 
 _WINDOW = 15.0
-"""Seconds of transfer from which the rate is computed."""
+"""Seconds of transfer over which the rate is computed."""
 
 
 @dataclass
 class UploadMeter:
-    """The progress of all files; `sizes` maps each path to its bytes."""
+    """The progress of all files; `sizes` has the bytes of each file by path."""
 
     sizes: Mapping[str, int]
     node: str
     now: str = ""
-    """The current step, in words."""
+    """The current step as text."""
     moved: int = 0
-    """Bytes that this attempt has read or sent, repetitions included: a sign of life."""
+    """Bytes that this attempt has read or sent, including repetitions; an increase shows that it is alive."""
     positions: dict[str, int] = field(default_factory=dict)
-    """Bytes of each file that the worker has."""
+    """By path: the bytes of the file that the worker has."""
     _finished: set[str] = field(default_factory=set)
     _sent: int = 0
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
@@ -56,21 +56,21 @@ class UploadMeter:
 
     @property
     def current(self) -> int:
-        """Bytes that the worker has."""
+        """Bytes of all files that the worker has."""
         return sum(self.positions.values())
 
     @property
     def file_index(self) -> int:
-        """Number of the file that is being sent, from 1."""
+        """Number of the file that is being sent; the first file has number 1."""
         return min(len(self._finished) + 1, len(self.sizes))
 
     def start_file(self, relative: str, position: int) -> None:
-        """Record that the file is sent from this position on; the worker has the bytes before it."""
+        """Record that the file is sent from this position on; the worker has the earlier bytes."""
         self.positions[relative] = position
         self.now = f"sending {relative} to {self.node}"
 
     def add_sent(self, relative: str, count: int) -> None:
-        """Record that more bytes of the file were sent."""
+        """Record that `count` more bytes of the file were sent."""
         self.positions[relative] = min(self.positions.get(relative, 0) + count, self.sizes[relative])
         self.moved += count
         self._sent += count
@@ -81,14 +81,14 @@ class UploadMeter:
         self.now = f"{self.node} downloads {relative}"
 
     def set_fetched(self, relative: str, position: int) -> None:
-        """Record the bytes of the file that the worker has fetched."""
+        """Record the number of bytes that the worker has fetched of the file."""
         before, self.positions[relative] = self.positions[relative], position
         self.moved += position - before
         if before:  # the first position may be that of a download that is resumed
             self._sent += position - before
 
     def add_read(self, relative: str, count: int) -> None:
-        """Record that bytes of the file were read for its hash."""
+        """Record that `count` bytes of the file were read for its hash."""
         self.moved += count
         self.now = f"verifying {relative}"
 
@@ -98,7 +98,7 @@ class UploadMeter:
         self._finished.add(relative)
 
     def rate(self, now: float) -> int:
-        """Return the recent bytes per second, 0 while unknown. Stores one sample per call."""
+        """Return the recent bytes per second, 0 while unknown. Each call stores a sample."""
         self._samples.append((now, self._sent))
         while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
             self._samples.popleft()
@@ -106,7 +106,7 @@ class UploadMeter:
         return round((self._sent - sent_before) / (now - start)) if now - start >= 1 else 0
 
     def sentence(self, rate: int) -> str:
-        """Describe the progress for people."""
+        """Describe the progress as a sentence."""
         text = self.now
         if len(self.sizes) > 1:
             text += f", file {self.file_index} of {len(self.sizes)}"
@@ -116,7 +116,7 @@ class UploadMeter:
         return text
 
     def figures(self, percentage: float, progress_at: datetime | None) -> dict[str, Any]:
-        """Return message and figures of a progress report; with all bytes it is at `percentage`."""
+        """Return message and figures of a progress report; `percentage` is the progress with all bytes."""
         rate, total = self.rate(clock.monotonic()), self.total
         return {
             "message": self.sentence(rate),
@@ -137,11 +137,11 @@ def _format_duration(seconds: float) -> str:
 
 
 _MOST_BYTES = 64 * 1024
-"""Most bytes of a response that are read."""
+"""Maximum bytes of a response that are read."""
 MOST_UNANSWERED = 3
-"""Unanswered requests in a row after which the port counts as unreachable."""
+"""Consecutive unanswered requests after which the port counts as unreachable."""
 LARGEST_PART = 50 * 2**30
-"""Most bytes of one PUT: a worker refuses larger bodies (worker.md §12.3)."""
+"""Maximum bytes of one PUT; a worker refuses larger bodies (worker.md §12.3)."""
 _TRANSIENT = {
     308: "its worker has only a part of the file",
     408: "its worker did not get the bytes in time",
@@ -156,7 +156,7 @@ _NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insuff
 
 
 class FileRefused(Exception):
-    """The worker refuses the file; the text has its reason."""
+    """The worker refuses the file; the text contains the worker's reason."""
 
     def __init__(self, file: str, status: int, reason: str) -> None:
         words = names.readable(reason).strip() or "no reason given"
@@ -165,23 +165,26 @@ class FileRefused(Exception):
         self.of_token = status in _NOT_FOR_US
         """True if the worker does not accept our token."""
         self.of_node = is_full or self.of_token
-        """True if the node would refuse any other file too."""
+        """True if the node would refuse every other file too."""
 
 
 class FileAtSource(Exception):
-    """The file is needed here, because its worker has not fetched it from its source."""
+    """The file must be downloaded to the control plane, because the worker has not fetched it."""
 
 
 class ChangedAtSource(Exception):
-    """The source has another file than the recorded one, and there is no copy here; the text gives both."""
+    """The source has another file than the recorded one, and the control plane has no copy.
+
+    The text describes both files.
+    """
 
 
 class Stalled(Exception):
-    """Nothing has moved within the limit."""
+    """The transfer has made no progress within the limit."""
 
 
 class Unreachable(Exception):
-    """The worker's file port did not answer several times in a row."""
+    """The worker's file port did not answer several consecutive requests."""
 
 
 def root_of(local_path: str, relative: str) -> str:
@@ -195,7 +198,7 @@ def root_of(local_path: str, relative: str) -> str:
 
 @dataclass(frozen=True)
 class Remote:
-    """The worker's state of a key, parsed from its headers."""
+    """The worker's state of a file, parsed from response headers."""
 
     status: int = 0
     size: int = 0
@@ -206,11 +209,11 @@ class Remote:
     """True if the worker fetches files from their sources itself."""
 
     def has(self, sha256: str) -> bool:
-        """Return True if it is the complete file with this hash."""
+        """Return True if the worker has the complete file with this hash."""
         return self.status == 200 and bool(self.path) and self.sha256 == sha256
 
     def offset(self, size: int, sha256: str) -> int:
-        """Return the position from which to resume our file of this size."""
+        """Return the position from which our file of this size can be resumed."""
         return self.size if 0 < self.size < size and self.target == sha256 else 0
 
 
@@ -223,7 +226,7 @@ class Received:
 
     @property
     def path(self) -> str:
-        """Path of the file on the worker; "" if the response has none."""
+        """Path of the file on the worker; "" if the response contains no path."""
         try:
             body = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -233,7 +236,7 @@ class Received:
 
 
 class Transfer:
-    """The transfer of one file. `stall` is the time in seconds within which something must move."""
+    """The transfer of one file. `stall`: seconds without progress after which it fails."""
 
     def __init__(
         self,
@@ -249,9 +252,9 @@ class Transfer:
         self._key, self._url, self.source = key, path_of(key), source
         self._unreached = {} if unreached is None else unreached
         self.fetch_problem = ""
-        """The reason why the worker could not fetch the file from `source`, so that it is sent."""
+        """The reason why the worker could not fetch the file from `source`; the file is then sent."""
         self.is_unreachable = False
-        """True if the worker had no connection to `source`."""
+        """True if the worker could not connect to `source`."""
         self._lost_worker = False
         self._furthest, self._pauses, self._unanswered = -1, 0, 0
         self._watch: asyncio.Timeout
@@ -261,7 +264,7 @@ class Transfer:
         self._remote = Remote()
 
     async def check(self) -> None:
-        """Check how much of the file the worker has, by its size.
+        """Read how many bytes of the file the worker has.
 
         Raise FileRefused, Stalled and Unreachable.
         """
@@ -276,12 +279,12 @@ class Transfer:
 
     @property
     def needs_source(self) -> bool:
-        """True if the worker lacks a file that is at its source."""
+        """True if the file is only at its source, and the worker does not have it."""
         record = self.file.record
         return record is not None and not self._remote.has(record.sha256)
 
     async def fetch(self) -> str:
-        """Have the worker fetch the file from its source; return its path there, "" if it is to be sent.
+        """Have the worker fetch the file from its source; return its path there, "" if it must be sent.
 
         Raises FileRefused, ChangedAtSource, Stalled, Unreachable, FileChanged and OSError.
         """
@@ -336,7 +339,7 @@ class Transfer:
     async def send(self) -> str:
         """Send the file unless the worker has it; return its path on the worker.
 
-        Raises FileRefused, FileAtSource, Stalled, Unreachable, Changed and OSError.
+        Raises FileRefused, FileAtSource, Stalled, Unreachable, FileChanged and OSError.
         """
         async with self._stall_limit():
             sha256, stamp = await self._hash()
@@ -348,14 +351,14 @@ class Transfer:
             return self._remote.path
 
     async def _hash(self) -> tuple[str, str]:
-        """Return the file's hash and its stamp; the recorded hash of a file that is at its source."""
+        """Return the file's hash and its stamp; for a file at its source the recorded hash and ""."""
         if self.file.record is not None:
             return self.file.record.sha256, ""
         return await hash_of(self.file, self._record_read)
 
     @contextlib.asynccontextmanager
     async def _stall_limit(self) -> AsyncIterator[None]:
-        """Raise Stalled when nothing moves within the limit."""
+        """Raise Stalled if there is no progress within the limit."""
         try:
             async with asyncio.timeout(self._stall) as self._watch:
                 self._record_progress()
@@ -367,7 +370,7 @@ class Transfer:
             raise Stalled(f"{self.file.relative} got no further for {limit} ({self._reason})") from None
 
     async def _send(self, sha256: str, stamp: str) -> str:
-        """Try until the worker has the complete file; return its path."""
+        """Send the file with retries until the worker has all of it; return its path."""
         refused_offset: int | None = None
         # One HEAD is enough for the first attempt: the worker would refuse an outdated range.
         checked = self._remote if self._remote.status else None
@@ -460,12 +463,12 @@ class Transfer:
         self._record_progress()
 
     def _record_progress(self) -> None:
-        """Restart the stall limit: the file has got further than ever before."""
+        """Restart the stall limit, because the transfer has advanced."""
         self._moved_at = clock.monotonic()
         self._set_time_limit(self._moved_at + self._stall)
 
     def _worker_hashes(self) -> None:
-        """Extend the stall limit: the worker may have to read the complete file before it answers."""
+        """Extend the stall limit, because the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
         self._set_time_limit(self._moved_at + self._stall + load_times.hashing_limit(self.file.size))
 
