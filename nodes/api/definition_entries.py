@@ -15,7 +15,7 @@ from nodes.definitions import edit, schema, store
 from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import FolderUnresponsive, MergedRow, folder
 from nodes.definitions.recorded_files import RecordedFiles, files_at_source
-from nodes.definitions.rows import SOURCE, stored_definition
+from nodes.definitions.rows import SOURCE_PREFIX, stored_definition
 from nodes.definitions.sizes import named_paths, shards
 from nodes.loading.files_in_use import in_folder_thread
 from nodes.models import DefinitionRevision, ModelDefinition
@@ -32,7 +32,7 @@ class DefinitionEntry:
     def __init__(self, name: str, definition: Definition | None, stored: MergedRow | None) -> None:
         self.name, self.stored = name, stored
         source = definition.source if definition is not None else ""
-        self.file = stored.file if stored is not None else "" if source.startswith(SOURCE) else source
+        self.file = stored.file if stored is not None else "" if source.startswith(SOURCE_PREFIX) else source
         """The file that defines the model; empty without one."""
         content = stored.row.content if stored is not None else definition
         self.error = content if isinstance(content, UnusableDefinition) else None
@@ -103,7 +103,7 @@ def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
     """Return one model, and its row as it is now; raise NotFound."""
     row, models = store.find(name), folder()
     definition = async_to_sync(models.find)(name)
-    if row is None and (definition is None or definition.source.startswith(SOURCE)):
+    if row is None and (definition is None or definition.source.startswith(SOURCE_PREFIX)):
         raise errors.NotFound("there is no such definition")
     merged = MergedRow(stored_definition(row), definition, store.file_of(name)) if row is not None else None
     return DefinitionEntry(name, definition, merged), row
@@ -130,7 +130,7 @@ def unusable_rows() -> list[Row]:
     nothing = UnusableDefinition()
     return [
         UNUSABLE.of(
-            file="" if source.startswith(SOURCE) else source,
+            file="" if source.startswith(SOURCE_PREFIX) else source,
             name=names.plain(found.get(source, nothing).name),
             line=found.get(source, nothing).line,
             column=found.get(source, nothing).column,
@@ -148,7 +148,7 @@ def detail_of(name: str) -> Row:
     files = async_to_sync(folder().file_lists)([own])[0] if own is not None else []
     problem = async_to_sync(folder().problems)().folder
     warnings = [
-        *schema.check_text(text, SOURCE).warnings,
+        *schema.check_text(text, SOURCE_PREFIX).warnings,
         *([f"the models folder {problem}"] * bool(problem)),
     ]
     return DETAIL.of(

@@ -46,7 +46,7 @@ from nodes.api.definition_shapes import (
 )
 from nodes.definitions import edit, schema, store
 from nodes.definitions.folder import folder
-from nodes.definitions.rows import SOURCE
+from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import definition_preview, definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
@@ -156,7 +156,7 @@ class DefinitionsView(_DefinitionRoute):
         text = fields["text"]
         if name := fields.get("name"):
             text = edit.rename(text, name)
-        checked = schema.require_usable(text, SOURCE).definition
+        checked = schema.require_usable(text, SOURCE_PREFIX).definition
         assert checked is not None
         store.require_no_file(checked.name)
         return Response(self.save(request, None, text, fields), status=201)
@@ -211,7 +211,7 @@ class DefinitionPreviewView(_DefinitionRoute):
         text = (
             fields["text"] if "text" in fields else definition_preview.changed_text(former, fields["changes"])
         )
-        checked = schema.check_text(text, SOURCE)
+        checked = schema.check_text(text, SOURCE_PREFIX)
         if not name and checked.definition is not None:
             name = checked.definition.name
             former = store.text_in_force(name)

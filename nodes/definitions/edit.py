@@ -19,7 +19,7 @@ from localai_cluster.kit import names
 from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import TEMPLATES, Definition, UnusableDefinition, load_document
 
-PARALLEL = ("parallel", "n_parallel")
+PARALLEL_OPTIONS = ("parallel", "n_parallel")
 """Names of the entry of `options` that sets the number of parallel requests of an engine."""
 MOST_OPTIONS = 200
 LONGEST_OPTION = 4096
@@ -37,7 +37,7 @@ def form_of(definition: Definition) -> dict[str, Any]:
     parallel = None
     for entry in options.get("Options", ()):
         name, _, value = entry.partition(":")
-        if name.strip() in PARALLEL and value.strip().isdecimal():
+        if name.strip() in PARALLEL_OPTIONS and value.strip().isdecimal():
             parallel = int(value)
         else:
             own.append(entry)
@@ -60,13 +60,13 @@ def apply_changes(text: str, changes: Mapping[str, Any]) -> str:
     """Return the text with these values of the form; None removes a setting. Raise InvalidInput."""
     for name, value in changes.items():
         _check_change(name, value)
-    return _edited(text, lambda document: _change(document, changes))
+    return _edit_text(text, lambda document: _change(document, changes))
 
 
 def rename(text: str, name: str) -> str:
     """Return the text with another `name`. Raise InvalidInput."""
     names.check_text(name, "name")
-    return _edited(text, lambda document: document.__setitem__("name", _scalar(name)))
+    return _edit_text(text, lambda document: document.__setitem__("name", _scalar(name)))
 
 
 def merge(text: str, settings: Mapping[str, Any]) -> str:
@@ -79,7 +79,7 @@ def merge(text: str, settings: Mapping[str, Any]) -> str:
             else:
                 document[key] = _scalar(value)
 
-    return _edited(text, change)
+    return _edit_text(text, change)
 
 
 def _check_change(name: str, value: Any) -> None:
@@ -166,7 +166,7 @@ def _set_options(section: Document, changes: Mapping[str, Any]) -> None:
     stated = stated if isinstance(stated, list) else []
 
     def is_parallel(entry: object) -> bool:
-        return isinstance(entry, str) and entry.partition(":")[0].strip() in PARALLEL
+        return isinstance(entry, str) and entry.partition(":")[0].strip() in PARALLEL_OPTIONS
 
     parallel = [str(entry) for entry in stated if is_parallel(entry)]
     if "parallel" in changes:
@@ -193,14 +193,16 @@ def _scalar(value: Any) -> Any:
     if "\n" in value and all(character.isprintable() or character == "\n" for character in value):
         return LiteralScalarString(value)
     tag = _RESOLVER.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]
-    return value if tag == _TEXT else DoubleQuotedScalarString(value)
+    return value if tag == _TEXT_TAG else DoubleQuotedScalarString(value)
 
 
-_RESOLVER, _TEXT = yaml.resolver.Resolver(), "tag:yaml.org,2002:str"
-"""YAML 1.1's resolver of an unquoted value's type: text, number, date or boolean."""
+_RESOLVER = yaml.resolver.Resolver()
+"""Resolves the type of an unquoted value by YAML 1.1: text, number, date or boolean."""
+_TEXT_TAG = "tag:yaml.org,2002:str"
+"""YAML's tag of a text."""
 
 
-def _edited(text: str, change: Any) -> str:
+def _edit_text(text: str, change: Any) -> str:
     """Return the text after `change` of its document; raise InvalidInput for a text that is not a mapping."""
     try:
         document = load_document(text.encode())
@@ -211,7 +213,7 @@ def _edited(text: str, change: Any) -> str:
     wanted = deepcopy(document)
     change(wanted)
     wanted = _plain(wanted)
-    kept = _edited_in_place(text, change) if len(text.encode()) <= LONGEST_EDITED else None
+    kept = _edit_in_place(text, change) if len(text.encode()) <= LONGEST_EDITED else None
     if kept is not None and _is_document(kept, wanted):
         return kept
     return str(yaml.dump(wanted, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=110))
@@ -220,7 +222,7 @@ def _edited(text: str, change: Any) -> str:
 _DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
-def _edited_in_place(text: str, change: Any) -> str | None:
+def _edit_in_place(text: str, change: Any) -> str | None:
     """Return the edited text with its comments; None if the library fails."""
     editor = YAML()
     editor.preserve_quotes, editor.width, editor.allow_unicode = True, 4096, True

@@ -251,7 +251,7 @@ class Definition:
     model: str
     """`parameters.model`: the file or repository that the engine loads."""
     source: str
-    """The name of the definition's file; for a row `rows.SOURCE` and the row's name."""
+    """The name of the definition's file; for a row `rows.SOURCE_PREFIX` and the row's name."""
     options: Mapping[str, Any]
     """Load options under the names of `ModelOptions`."""
     revision: str

@@ -226,7 +226,7 @@ class Folder:
         definition = await self.find(name)
         if definition is None:
             return None
-        if definition.source.startswith(rows.SOURCE):
+        if definition.source.startswith(rows.SOURCE_PREFIX):
             return await asyncio.wrap_future(untrusted.in_daemon_thread(rows.read_text, name))
         content = await asyncio.to_thread(read_content, self.path / definition.source)
         return content.decode("utf-8", "replace")

@@ -19,7 +19,7 @@ from nodes.models import ModelDefinition
 
 CHANNEL = "cluster_definitions"
 """NOTIFY channel; the payload is the name of the model whose definition has changed."""
-SOURCE = "definitions/"
+SOURCE_PREFIX = "definitions/"
 """Prefix of `Definition.source` of a row. No file of the models folder has such a name."""
 _COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_at", "files", "text")
 
@@ -39,7 +39,7 @@ class StoredDefinition:
     @property
     def source(self) -> str:
         """`Definition.source` of this row."""
-        return SOURCE + self.name
+        return SOURCE_PREFIX + self.name
 
     @property
     def expects_marker(self) -> bool:

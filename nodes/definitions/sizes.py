@@ -88,7 +88,9 @@ def named_paths(folder: Path, definition: Definition) -> set[Path]:
     return {path for text in texts if (path := path_inside(folder, text)) is not None}
 
 
-def named_records(folder: Path, definition: Definition, records: RecordedFiles) -> dict[str, RecordedFile]:
+def records_in_definition(
+    folder: Path, definition: Definition, records: RecordedFiles
+) -> dict[str, RecordedFile]:
     """Return the records whose files the definition names, including names in `options`, by their paths."""
     by_path = {f"{folder}/{path}": file for path, file in records.items()}
     entries = [entry for name in ("Options", "Overrides") for entry in definition.options.get(name, ())]

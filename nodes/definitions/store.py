@@ -26,8 +26,8 @@ from nodes.definitions import schema
 from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import folder
 from nodes.definitions.recorded_files import FileConflict, RecordedFile, RecordedFiles, parse_entries
-from nodes.definitions.rows import CHANNEL, SOURCE, stored_definition
-from nodes.definitions.sizes import named_paths, named_records, shards
+from nodes.definitions.rows import CHANNEL, SOURCE_PREFIX, stored_definition
+from nodes.definitions.sizes import named_paths, records_in_definition, shards
 from nodes.models import DefinitionRevision, ModelDefinition
 from operations.changes.events import notify
 
@@ -65,7 +65,7 @@ def save(
     inherited = {} if files else records_for(definition)
     with transaction.atomic():
         lock_name("files of definitions")  # of two saves that name a path the second one sees the first
-        row = _locked(definition.name)
+        row = _lock_row(definition.name)
         revision = row.revision if row is not None else 0
         if (name is None and row is not None) or expected_revision not in (None, revision):
             raise _revision_conflict(definition.name, revision)
@@ -76,7 +76,7 @@ def save(
             if fetched and row.files != fetched:
                 row.files, row.change, row.updated_at = fetched, row.change + 1, now
                 row.save(update_fields=["files", "change", "updated_at"])
-                _announce(row)
+                _notify_change(row)
             return row
         if row is None:
             ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
@@ -90,7 +90,7 @@ def save(
 
 def check(name: str | None, text: str) -> Definition:
     """Return the definition of a text that may be saved under this name. Raise InvalidInput."""
-    definition = schema.require_usable(text, SOURCE).definition
+    definition = schema.require_usable(text, SOURCE_PREFIX).definition
     assert definition is not None
     if name not in (None, definition.name):
         raise InvalidInput(
@@ -127,19 +127,19 @@ def records_for(definition: Definition) -> dict[str, RecordedFile]:
     present: dict[str, RecordedFile] = {}
     former: dict[str, RecordedFile] = {}
     for row in rows.order_by(F("deleted_at").desc(nulls_first=True), "created_at"):
-        records = named_records(models, definition, parse_entries(row.files))
+        records = records_in_definition(models, definition, parse_entries(row.files))
         if row.deleted_at is None and row.name == definition.name:
             own = records
         elif row.deleted_at is None:
-            present = {**_named_by(row, records), **present}
+            present = {**_records_in_row(row, records), **present}
         former = {**records, **former}
     return {**former, **present, **own}
 
 
-def _named_by(row: ModelDefinition, records: RecordedFiles) -> dict[str, RecordedFile]:
+def _records_in_row(row: ModelDefinition, records: RecordedFiles) -> dict[str, RecordedFile]:
     """Return the records whose files the text of the row names."""
     content = stored_definition(row).content
-    return named_records(folder().path, content, records) if isinstance(content, Definition) else {}
+    return records_in_definition(folder().path, content, records) if isinstance(content, Definition) else {}
 
 
 def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> None:
@@ -147,7 +147,7 @@ def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> Non
 
     One query. A definition keeps the records of files that it no longer names, for its earlier revisions.
     """
-    named = named_records(folder().path, definition, records)
+    named = records_in_definition(folder().path, definition, records)
     if not named:
         return
     has_path = Func(
@@ -159,7 +159,7 @@ def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> Non
     )
     others = ModelDefinition.objects.filter(has_path, deleted_at__isnull=True).exclude(name=definition.name)
     for row in others.order_by("created_at"):
-        files = _named_by(row, parse_entries(row.files))
+        files = _records_in_row(row, parse_entries(row.files))
         for path in sorted(named.keys() & files.keys()):
             if named[path].sha256 != files[path].sha256:
                 raise FileConflict(
@@ -214,7 +214,7 @@ def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition
     if find(name) is None:
         require_no_file(name)
     with transaction.atomic():
-        row = _existing(name)
+        row = _require_row(name)
         if row.disabled != disabled:
             row.disabled = disabled
             _save_change(row, "disabled" if disabled else "enabled", "", now)
@@ -227,7 +227,7 @@ def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
     The row keeps its text until it is pruned.
     """
     with transaction.atomic():
-        row = _locked(name)
+        row = _lock_row(name)
         if row is not None and row.id == id:
             row.deleted_at = now
             _save_change(row, "deleted", "", now)
@@ -319,24 +319,26 @@ def diff(former: str, text: str, former_name: str, name: str) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 
-def _locked(name: str) -> ModelDefinition | None:
+def _lock_row(name: str) -> ModelDefinition | None:
     """Return the row, locked until the commit. The name is locked too, even if no row exists."""
     lock_name(f"definition {name}")
     return ModelDefinition.objects.select_for_update().filter(name=name, deleted_at__isnull=True).first()
 
 
-_WORDS, _VERBS = ("schema", "preview"), ("clone", "disable", "enable", "revisions", "restore")
-"""Names, and last parts of names, that are routes below `/api/definitions/`."""
+_ROUTE_NAMES = ("schema", "preview")
+"""Names that are routes below `/api/definitions/`."""
+_ROUTE_SUFFIXES = ("clone", "disable", "enable", "revisions", "restore")
+"""Last parts of names that are routes below `/api/definitions/`."""
 
 
 def _check_name(name: str) -> None:
     """Raise InvalidInput if the path of the definition would be the path of another route."""
-    if name in _WORDS or ("/" in name and name.rpartition("/")[2] in _VERBS):
+    if name in _ROUTE_NAMES or ("/" in name and name.rpartition("/")[2] in _ROUTE_SUFFIXES):
         raise InvalidInput(f"text: `name` must not be {name!r}, which is a route of the API", field="text")
 
 
-def _existing(name: str) -> ModelDefinition:
-    row = None if names.unprintable(name) else _locked(name)
+def _require_row(name: str) -> ModelDefinition:
+    row = None if names.unprintable(name) else _lock_row(name)
     if row is None:
         raise NotFound(f"there is no stored definition of {name}")
     return row
@@ -353,11 +355,11 @@ def _save_change(row: ModelDefinition, verb: str, detail: str, now: datetime) ->
     row.updated_at = now
     row.save()
     audit.record(Change(f"definition.{verb}", f"definition {row.name}", str(row.id), detail), at=now)
-    _announce(row)
+    _notify_change(row)
     log.info("definition of %s: %s %s", row.name, verb, detail)
 
 
-def _announce(row: ModelDefinition) -> None:
+def _notify_change(row: ModelDefinition) -> None:
     """Make all processes read the row again after the commit."""
     notify(CHANNEL, row.name)
     transaction.on_commit(folder().rows_changed)

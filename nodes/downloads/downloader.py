@@ -108,7 +108,7 @@ class DownloadMeter(UploadMeter):
 
 
 @dataclass(frozen=True)
-class Fetched:
+class DownloadedFile:
     """A file in the models folder, with its size and hash."""
 
     file: SourceFile
@@ -133,7 +133,7 @@ class Download:
         self._pending: list[ByteSpan] = []
         self._has_many_connections = False
 
-    async def run(self, *, may_replace: bool = False) -> Fetched:
+    async def run(self, *, may_replace: bool = False) -> DownloadedFile:
         """Download the file unless it is there already; return it, complete and verified.
 
         `may_replace`: a different file at its path may be replaced. Raise SourceError, FileConflict, DiskFull
@@ -146,7 +146,7 @@ class Download:
             reason = getattr(error, "strerror", None) or error
             raise FolderFailed(f"{self._file.path} in the models folder: {reason}") from error
 
-    async def _find_existing(self) -> Fetched | None:
+    async def _find_existing(self) -> DownloadedFile | None:
         """Return the file if the folder has it with the required hash; else None.
 
         Without a published hash, the file must have a hash of an earlier fetch from the same address, and its
@@ -168,13 +168,13 @@ class Download:
             return None
         self._meter.set_size(self._file.path, size)
         self._meter.finish_file(self._file.path)
-        return Fetched(self._file, size, sha256)
+        return DownloadedFile(self._file, size, sha256)
 
     async def _size_at_source(self) -> int:
         async with self._opener.open(self._file, 0, 1) as body:
             return body.total
 
-    async def _fetch(self, may_replace: bool) -> Fetched:
+    async def _fetch(self, may_replace: bool) -> DownloadedFile:
         partial = await self._lock_partial()
         try:
             # The operation that downloaded it until now may have finished it.
@@ -199,7 +199,7 @@ class Download:
         status = await in_staging_thread(target.stat)
         await in_thread(store_hash, self._file.path, stamp_of(status), sha256, clock.now())
         self._meter.finish_file(self._file.path)
-        return Fetched(self._file, status.st_size, sha256)
+        return DownloadedFile(self._file, status.st_size, sha256)
 
     async def _lock_partial(self) -> PartialFile:
         """Wait until no other operation downloads the file; return the locked partial file."""

@@ -1,8 +1,8 @@
 """The operation `model_import`: fetch the files of a plan into the models folder, then save its definition.
 
 Under the policy `worker`, files that workers download themselves stay at their sources: only size, hash and
-header are recorded (`left_files.py`). If a load needs such files on the control plane, an import without a
-definition fetches them (`nodes/loading/source_downloads.py`).
+header are recorded (`files_at_source.py`). If a load needs such files on the control plane, an import without
+a definition fetches them (`nodes/loading/source_downloads.py`).
 
 The definition is saved in one transaction under the attempt's fence, after every file was fetched and
 verified. A repeated attempt continues with the received bytes: complete files are only verified, and a saved
@@ -29,8 +29,8 @@ from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive, folder
 from nodes.definitions.recorded_files import FileConflict, FolderReplaced, RecordedFile, mark_folder
-from nodes.downloads import left_files, partial_files
-from nodes.downloads.downloader import Download, DownloadMeter, Fetched
+from nodes.downloads import files_at_source, partial_files
+from nodes.downloads.downloader import Download, DownloadedFile, DownloadMeter
 from nodes.loading import load_request
 from nodes.loading.file_removal import return_files
 from nodes.loading.files_in_use import IMPORT, FilesInUse, in_folder_thread, paths_of_active_imports
@@ -40,7 +40,7 @@ from nodes.models import ModelDefinition
 from nodes.models.replica import load_key
 from nodes.replicas import fleet_queries
 from nodes.sources.opening import SourceOpener
-from nodes.sources.plans import SHARE, ImportPlan, SourceFile, check_files, from_payload
+from nodes.sources.plans import SHARE_PREFIX, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.admission import (
     Admission,
@@ -56,21 +56,34 @@ from operations.ledger.progress import Tick
 from operations.models import ACTIVE, Operation
 
 KIND = IMPORT
-PLAN, LOAD, REVISION = "plan", "load", "revision"
-"""Payload keys. The revision is that of the stored definition at the admission, 0 without one."""
-STALLED_SINCE, REACHED, FETCHED, SAVED = "stalled_since", "reached", "fetched", "saved"
-"""Payload keys that attempts leave to later ones: time and byte position of the last progress, files
-without a published hash, and id and revision of the definition that was saved."""
+PLAN = "plan"
+"""Payload key: the import plan."""
+LOAD = "load"
+"""Payload key: True if the model is loaded after the import."""
+REVISION = "revision"
+"""Payload key: revision of the stored definition at the admission; 0 = no definition."""
+STALLED_SINCE = "stalled_since"
+"""Payload key for later attempts: time of the last progress, ISO 8601."""
+REACHED = "reached"
+"""Payload key for later attempts: greatest number of received bytes."""
+FETCHED = "fetched"
+"""Payload key for later attempts: address and hash of fetched files without a published hash, by path."""
+SAVED = "saved"
+"""Payload key for later attempts: id and revision of the saved definition."""
 AT_ONCE = 4
 """Maximum parallel imports of one controller; each uses the configured number of connections."""
 REPORT_EVERY = 0.5
+"""Seconds between two progress reports."""
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
 """Seconds in the queue after a transient failure, doubled each time."""
-NO_SIGN_LIMIT = 600.0
-"""Seconds without any sign of progress after which the attempt ends: the models folder may hang."""
+STALL_TIMEOUT = 600.0
+"""Seconds without progress after which the attempt ends, because the models folder may hang."""
 GIVE_UP_AFTER = timedelta(hours=24)
-_DOWNLOADED_PERCENT, _SAVING_PERCENT = 90.0, 99.0
-"""O26: downloads and verification reach at most the first, saving shows the second."""
+"""Time without a new byte after which the import fails."""
+_DOWNLOADED_PERCENT = 90.0
+"""O26: progress in percent when all files are downloaded and verified."""
+_SAVING_PERCENT = 99.0
+"""O26: progress in percent while the definition is saved."""
 
 
 def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool = False) -> Admission:
@@ -139,7 +152,7 @@ class _Import:
     @classmethod
     def of(cls, work: Work) -> "_Import":
         plan = _plan_of(work.operation)
-        files = [file for file in plan.files if not file.url.startswith(SHARE)]
+        files = [file for file in plan.files if not file.url.startswith(SHARE_PREFIX)]
         return cls(work, plan, files, DownloadMeter({file.path: file.size for file in files}, plan.source))
 
     @property
@@ -147,11 +160,11 @@ class _Import:
         """True if the import saves no definition."""
         return bool(self.work.operation.payload.get(FILES_ONLY))
 
-    async def without_left_files(self) -> "_Import":
+    async def without_files_at_source(self) -> "_Import":
         """Return the attempt without the files that stay at their sources. Raise FolderUnresponsive."""
         if self.is_files_only:
             return self
-        left = await in_folder_thread(left_files.choose, self.plan, conf.cluster())
+        left = await in_folder_thread(files_at_source.choose_files, self.plan, conf.cluster())
         files = [file for file in self.files if file not in left]
         self.meter.sizes = {file.path: file.size for file in files}
         return replace(self, files=files, left=left)
@@ -186,7 +199,7 @@ class ImportModel:
             await work.report(Tick(WAITING, f"waits for one of {AT_ONCE} other imports of this controller"))
         async with self._turns:
             is_marked = await _mark_folder()
-            attempt = await attempt.without_left_files()
+            attempt = await attempt.without_files_at_source()
             fetched, left = await first(_report(attempt), self._fetch_all(attempt))
         size, name = sum(file.size for file in fetched), attempt.plan.name
         result = {"model": name, "files": len(fetched), "bytes": size}
@@ -197,14 +210,14 @@ class ImportModel:
         files = [RecordedFile(entry.file.path, entry.file.url, entry.size, entry.sha256) for entry in fetched]
         records = [replace(file, is_marked=is_marked) for file in (*files, *left)]
         is_to_load = await in_thread(_save, work, attempt.plan, records)
-        note = await _load(work, is_to_load=is_to_load)
+        note = await _request_load_if_wanted(work, is_to_load=is_to_load)
         message = f"model {name} is here, {human_bytes(size)} in {counted(len(fetched), 'file')}{note}"
         if left:
             of_left = f"{human_bytes(sum(file.size for file in left))} in {counted(len(left), 'file')}"
             message = f"model {name} is defined; workers download {of_left}{note}"
         return {"message": message, **result}
 
-    async def _fetch_all(self, attempt: _Import) -> tuple[list[Fetched], list[RecordedFile]]:
+    async def _fetch_all(self, attempt: _Import) -> tuple[list[DownloadedFile], list[RecordedFile]]:
         """Fetch the files in turn; a present file is only verified. Raise ClusterError.
 
         Return the fetched files, and the records of the files that stay at their sources.
@@ -214,14 +227,14 @@ class ImportModel:
         definitions = [one for one in await folder().known() if isinstance(one, Definition)]
         own_definitions = [definition for definition in definitions if definition.name == name]
         other_definitions = [definition for definition in definitions if definition.name != name]
-        left_files.check_conflicts(attempt.plan, models, other_definitions)
+        files_at_source.check_conflicts(attempt.plan, models, other_definitions)
         own = await in_folder_thread(FilesInUse.of, models, own_definitions)
         others = await in_folder_thread(FilesInUse.of, models, other_definitions)
         active_paths = await in_thread(paths_of_active_imports)
         await return_files(models)
         await in_staging_thread(partial_files.remove_old_partials, models, clock.now(), active_paths)
         await in_staging_thread(_check_disk_space, models, attempt.files)
-        left = await left_files.record(attempt.left, attempt.plan, self._opener, attempt.meter)
+        left = await files_at_source.record_files(attempt.left, attempt.plan, self._opener, attempt.meter)
         fetched = []
         for file in [*attempt.files, *left.to_download]:
             download = Download(
@@ -292,21 +305,21 @@ def _hashes_of(file: SourceFile) -> set[str]:
 
 async def _report(attempt: _Import) -> NoReturn:
     """Report the progress; raise Postpone after `STALL_TIMEOUT` seconds without progress."""
-    sign, sign_at, moved_at = (-1, -1, ""), clock.monotonic(), clock.now()
+    state, changed_at, moved_at = (-1, -1, ""), clock.monotonic(), clock.now()
     await attempt.work.report(attempt.tick())
     while True:
         await asyncio.sleep(REPORT_EVERY)
         meter = attempt.meter
-        if (latest := (meter.moved, meter.current, meter.now)) != sign:
-            sign, sign_at, moved_at = latest, clock.monotonic(), clock.now()
-        elif clock.monotonic() - sign_at > NO_SIGN_LIMIT:
-            reason = f"nothing has moved for {NO_SIGN_LIMIT:.0f} s ({meter.now}): does the folder answer?"
+        if (latest := (meter.moved, meter.current, meter.now)) != state:
+            state, changed_at, moved_at = latest, clock.monotonic(), clock.now()
+        elif clock.monotonic() - changed_at > STALL_TIMEOUT:
+            reason = f"nothing has moved for {STALL_TIMEOUT:.0f} s ({meter.now}): does the folder answer?"
             raise await _postpone_or_fail(attempt, SourceError(reason, can_retry=True))
         attempt.work.progress(attempt.tick(moved_at))
 
 
 async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | SourceError:
-    """Return the exception that postpones the operation, or ends it after `GIVE_UP_AFTER` without a new byte."""
+    """Return what postpones the operation, or its failure after `GIVE_UP_AFTER` without a new byte."""
     operation, now, reached = attempt.work.operation, clock.now(), attempt.meter.reached
     since, reached_before = operation.payload.get(STALLED_SINCE), operation.payload.get(REACHED, 0)
     stalled = datetime.fromisoformat(since) if since and reached <= reached_before else now
@@ -361,12 +374,12 @@ def _save_definition(
         return row
 
 
-async def _load(work: Work, *, is_to_load: bool) -> str:
+async def _request_load_if_wanted(work: Work, *, is_to_load: bool) -> str:
     """Request a load if the import is to end with one; return a note for the operation's message."""
     definition = await folder().find(work.operation.element)
     if definition is None:
         return "; its definition is disabled or deleted"
-    if not definition.source.startswith(rows.SOURCE):
+    if not definition.source.startswith(rows.SOURCE_PREFIX):
         return f"; the file {definition.source} of the models folder is in force"
     if not is_to_load:
         return ""

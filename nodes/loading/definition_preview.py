@@ -10,7 +10,7 @@ from typing import Any
 from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions import edit, schema, store
 from nodes.definitions.files import Definition
-from nodes.definitions.rows import SOURCE
+from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import load_explanation
 from nodes.models import NodeModel
 
@@ -28,7 +28,7 @@ def preview(
         problems.append(schema.TextProblem(f"`name` is {definition.name!r}, not {name!r}", "name"))
     usable = replace(definition, files=store.records_for(definition)) if definition and not problems else None
     warnings = list(checked.warnings)
-    is_shadowed = in_force is not None and not in_force.source.startswith(SOURCE)
+    is_shadowed = in_force is not None and not in_force.source.startswith(SOURCE_PREFIX)
     if is_shadowed and in_force is not None:
         warnings.append(f"the file {in_force.source} defines this model and stays in force")
     is_changed = usable is not None and (in_force is None or in_force.revision != usable.revision)

@@ -116,7 +116,7 @@ def _remove_row(work: Work) -> ModelDefinition | None:
 async def _remove_files(models: Folder, row: ModelDefinition, work: Work) -> FileRemoval:
     """Remove the files of the definition that nothing else uses. Raise Postpone if the folder hangs."""
     try:
-        own = [parse_file(row.text.encode(), rows.SOURCE + row.name)]
+        own = [parse_file(row.text.encode(), rows.SOURCE_PREFIX + row.name)]
     except UnusableDefinition:
         own = []  # saved by another version: only the imported files are known
     fetched = [file["path"] for file in row.files if isinstance(file.get("path"), str)]

@@ -59,8 +59,10 @@ log = logging.getLogger(__name__)
 _INSTALL_POLL = 2.0
 _SLOT_POLL = 2.0
 _WAITS_FOR_OTHER_REPLICA = "waits for another replica of the model that is being loaded"
-_PROGRESS_INSTALLED, _PROGRESS_INSTALLED_BEFORE_FILES = 0.9, 0.45
-"""Progress (0 to 1) of a load with its backend installed; the second if the model's files may follow."""
+_PROGRESS_INSTALLED = 0.9
+"""Progress (0 to 1) of a load with its backend installed and no files to send."""
+_PROGRESS_INSTALLED_BEFORE_FILES = 0.45
+"""Progress (0 to 1) of a load with its backend installed whose files may follow."""
 
 
 class LoadModel:

@@ -24,7 +24,7 @@ from nodes.definitions.folder import folder
 from nodes.loading import load_attempts, load_info, load_request, load_snapshots
 from nodes.loading.load_attempts import refusals
 from nodes.loading.load_placement import LoadNeeds, decide, find_eviction, read_needs
-from nodes.loading.load_request import ANYWHERE, KIND, request_of
+from nodes.loading.load_request import ANY_REPLICA_REQUEST, KIND, request_of
 from nodes.loading.reason_shapes import (
     EXPLAINED,
     FIT,
@@ -278,7 +278,7 @@ def _decide_now(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tup
     An active load's request and back-offs are used; without an active load, those of a new inference request.
     """
     name = wanted.definition.name
-    request = request_of(load) if load is not None else ANYWHERE
+    request = request_of(load) if load is not None else ANY_REPLICA_REQUEST
     payload = load.payload if load is not None else {}
     backoffs = from_payload(payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))

@@ -4,8 +4,8 @@ After each load its controller requests a measurement of the engine from the wor
 measure; then a pass compares the node's readings before and after the load, if the engine had its GPUs alone.
 A reading is stored once for each replica; the last five of each definition, backend build and kind of device
 are kept. A load has one need for the whole fleet, by the largest reading for any build and kind of device
-that nodes have (`fit.learned`). On a node without VRAM the readings are of main memory, which no placement
-uses.
+that nodes have (`fit.apply_readings`). On a node without VRAM the readings are of main memory, which no
+placement uses.
 
 If a definition cannot be read, the definition of the last load is used instead, but never a deleted or
 disabled one. An empty folder has no definitions, so at an empty mount point all definitions count as deleted.
@@ -32,7 +32,7 @@ from localai_cluster.messaging.messages import RunningModel
 from nodes.commands.outcomes import Done, Unreadable
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from nodes.definitions.rows import SOURCE
+from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading.load_attempts import Attempt
 from nodes.models import ModelDefinition, ModelLoadInfo, NodeBackend, NodeModel, Phase
 from nodes.placement.fit import LARGEST, MOST_READINGS, EngineReading
@@ -115,7 +115,7 @@ def _read_definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable
         name=OuterRef("model_name"), deleted_at__isnull=True, disabled=False
     )
     usable = infos.filter(withdrawn_at__isnull=True).exclude(definition={})
-    usable = usable.exclude(~Exists(enabled), definition__source__startswith=SOURCE)
+    usable = usable.exclude(~Exists(enabled), definition__source__startswith=SOURCE_PREFIX)
     for content in usable.values_list("definition", flat=True):
         with suppress(msgspec.ValidationError):  # another version has stored it
             definition = msgspec.convert(content, Definition)

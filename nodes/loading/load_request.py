@@ -30,9 +30,16 @@ from operations.models import Operation, Status
 
 KIND = "model_load"
 """The kind of the operation."""
-EXCLUDED_NODES, ALLOWED_NODES, SCALE_UP = "besides", "only", "another"
-REASON, REPLACES = "reason", "replaces"
-"""Payload keys."""
+EXCLUDED_NODES = "besides"
+"""Payload key: ids of the nodes that the load must not use."""
+ALLOWED_NODES = "only"
+"""Payload key: ids of the nodes that the load may use; None or absent = all nodes."""
+SCALE_UP = "another"
+"""Payload key: True for one more replica."""
+REASON = "reason"
+"""Payload key: the reason for the scale-up."""
+REPLACES = "replaces"
+"""Payload key: id of the replica that is terminated when the new one serves."""
 LACKS_ROOM = "lacks_room"
 """Payload key: True if the memory that this load waits for is used by the replica that it replaces."""
 TURN = "turn"
@@ -55,7 +62,9 @@ class LoadRequest:
     """The replica of an earlier definition that is terminated when the new replica serves."""
 
 
-ANYWHERE = LoadRequest(is_scale_up=False, excluded_nodes=frozenset(), allowed_nodes=None, reason="")
+ANY_REPLICA_REQUEST = LoadRequest(
+    is_scale_up=False, excluded_nodes=frozenset(), allowed_nodes=None, reason=""
+)
 """The load of an inference request: any node, no scale-up."""
 
 
@@ -72,7 +81,7 @@ def request_of(operation: Operation) -> LoadRequest:
     )
 
 
-_AT_MOST_EVERY = load_times.STALL / 20
+_WRITE_INTERVAL = load_times.STALL / 20
 """Minimum seconds between two writes of the deadline."""
 
 
@@ -87,12 +96,12 @@ class ProgressDeadline:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._moved_at = -_AT_MOST_EVERY
+        self._moved_at = -_WRITE_INTERVAL
         self._bytes = 0
 
     async def extend_on_progress(self, current_bytes: int) -> None:
         """Extend the deadline to `STALL` from now if `current_bytes` has increased."""
-        if current_bytes > self._bytes and clock.monotonic() >= self._moved_at + _AT_MOST_EVERY:
+        if current_bytes > self._bytes and clock.monotonic() >= self._moved_at + _WRITE_INTERVAL:
             self._bytes, self._moved_at = current_bytes, clock.monotonic()
             await self.extend_for(min(load_times.STALL, initial_seconds()))
 
@@ -225,9 +234,18 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
     return Operation.objects.get(pk=operation_id)
 
 
-VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
-SHARE, CARDS = "vram_share", "cards"
-"""Payload keys of a waiting load's need: three in bytes, a boolean, a share of a card and of how many."""
+VRAM = "vram_needed"
+"""Payload key of a waiting load's need: bytes of memory."""
+DISK = "disk_needed"
+"""Payload key of a waiting load's need: bytes of disk space."""
+FILES = "files_size"
+"""Payload key of a waiting load's need: bytes of the files that are sent."""
+OWN_GPUS = "own_gpus"
+"""Payload key of a waiting load's need: True if the definition selects the GPUs."""
+VRAM_SHARE = "vram_share"
+"""Payload key of a waiting load's need: the fraction of a GPU that the backend takes."""
+CARDS = "cards"
+"""Payload key of a waiting load's need: the number of GPUs of which the backend takes `vram_share`."""
 
 
 def estimate_need(
@@ -248,7 +266,7 @@ def estimate_need(
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
     if not terms and not share and kind != "cpu":
         load_options = fit.load_options(options)
-        terms, counted = fit.learned(fit.estimate(files, load_options, kind), readings)
+        terms, counted = fit.apply_readings(fit.estimate(files, load_options, kind), readings)
         if files.weights > 0:
             contexts = fit.smaller_contexts(files, load_options, kind)
             by_gpu = fit.by_gpu(files, load_options, kind) if own_gpus else ()
@@ -274,7 +292,7 @@ def estimate_need(
 def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
     """Return a copy of the payload with the need of the load."""
     needed = {VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
-    return {**payload, **needed, SHARE: need.vram_share, CARDS: need.cards}
+    return {**payload, **needed, VRAM_SHARE: need.vram_share, CARDS: need.cards}
 
 
 def need_from_payload(payload: Mapping[str, Any]) -> Need:
@@ -285,7 +303,7 @@ def need_from_payload(payload: Mapping[str, Any]) -> Need:
         payload.get(FILES, 0),
         own_gpus=payload.get(OWN_GPUS, False),
     )
-    return replace(need, vram_share=payload.get(SHARE, 0.0), cards=payload.get(CARDS, 0))
+    return replace(need, vram_share=payload.get(VRAM_SHARE, 0.0), cards=payload.get(CARDS, 0))
 
 
 def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:

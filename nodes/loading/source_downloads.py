@@ -32,12 +32,14 @@ FILES_ONLY = "files_only"
 """Payload key of an import that saves no definition."""
 WAITING = "waiting"
 """Step of an import that waits for the end of other imports."""
-CHANGED_FOR = timedelta(hours=1)
+CHANGE_RETRY_AFTER = timedelta(hours=1)
 """Time for which a file that has changed at its source is not downloaded again."""
-_CHANGED = "staging: the file at its source is not the recorded one"
+_CHANGED_MESSAGE = "staging: the file at its source is not the recorded one"
 _POLL = 2.0
-_FIRST_LOOK, _LAST_LOOK = 2.0, 60.0
-"""Seconds after which a load looks again at a download that waits."""
+_MIN_CHECK_DELAY = 2.0
+"""Minimum seconds until a load checks a waiting download again."""
+_MAX_CHECK_DELAY = 60.0
+"""Maximum seconds until a load checks a waiting download again."""
 _DOWNLOADED_FRACTION = 0.45
 """Progress (0 to 1) of a load whose files are on the control plane but not on the node."""
 
@@ -109,11 +111,11 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
     try:
         child = await in_thread(request_download, attempt.definition, paths, parent=parent, now=clock.now())
     except errors.Conflict as busy:
-        raise await _postponed(attempt, busy.message, retry_delay(parent.attempts)) from busy
+        raise await _postpone_or_end(attempt, busy.message, retry_delay(parent.attempts)) from busy
     await attempt.report(PHASE, message)
     with wake_ups.watch(child.id) as watch:
-        while (state := await in_thread(_read, child.id)).status not in TERMINAL:
-            await _show(attempt, state, message)
+        while (state := await in_thread(_read_download, child.id)).status not in TERMINAL:
+            await _show_progress(attempt, state, message)
             await watch.changed(timeout=_POLL)
     if state.status == Status.CANCELLED:
         raise LoadFailed(f"staging: the download of {listed} to the control plane was cancelled")
@@ -130,48 +132,48 @@ class LoadedFileChanged(LoadFailed):
     code = SourceChanged.code
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{_CHANGED} ({reason}); import the model again")
+        super().__init__(f"{_CHANGED_MESSAGE} ({reason}); import the model again")
 
 
 def check_former_load(load: Operation, definition: Definition) -> None:
-    """Raise LoadFailed if a load found a changed file of this definition within `CHANGED_FOR`.
+    """Raise LoadFailed if a load found a changed file of this definition within `CHANGE_RETRY_AFTER`.
 
     Without this check each request would download the whole file again. The raised failure itself does not
     count as such a load. One query.
     """
     changed = datetime.fromtimestamp(definition.changed + 1, UTC)  # whole seconds, rounded down
-    since = max(clock.now() - CHANGED_FOR, changed)
+    since = max(clock.now() - CHANGE_RETRY_AFTER, changed)
     former = Operation.objects.filter(
         key=load.key, finished_at__gt=since, status=Status.FAILED, result__code=SourceChanged.code
     )
     if (found_at := former.order_by("-finished_at").values_list("finished_at", flat=True).first()) is None:
         return
-    until = found_at + CHANGED_FOR
+    until = found_at + CHANGE_RETRY_AFTER
     raise LoadFailed(
-        f"{_CHANGED}, a load found at {found_at:%H:%M} UTC; import the model again. Without that it is tried"
-        f" again from {until:%H:%M} UTC on"
+        f"{_CHANGED_MESSAGE}, a load found at {found_at:%H:%M} UTC; import the model again."
+        f" Without that it is tried again from {until:%H:%M} UTC on"
     )
 
 
-def _read(child: UUID) -> Operation:
+def _read_download(child: UUID) -> Operation:
     """Return the download; raise Postpone if its record was deleted."""
     if (state := Operation.objects.filter(pk=child).first()) is None:
-        raise Postpone("the record of the download was removed", seconds=_FIRST_LOOK)
+        raise Postpone("the record of the download was removed", seconds=_MIN_CHECK_DELAY)
     return state
 
 
-async def _show(attempt: Attempt, state: Operation, message: str) -> None:
+async def _show_progress(attempt: Attempt, state: Operation, message: str) -> None:
     """Show the progress of the download.
 
     If the download waits, raise Postpone, or Abandoned if the load is no longer needed.
     """
     due, now = state.next_attempt_at, clock.now()
     if state.status != Status.PROCESSING and due is not None and due > now:
-        seconds = min(max((due - now) / timedelta(seconds=1), _FIRST_LOOK), _LAST_LOOK)
-        raise await _postponed(attempt, f"{message}: {state.message}", seconds)
+        seconds = min(max((due - now) / timedelta(seconds=1), _MIN_CHECK_DELAY), _MAX_CHECK_DELAY)
+        raise await _postpone_or_end(attempt, f"{message}: {state.message}", seconds)
     if state.status == Status.PROCESSING and state.phase == WAITING:
         pause = retry_delay(attempt.work.operation.attempts)
-        raise await _postponed(attempt, f"{message}: {state.message}", pause)
+        raise await _postpone_or_end(attempt, f"{message}: {state.message}", pause)
     figures: dict[str, Any] = {}
     if state.total_bytes:
         figures = {"current_bytes": state.current_bytes, "total_bytes": state.total_bytes}
@@ -186,6 +188,6 @@ async def _show(attempt: Attempt, state: Operation, message: str) -> None:
     await attempt.deadline.extend_on_progress(state.current_bytes)
 
 
-async def _postponed(attempt: Attempt, reason: str, seconds: float) -> Exception:
+async def _postpone_or_end(attempt: Attempt, reason: str, seconds: float) -> Exception:
     operation = await in_thread(Operation.objects.get, pk=attempt.work.id)
     return load_attempts.retry_or_end(operation, reason, seconds=seconds, waiting=False)

@@ -77,7 +77,10 @@ def path_of(key: str) -> str:
     return _ROUTE + quote(key)
 
 
-MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
+MODEL_FILE = "ModelFile"
+"""Load option: the path of the model's file on the worker."""
+MODEL_PATH = "ModelPath"
+"""Load option: the folder on the worker that relative options are resolved against."""
 _SCALES_OPTION = "LoraScales"
 _UNCHANGED_IF_MISSING = "LoraBase"
 _LISTS_WITH_VALUES = ("Options", "Overrides")

@@ -72,27 +72,29 @@ REPORT_EVERY = 1.0
 """C48: seconds between two reports of bytes."""
 _TURN_POLL = 2.0
 _PLAN_LIMIT = 10.0
-_AFTER_CHANGE = 2.0
-_REGISTERS = 10.0
+_CHANGE_RETRY_SECONDS = 2.0
+_REGISTRATION_SECONDS = 10.0
 """Seconds within which a restarted worker registers."""
 _STAGED_PERCENT = 90.0
 """Progress in percent of a load whose files have arrived."""
-OF_A_NODE, IN_ALL = 4, 16
-"""Most files that are sent at once to one node and in total."""
+MAX_TRANSFERS_PER_NODE = 4
+"""Maximum parallel file transfers to one node."""
+MAX_TRANSFERS = 16
+"""Maximum parallel file transfers of one controller."""
 
 
 class TransferLimits:
     """The limits of one controller for parallel transfers."""
 
     def __init__(self) -> None:
-        self.all = asyncio.Semaphore(IN_ALL)
+        self.all = asyncio.Semaphore(MAX_TRANSFERS)
         self._nodes: WeakValueDictionary[UUID, asyncio.Semaphore] = WeakValueDictionary()
 
     def to(self, node_id: UUID) -> asyncio.Semaphore:
         """Return the limit of this node, which exists as long as it is used."""
         semaphore = self._nodes.get(node_id)
         if semaphore is None:
-            semaphore = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
+            semaphore = self._nodes[node_id] = asyncio.Semaphore(MAX_TRANSFERS_PER_NODE)
         return semaphore
 
 
@@ -154,7 +156,7 @@ class ModelTransfer:
 
     async def check(self) -> int:
         """Return the number of missing bytes. Raise FileRefused, Stalled and Unreachable."""
-        await self._each(Transfer.check)
+        await self._run_for_each(Transfer.check)
         return self.meter.total - self.meter.current
 
     async def send(self) -> StagingResult:
@@ -178,7 +180,7 @@ class ModelTransfer:
             except FileAtSource:
                 at_source.append(file.relative)
             except FileRefused as refusal:
-                if refusal.of_node or self.plan.is_vital(file.relative):
+                if refusal.affects_node or self.plan.is_vital(file.relative):
                     raise
                 failed[file.relative] = str(refusal)
                 self.meter.finish_file(file.relative)
@@ -188,7 +190,7 @@ class ModelTransfer:
                 failed[file.relative] = f"cannot be read: {error.strerror or error}"
                 self.meter.finish_file(file.relative)
 
-        await self._each(send)
+        await self._run_for_each(send)
         if at_source:
             raise FilesAtSource(sorted(at_source), sent_instead)
         if len(roots) > 1:
@@ -212,7 +214,7 @@ class ModelTransfer:
             await self.on_fallback(sentence)
         return sentence
 
-    async def _each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
+    async def _run_for_each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
         """Run one step for every file, several in parallel; the first failure cancels the others."""
         pending = iter(self._transfers)
 
@@ -223,7 +225,7 @@ class ModelTransfer:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(OF_A_NODE, len(self._transfers))):
+                for _ in range(min(MAX_TRANSFERS_PER_NODE, len(self._transfers))):
                     group.create_task(run_steps())
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from group_error
@@ -343,7 +345,9 @@ async def _send_in_time(
             return await _send(attempt, planned, limits, downloaded)
     except FilesAtSource as lack:
         if lost := next((path for path in lack.paths if path in downloaded), ""):
-            raise Postpone(f"staging: {lost} was removed; looking again", seconds=_AFTER_CHANGE) from lack
+            raise Postpone(
+                f"staging: {lost} was removed; looking again", seconds=_CHANGE_RETRY_SECONDS
+            ) from lack
         raise
     except OSError as error:
         if not limit.expired():
@@ -353,14 +357,14 @@ async def _send_in_time(
             f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
         ) from None
     except (FileRefused, Stalled) as refusal:
-        if isinstance(refusal, FileRefused) and refusal.of_token:
+        if isinstance(refusal, FileRefused) and refusal.is_token_refusal:
             # A restarted worker has another token. As soon as it registers, the slot is lost.
-            await asyncio.sleep(_REGISTERS)
+            await asyncio.sleep(_REGISTRATION_SECONDS)
         raise NodeRefused(f"staging: {refusal}") from refusal
     except ChangedAtSource as change:
         raise source_downloads.LoadedFileChanged(str(change)) from change
     except FileChanged as change:
-        raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
+        raise Postpone(f"staging: {change}; looking again", seconds=_CHANGE_RETRY_SECONDS) from change
 
 
 async def _send(

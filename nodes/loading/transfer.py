@@ -29,7 +29,7 @@ from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
 
-_WINDOW = 15.0
+_RATE_WINDOW = 15.0
 """Seconds of transfer over which the rate is computed."""
 
 
@@ -100,7 +100,7 @@ class UploadMeter:
     def rate(self, now: float) -> int:
         """Return the recent bytes per second, 0 while unknown. Each call stores a sample."""
         self._samples.append((now, self._sent))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_WINDOW:
             self._samples.popleft()
         start, sent_before = self._samples[0]
         return round((self._sent - sent_before) / (now - start)) if now - start >= 1 else 0
@@ -150,9 +150,9 @@ _TRANSIENT = {
 }
 """Transient HTTP statuses and their meaning."""
 _HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
-_NOT_FOR_US = (401, 403)
-_FULL = 507
-_NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
+_TOKEN_REFUSALS = (401, 403)
+_INSUFFICIENT_STORAGE = 507
+_FULL_DISK_TEXTS = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
 
 
 class FileRefused(Exception):
@@ -161,10 +161,10 @@ class FileRefused(Exception):
     def __init__(self, file: str, status: int, reason: str) -> None:
         words = names.readable(reason).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
-        is_full = status == _FULL or any(sign in reason.lower() for sign in _NO_SPACE)
-        self.of_token = status in _NOT_FOR_US
+        is_full = status == _INSUFFICIENT_STORAGE or any(text in reason.lower() for text in _FULL_DISK_TEXTS)
+        self.is_token_refusal = status in _TOKEN_REFUSALS
         """True if the worker does not accept our token."""
-        self.of_node = is_full or self.of_token
+        self.affects_node = is_full or self.is_token_refusal
         """True if the node would refuse every other file too."""
 
 
@@ -197,7 +197,7 @@ def root_of(local_path: str, relative: str) -> str:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFile:
     """The worker's state of a file, parsed from response headers."""
 
     status: int = 0
@@ -218,7 +218,7 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Received:
+class PutResponse:
     """The response to a PUT."""
 
     status: int
@@ -261,7 +261,7 @@ class Transfer:
         self._moved_at = 0.0
         self._hashing_since: float | None = None
         self._reason = "no answer"
-        self._remote = Remote()
+        self._remote = RemoteFile()
 
     async def check(self) -> None:
         """Read how many bytes of the file the worker has.
@@ -331,7 +331,7 @@ class Transfer:
                 raise ChangedAtSource(f"{self.file.relative}: {self.fetch_problem}") from failure
             self.is_unreachable, self._lost_worker = failure.is_unreachable, failure.lost_worker
             self._meter.positions[self.file.relative] = 0
-            self._remote = Remote()  # it may have the file in spite of the failure
+            self._remote = RemoteFile()  # it may have the file in spite of the failure
             return ""
         self._meter.finish_file(self.file.relative)
         return path
@@ -399,8 +399,8 @@ class Transfer:
         self._meter.finish_file(self.file.relative)
         return path
 
-    async def _head(self) -> Remote:
-        self._worker_hashes()
+    async def _head(self) -> RemoteFile:
+        self._begin_hashing()
         try:
             response = await self._client.head(self._url)
             self._unanswered = 0
@@ -410,12 +410,12 @@ class Transfer:
                 raise Unreachable(reason_of(error)) from error
             raise
         finally:
-            self._worker_answered()
-        if response.status_code in _NOT_FOR_US:
+            self._end_hashing()
+        if response.status_code in _TOKEN_REFUSALS:
             raise FileRefused(self.file.relative, response.status_code, "it does not accept our token")
         headers = response.headers
         size = headers.get(_SIZE, "")
-        return Remote(
+        return RemoteFile(
             response.status_code,
             int(size) if size.isascii() and size.isdigit() and len(size) < 20 else 0,
             headers.get(_HASH, "").lower(),
@@ -424,7 +424,7 @@ class Transfer:
             headers.get(worker_fetch.CAN_FETCH, "") == "1",
         )
 
-    async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:
+    async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> PutResponse:
         size = self.file.size
         end = min(size, offset + LARGEST_PART) if ranged else size
         headers = {
@@ -439,9 +439,9 @@ class Transfer:
         try:
             body = self._pieces(source, offset, end)
             async with self._client.stream("PUT", self._url, content=body, headers=headers) as response:
-                return Received(response.status_code, await _text(response))
+                return PutResponse(response.status_code, await _text(response))
         finally:
-            self._worker_answered()
+            self._end_hashing()
             source.close()
 
     async def _pieces(self, source: OpenedFile, at: int, end: int) -> AsyncIterator[bytes]:
@@ -452,7 +452,7 @@ class Transfer:
             if at > self._furthest:
                 self._furthest, self._pauses = at, 0
                 self._record_progress()
-        self._worker_hashes()
+        self._begin_hashing()
 
     def _without_token(self, text: str) -> str:
         token = self._client.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -467,12 +467,12 @@ class Transfer:
         self._moved_at = clock.monotonic()
         self._set_time_limit(self._moved_at + self._stall)
 
-    def _worker_hashes(self) -> None:
+    def _begin_hashing(self) -> None:
         """Extend the stall limit, because the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
         self._set_time_limit(self._moved_at + self._stall + load_times.hashing_limit(self.file.size))
 
-    def _worker_answered(self) -> None:
+    def _end_hashing(self) -> None:
         if self._hashing_since is not None:
             seconds = clock.monotonic() - self._hashing_since
             self._moved_at += min(seconds, load_times.hashing_limit(self.file.size))

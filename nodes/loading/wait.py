@@ -38,8 +38,10 @@ POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""
 _EXTENSION_SECONDS = 60.0
 """Seconds that a request without a limit keeps the load needed; each poll renews the deadline."""
-RETRY_MIN, RETRY_MAX = 5.0, 300.0
-"""Bounds of Retry-After in the response "still loading", in seconds (C35)."""
+MIN_RETRY_AFTER = 5.0
+"""Minimum seconds of Retry-After in the response "still loading" (C35)."""
+MAX_RETRY_AFTER = 300.0
+"""Maximum seconds of Retry-After in the response "still loading" (C35)."""
 
 _SHOWN_STEPS = frozenset({"installing", "staging", "loading"})
 
@@ -126,7 +128,7 @@ def still_loading_error(
     if operation.kind != KIND:
         kind, row_id = operation.kind, operation.id
         message = f"model {model} is not loaded while its {kind} is in progress (operation {row_id})"
-    retry_after = min(max(budget if eta is None else eta, RETRY_MIN), RETRY_MAX)
+    retry_after = min(max(budget if eta is None else eta, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
     loading = loading_body(model, operation, now, shows_node=shows_node)
     return StillLoading(message, retry_after=retry_after, loading=loading)
 

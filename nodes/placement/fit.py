@@ -5,7 +5,7 @@ terms; their sum is the need (D-FIT). Each function names its source. "llama.cpp
 11549 and the buffers that it reports, which `docs/fit.md` compares with the terms. Without a header the terms
 are the file's size and 2 KiB for each token (R2.41).
 
-`learned` replaces an estimate by the readings of former loads.
+`apply_readings` replaces an estimate by the readings of former loads.
 """
 
 from bisect import bisect_right
@@ -329,7 +329,7 @@ class EngineReading:
     """
 
 
-def learned(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Terms, Sequence[EngineReading]]:
+def apply_readings(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Terms, Sequence[EngineReading]]:
     """Return the terms according to the largest accepted reading, and the accepted readings.
 
     A reading below weights and context, or far above the estimate, is ignored: the reading is wrong, or

@@ -54,8 +54,10 @@ def hashing_limit(size: int) -> float:
     return max(size, 0) / _BYTES_READ_PER_SECOND
 
 
-FIRST_DELAY, MAX_DELAY = 1.0, 15.0
-"""Seconds."""
+FIRST_DELAY = 1.0
+"""Seconds of a node's back-off after its first failure in a load."""
+MAX_DELAY = 15.0
+"""Maximum seconds of a node's back-off."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, ImageMissing, RegistryError
 from localai_cluster.registries.client import Registries
 from nodes.sources import objects
-from nodes.sources.plans import SHARE, SourceFile
+from nodes.sources.plans import SHARE_PREFIX, SourceFile
 
 HUB = "hf://"
 IMAGES = ("oci://", "ollama://")
@@ -87,7 +87,7 @@ class Opener:
             address = self.web_address(url)
             async with self._outbound.open_range(address, offset, length) as body:
                 yield body
-        elif url.startswith(SHARE):
+        elif url.startswith(SHARE_PREFIX):
             raise SourceError(f"{url}: the files of a share are used where they are and not fetched")
         else:
             raise AddressRefused("only https://, hf://, oci://, ollama:// and s3:// addresses are read")

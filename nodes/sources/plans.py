@@ -20,7 +20,7 @@ MOST_FILES = 2000
 LONGEST_PATH, LONGEST_PART, MOST_PARTS = 512, 180, 12
 """Bytes of a path and of one of its parts, and parts; a partial file's name needs the rest of 255 bytes."""
 LONGEST_URL, MOST_BYTES = 4096, 2**60
-SHARE = "share://"
+SHARE_PREFIX = "share://"
 """Prefix of the address of a file on a share; such a file is used in place and not fetched."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEFINITIONS = (".yaml", ".yml")

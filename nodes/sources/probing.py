@@ -28,8 +28,10 @@ from nodes.sources.plans import SourceFile
 
 log = logging.getLogger(__name__)
 
-FIGURES_BYTES, TABLE_BYTES = 1024 * 1024, 16 * 1024 * 1024
-"""Bytes of a file that are read for its figures, and for the table of its tensors or its chat template."""
+FIGURES_BYTES = 1024 * 1024
+"""Bytes of a file that are read for its figures."""
+TABLE_BYTES = 16 * 1024 * 1024
+"""Bytes of a file that are read for the table of its tensors or its chat template."""
 HEADER_LIMIT = 20.0
 """Seconds within which a header must have been read."""
 _LEAST_BYTES = 256

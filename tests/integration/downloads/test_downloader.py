@@ -17,7 +17,7 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.outbound import SourceBusy, SourceError, SourceMissing, SourceRefused
 from nodes.definitions.recorded_files import FileConflict
 from nodes.downloads import downloader, partial_files
-from nodes.downloads.downloader import Download, DownloadMeter, Fetched
+from nodes.downloads.downloader import Download, DownloadedFile, DownloadMeter
 from nodes.downloads.partial_files import FOLDER, BeingDownloaded, DiskFull, FolderFailed, PartialFile
 from nodes.models import FileHash
 from nodes.sources.plans import SourceFile
@@ -90,7 +90,7 @@ class Fetcher:
         connections: int = 4,
         may_replace: bool = False,
         url: str = "",
-    ) -> Fetched:
+    ) -> DownloadedFile:
         file = SourceFile(PATH, url or self.source.url("/m.gguf"), size, sha256)
         self.meter = DownloadMeter({PATH: size}, "the hub")
         download = Download(file, self.models, WebOpener(), self.meter, connections, self.memory)

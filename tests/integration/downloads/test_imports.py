@@ -399,7 +399,7 @@ async def test_nothing_moves_for_long(
     plan: ImportPlan, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the models folder hangs."""
-    monkeypatch.setattr(imports, "NO_SIGN_LIMIT", 0.2)
+    monkeypatch.setattr(imports, "STALL_TIMEOUT", 0.2)
     monkeypatch.setattr(imports, "REPORT_EVERY", 0.05)
     source.pause_at = 1000
     await in_thread(asked, plan)

@@ -32,7 +32,7 @@ from operations.executor.work import Postpone, WakeUps, in_thread
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, Requester
 from operations.models import Event, Operation, Status
-from tests.integration.downloads.test_left_files import (
+from tests.integration.downloads.test_files_at_source import (
     DATA,
     PATH,
     TEXT,

@@ -455,7 +455,7 @@ async def test_a_worker_that_started_again_is_no_node_that_refuses(
 async def test_a_token_that_stays_wrong_goes_to_the_next_node(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_REGISTERS", 0.0)
+    monkeypatch.setattr(staging, "_REGISTRATION_SECONDS", 0.0)
     async with worker(tmp_path / "w", stage.one) as server:
         server.token = "another"
         await in_thread(stage.need_until)

@@ -16,7 +16,13 @@ import pytest
 from localai_cluster.kit import clock
 from nodes.loading import source_files, transfer
 from nodes.loading.source_files import FileChanged, FilePlan, LocalFile, OpenedFile, plan_files
-from nodes.loading.staging import IN_ALL, OF_A_NODE, ModelTransfer, StagingResult, TransferLimits
+from nodes.loading.staging import (
+    MAX_TRANSFERS,
+    MAX_TRANSFERS_PER_NODE,
+    ModelTransfer,
+    StagingResult,
+    TransferLimits,
+)
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
 from nodes.models import FileHash
 from nodes.registry.dial_targets import client_of
@@ -264,7 +270,7 @@ async def test_any_other_status_ends_it_with_the_workers_words(
         one.worker.faults = [Says(status, "these words", ("Location: http://127.0.0.1:1/",))]
         with pytest.raises(FileRefused, match="these words") as refusal:
             await one.sent()
-        assert (refusal.value.of_node, pauses) == (status == 507, [])
+        assert (refusal.value.affects_node, pauses) == (status == 507, [])
 
 
 @pytest.mark.rule("worker-13")
@@ -403,7 +409,7 @@ async def test_a_companion_that_is_refused_is_left_out_and_a_full_disk_is_not(
         for full in (Says(507, "full"), Says(500, "write: no space left on device"), Says(401)):
             with pytest.raises(FileRefused) as refusal:
                 await one_after_the_other(full)
-            assert refusal.value.of_node
+            assert refusal.value.affects_node
 
 
 @pytest.mark.rule("worker-13")
@@ -428,7 +434,7 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
             (one.folder / "tree" / f"f{number}").write_bytes(os.urandom(300_000))
         planned, node = plan_files(one.folder, "m", {"Model": "tree"}), uuid4()
         await one.sent(planned)
-        assert 1 < one.worker.most <= OF_A_NODE
+        assert 1 < one.worker.most <= MAX_TRANSFERS_PER_NODE
         assert len(list((one.worker.folder / "models/m/tree").iterdir())) == 12
         one.worker.most = 0
         for path in (one.folder / "tree").iterdir():
@@ -436,7 +442,7 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
         again = plan_files(one.folder, "m", {"Model": "tree"})
         one.lanes.all = asyncio.Semaphore(2)
         await asyncio.gather(one.sent(again, node), one.sent(planned_other(one)))
-        assert one.worker.most <= 2 < IN_ALL
+        assert one.worker.most <= 2 < MAX_TRANSFERS
 
 
 def planned_other(one: Site) -> FilePlan:

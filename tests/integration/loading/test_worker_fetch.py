@@ -325,7 +325,7 @@ async def test_a_load_tries_a_source_that_its_node_does_not_reach_once(
 ) -> None:
     """The file that comes next in the same load is sent at once; all of them if the host was noted before."""
     monkeypatch.setattr(download, "PAUSES", (3600.0,))
-    monkeypatch.setattr(staging, "OF_A_NODE", 1)
+    monkeypatch.setattr(staging, "MAX_TRANSFERS_PER_NODE", 1)
     source.stop()
     sources = {
         path: FileSource(source.url("/x"), hashlib.sha256((files / path).read_bytes()).hexdigest())

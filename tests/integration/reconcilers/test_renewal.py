@@ -20,7 +20,7 @@ from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load, load_placement, load_request
 from nodes.loading.load_placement import LoadNeeds
-from nodes.loading.load_request import ANYWHERE
+from nodes.loading.load_request import ANY_REPLICA_REQUEST
 from nodes.loading.load_snapshots import decode_load, encode_load
 from nodes.models import LOADING_PHASES, BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need
@@ -204,7 +204,7 @@ def test_a_successor_is_not_loaded_with_fewer_layers_if_all_fit_in_place_of_its_
     (definition,) = asyncio.run(folder.folder().all())
     wanted, request = (
         LoadNeeds(definition, need),
-        dataclasses.replace(ANYWHERE, is_scale_up=True, replaces=former.pk),
+        dataclasses.replace(ANY_REPLICA_REQUEST, is_scale_up=True, replaces=former.pk),
     )
     question, decision = load_placement.decide(wanted, request, {}, frozenset(), frozenset())
     explanation = decide_load(question, decision)

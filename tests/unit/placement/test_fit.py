@@ -419,7 +419,7 @@ def test_what_is_learned_is_the_largest_reading_that_is_near_the_estimate(
     estimated = tuple(terms.items())
     floor = terms.get("weights", 0) + terms.get("context", 0)
     given_readings = [fit.EngineReading(size, "2026-01-01", own) for size, own in readings]
-    learned, counted = fit.learned(estimated, given_readings)
+    learned, counted = fit.apply_readings(estimated, given_readings)
     most = {True: 2 * sum(terms.values()), False: 1.5 * sum(terms.values())}
     assert list(counted) == [
         each for each in given_readings if not terms or floor <= each.size <= most[each.own]
@@ -448,10 +448,10 @@ def test_one_disturbed_or_false_reading_does_not_make_a_model_unplaceable(
     """Something else took memory meanwhile, or a worker reports a wrong process."""
     terms = (("weights", 6), ("context", 2), ("buffers", 2))
     reading = fit.EngineReading(size, "2026-01-01", own)
-    learned, counted = fit.learned(terms, [reading])
+    learned, counted = fit.apply_readings(terms, [reading])
     assert list(counted) == [reading] * counts
     assert fit.total_bytes(learned) == (size if counts else 10)
-    assert fit.learned((), [reading]) == ((("measured", size),), [reading])
+    assert fit.apply_readings((), [reading]) == ((("measured", size),), [reading])
 
 
 @pytest.mark.rule("R2.32", "R2.41")

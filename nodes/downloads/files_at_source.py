@@ -14,8 +14,8 @@ from pathlib import Path
 from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file
 from nodes.definitions.recorded_files import FileConflict, RecordedFile
-from nodes.definitions.rows import SOURCE
-from nodes.definitions.sizes import named_records, path_inside, shards
+from nodes.definitions.rows import SOURCE_PREFIX
+from nodes.definitions.sizes import path_inside, records_in_definition, shards
 from nodes.downloads.downloader import DownloadMeter
 from nodes.loading import worker_fetch
 from nodes.sources.opening import SourceOpener
@@ -29,17 +29,17 @@ _OPTIONS_WITH_HEADER = ("Model", "DraftModel")
 
 
 @dataclass(frozen=True)
-class LeftFiles:
+class ProbedFiles:
     """Records of the files that stay, and the files that must be fetched because their size is unknown."""
 
     recorded: list[RecordedFile] = field(default_factory=list)
     to_download: list[SourceFile] = field(default_factory=list)
 
 
-def choose(plan: ImportPlan, cluster: ClusterSettings) -> list[SourceFile]:
+def choose_files(plan: ImportPlan, cluster: ClusterSettings) -> list[SourceFile]:
     """Return the files of the plan that stay at their sources and are not in the models folder. Blocks."""
     try:
-        definition = parse_file(plan.text.encode(), SOURCE + plan.name)
+        definition = parse_file(plan.text.encode(), SOURCE_PREFIX + plan.name)
     except UnusableDefinition:
         return []
     if cluster.shared_models or not worker_fetch.downloads_on_worker(definition):
@@ -52,14 +52,14 @@ def _can_stay(file: SourceFile) -> bool:
     return bool(file.sha256) and worker_fetch.is_lasting(file.url) and not is_configuration
 
 
-async def record(
+async def record_files(
     files: Sequence[SourceFile], plan: ImportPlan, opener: SourceOpener, meter: DownloadMeter
-) -> LeftFiles:
+) -> ProbedFiles:
     """Read size and header of each file at its source. Raise SourceError."""
-    left = LeftFiles()
+    left = ProbedFiles()
     if not files:
         return left
-    options = parse_file(plan.text.encode(), SOURCE + plan.name).options
+    options = parse_file(plan.text.encode(), SOURCE_PREFIX + plan.name).options
     named = [
         path for name in _OPTIONS_WITH_HEADER if (path := path_inside(Path(), options.get(name))) is not None
     ]
@@ -95,7 +95,7 @@ def check_conflicts(plan: ImportPlan, models: Path, other_definitions: Iterable[
     for definition in other_definitions:
         if files.keys().isdisjoint(definition.files):
             continue
-        named = named_records(models, definition, definition.files)
+        named = records_in_definition(models, definition, definition.files)
         for path in files.keys() & named.keys():
             recorded, wanted = named[path], files[path]
             is_same = wanted.sha256 == recorded.sha256 if wanted.sha256 else wanted.url == recorded.source

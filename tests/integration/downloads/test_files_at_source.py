@@ -19,7 +19,7 @@ from nodes.definitions import rows, sizes, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder
 from nodes.definitions.recorded_files import LACKS_MARKER, MARKER, FileConflict, mark_folder
-from nodes.downloads import imports, left_files
+from nodes.downloads import files_at_source, imports
 from nodes.downloads.imports import ImportModel, request_import
 from nodes.loading import files_in_use
 from nodes.loading.load_request import estimate_need
@@ -216,7 +216,7 @@ def test_the_policy_decides(
 ) -> None:
     settings.CLUSTER = replace(settings.CLUSTER, download_on=policy, shared_models=shared)
     plan = replace(plan, text=TEXT + (f"download_on: {stated}\n" if stated else ""))
-    assert len(left_files.choose(plan, settings.CLUSTER)) == count
+    assert len(files_at_source.choose_files(plan, settings.CLUSTER)) == count
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,9 @@ def test_only_what_workers_fetch_for_good_and_can_verify_stays(
     plan: ImportPlan, settings: Settings, url: str, sha256: str, path: str, stays: bool
 ) -> None:
     file = SourceFile(path, url, 9, sha256)
-    assert left_files.choose(replace(plan, files=(file,)), settings.CLUSTER) == ([file] if stays else [])
+    assert files_at_source.choose_files(replace(plan, files=(file,)), settings.CLUSTER) == (
+        [file] if stays else []
+    )
 
 
 @pytest.mark.parametrize("fault", ["gone", "longer", "pointer"])
@@ -274,7 +276,7 @@ async def test_one_path_never_has_two_files(
     other = replace(plan, name="other", text=TEXT.replace("echo", "other", 1), files=(entry,))
     await imported(other)
     if saved_meanwhile:
-        monkeypatch.setattr(left_files, "check_conflicts", lambda *_: None)
+        monkeypatch.setattr(files_at_source, "check_conflicts", lambda *_: None)
     with pytest.raises(FileConflict, match="model other has another file"):
         await imported(plan)
     assert await in_thread(store.find, "echo") is None
