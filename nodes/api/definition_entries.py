@@ -92,7 +92,7 @@ def read_entries() -> list[DefinitionEntry]:
     """Return all models that a file or a row defines, by name; no query on this connection."""
     models = folder()
     in_force = {definition.name: definition for definition in async_to_sync(models.all)()}
-    stored = {entry.row.name: entry for entry in async_to_sync(models.stored)()}
+    stored = {entry.row.name: entry for entry in async_to_sync(models.stored_rows)()}
     return [
         DefinitionEntry(name, in_force.get(name), stored.get(name))
         for name in sorted(in_force.keys() | stored)
@@ -124,7 +124,7 @@ def unusable_rows() -> list[Row]:
     models = folder()
     reasons = async_to_sync(models.problems)().files
     found: dict[str, UnusableDefinition] = dict(async_to_sync(models.unusable_files)())
-    for stored in async_to_sync(models.stored)():
+    for stored in async_to_sync(models.stored_rows)():
         if isinstance(stored.row.content, UnusableDefinition):
             found[stored.row.source] = stored.row.content
     nothing = UnusableDefinition()

@@ -207,7 +207,7 @@ def _places() -> list[_FilesPlace]:
 async def _read() -> tuple[FilesInUse, list[UnusedFile], set[str]]:
     in_use = await read_files_in_use()
     files = await in_folder_thread(unused_files.list_unused, conf.cluster().models_path, in_use)
-    return in_use, files, {entry.name for entry in await folder().known()}
+    return in_use, files, {entry.name for entry in await folder().all_contents()}
 
 
 def _request(by: Requester, node_id: UUID | None, files: Sequence[UnusedFile]) -> list[Admission]:

@@ -27,7 +27,7 @@ LONGEST_TEMPLATE = 65_536
 LONGEST_EDITED = 65_536
 """Maximum bytes of a text whose comments an edit preserves."""
 FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
-"""The settings of the form: those that are changed most often."""
+"""The settings of the form."""
 Document = dict[str, Any]
 
 

@@ -272,7 +272,7 @@ class Definition:
     disabled: bool = False
     """`disabled`: never loaded, not even while its file is unreadable. Not part of the revision."""
     download_on: str = ""
-    """`download_on`: which side downloads the files; "" = as the setting says. Not part of the revision."""
+    """`download_on`: the side that downloads the files; "" = by the setting. Not part of the revision."""
     auto_layers: bool = False
     """`gpu_layers: auto`: fewer layers go to the GPU if not all fit. Not part of the revision."""
     files: RecordedFiles = field(default_factory=dict, compare=False)

@@ -141,7 +141,7 @@ class _Poll:
 
 
 class Folder:
-    """All definitions; without `read_rows` only those of files. Thread-safe, for any event loop."""
+    """All definitions; without `read_rows` only definitions in files. Thread-safe, for any event loop."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Folder:
         """Read the folder and the rows unless they are recent enough; return every usable definition."""
         return sorted((await self._current(interval)).values(), key=lambda definition: definition.name)
 
-    async def stored(self) -> "list[MergedRow]":
+    async def stored_rows(self) -> "list[MergedRow]":
         """Return all rows, including disabled and unusable ones; none before the rows were first read."""
         await self._current()
         with self._lock:
@@ -203,7 +203,7 @@ class Folder:
         await self._current()
         return self._file_names.get(name, "")
 
-    async def known(self) -> list[Definition | UnusableDefinition]:
+    async def all_contents(self) -> list[Definition | UnusableDefinition]:
         """Return the current content of every file and row, in force or not; raise FolderUnresponsive."""
         await self._current(0.0)
         if self._hangs or self._rows_hang:

@@ -267,7 +267,7 @@ def find(name: str) -> ModelDefinition | None:
 
 
 def text_in_force(name: str) -> str | None:
-    """Return the text that an edit starts from: that of the row, else of the file, else None.
+    """Return the text that an edit starts from: the row's text, else the file's, else None.
 
     Raises InvalidInput for a file that cannot be read.
     """

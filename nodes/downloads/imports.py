@@ -224,7 +224,7 @@ class ImportModel:
         """
         cluster, name = conf.cluster(), attempt.plan.name
         models = cluster.models_path
-        definitions = [one for one in await folder().known() if isinstance(one, Definition)]
+        definitions = [one for one in await folder().all_contents() if isinstance(one, Definition)]
         own_definitions = [definition for definition in definitions if definition.name == name]
         other_definitions = [definition for definition in definitions if definition.name != name]
         files_at_source.check_conflicts(attempt.plan, models, other_definitions)
@@ -253,7 +253,7 @@ class ImportModel:
 
 async def _mark_folder() -> bool:
     """Mark the models folder; return False if that fails. Raise FolderReplaced and FolderUnresponsive."""
-    definitions = [entry for entry in await folder().known() if isinstance(entry, Definition)]
+    definitions = [entry for entry in await folder().all_contents() if isinstance(entry, Definition)]
     files = [file for definition in definitions for file in definition.files.values()]
     return await in_folder_thread(mark_folder, conf.cluster().models_path, files)
 
@@ -319,7 +319,7 @@ async def _report(attempt: _Import) -> NoReturn:
 
 
 async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | SourceError:
-    """Return what postpones the operation, or its failure after `GIVE_UP_AFTER` without a new byte."""
+    """Return a postponement, or the import's failure after `GIVE_UP_AFTER` without a new byte."""
     operation, now, reached = attempt.work.operation, clock.now(), attempt.meter.reached
     since, reached_before = operation.payload.get(STALLED_SINCE), operation.payload.get(REACHED, 0)
     stalled = datetime.fromisoformat(since) if since and reached <= reached_before else now

@@ -71,7 +71,7 @@ async def read_files_in_use() -> FilesInUse:
     # Imports first: one that ends meanwhile has saved its definition before.
     imported = await in_thread(paths_of_active_imports)
     fetched = await in_thread(_paths_of_stored_definitions)
-    known = await folder().known()
+    known = await folder().all_contents()
     usable = [entry for entry in known if isinstance(entry, Definition)]
     problem = await _describe_problem([entry for entry in known if isinstance(entry, UnusableDefinition)])
     models = conf.cluster().models_path

@@ -88,7 +88,7 @@ class PlanRequest:
 
 
 def need_for(vram: int, disk: int) -> Need:
-    """Return a need in bytes. The settings decide what of it is required (R2.32, R2.39)."""
+    """Return a need in bytes. The settings decide which part is required (R2.32, R2.39)."""
     checks_disk = conf.cluster().disk_headroom_check
     return load_request.under_policy(
         Need(vram, disk=disk, disk_required=checks_disk, files=disk, source="stated")

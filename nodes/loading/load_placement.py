@@ -94,7 +94,7 @@ class LoadNeeds:
 
 
 async def read_needs(definitions: Folder, definition: Definition) -> LoadNeeds:
-    """Read what a load by this definition needs."""
+    """Read the needs of a load by this definition."""
     files = await definitions.sizes.of(definition)
     readings = await in_thread(load_info.readings_of, definition)
     need = load_request.estimate_need(definition, files, readings)

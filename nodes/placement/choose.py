@@ -181,7 +181,7 @@ class Candidate:
     disk_quota: int = 0
     """Maximum bytes of the files of all models on the node; 0 = no limit."""
     other_models_bytes: int = 0
-    """Bytes of other models' files, those of active loads included; 0 on a node without a quota."""
+    """Bytes of other models' files, including files of active loads; 0 on a node without a quota."""
     gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
     gpu_totals: FreeByGpu = frozenset()

@@ -94,7 +94,7 @@ class ProtectionRules:
     def find_protection(
         self, resident: Resident, evicted_count: Mapping[str, int]
     ) -> ProtectionReason | None:
-        """Return what protects the replica, or None. `evicted_count`: evictions so far, per model."""
+        """Return the replica's protection, or None. `evicted_count`: evictions so far, per model."""
         if resident.model_name == self.model_name:
             return ProtectionReason.OWN
         if resident.in_flight > 0 and self.least_serving is None:

@@ -193,7 +193,7 @@ def card_share(backend: str, options: Mapping[str, Any]) -> tuple[float, int]:
     return share if 0 < share <= 1 else default, max(1, options.get("TensorParallelSize") or 1)
 
 
-def weights(model: Model, load: LoadOptions, kind: str) -> int:
+def weight_bytes(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of weights on the device (`load_tensors` of llama.cpp).
 
     A GPU gets the output first and then the layers, beginning with the last layer. In main memory, mapped
@@ -213,7 +213,7 @@ def _on_gpu(model: Model, load: LoadOptions) -> Sequence[Layer]:
     return model.layers[max(len(model.layers) - count, 0) :]
 
 
-def context(model: Model, load: LoadOptions, kind: str) -> int:
+def context_bytes(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of the cache of keys and values and of recurrent states (`llama_kv_cache`).
 
     Without flash attention, values are stored transposed: every layer is as wide as the widest.
@@ -221,10 +221,10 @@ def context(model: Model, load: LoadOptions, kind: str) -> int:
     on_gpu = kind != "cpu"
     if on_gpu and not load.cache_on_gpu:
         return 0
-    return sum(_context_bytes(model, load, _on_gpu(model, load) if on_gpu else model.layers))
+    return sum(_layer_context_bytes(model, load, _on_gpu(model, load) if on_gpu else model.layers))
 
 
-def _context_bytes(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Iterator[int]:
+def _layer_context_bytes(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> Iterator[int]:
     """Yield the bytes that each layer keeps of the context."""
     widest = 0 if load.flash_attention else max((layer.values for layer in model.layers), default=0)
     for layer in layers:
@@ -233,7 +233,7 @@ def _context_bytes(model: Model, load: LoadOptions, layers: Sequence[Layer]) -> 
         yield row * load.window_cells(layer.window) * load.streams + layer.state * load.slots
 
 
-def buffers(model: Model, load: LoadOptions, kind: str) -> int:
+def buffer_bytes(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of the compute buffer (`graph_reserve` of llama.cpp; source as of `_inner`).
 
     The buffer holds a batch at the widest point of a layer, or its outputs, and the attention masks; without
@@ -263,7 +263,7 @@ def _has_memory(model: Model) -> bool:
     return any(layer.keys or layer.state for layer in model.layers)
 
 
-def output_buffer(model: Model, load: LoadOptions, kind: str) -> int:
+def output_bytes(model: Model, load: LoadOptions, kind: str) -> int:
     """Return the bytes of the outputs in main memory (`output_reserve` of llama.cpp); 0 on a GPU."""
     if kind != "cpu":
         return 0
@@ -290,10 +290,10 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
     if model is None:
         return {"weights": size, "context": _BYTES_PER_TOKEN * load.context}
     return {
-        "weights": weights(model, load, kind),
-        "context": context(model, load, kind),
-        "buffers": buffers(model, load, kind) * (1 if kind == "cpu" else load.gpus),
-        "output": output_buffer(model, load, kind),
+        "weights": weight_bytes(model, load, kind),
+        "context": context_bytes(model, load, kind),
+        "buffers": buffer_bytes(model, load, kind) * (1 if kind == "cpu" else load.gpus),
+        "output": output_bytes(model, load, kind),
     }
 
 
@@ -377,7 +377,7 @@ def by_gpu(files: Files, load: LoadOptions, kind: str = "cuda") -> Pairs:
     layers: list[int] = []
     if model is not None and load.gpu_layers:
         on_gpu = _on_gpu(model, load)
-        kept = _context_bytes(model, load, on_gpu) if load.cache_on_gpu else iter([0] * len(on_gpu))
+        kept = _layer_context_bytes(model, load, on_gpu) if load.cache_on_gpu else iter([0] * len(on_gpu))
         layers = [layer.weights + size for layer, size in zip(on_gpu, kept, strict=True)]
         layers.append(model.output.weights)
     used = [index for index, share in enumerate(load.split) if share > 0]

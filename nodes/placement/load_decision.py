@@ -123,7 +123,7 @@ class EvictionCandidates:
         nodes = question.evictable_nodes(decision)
         return choose_victims(nodes, self.residents, self.guard, question.view.need) if nodes else None
 
-    def without(self, ended: Sequence[Resident]) -> "EvictionCandidates":
+    def without_replicas(self, ended: Sequence[Resident]) -> "EvictionCandidates":
         """Return the candidates without the replicas `ended`."""
         ids = {replica.id for replica in ended}
         loaded = Counter(self.guard.loaded)
@@ -209,7 +209,7 @@ def simulate_placements(
         if eviction is not None and occupants is not None and not explanation.gpu_layers:
             node, occupants = (
                 _node_after_eviction(node, eviction),
-                occupants.without([*eviction.victims, *eviction.leaving]),
+                occupants.without_replicas([*eviction.victims, *eviction.leaving]),
             )
         need = view.need.with_layers(explanation.gpu_layers)
         nodes[node.id] = _node_with_replica(node, explanation.replica_index, need)

@@ -210,7 +210,7 @@ def test_a_file_wins_over_a_row_also_when_it_breaks_and_the_row_comes_back_witho
     assert found() is None, "a broken file wins by the name that it states"
     fresh = Folder(models, read_rows=rows.read_rows)
     assert found(where=fresh) is None, "so a process that starts decides as one that knows its former name"
-    (only,) = asyncio.run(folder.folder().stored())
+    (only,) = asyncio.run(folder.folder().stored_rows())
     assert only.file == file.name
 
 

@@ -251,7 +251,7 @@ async def test_an_unresponsive_folder_postpones_the_import(
     async def hang(self: Folder) -> Any:
         raise FolderUnresponsive("the models folder does not answer")
 
-    monkeypatch.setattr(Folder, "known", hang)
+    monkeypatch.setattr(Folder, "all_contents", hang)
     await in_thread(asked, plan)
     with pytest.raises(Postpone, match="does not answer; given up at"):
         await Controller().run()

@@ -247,7 +247,7 @@ def test_an_unresponsive_folder_postpones_the_removal(models: Path, monkeypatch:
     async def hang(self: Folder) -> Any:
         raise FolderUnresponsive("the models folder does not answer")
 
-    monkeypatch.setattr(Folder, "known", hang)
+    monkeypatch.setattr(Folder, "all_contents", hang)
     save()
     request()
     with pytest.raises(Postpone, match="does not answer"):
