@@ -114,7 +114,7 @@ async def test_a_cancel_after_the_definition_is_saved_is_refused(
         return ""
 
     operation = await in_thread(asked, plan)
-    monkeypatch.setattr(imports, "_load", cancelled_meanwhile)
+    monkeypatch.setattr(imports, "_request_load_if_wanted", cancelled_meanwhile)
     await Controller().run()
     await in_thread(operation.refresh_from_db)
     assert (refusals, operation.status) == ([409], Status.PROCESSING)
