@@ -44,7 +44,7 @@ from operations.executor.work import Recorder, write_batch
 from tests.support.loading import EngineClient
 
 MOST_DELAYED = timedelta(seconds=57)
-"""A start arrives within this time or never: `states.UNANSWERED_START_LIMIT`, less what two clocks differ."""
+"""A start arrives within this time or never: `states.UNANSWERED_START_LIMIT` less two clocks' difference."""
 SKEWS = (-0.5, 0.0, 0.5)
 """Errors in seconds of a controller's clock; the clock steps from one error to another."""
 BLOCKERS = "SELECT unnest(pg_blocking_pids(%s))"

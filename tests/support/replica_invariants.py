@@ -17,7 +17,7 @@ from tests.support.replica_log import ALLOWED, Row, read_state, take_changes
 
 WAITING = (Phase.DRAINING, Phase.TERMINATING)
 LONGEST_GRACE = 60
-"""Seconds that an operator grants in these histories."""
+"""Maximum seconds of grace that an operator grants in these histories."""
 CLOCK_TOLERANCE = timedelta(seconds=1)
 
 

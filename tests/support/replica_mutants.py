@@ -85,7 +85,7 @@ def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
-    """Replicas wait for their requests forever."""
+    """Replicas wait for their requests without a limit."""
     genuine = engines.drain_columns
 
     def drain_columns(deadline: datetime) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _returns_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_the_former(patch: pytest.MonkeyPatch) -> None:
-    """A replica that was replaced serves on."""
+    """A replaced replica keeps serving."""
     patch.setattr(slots, "_lock_replaced_replica", lambda slot, replaced: None)
 
 
