@@ -193,7 +193,7 @@ async def _text_of(definition: Definition, field: str) -> str:
 
 async def _recorded_path(text: str) -> str | None:
     """Return `text` if it is the path of a file that an import has left at its source, otherwise None."""
-    contents = [entry.row.content for entry in await folder().stored()]
+    contents = [entry.row.content for entry in await folder().stored_rows()]
     is_recorded = any(isinstance(content, Definition) and text in content.files for content in contents)
     return text if is_recorded else None
 

@@ -183,7 +183,7 @@ def note_ended_engines(node_ids: Collection[UUID]) -> None:
 
     Must not run in the transaction that locks replicas. If the record is lost, a load may be measured against
     a reading that shows too little free memory; such a measurement counts only if it is plausible
-    (`fit.learned`).
+    (`fit.apply_readings`).
     """
     stale = BackendNode.objects.filter(pk__in=node_ids, vram_read_at__isnull=False)
     stale = stale.exclude(returned_beside=F("vram_read_at")).order_by("id")
