@@ -1,6 +1,7 @@
-"""The project package.
+"""The project package: settings and entry points, and the mechanisms that both apps use.
 
-Settings and entry points above both apps, mechanism (clock, messaging, rpc …) below them.
+The entry points are above the apps `nodes` and `operations`; the mechanisms (clock, messaging, rpc …) are
+below the apps.
 """
 
 import sys

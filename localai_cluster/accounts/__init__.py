@@ -1,1 +1,1 @@
-"""People and programs that call: users, API keys, sessions, passwords, principals."""
+"""People and programs that send requests: users, API keys, sessions, passwords, principals."""

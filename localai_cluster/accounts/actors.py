@@ -1,4 +1,4 @@
-"""Actors of changes to nodes, as events and the `*_by` columns record them."""
+"""Actors of changes to nodes, in the form that events and the `*_by` columns store."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,7 +47,7 @@ def command(user: str) -> Actor:
 
 
 def of_principal(principal: Principal) -> Actor:
-    """Return the actor of a request: a person, key or worker."""
+    """Return the actor for the caller of a request: a person, a key or a worker."""
     if principal == STATIC_ADMIN:
         return STATIC_KEY
     return WORKER if principal.kind == "node" else Actor(ActorKind.USER, principal.name)

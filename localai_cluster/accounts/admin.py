@@ -1,4 +1,4 @@
-"""Admin pages of users' API keys (create, revoke), of unchanged initial passwords, and of the audit."""
+"""Admin pages: users' API keys (create, revoke), unchanged initial passwords, the audit."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from localai_cluster.web.admin import ModelAdmin, Observed
 
 @admin.register(ApiKey)
 class ApiKeyAdmin(ModelAdmin):
-    """Users' keys: the plaintext is shown once, when a key is created."""
+    """Users' API keys. The plaintext of a key is shown once, when the key is created."""
 
     list_display = ("name", "prefix", "user", "created_at", "revoked_at")
     list_filter = (("revoked_at", admin.EmptyFieldListFilter),)
@@ -35,17 +35,17 @@ class ApiKeyAdmin(ModelAdmin):
 
 @admin.register(InitialPassword)
 class InitialPasswordAdmin(ModelAdmin):
-    """Users who have not changed their generated password; a row is deleted with its user."""
+    """Users who have not changed their generated password. Deleting a user deletes the row."""
 
     list_display = ("user", "created_at")
     list_select_related = ("user",)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: only the cluster adds rows, with the passwords that it generates."""
+        """Return False: only the cluster adds rows, when it generates a password."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: InitialPassword | None = None) -> bool:
-        """Return False: a row has nothing to change."""
+        """Return False: a row has no field that a person could change."""
         return False
 
 

@@ -29,7 +29,7 @@ APP_NAMES = {
     "auth": "Users and groups",
     "django_q": "Schedules",
 }
-"""Apps by their label, in the order of the index."""
+"""Display names of the apps by label, in the order of the index."""
 INTERNAL = frozenset(
     {
         "ControllerBeat",
@@ -45,7 +45,7 @@ INTERNAL = frozenset(
         "WebProcess",
     }
 )
-"""Models whose tables serve the diagnosis of the cluster."""
+"""Names of models that only help to diagnose the cluster; the index lists them last."""
 
 
 def _rank(app: Any) -> int:
@@ -65,7 +65,10 @@ def _internal_tables(models: list[Any]) -> dict[str, Any]:
 
 @wraps(delete_selected)
 def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Delete as Django does, and audit each row: Django sends no signal for several rows."""
+    """Delete as Django does, and write an audit entry for each row.
+
+    Django sends no signal when it deletes several rows.
+    """
     name = admin.opts.verbose_name
     rows = [Change("admin.deleted", f"{name} {row}", str(row.pk)) for row in queryset]
     with transaction.atomic():
@@ -88,7 +91,10 @@ class Site(AdminSite):
         self.add_action(_delete_selected, "delete_selected")
 
     def get_urls(self) -> list[Any]:
-        """Return Django's URLs without `view_on_site`: no object has a public page, and odd ids break it."""
+        """Return Django's URLs without `view_on_site`.
+
+        No object has a public page, and some ids break Django's view.
+        """
         return [url for url in super().get_urls() if getattr(url, "name", "") != "view_on_site"]
 
     def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
@@ -108,7 +114,10 @@ class Site(AdminSite):
         return super().has_permission(request) and not passwords.must_change(request.user)
 
     def login(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseRedirect:
-        """Redirect to the sign-in, the change of a generated password, the requested or the start page."""
+        """Redirect to the sign-in, to the change of a generated password, or to the requested page.
+
+        Without a requested page the target is the start page.
+        """
         target = request.GET.get(REDIRECT_FIELD_NAME, "")
         if not url_has_allowed_host_and_scheme(
             target, {request.get_host()}, require_https=request.is_secure()
@@ -123,7 +132,7 @@ class Site(AdminSite):
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Redirect to the page, which limits guesses at the current password."""
+        """Redirect to the product's own page, which limits guesses at the current password."""
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 

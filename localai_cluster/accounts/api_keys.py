@@ -27,18 +27,18 @@ from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 _LONGEST_NAME = 100
 _LARGEST_ID = 2**31 - 1
 MOST_KEYS = 100
-"""Most keys of one user that are not revoked."""
+"""Maximum number of a user's keys that are not revoked."""
 
 
 def keys_of(user_id: int) -> list[ApiKey]:
-    """Return the user's keys that are not revoked, the newest first; no more than the user can create."""
+    """Return the user's keys that are not revoked, the newest first, at most twice `MOST_KEYS`."""
     return list(ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MOST_KEYS])
 
 
 def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create a key on the request of its user; raise Conflict above `MOST_KEYS`.
+    """Create a key for the user; return its row and the plaintext. Raise Conflict above `MOST_KEYS`.
 
-    Returns the row and the plaintext, which exists nowhere else.
+    The plaintext is not stored.
     """
     with transaction.atomic():
         # Two requests at once would each see the last free place.
@@ -51,7 +51,10 @@ def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
 
 
 def revoke_key(user_id: int, key_id: int, *, now: datetime) -> None:
-    """Revoke a key of this user; one that is revoked stays so. Raises NotFound for any other key."""
+    """Revoke a key of this user. Raise NotFound for a key that the user does not have.
+
+    A key that is already revoked keeps the time of its revocation.
+    """
     with transaction.atomic():
         row = ApiKey.objects.select_for_update(no_key=True).filter(user_id=user_id, pk=key_id).first()
         if row is None:
@@ -106,17 +109,17 @@ _KEY = {
 
 
 class PersonAuthentication(CookieAuthentication):
-    """A person's session; `request.auth` is the signed-in user."""
+    """Authentication by a person's session; `request.auth` is the signed-in user."""
 
     def authenticate(self, request: Request) -> tuple[Any, Any] | None:
-        """Return the principal and the user of the session, None without one."""
+        """Return the principal and the user of the session; None without a session."""
         user = request._request.user
         caller = super().authenticate(request)
         return None if caller is None else (caller[0], user)
 
 
 class _KeysView(APIView):
-    """Base: a person's session."""
+    """Base of the views of a user's keys; only a person's session may use them."""
 
     envelope = "flat"
     flat_auth = True

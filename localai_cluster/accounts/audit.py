@@ -26,6 +26,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
 
 PEOPLE = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
+"""Kinds of actors whose changes are audited."""
 _MAX_LENGTH = 255
 _FLAGS: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
 _COLUMNS = (
@@ -42,6 +43,7 @@ _COLUMNS = (
 )
 
 _source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
+"""The request or the actor to which changes in the current context are attributed."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,14 @@ class AttributionMiddleware:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
-        """Pass the request on."""
+        """Pass the request on; attribute changes to its caller meanwhile."""
         with _attribute_to(request):
             return self._get_response(request)
 
 
 @contextmanager
 def attribute_to(actor: Actor) -> Iterator[None]:
-    """Attribute changes within the block to this user, of a management command or a raw route."""
+    """Attribute changes within the block to this actor, for a management command or a raw route."""
     with _attribute_to(actor):
         yield
 
@@ -83,7 +85,10 @@ def _attribute_to(source: HttpRequest | Actor) -> Iterator[None]:
 
 
 def _current_actor() -> tuple[Actor | None, str]:
-    """Return the person of the current context, or None, and the address."""
+    """Return the actor of the current context and the client's address.
+
+    The actor is None outside of a context, and for a request without a signed-in user.
+    """
     source = _source.get()
     if source is None or isinstance(source, Actor):
         return source, ""
@@ -94,7 +99,7 @@ def _current_actor() -> tuple[Actor | None, str]:
 
 
 def record(*changes: Change, at: datetime | None = None) -> None:
-    """Write the changes in one statement, in the caller's transaction; do nothing outside of a context."""
+    """Write the changes in one statement, in the caller's transaction. Do nothing outside of a context."""
     if not changes:
         return
     actor, address = _current_actor()

@@ -40,18 +40,21 @@ def client_address(request: HttpRequest | Request) -> str:
 
 
 def _owner_of_headers(request: Request) -> Principal | None:
-    """Return the owner of the credential in the headers, in at most one query; None without a credential."""
+    """Return the owner of the credential in the headers; None without a credential. One query at most."""
     credential = principals.read_credential(request.headers)
     return None if credential is None else principals.owner_of(credential)
 
 
 class BearerAuthentication(BaseAuthentication):
-    """The static admin key or an API key in `Authorization: Bearer`, `x-api-key`, `xi-api-key`: one query."""
+    """Authentication by the static admin key or an API key, in one query.
+
+    The key is in `Authorization: Bearer`, `x-api-key` or `xi-api-key`.
+    """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return the principal; None without such a header.
+        """Return the principal; None without a key in the headers.
 
-        Raise 401 for an unknown credential, 429 after too many of them from one address.
+        Raise 401 for an unknown key, 429 after too many unknown keys from one address.
         """
         caller = _owner_of_headers(request)
         if caller is None:
@@ -71,9 +74,9 @@ class CookieAuthentication(SessionAuthentication):
     """The session of a signed-in browser; state-changing requests must come from a page of this origin."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return the principal of the session's user, None without one.
+        """Return the principal of the session's user; None without a session.
 
-        Raises PasswordChangeRequired while the password is the generated one.
+        Raise PasswordChangeRequired while the user has the generated password.
         """
         user_and_auth = super().authenticate(request)
         if user_and_auth is None:
@@ -97,7 +100,7 @@ class CookieAuthentication(SessionAuthentication):
 
 
 class RecentSessions:
-    """Owners of the recently used sessions, for the one route that works without the database."""
+    """Owners of recently used sessions, for the only route that works without the database."""
 
     MAX_AGE, MOST = 900.0, 1000
 
@@ -105,13 +108,13 @@ class RecentSessions:
         self._owners: dict[str, tuple[Principal, float]] = {}
 
     def add(self, session_key: str, owner: Principal) -> None:
-        """Remember that the session was valid now."""
+        """Record that the session is valid now."""
         if len(self._owners) >= self.MOST:
             self._owners.clear()
         self._owners[principals.hash_secret(session_key)] = (owner, clock.monotonic())
 
     def find(self, session_key: str) -> Principal | None:
-        """Return the owner of the session if it was valid a few minutes ago, otherwise None."""
+        """Return the owner of the session if it was valid in the last `MAX_AGE` seconds, otherwise None."""
         owner, since = self._owners.get(principals.hash_secret(session_key), (None, 0.0))
         return owner if clock.monotonic() - since < self.MAX_AGE else None
 
@@ -129,13 +132,16 @@ def _session_key(request: Request) -> str:
 
 
 class RememberingAuthentication(CookieAuthentication):
-    """Session authentication that works without the database for sessions used in the last minutes.
+    """Session authentication that also works without the database, for recently used sessions.
 
-    Only for reading the system's health.
+    Only the route of the system's health uses this class.
     """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return the principal of the session, None without one; raise as `CookieAuthentication` does."""
+        """Return the principal of the session; None without a session.
+
+        Raise the same errors as `CookieAuthentication`.
+        """
         try:
             return super().authenticate(request)
         except (OperationalError, InterfaceError):
@@ -146,20 +152,24 @@ class RememberingAuthentication(CookieAuthentication):
 
 
 class SignInAuthentication(CookieAuthentication):
-    """Authentication for the sign-in routes: any session; every change must come from a page of this origin.
+    """Authentication for the sign-in routes: any session, or none.
 
-    Otherwise another site could sign a browser in as another user, or out.
+    Every change must come from a page of this origin. Otherwise another site could sign a browser out, or in
+    as another user.
     """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return the user of the session, None without one; raise 403 for a change from elsewhere."""
+        """Return the user of the session; None without a session.
+
+        Raise 403 for a change that comes from another origin.
+        """
         self.enforce_csrf(request)
         user = request._request.user
         return (user, None) if user.is_authenticated and user.is_active else None
 
 
 def user_of_key(request: Request) -> KeyUser | None:
-    """Return the user of the key in the headers, None without a valid one; a wrong key is counted."""
+    """Return the user of the key in the headers; None without a valid key. Count a wrong key."""
     key = principals.offered_credential(request.headers)
     user: KeyUser | None = KeyBackend().authenticate(None, key) if key else None
     if key and user is None:
@@ -168,13 +178,13 @@ def user_of_key(request: Request) -> KeyUser | None:
 
 
 def person_of(request: Request) -> Principal:
-    """Return the user of a key or a browser's session, without the checks of the route."""
+    """Return the user of a key or of a browser's session, without the route's own checks."""
     owner = _owner_of_headers(request)
     return owner if owner and owner.is_authenticated else principals.of_user(request._request.user)
 
 
 class IsAdmin(BasePermission):
-    """Admins only: staff, superusers, the static key."""
+    """Permission for admins: staff, superusers and the static key."""
 
     message = "admin access required"
 
@@ -184,7 +194,7 @@ class IsAdmin(BasePermission):
 
 
 class IsUser(BasePermission):
-    """Any signed-in user."""
+    """Permission for every signed-in user."""
 
     message = "sign-in required"
 

@@ -1,4 +1,4 @@
-"""Management commands with a subcommand for each verb: actor, refusals, JSON and aligned text.
+"""Base of management commands with a subcommand (a verb): actor, errors, JSON and aligned text.
 
 A refused command ends with exit code 1 and one line.
 """
@@ -22,12 +22,14 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors
 
 Options = Mapping[str, Any]
-"""Arguments of a verb; `out` is the command's output."""
+"""Arguments of a verb by name; `out` is the command's output stream."""
 AddVerb = Callable[[str, Callable[[Options], str], str], CommandParser]
+"""Adds a verb by name, function and help text; returns the verb's parser."""
 NOTHING = "-"
 SHORT_ID = 8
-"""Characters of an id in a list."""
+"""Number of characters of an id in a list."""
 MAX_MATCHES = 5
+"""Maximum number of matching rows that an error message lists."""
 _ID_PREFIX = re.compile(r"[0-9a-f-]{1,36}\Z")
 _ZERO_YEAR = "0001-"
 _MAX_SECONDS = 120
@@ -35,17 +37,17 @@ _Row = TypeVar("_Row", bound=Model)
 
 
 class VerbCommand(BaseCommand):
-    """A command with a subcommand for each verb, which returns the text to print, "" for none."""
+    """Base of commands with subcommands. A subcommand's function returns the text to print, "" for none."""
 
     def add_verbs(self, add: AddVerb) -> None:
-        """Add the verbs with their arguments."""
+        """Add the subcommands with their arguments."""
         raise NotImplementedError
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_verbs(verb_adder(parser, "verb"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run the verb as the user of the operating system and print its text."""
+        """Run the verb on behalf of the operating system's user, and print its text."""
         try:
             with audit.attribute_to(current_actor()):
                 if text := options["run"](options | {"out": self.stdout}):
@@ -54,12 +56,12 @@ class VerbCommand(BaseCommand):
             raise CommandError(self.explain(refusal)) from refusal
 
     def explain(self, refusal: errors.ClusterError) -> str:
-        """Return the line that the user sees."""
+        """Return the message that the user sees."""
         return refusal.message
 
 
 def verb_adder(parser: CommandParser, dest: str, metavar: str | None = None) -> AddVerb:
-    """Return a function that adds a verb by name, function and help."""
+    """Return a function that adds a verb to the parser, from its name, function and help text."""
     verbs = parser.add_subparsers(dest=dest, metavar=metavar, required=True)
 
     def add(name: str, run: Callable[[Options], str], description: str) -> CommandParser:
@@ -72,7 +74,7 @@ def verb_adder(parser: CommandParser, dest: str, metavar: str | None = None) -> 
 
 
 def current_actor() -> Actor:
-    """Return the user of the operating system who runs the command."""
+    """Return the actor of the command: the user of the operating system who runs it."""
     try:
         return actors.command(pwd.getpwuid(os.getuid()).pw_name)
     except KeyError:
@@ -80,7 +82,7 @@ def current_actor() -> Actor:
 
 
 def rows_with_prefix(rows: QuerySet[_Row], prefix: str) -> list[_Row]:
-    """Return the rows whose id begins so, at most one more than `MAX_MATCHES`."""
+    """Return the rows whose id starts with `prefix`, at most `MAX_MATCHES` + 1."""
     prefix = prefix.lower()
     if not _ID_PREFIX.match(prefix):
         return []
@@ -89,7 +91,7 @@ def rows_with_prefix(rows: QuerySet[_Row], prefix: str) -> list[_Row]:
 
 
 def only_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) -> _Row:
-    """Return the row whose id begins so. Raise CommandError unless exactly one does."""
+    """Return the only row whose id starts with `prefix`. Raise CommandError for no row or several."""
     matches = rows_with_prefix(rows, prefix)
     if not matches:
         raise CommandError(f"there is no {kind} {prefix[:36]!r}; {hint}")
@@ -99,7 +101,7 @@ def only_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) ->
 
 
 def confirm(action: str, question: str) -> None:
-    """Prompt on a terminal; raise CommandError elsewhere, and on a no."""
+    """Ask for confirmation. Raise CommandError if the user refuses or there is no terminal."""
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to {action} without a question")
     if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
@@ -112,7 +114,7 @@ def as_json(value: Any) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns without trailing blanks."""
+    """Return the rows as text with aligned columns, without trailing spaces."""
     lines = [list(heads), *([printable(cell) or NOTHING for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     return "\n".join(
@@ -127,7 +129,10 @@ def printable(text: str) -> str:
 
 
 def age(at: str | None, now: datetime) -> str:
-    """Return the time since an ISO 8601 time; in seconds up to two minutes."""
+    """Format the time since `at` (ISO 8601): in seconds up to two minutes, then in larger units.
+
+    The result is `never` if `at` is None or in the year 1.
+    """
     if at is None or at.startswith(_ZERO_YEAR):
         return "never"
     then = datetime.fromisoformat(at)
@@ -139,5 +144,5 @@ def age(at: str | None, now: datetime) -> str:
 
 
 def moment(at: datetime) -> str:
-    """Return a time in UTC, to the second."""
+    """Format a time in UTC, to the second."""
     return f"{at:%Y-%m-%d %H:%M:%S}Z"

@@ -21,7 +21,7 @@ from localai_cluster.kit import errors
 
 
 class PasswordChangeRequired(errors.Forbidden):
-    """The generated password must be changed first."""
+    """The user must change the generated password before anything else."""
 
     message = "The generated password must be changed first."
     code = "password_change_required"
@@ -29,7 +29,7 @@ class PasswordChangeRequired(errors.Forbidden):
 
 
 class PasswordRefused(errors.InvalidInput):
-    """A change of password that breaks rules: `problems` has one sentence per broken rule, by field."""
+    """A new password breaks rules. `problems` has a sentence for each broken rule, by field."""
 
     def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
         self.problems = problems
@@ -38,7 +38,10 @@ class PasswordRefused(errors.InvalidInput):
 
 
 class SessionBackend(ModelBackend):
-    """Django's backend, which takes an e-mail address too and reads the `InitialPassword` with the user."""
+    """Django's backend, which also accepts an e-mail address as the user's name.
+
+    It reads the `InitialPassword` in the same query as the user.
+    """
 
     def authenticate(  # type: ignore[override]
         self, request: HttpRequest | None, username: str | None = None, password: str | None = None
@@ -53,7 +56,10 @@ class SessionBackend(ModelBackend):
 
 
 def _name_of(text: str) -> str:
-    """Return the user's name that `text` stands for. One query and one hash follow whatever it is."""
+    """Return the user name for a user name or e-mail address.
+
+    The caller then makes one query and one hash in every case.
+    """
     users = get_user_model().objects
     matches = users.filter(Q(username=text) | Q(email__iexact=text, is_active=True))
     found = set(matches.values_list("username", flat=True)[:3])
@@ -61,17 +67,17 @@ def _name_of(text: str) -> str:
 
 
 class ChosenPassword:
-    """Django's hook for new passwords: a password that a person has set no longer counts as generated."""
+    """Django's hook for new passwords: ends the status of a generated password."""
 
     def validate(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Accept every password; the other validators judge it."""
+        """Accept every password; the other validators check the rules."""
 
     def get_help_text(self) -> str:
         """Return the help text of Django's forms."""
         return "A whole sentence is easier to remember and harder to guess."
 
     def password_changed(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Delete the `InitialPassword`; Django calls this after a user with a new password was saved."""
+        """Delete the `InitialPassword`. Django calls this after it has saved a new password."""
         if user is not None:
             InitialPassword.objects.filter(user_id=user.pk).delete()
 
@@ -81,7 +87,7 @@ _SENTENCES = {
     "password_too_common": "This password is too common.",
     "password_entirely_numeric": "Use at least one character that is not a digit.",
 }
-"""Sentences for Django's password rules, by code; other rules keep their own message."""
+"""Sentences for Django's password rules, by code. Rules without an entry keep Django's message."""
 
 
 def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
@@ -90,10 +96,9 @@ def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
 
 
 def change_password(user_id: int, old: str, new: str) -> Any:
-    """Change a user's password and return the user.
+    """Change the user's password; return the user. Raise PasswordRefused with all broken rules.
 
-    Raises PasswordRefused with all broken rules: `old` is not the current password, `new` equals it, or the
-    validators refuse `new`.
+    The rules: `old` is the current password, `new` differs from `old`, and Django's validators accept `new`.
     """
     with transaction.atomic():
         user = get_user_model().objects.select_for_update(no_key=True).get(pk=user_id)

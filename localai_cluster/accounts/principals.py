@@ -27,18 +27,21 @@ from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import conf, errors
 
 Kind = Literal["anonymous", "user", "admin", "node", "newcomer", "joining"]
-"""A newcomer has signed in with a generated password and must change it before anything else. A joining
-machine has a token to register with, and may fetch the files that joining needs."""
+"""Kind of a principal.
+
+A `newcomer` has signed in with a generated password and must change it first. A `joining` machine has a token
+for its registration, and may download the files that it needs to join.
+"""
 
 KEY_PREFIX = "lac-"
 AGENT_PREFIX = "lai-"
-"""Prefix of agent nodes' keys; the reference's form, because its agents parse it (§1.1)."""
+"""Prefix of agent nodes' keys. The reference's agents parse it, so it is not ours to choose (§1.1)."""
 _SHOWN_CHARACTERS = 12
 
 
 @dataclass(frozen=True)
 class Principal:
-    """The caller of a request. `name` is what an operation records as its actor."""
+    """The caller of a request. An operation records `name` as its actor."""
 
     kind: Kind
     name: str = ""
@@ -47,17 +50,17 @@ class Principal:
 
     @property
     def is_authenticated(self) -> bool:
-        """True if a credential was accepted."""
+        """True if the caller's credential was accepted."""
         return self.kind != "anonymous"
 
     @property
     def is_admin(self) -> bool:
-        """True if it may use node and operation routes."""
+        """True if the caller may use node and operation routes."""
         return self.kind == "admin"
 
     @property
     def is_user(self) -> bool:
-        """True if it may use inference and documentation."""
+        """True if the caller may use inference and the documentation."""
         return self.kind in ("user", "admin")
 
 
@@ -65,7 +68,7 @@ ANONYMOUS = Principal("anonymous")
 JOINING = Principal("joining")
 STATIC_ADMIN = Principal("admin", "static-key")
 KEYLESS = Principal("user", "keyless")
-"""A caller from a network that the operator admits to inference without a key."""
+"""A caller without a key, from a network that the operator admits to inference."""
 
 
 def hash_secret(text: str) -> str:
@@ -84,10 +87,10 @@ def is_registration_token(credential: str) -> bool:
 
 
 class KeyUser:
-    """The user of a session that a key began; it has no row.
+    """The user of a session that a key began; the user has no row.
 
-    `owner` is the key's user, None for a static key. Django compares the hash of the session with that of the
-    key at each request, so the session ends with the key. Such a session does not open Django's admin.
+    `owner` is the key's user, None for a static key. At each request Django compares the hash in the session
+    with the hash of the key, so the session ends with the key. Such a session cannot open Django's admin.
     """
 
     is_authenticated = is_active = True
@@ -102,7 +105,7 @@ class KeyUser:
 
     @property
     def principal(self) -> Principal:
-        """The caller that the key identifies."""
+        """The principal that the key identifies."""
         return STATIC_ADMIN if self.owner is None else of_user(self.owner)
 
     def get_username(self) -> str:
@@ -110,22 +113,25 @@ class KeyUser:
         return self.principal.name
 
     def get_session_auth_hash(self) -> str:
-        """Return the hash that a session of this key has."""
+        """Return the hash that Django stores in each session of this key."""
         return salted_hmac("localai_cluster.accounts.KeyUser", self._key_hash, algorithm="sha256").hexdigest()
 
     def get_session_auth_fallback_hash(self) -> tuple[str, ...]:
-        """Return no other hashes: without the present `SECRET_KEY` the session ends."""
+        """Return no further hashes: the session ends if `SECRET_KEY` changes."""
         return ()
 
     def save(self, **_: Any) -> None:
-        """Store nothing: Django's `login` notes the time of the last sign-in."""
+        """Do nothing. Django's `login` calls this to store the time of the last sign-in."""
 
 
 User = AbstractBaseUser | AnonymousUser | KeyUser
 
 
 def of_user(user: User | None) -> Principal:
-    """Return a Django user's principal; staff and superusers are admins, an inactive user is anonymous."""
+    """Return the principal of a Django user: an admin for staff and superusers.
+
+    An inactive user is anonymous.
+    """
     if isinstance(user, KeyUser):
         return user.principal
     if user is None or not user.is_authenticated or not user.is_active:
@@ -135,7 +141,7 @@ def of_user(user: User | None) -> Principal:
 
 
 def of_session(user: User | None) -> Principal:
-    """Return the principal of a signed-in browser: a newcomer while the password is the generated one."""
+    """Return the principal of a signed-in browser; a newcomer while the user has the generated password."""
     owner = of_user(user)
     if user is None or isinstance(user, KeyUser) or not owner.is_authenticated:
         return owner
@@ -143,7 +149,7 @@ def of_session(user: User | None) -> Principal:
 
 
 def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create a key for `user`; return the row and the plaintext, which exists nowhere else."""
+    """Create a key for `user`; return its row and the plaintext, which is not stored."""
     return _store_key(user, name, KEY_PREFIX + secrets.token_hex(24))
 
 
@@ -167,13 +173,13 @@ def bearer(authorization: str) -> str:
 
 _VALID = {"revoked_at__isnull": True, "user__is_active": True}
 VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
-"""The condition `_VALID` as SQL for the hot path: `k` is a row of `api_keys`, `u` its row of `auth_user`."""
+"""The condition `_VALID` as SQL. `k` is a row of `api_keys`, `u` its row of `auth_user`."""
 
 
 class WrongKey(errors.NotAuthenticated):
     """Incorrect API key provided.
 
-    In OpenAI's words: clients tell a wrong key from a wrong request by them (LiteLLM).
+    The text is OpenAI's: clients such as LiteLLM recognize a wrong key by it.
     """
 
     message = "Incorrect API key provided."
@@ -182,7 +188,7 @@ class WrongKey(errors.NotAuthenticated):
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A credential in the form of a user's or an agent node's key; only its row confirms it."""
+    """A credential in the form of a user's or an agent node's key. Only a row confirms it."""
 
     hash: str
 
@@ -208,14 +214,20 @@ _hash_static_key = cache(hash_secret)
 
 
 def find_static_key(credential: str) -> int | None:
-    """Return the position of this key in `LOCALAI_API_KEY`; the time does not tell which one it is."""
+    """Return the index of this key in `LOCALAI_API_KEY`; None if it is not in the list.
+
+    The time that the comparison takes does not reveal the index.
+    """
     offered = hash_secret(credential)
     matches = [hmac.compare_digest(offered, _hash_static_key(key)) for key in conf.cluster().api_keys if key]
     return matches.index(True) if any(matches) else None
 
 
 def classify_credential(credential: str) -> Principal | StoredKey:
-    """Classify this credential; `ANONYMOUS` if it can be neither the static key nor a stored one."""
+    """Classify the credential by its form, without the database.
+
+    The result is `ANONYMOUS` for a credential that is neither the static key nor in the form of a stored key.
+    """
     if find_static_key(credential) is not None:
         return STATIC_ADMIN
     if credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
@@ -224,13 +236,13 @@ def classify_credential(credential: str) -> Principal | StoredKey:
 
 
 def read_credential(headers: Mapping[str, str]) -> Principal | StoredKey | None:
-    """Return the classified credential of a request's headers; None if they have none."""
+    """Return the classified credential of a request's headers; None if the headers have none."""
     credential = offered_credential(headers)
     return None if credential is None else classify_credential(credential)
 
 
 def owner_of(credential: Principal | StoredKey) -> Principal:
-    """Return the owner of this credential, in at most one query; `ANONYMOUS` if it is unknown."""
+    """Return the principal that owns this credential; `ANONYMOUS` for an unknown one. One query at most."""
     if isinstance(credential, Principal):
         return credential
     key = find_stored_key(key_hash=credential.hash)
@@ -238,5 +250,5 @@ def owner_of(credential: Principal | StoredKey) -> Principal:
 
 
 def find_stored_key(**columns: Any) -> ApiKey | None:
-    """Return the valid key with these columns and its user, in one query."""
+    """Return the valid key with these column values, and its user, in one query."""
     return ApiKey.objects.select_related("user").filter(**columns, **_VALID).first()

@@ -47,22 +47,25 @@ class SessionStore(db.SessionStore):
     """
 
     def _validate_session_key(self, key: Any) -> bool:
-        """Return True if Django can have generated this key; any other key counts as no session."""
+        """Return True if Django can have generated this key; other keys have no session."""
         return bool(super()._validate_session_key(key)) and set(key) <= set(VALID_KEY_CHARS)  # type: ignore[misc]
 
 
 _STORED_KEYS = 1000
-"""Ids of `KeyUser`: -1, -2 … for the static keys, below -1000 for stored ones. A row's id is positive."""
+"""First of the ids of stored keys in `KeyUser`, negated.
+
+The ids are -1, -2 … for the static keys and below -1000 for stored keys. A row's id is positive.
+"""
 
 
 class KeyBackend(BaseBackend):
-    """Django's authentication by a key: the session that it begins lasts no longer than the key.
+    """Django authentication backend for a key. The session ends when the key ends.
 
-    The keys of agent nodes begin none.
+    The key of an agent node cannot begin a session.
     """
 
     def authenticate(self, request: HttpRequest | None, token: str) -> Any:  # type: ignore[override]
-        """Return the user of the key, None for an invalid one."""
+        """Return the user of the key; None for an invalid key."""
         position = principals.find_static_key(token)
         if position is not None:
             return KeyUser(-1 - position, principals.hash_secret(token))
@@ -72,7 +75,10 @@ class KeyBackend(BaseBackend):
         return self._of_row(principals.find_stored_key(key_hash=credential.hash))
 
     def get_user(self, user_id: int) -> Any:
-        """Return the user of a session that a key began, None if the key is gone or the user is a row's."""
+        """Return the user of a session that a key began.
+
+        The result is None if the key no longer exists, or if the id is that of a user with a row.
+        """
         if user_id < -_STORED_KEYS:
             return self._of_row(principals.find_stored_key(pk=-user_id - _STORED_KEYS))
         keys = conf.cluster().api_keys
@@ -89,17 +95,17 @@ _CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"sec-f
 
 
 def has_session(scope: Scope) -> bool:
-    """Return True if the request has a session cookie; the session may have ended."""
+    """Return True if the request has a session cookie. The session may already have ended."""
     name = settings.SESSION_COOKIE_NAME.encode()
     return any(header == b"cookie" and name in value for header, value in scope["headers"])
 
 
 async def principal_of_request(scope: Scope) -> Principal:
-    """Return the person of the request's session.
+    """Return the principal of the request's session.
 
-    Raises NotAuthenticated without a session, NoSuchSession if the cookie's was looked up in vain, Forbidden
-    for a request that does not come from a page of this origin, and PasswordChangeRequired while the password
-    is the generated one.
+    Raise NotAuthenticated without a session cookie, NoSuchSession if the cookie's session does not exist,
+    Forbidden for a request from another origin, PasswordChangeRequired while the user has the generated
+    password.
     """
     try:
         return await database_sync_to_async(_read_session)(scope)
@@ -108,7 +114,7 @@ async def principal_of_request(scope: Scope) -> Principal:
 
 
 class NoSuchSession(WrongKey):
-    """The session has ended or never existed; guesses count like wrong keys."""
+    """The session has ended or never existed. Guesses count like wrong keys."""
 
     message = "sign-in required"
     code = NotAuthenticated.code
@@ -119,7 +125,10 @@ def _nothing(_: HttpRequest) -> HttpResponse:
 
 
 def csrf_problem(request: HttpRequest) -> str:
-    """Return why a change by a session is refused; "" if it is accepted or the request changes nothing."""
+    """Return the reason why a change by a session is refused.
+
+    The result is "" if the change is accepted, or if the request changes nothing.
+    """
     if _is_same_origin(request):
         return ""
     check = CSRFCheck(_nothing)
@@ -128,10 +137,10 @@ def csrf_problem(request: HttpRequest) -> str:
 
 
 def _is_same_origin(request: HttpRequest) -> bool:
-    """Return True if the browser says that a page of this origin sent the request.
+    """Return True if the browser's headers state that a page of this origin sent the request.
 
-    No script can set these headers. Browsers leave out `Sec-Fetch-Site` where neither TLS nor a loopback
-    address protects the page.
+    No script can set these headers. Browsers omit `Sec-Fetch-Site` on a page without TLS, except at a
+    loopback address.
     """
     site = request.headers.get("sec-fetch-site")
     if site is not None:
@@ -158,17 +167,17 @@ def _read_session(scope: Scope) -> Principal:
 
 
 ACCESS = "cluster_access"
-"""NOTIFY channel: `user <id>` or `session <MD5 of its key>`, as in `access_names`."""
+"""NOTIFY channel. A payload is `user <id>` or `session <MD5 of its key>`, as in `access_names`."""
 
 
 class PrincipalMiddleware:
-    """Sets `scope["principal"]`; needs `SessionMiddleware` outside."""
+    """ASGI middleware that sets `scope["principal"]`, inside of `SessionMiddleware`."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Read the principal, in at most two queries; count a wrong key like one over REST."""
+        """Read the principal, in at most two queries. Count a wrong key like one over REST."""
         principal = without_newcomers(await principal_of_socket(scope))
         offered = principals.offered_credential(principals.credential_headers(scope))
         if offered and not principal.is_authenticated:
@@ -182,19 +191,22 @@ class PrincipalMiddleware:
 
 
 def access_names(scope: Any, principal: Principal) -> frozenset[str]:
-    """Return the names of the caller in the database's notifications of `ACCESS`."""
+    """Return the payloads of `ACCESS` notifications that concern this caller."""
     key = scope["session"].session_key or ""
     session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
     return frozenset({f"user {principal.user_id}", f"session {session}"})
 
 
 def without_newcomers(principal: Principal) -> Principal:
-    """Return the caller for sockets: anonymous until a generated password is changed on the sign-in page."""
+    """Return the principal for websockets: anonymous while the user has the generated password."""
     return ANONYMOUS if principal.kind == "newcomer" else principal
 
 
 async def principal_of_socket(scope: Any) -> Principal:
-    """Return the caller; a wrong credential is anonymous, even together with a valid session."""
+    """Return the principal of a websocket's caller.
+
+    A caller with a wrong key is anonymous, even with a valid session.
+    """
     credential = principals.read_credential(principals.credential_headers(scope))
     if credential is not None:
         return await database_sync_to_async(principals.owner_of)(credential)
@@ -202,6 +214,6 @@ async def principal_of_socket(scope: Any) -> Principal:
 
 
 async def current_principal(scope: Any) -> Principal:
-    """Return the current caller: the session is read again."""
+    """Read the session again and return the caller's present principal."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
     return without_newcomers(await principal_of_socket({**scope, "session": session}))

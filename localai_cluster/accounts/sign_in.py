@@ -26,7 +26,7 @@ from localai_cluster.web.openapi import extend_schema, request_example, response
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
 _PASSWORD_LENGTH = 4096
-"""Longest password in characters; hashing a longer one would only cost time."""
+"""Maximum length of a password in characters: hashing a longer one would only cost time."""
 
 
 def _password() -> Text:
@@ -116,7 +116,7 @@ FEATURES = (
     *("images", "localai_assistant", "mcp", "mcp_jobs", "moderation", "pii_filter", "quantization"),
     *("realtime", "rerank", "skills", "sound", "stores", "tokenize", "vad", "video", "voice_recognition"),
 )
-"""The reference's features, as its pages ask for them."""
+"""The reference's features, by the names that its pages use."""
 _BUILT = frozenset(
     {"audio_speech", "audio_transcription", "chat", "embeddings", "images", "rerank", "tokenize"}
 )
@@ -176,7 +176,7 @@ def _refusals(*statuses: int) -> dict[int, OpenApiResponse]:
 
 
 class SessionView(APIView):
-    """A route of signing in: open to everyone, errors flat."""
+    """Base of the sign-in routes: open to everyone, errors in the flat envelope."""
 
     envelope = "flat"
     flat_auth = True
@@ -184,13 +184,13 @@ class SessionView(APIView):
     permission_classes: list[Any] = []
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """A method that is not there is refused as that, whether or not the token is."""
+        """Refuse a method that the route lacks with 405 before the CSRF token is checked."""
         if request.method not in self.allowed_methods:
             self.http_method_not_allowed(request)
         super().initial(request, *args, **kwargs)
 
     def sign_in(self, request: Request, shape: type[serializers.Serializer[Any]], refusal: str) -> Response:
-        """Begin a session with the credentials of the body; raise NotAuthenticated with `refusal`."""
+        """Begin a session with the credentials of the body. Raise NotAuthenticated with `refusal` as text."""
         sent = validate_body(shape, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
@@ -347,7 +347,7 @@ class PasswordView(SessionView):
 
 
 def render_user(user: Any) -> dict[str, Any]:
-    """Return a user for the wire; a static key has the reference's name for its user."""
+    """Return a user in wire form. The user of a static key has the name that the reference uses."""
     if isinstance(user, KeyUser):
         person = {"id": "legacy-api-key", "email": "", "name": "API Key User", "provider": ""}
         return _with_role(user.principal, False, person) if user.owner is None else render_user(user.owner)

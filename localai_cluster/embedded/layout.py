@@ -34,7 +34,7 @@ from localai_cluster.kit import addresses, conf
 
 
 def ssl_context_for(certificate: Path) -> ssl.SSLContext:
-    """Return a context that accepts this very certificate, under any name: for probes on this machine."""
+    """Return a context that accepts exactly this certificate, under any name, for probes on this machine."""
     context = ssl.create_default_context(cafile=str(certificate))
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -42,9 +42,9 @@ def ssl_context_for(certificate: Path) -> ssl.SSLContext:
 
 
 def certified_host(certificate: Path, preferred: str) -> str:
-    """Return `preferred` if the certificate is for it, else another host of this machine that it is for.
+    """Return `preferred` if the certificate names it, else another host of this machine in the certificate.
 
-    `SetupError` if it names none.
+    Raise SetupError if the certificate names no host of this machine.
     """
     names = _names(certificate)
     for host in (preferred, "localhost", *names):
@@ -57,7 +57,7 @@ def certified_host(certificate: Path, preferred: str) -> str:
 
 
 def public_host(certificate: Path, preferred: str) -> str:
-    """Return `preferred` if the certificate is for it, else a name in it that other machines may know."""
+    """Return `preferred` if the certificate names it, else a name in it that other machines may know."""
     names = _names(certificate)
     others = (name for name in names if not addresses.is_loopback(name))
     return preferred if preferred in names else next(others, preferred)
@@ -94,9 +94,12 @@ LOCAL_WORKER = "local"
 NATS_PORT = 4222
 MOST_WEB_PROCESSES = 4
 SERVER_URLS = "server_urls"
-"""The file in the secrets folder where `make run` writes the URLs of its bundled servers."""
+"""Name of the file in the secrets folder to which `make run` writes its bundled servers' URLs."""
 WORKER_PORT = 50051
-"""The first port for a worker's engines; the probes use the one below. More workers use higher blocks."""
+"""First port of the local worker's engines; its probes use the port below it.
+
+Further workers use blocks of higher ports.
+"""
 
 _NOT_FOR_WORKERS = (
     "SECRET_KEY",
@@ -116,7 +119,7 @@ _NOT_FOR_WORKERS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """One data directory and the operator's environment."""
+    """One data directory, with the settings of the operator's environment."""
 
     data_dir: Path
     host: str
@@ -125,11 +128,11 @@ class Layout:
     secrets: Secrets
     sockets: Path
     certificate: Path | None = None
-    """Certificate of the web process; None: it serves HTTP."""
+    """Certificate of the web process; None if it serves HTTP."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
-        """Reads the environment and creates the directory. `SetupError` names a wrong setting."""
+        """Read the environment and create the directory. Raise SetupError, which names a wrong setting."""
         settings, view = conf.load(environ)
         for problem in view.problems:
             raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
@@ -167,13 +170,13 @@ class Layout:
 
     @property
     def base_url(self) -> str:
-        """The URL of the cluster on this machine, under a name that its certificate is for."""
+        """The cluster's URL on this machine, with a host that its certificate names."""
         host = certified_host(self.certificate, self._dial_host) if self.certificate else self._dial_host
         return f"{self._scheme}://{_bracketed(host)}:{self.port}"
 
     @property
     def probe_url(self) -> str:
-        """The URL for probes of this process; with `probe_trust` the name does not matter."""
+        """The cluster's URL for probes; with `probe_trust` the certificate need not name its host."""
         return f"{self._scheme}://{_bracketed(self._dial_host)}:{self.port}"
 
     @cached_property
@@ -191,7 +194,10 @@ class Layout:
 
     @property
     def public_url(self) -> str:
-        """The URL for other machines, "" if they cannot reach the cluster; the operator may set another."""
+        """The cluster's URL for other machines; "" if they cannot reach the cluster.
+
+        A setting of the operator takes precedence.
+        """
         if not self.open_to_others:
             return ""
         host = reachable_address(self.host)
@@ -201,12 +207,15 @@ class Layout:
 
     @property
     def join_command(self) -> Path:
-        """The file with the line that adds a machine, written at each start; it holds a join token."""
+        """The file with the shell command that adds a machine. It holds a join token.
+
+        Each start writes the file again.
+        """
         return self.secrets.directory / "join_command"
 
     @property
     def wheel_dir(self) -> Path:
-        """The folder with the package that other machines install."""
+        """The folder of the package that other machines install."""
         return conf.load(self.environ)[0].wheel_dir
 
     def given(self, name: str) -> bool:
@@ -214,7 +223,7 @@ class Layout:
         return bool(self.environ.get(name) or self.environ.get(f"{name}_FILE"))
 
     def servers(self) -> dict[str, EmbeddedServer]:
-        """The bundled servers that are needed, in start order, by the variable that replaces each."""
+        """Return the bundled servers to start, in start order, by the variable that replaces each."""
         wanted: dict[str, EmbeddedServer] = {}
         if not self.given("DATABASE_URL"):
             wanted["DATABASE_URL"] = EmbeddedPostgres(self.data_dir / "postgres", self.sockets)
@@ -242,7 +251,7 @@ class Layout:
             ) from None
 
     def _nats_port(self) -> int:
-        """The port of the last run if it is still free, since workers on other machines use it."""
+        """Return the last run's port if it is free, since workers on other machines use it; else another."""
         note = self.data_dir / "nats-port"
         preferred = NATS_PORT
         with suppress(OSError, ValueError):
@@ -252,7 +261,7 @@ class Layout:
         return port
 
     def product_environment(self, servers: Mapping[str, EmbeddedServer]) -> dict[str, str]:
-        """The environment of web, controller, tasks and management commands."""
+        """Return the environment of web, controller, tasks and management commands."""
         gallery = [{"name": "local", "url": "cluster:index.yaml"}]
         return {
             "CLUSTER_GALLERY_DIR": str(GALLERY),
@@ -273,21 +282,24 @@ class Layout:
         }
 
     def _web_processes(self) -> int:
-        """One for each core, at most `MOST_WEB_PROCESSES`; daphne serves with one."""
+        """Return the number of web processes: one for each core, at most `MOST_WEB_PROCESSES`.
+
+        Daphne serves with one process.
+        """
         is_uvicorn = conf.load(self.environ)[0].server == "uvicorn"
         return min(len(os.sched_getaffinity(0)), MOST_WEB_PROCESSES) if is_uvicorn else 1
 
     def forget_original(self) -> None:
-        """Remove what leads from a copied folder to the original cluster: its servers' keys and URLs."""
+        """Remove from a copied folder the original cluster's keys and URLs of servers."""
         (self.secrets.directory / SERVER_URLS).unlink(missing_ok=True)
         self.secrets.renew_bus_keys()
         shutil.rmtree(self.data_dir / "nats" / "accounts", ignore_errors=True)
 
     def bootstrap_environment(self, *, copied: bool = False) -> dict[str, str]:
-        """The additional environment of `manage.py bootstrap`.
+        """Return the additional environment of `manage.py bootstrap`.
 
-        The node to enrol with its secret, whether the admin's password was generated, whether the folder was
-        `copied`, and where the line goes that adds other machines.
+        It names the node to enrol and its secret, and the file for the command that adds machines. It also
+        has whether the admin's password was generated and whether the data folder was copied.
         """
         home = private_directory(self.data_dir / "worker")
         ensure(home / "node-secret")
@@ -301,9 +313,9 @@ class Layout:
         }
 
     def worker_environment(self, name: str, home: Path) -> dict[str, str]:
-        """The environment of a worker on this machine, with its folders in `home`.
+        """Return the environment of a worker on this machine, with its folders in `home`.
 
-        Where the bus is, and with which credentials, its registration tells it.
+        The registration provides the bus's address and the credentials for it.
         """
         private_directory(home)
         hidden = {hidden for name in _NOT_FOR_WORKERS for hidden in (name, f"{name}_FILE")}
@@ -330,7 +342,7 @@ class Layout:
         return {**passed, **token, **own}
 
     def seed_models(self) -> None:
-        """Copies the example definitions and their files to a new models folder; never overwrites one."""
+        """Copy the example definitions and their files to a new models folder; keep an existing folder."""
         if self.environ.get("LOCALAI_MODELS_PATH"):
             return
         models, draft = self.data_dir / "models", self.data_dir / "models.new"
@@ -342,7 +354,7 @@ class Layout:
             draft.rename(models)
 
     def check_port(self) -> None:
-        """Raises `SetupError` if the port is in use."""
+        """Raise SetupError if the port is in use."""
         if not port_is_free(self.port, self.host):
             raise SetupError(
                 f"Port {self.port} on {self.host} is in use.",
@@ -359,7 +371,10 @@ def linked(file: Path, place: Path) -> None:
 
 
 def reachable_address(host: str) -> str:
-    """Return the address under which other machines reach `host`; a guess if it means all interfaces."""
+    """Return the address under which other machines reach `host`.
+
+    If `host` means all interfaces, the address is a guess.
+    """
     if host not in ("0.0.0.0", "::"):
         return host
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -376,7 +391,7 @@ def reachable_address(host: str) -> str:
 
 
 def manage(*words: str) -> list[str]:
-    """A command of this project's `manage.py`."""
+    """Return the command line of `manage.py` with these arguments."""
     return [sys.executable, str(ROOT / "manage.py"), *words]
 
 
@@ -385,6 +400,6 @@ def _bracketed(host: str) -> str:
 
 
 def free_bytes(place: Path) -> int:
-    """Bytes that this user can still write there."""
+    """Return the bytes that this user can still write to the file system of `place`."""
     found = os.statvfs(place)
     return found.f_bavail * found.f_frsize

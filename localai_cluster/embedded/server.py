@@ -25,7 +25,7 @@ POLL_SECONDS = 0.02
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Polls until `condition` is true or `seconds` have passed; returns whether it became true. Blocks."""
+    """Poll until `condition` is true or `seconds` have passed; return True if it became true. Blocks."""
     deadline = clock.monotonic() + seconds
     while not condition():
         if clock.monotonic() >= deadline:
@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 class EmbeddedServer(ABC):
-    """A bundled server on one directory. The caller ensures that nothing else uses the directory."""
+    """A bundled server with its files in `directory`. Nothing else may use the directory."""
 
     name: str
     polite: int = signal.SIGTERM
@@ -50,36 +50,36 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepares the directory for a start and cleans up after a killed run; `SetupError` if it cannot."""
+        """Prepare the directory for a start and clean up after a killed run. Raise SetupError."""
 
     @abstractmethod
     def argv(self) -> list[str]:
-        """The command; it contains no secret."""
+        """Return the command line; it contains no secret."""
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """The URL for the other processes, including credentials."""
+        """The server's URL for other processes, including credentials."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Return True if it answers, within a second. Never raises."""
+        """Return True if the server responds, within a second. Never raise."""
 
     def settle(self) -> None:  # noqa: B027 - most servers have nothing to settle
-        """Runs once, after the first successful start."""
+        """Complete the set-up once, after the first successful start."""
 
     def keeps_line(self, line: str) -> bool:
-        """Return True if a line of its output belongs in the common log."""
+        """Return True if the common log shows this line of the server's output."""
         return bool(line)
 
     @property
     def pid(self) -> int:
-        """The process id of the child that `start` has started."""
+        """Process id of the child that `start` has started."""
         assert self._child
         return self._child.pid
 
     def start(self, reaper: processes.ProcessReaper | None = None, *, seconds: float = 30.0) -> str:
-        """Starts the server and waits until it is ready; returns its URL. `SetupError` if it fails."""
+        """Start the server, wait until it is ready, and return its URL. Raise SetupError if it fails."""
         self.stop()
         self.prepare()
         log = self.directory / f"{self.name}.log"
@@ -103,7 +103,7 @@ class EmbeddedServer(ABC):
         return self.url
 
     def stop(self) -> bool:
-        """Stops the server; True if it stopped without SIGKILL. Does nothing if it is not running."""
+        """Stop the server if it is running; return True if it stopped without SIGKILL."""
         child, self._child = self._child, None
         if child is None:
             return True
@@ -122,7 +122,7 @@ class EmbeddedServer(ABC):
 
 
 def plain_environment() -> dict[str, str]:
-    """An environment without any of the operator's settings or secrets."""
+    """Return an environment without the operator's settings and secrets."""
     return {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LC_ALL": "C",
@@ -131,7 +131,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def last_line(log: Path) -> str:
-    """The last non-empty line, for a one-line message."""
+    """Return the last non-empty line of a log file, for a one-line message."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
@@ -141,7 +141,7 @@ def last_line(log: Path) -> str:
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 STEADY_SECONDS = 60.0
-"""After this uptime, the restart delay of a child starts from the first value again."""
+"""Seconds that a child must run so that its next restart delay is `FIRST_DELAY` again."""
 
 
 def _nothing() -> None:
@@ -154,7 +154,7 @@ def _always(*_: str) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run: `prepare` runs before each start, `settle` once after the first."""
+    """A program that the supervisor runs. It calls `prepare` before each start, `settle` after the first."""
 
     name: str
     argv: Sequence[str]
@@ -170,7 +170,7 @@ class Program:
 
     @classmethod
     def of(cls, server: EmbeddedServer, rank: int) -> "Program":
-        """A bundled server as a program. Its directory is prepared first, since the command may name it."""
+        """Prepare a bundled server's directory and return the server as a program."""
         server.prepare()
         return cls(
             name=server.name,
@@ -188,17 +188,20 @@ class Program:
 
 
 def count_failures(earlier: int, uptime: float) -> int:
-    """Return the failures in a row when a child ends after `uptime` seconds; a steady one begins anew."""
+    """Return the number of consecutive failures after a child has ended.
+
+    `uptime` is in seconds; after `STEADY_SECONDS` the count restarts.
+    """
     return 1 if uptime >= STEADY_SECONDS else earlier + 1
 
 
 def restart_delay(failures: int) -> float:
-    """Return the seconds until a child is restarted that has ended `failures` times in a row."""
+    """Return the seconds until the restart of a child after this number of consecutive failures."""
     return backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY)
 
 
 class _Supervised:
-    """A program and its current child. The lock covers start and end, never a wait for the program."""
+    """A program and its current child. The lock is held for a start or stop, never for a wait."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -218,25 +221,31 @@ class Supervisor:
         self._hurry = threading.Event()
 
     def pids(self) -> dict[str, int]:
-        """The running children by name."""
+        """Return the process ids of the running children by name."""
         return {name: kept.child.pid for name, kept in self._programs.items() if kept.child}
 
     def start(
         self, program: Program, *, seconds: float = 60.0, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Starts `program`, waits until it is ready, then keeps it running. `SetupError` if it ends first."""
+        """Start `program`, wait until it is ready, and keep it running from then on.
+
+        Raise SetupError if the program ends before it is ready.
+        """
         self.launch(program)
         self.settle(program, seconds=seconds, cancelled=cancelled)
 
     def launch(self, program: Program) -> None:
-        """Starts `program` without waiting; `settle` must follow. `SetupError` if it cannot be started."""
+        """Start `program` without a wait; call `settle` afterwards. Raise SetupError if the start fails."""
         kept = self._programs[program.name] = _Supervised(program)
         self._spawn(kept)
 
     def settle(
         self, program: Program, *, seconds: float = 60.0, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until a launched program is ready, then keeps it running. `SetupError` if it ends first."""
+        """Wait until a launched program is ready, and keep it running from then on.
+
+        Raise SetupError if the program ends before it is ready.
+        """
         kept = self._programs[program.name]
         child = kept.child
         assert child
@@ -255,11 +264,11 @@ class Supervisor:
         threading.Thread(target=self._keep, args=(kept,), name=f"keep-{program.name}", daemon=True).start()
 
     def hurry(self) -> None:
-        """Ends all waits for graceful stops, including current ones."""
+        """End all waits for orderly stops, including current waits."""
         self._hurry.set()
 
     def stop(self) -> list[str]:
-        """Stops all programs, the highest rank first; returns the names of those that were killed."""
+        """Stop all programs, the highest rank first; return the names of killed programs."""
         self._stopping.set()
         killed = []
         for kept in sorted(self._programs.values(), key=lambda one: one.program.rank, reverse=True):
@@ -326,7 +335,7 @@ class Supervisor:
                 return
 
     def _restart(self, kept: _Supervised, failures: int) -> int:
-        """Restart the program until a start succeeds; return the consecutive failures."""
+        """Restart the program until a start succeeds; return the number of consecutive failures."""
         while not self._stopping.wait(restart_delay(failures)):
             try:
                 self._spawn(kept)

@@ -16,7 +16,7 @@ from typing import IO, Self, TextIO
 
 
 class Foreground:
-    """While entered, Ctrl-C reaches only this process. Does nothing without a terminal."""
+    """Context in which Ctrl-C reaches only this process. Without a terminal it does nothing."""
 
     def __init__(self) -> None:
         self._before = 0
@@ -42,7 +42,7 @@ class Foreground:
                 os.tcsetpgrp(sys.stdin.fileno(), self._before)
 
     def orphaned(self) -> bool:
-        """True if the `make` that started this process has ended."""
+        """Return True if the `make` that started this process has ended."""
         return bool(os.environ.get("MAKELEVEL")) and os.getppid() != self._parent
 
 
@@ -60,7 +60,7 @@ _COLOURS = {
 
 
 class Log:
-    """Writes whole lines, each after the name of its process. Thread-safe."""
+    """The common log: whole lines, each prefixed with the name of its process. Thread-safe."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -73,7 +73,7 @@ class Log:
         return self._stream.isatty()
 
     def say(self, name: str, text: str) -> None:
-        """Writes one or more lines under a name."""
+        """Write one or more lines under a process name."""
         prefix = f"{name:<{WIDTH}} |"
         if self._colour and (number := _COLOURS.get(name)):
             prefix = f"\x1b[{number}m{prefix}\x1b[0m"
@@ -84,7 +84,7 @@ class Log:
             self._stream.flush()
 
     def follow(self, name: str, output: IO[bytes], keeps_line: Callable[[str], bool]) -> threading.Thread:
-        """Copies the output of a child in a thread, until the child closes it."""
+        """Copy the output of a child to the log in a thread, until the child closes its output."""
 
         def read() -> None:
             with output:

@@ -1,1 +1,1 @@
-"""Mechanisms that every layer uses: time, names, errors, settings, processes, files and locks."""
+"""Mechanisms that all layers use: time, names, errors, settings, processes, files and locks."""

@@ -1,9 +1,9 @@
 """Addresses from clients: only `host:port` is accepted, and hosts are normalized for comparison.
 
-A worker reports the addresses on which it and its engines listen, and the product dials them. Everything but
-`host:port` is refused here: a socket's path (`unix:…`), another scheme (`dns:…`), a path, a list. Spellings
-of one host are equal: case, a trailing dot, the forms of an IPv6 address. Only `local_address` resolves
-a name.
+A worker reports the addresses on which it and its engines listen, and the product dials these addresses.
+`parse` refuses everything but `host:port`: a socket's path (`unix:…`), another scheme (`dns:…`), a path, a
+list. Spellings of one host are equal: case, a trailing dot, the forms of an IPv6 address. Only
+`local_address` resolves a name.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 LONGEST_HOST = 253
-"""Longest host name that DNS can resolve, in characters."""
+"""Maximum characters of a host name; DNS resolves no longer one."""
 LONGEST_URL = 512
 EXPECTED = "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
@@ -23,10 +23,10 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
 
 @dataclass(frozen=True)
 class Address:
-    """A listening address; equal for every spelling of it."""
+    """A listening address. Equal spellings give equal addresses."""
 
     host: str
-    """Normalized by `host`: an IPv6 address has no brackets."""
+    """Host as `host` normalizes it: without the brackets of an IPv6 address."""
     port: int
 
     def __str__(self) -> str:
@@ -34,14 +34,14 @@ class Address:
 
     @property
     def target(self) -> str:
-        """The address as a gRPC target with an explicit scheme, so that a client's text cannot set one."""
+        """The address as a gRPC target with an explicit scheme, so that no client's text can set it."""
         if ":" in self.host:
             return f"ipv6:{self}"
         return f"ipv4:{self}" if is_number(self.host) else f"dns:///{self}"
 
 
 def parse(text: str) -> Address:
-    """Parse the address in `text`; raise ValueError, whose message is the end of a sentence."""
+    """Parse `host:port`. Raise ValueError, whose message completes a sentence about the text."""
     name, colon, number = text.rpartition(":")
     if not colon or not _PORT.match(number) or int(number) > 65535:
         raise ValueError(f"is not {EXPECTED}")
@@ -54,7 +54,7 @@ def parse(text: str) -> Address:
 
 
 def host(text: str) -> str:
-    """Normalize a host name or IP address; an IPv6 address may have brackets. Raises ValueError."""
+    """Normalize a host name or IP address; an IPv6 address may have brackets. Raise ValueError."""
     if text.startswith("[") or ":" in text:
         number = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if "%" in number:
@@ -72,7 +72,7 @@ def host(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches `host`, a name or an IP address."""
+    """Return True if `host`, a name or an IP address, is reachable only from this machine."""
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return True if this host is the dialling machine itself: loopback, or the unspecified address."""
+    """Return True if this host means the dialling machine itself: loopback or the unspecified address."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
             return True
@@ -105,7 +105,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_special(host: str) -> bool:
-    """Return True if this host is no machine of a fleet: a cloud's metadata service, link-local or multicast.
+    """Return True if this host cannot be a node: a cloud's metadata service, link-local or multicast.
 
     A metadata service gives its secrets to any caller on the machine, such as this server.
     """
@@ -119,9 +119,10 @@ def is_special(host: str) -> bool:
 
 
 def is_public(number: str) -> bool:
-    """Return True if this IP address is on the Internet: no private, loopback, shared or reserved one.
+    """Return True if this IP address is on the Internet: not private, loopback, shared or reserved.
 
-    Addresses that carry another one are judged by it (IPv4-mapped, NAT64), or refused (6to4, Teredo).
+    An address that embeds another one is public if the embedded one is (IPv4-mapped, NAT64), or never (6to4,
+    Teredo).
     """
     address = ipaddress.ip_address(number)
     if isinstance(address, ipaddress.IPv6Address):
@@ -135,7 +136,7 @@ def is_public(number: str) -> bool:
 
 
 def host_of(text: str) -> str:
-    """Return the host of `host:port`, the text itself if it is no such address."""
+    """Return the host of a `host:port`; return any other text unchanged."""
     try:
         return parse(text).host
     except ValueError:
@@ -143,7 +144,7 @@ def host_of(text: str) -> str:
 
 
 def same_host(host_a: str, host_b: str) -> bool:
-    """Return True if both texts name one host; loopback is one host, however it is written."""
+    """Return True if both texts name the same host. All forms of loopback are the same host."""
     try:
         host_a, host_b = host(host_a), host(host_b)
     except ValueError:
@@ -152,7 +153,7 @@ def same_host(host_a: str, host_b: str) -> bool:
 
 
 def same(address_a: str, address_b: str) -> bool:
-    """Return True if both are the same address; texts that are no addresses are compared literally."""
+    """Return True if both texts are the same address. Compare texts that are no addresses literally."""
     try:
         return parse(address_a) == parse(address_b)
     except ValueError:
@@ -160,12 +161,12 @@ def same(address_a: str, address_b: str) -> bool:
 
 
 def is_number(host: str) -> bool:
-    """Return True if this normalized host is an IP address and no name."""
+    """Return True if this normalized host is an IP address, False if it is a name."""
     return ":" in host or host.rpartition(".")[2].isdigit()
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """Parse `host:port`, an IPv6 host in brackets. Raise ValueError."""
+    """Split `host:port`; an IPv6 host has brackets. Raise ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ValueError("not host:port")
@@ -175,7 +176,7 @@ def split_host_port(text: str) -> tuple[str, int]:
 
 
 def parse_base_url(text: str) -> str:
-    """Return the base URL of a web server without its trailing slash; raise ValueError."""
+    """Return the base URL of a web server without a trailing slash. Raise ValueError."""
     plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= LONGEST_URL
     try:
         parts = urlsplit(text if plain else "")
@@ -188,9 +189,9 @@ def parse_base_url(text: str) -> str:
 
 
 def local_address(url: str) -> str:
-    """Return this machine's address on the route to the server of `url`, an IPv6 one in brackets.
+    """Return this machine's address on the route to the server of `url`; an IPv6 address has brackets.
 
-    Nothing is sent: connecting a UDP socket only chooses the route. Without a route or a name server the
+    Nothing is sent: connecting a UDP socket only selects the route. Without a route or a name server the
     result is the host name.
     """
     with contextlib.suppress(OSError, ValueError):

@@ -4,5 +4,8 @@ _MOST_DOUBLINGS = 30
 
 
 def delay(failures: int, *, first: float, longest: float) -> float:
-    """Return the seconds to wait after `failures` failures: `first`, doubled each time, up to `longest`."""
+    """Return the seconds to wait after `failures` consecutive failures.
+
+    The delay is `first` after one failure, doubles with each further failure, and is at most `longest`.
+    """
     return float(min(first * 2.0 ** min(max(failures - 1, 0), _MOST_DOUBLINGS), longest))

@@ -1,4 +1,4 @@
-"""Batches: while one is being written, the next one gathers."""
+"""Batches of values: while one batch is being written, the values for the next one are collected."""
 
 import asyncio
 import logging
@@ -15,16 +15,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _RETRY_AFTER = 1.0
-"""Seconds before a batch that could not be written is retried."""
+"""Seconds after which a batch that could not be written is written again."""
 
 
 class Batcher(Generic[K, V]):
-    """Buffers one value for each key and passes them to `write`, one batch at a time.
+    """Buffers one value for each key, and passes the values to `write` in batches, one at a time.
 
-    A value that is added to a buffered one is merged: `merge(earlier, later)`. `write` returns the values to
-    write again. If it raises one of `retry_on`, all are written again; any other error loses the batch. Two
-    batches begin at least `interval` seconds apart: twice as long as the last one took, within its bounds.
-    When the batches are cancelled, `abandon` gets the values that are still buffered.
+    If the key of a new value has a buffered value, `merge(earlier, later)` replaces both. `write` returns the
+    values that must be written again. If it raises one of `retry_on`, the whole batch is written again; after
+    any other error the batch is lost. The time between the starts of two batches is twice the duration of the
+    first, within the bounds of `interval` (seconds). If the batcher is closed, `abandon` gets the values that
+    are still buffered.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Batcher(Generic[K, V]):
             self._task.add_done_callback(self._on_end)
 
     async def take(self, key: K) -> V | None:
-        """Remove and return the buffered value, after the running batch if that has an earlier one."""
+        """Remove and return the buffered value; wait first for a running batch that has the key."""
         if key in self._batch:
             async with self._writing:
                 pass
@@ -65,12 +66,12 @@ class Batcher(Generic[K, V]):
         self._buffer.pop(key, None)
 
     async def idle(self) -> None:
-        """Wait until all that was added is written or lost."""
+        """Wait until all added values are written or lost."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         if self._task is not None:
             self._task.cancel()
 
@@ -111,11 +112,11 @@ class Batcher(Generic[K, V]):
 
 
 class CallBatcher(Generic[T, R]):
-    """Passes items to `call` in batches of at most `most`; each caller waits for the result of its item.
+    """Passes items to `call` in batches of at most `most`; each caller waits for its item's result.
 
-    A batch that raises one of `one_by_one` is repeated item by item, so that an item that the database
-    refuses fails alone. Any other error fails all items of the batch, and no other. When the batches are
-    cancelled, all callers get Unavailable.
+    If a batch raises one of `one_by_one`, each of its items is passed alone, so that an item that the
+    database refuses fails alone. Any other error fails all items of the batch. If the batcher is cancelled,
+    all callers get Unavailable.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class CallBatcher(Generic[T, R]):
         )
 
     async def put(self, item: T) -> R:
-        """Return the result for the item; raise the error that prevented it."""
+        """Return the result for the item; raise the error that its call raised."""
         result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._batches.add(object(), (item, result))
         return await result

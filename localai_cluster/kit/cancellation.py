@@ -4,10 +4,11 @@ import asyncio
 from typing import Any
 
 _ASK_AGAIN = 2.0
+"""Seconds until a task that is still running is cancelled again."""
 
 
 async def end(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel the tasks repeatedly until they have ended; ignore their outcomes."""
+    """Cancel the tasks, repeatedly until all have ended; ignore their results and errors."""
     while running := {task for task in tasks if not task.done()}:
         for task in running:
             task.cancel()

@@ -18,18 +18,18 @@ def now() -> datetime:
 
 
 monotonic = time.monotonic
-"""Return the seconds of a clock that never steps; only differences are meaningful."""
+"""Return the seconds of a clock that never steps; only differences between readings have a meaning."""
 
 
 def since_boot() -> float:
-    """Return seconds like `monotonic`, including those of suspend where the system has such a clock."""
+    """Return seconds like `monotonic`, plus the time of suspend on systems with such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def wait_until(
     condition: Callable[[], Awaitable[bool]], *, timeout: float, every: float = 0.05
 ) -> bool:
-    """Poll `condition` until it holds or `timeout` seconds have passed; return True if it held."""
+    """Poll `condition` every `every` seconds until it is true; return False after `timeout` seconds."""
     deadline = monotonic() + timeout
     while not await condition():
         if monotonic() >= deadline:
@@ -39,13 +39,13 @@ async def wait_until(
 
 
 _LONGEST_DELAY = 24 * 3600.0
-"""Seconds of one timer; an infinite limit has such a timer too."""
+"""Maximum seconds of one asyncio timer; it also stands for an infinite limit."""
 
 
 class SilenceTimer:
-    """Calls `expire` once nothing has happened for `seconds`, at first for `first` seconds.
+    """Calls `expire` after `seconds` without a call of `begin`; `first` are the first period's seconds.
 
-    It keeps one timer and moves only its end, which is cheap enough for each token of a stream.
+    One timer runs and `begin` only moves its end, which is cheap enough for each token of a stream.
     """
 
     def __init__(self, seconds: float, first: float, expire: Callable[[], object]) -> None:
@@ -55,11 +55,11 @@ class SilenceTimer:
         self._set_timer()
 
     def begin(self) -> None:
-        """Restart the limit: silence counts from now on."""
+        """Restart the period of silence now."""
         self._until = monotonic() + self._seconds
 
     def pause(self) -> None:
-        """Suspend the limit until `begin`."""
+        """Suspend the timer until `begin`."""
         self._until = math.inf
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def committed(point: str) -> AbstractContextManager[None]:
-    """Open a transaction, or a savepoint within the caller's.
+    """Open a transaction, or a savepoint within the caller's transaction.
 
-    An outermost transaction passes `:before` when everything is written, and `:committed` before any other
-    commit hook runs. One that has written nothing passes neither.
+    An outermost transaction that writes passes two failpoints: `:before` before its commit, and `:committed`
+    before any other commit hook. A transaction that writes nothing passes neither.
     """
     return _with_points(point) if failpoints.armed() else transaction.atomic()
 

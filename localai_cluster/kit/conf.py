@@ -1,4 +1,4 @@
-"""The settings of this server process, `conf.cluster().model_load_wait`; `settings.py` loads them."""
+"""The settings of this server process, as in `conf.cluster().model_load_wait`; `settings.py` loads them."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from localai_cluster.kit.settings_table import ClusterSettings
 
 
 def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Environment]:
-    """Read every setting; return them with the environment that has collected the problems."""
+    """Read every setting; return the settings and the environment view, which holds the problems."""
     environment = Environment(values)
     return environment.read(ClusterSettings), environment
 

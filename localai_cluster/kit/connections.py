@@ -24,9 +24,9 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
 
 LARGEST_HEAD = 64 * 1024
-"""Largest request line with headers, in bytes. A larger one gets 400."""
+"""Maximum bytes of a request line with its headers. A larger request gets 400."""
 HEAD_SECONDS = 20.0
-"""Seconds within which the headers of a request arrive, and a new connection sends its first byte."""
+"""Seconds for the headers of a request to arrive, and for the first byte of a new connection."""
 BODY_SECONDS, BODY_PIECE = 20.0, 10_000
 """While we read a body, at least `BODY_PIECE` bytes or its end arrive every `BODY_SECONDS`."""
 
@@ -39,7 +39,7 @@ _REQUEST_TIMEOUT = (
 
 
 class _JoinedHead:
-    """A transport that sends the head of a response in one piece with the first bytes of its body."""
+    """A transport that sends the head of a response together with the first bytes of its body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -51,7 +51,7 @@ class _JoinedHead:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send the bytes, but hold a head for the body: uvicorn writes both in one turn of the loop."""
+        """Send the bytes, but keep a head until its body: uvicorn writes both in one turn of the loop."""
         if self._head:
             head, self._head = self._head, b""
             self._transport.writelines((head, data))
@@ -77,20 +77,20 @@ class _JoinedHead:
 
 
 class BoundedHead(HttpToolsProtocol):
-    """A connection whose requests have bounded headers and arrive in time.
+    """A connection whose requests have bounded headers and must arrive in time.
 
-    A timer runs only while part of a request is missing: a request that arrives at once needs none.
+    A timer runs only while a part of a request is missing; a request that arrives at once needs no timer.
     """
 
     _awaited: Literal["", "anything", "head", "body"] = ""
-    """The missing part; "" between two requests, which uvicorn limits itself."""
+    """The part of a request that is missing; "" between two requests, which uvicorn limits itself."""
     _since = 0.0
-    """Monotonic time since which this part, or this chunk of the body, is missing."""
+    """Monotonic time since which that part, or the next chunk of the body, is missing."""
     _piece = 0
     _timer: asyncio.TimerHandle | None = None
 
     _unread = 0
-    """Bytes received since the parser's last callback; the parser buffers an unfinished header."""
+    """Bytes received since the last callback of the parser, which buffers an unfinished header."""
     _head = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -130,7 +130,10 @@ class BoundedHead(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header; drop the one that would fail a handshake before the caller is authenticated."""
+        """Count a header; drop `Sec-WebSocket-Protocol`.
+
+        The dropped header could fail the handshake before the caller is authenticated.
+        """
         self._count(len(name) + len(value))
         if name.lower() != b"sec-websocket-protocol":
             super().on_header(name, value)
@@ -170,7 +173,10 @@ class BoundedHead(HttpToolsProtocol):
         self._timer = self.loop.call_later(max(self._seconds_left(), 0.0), self._check_time)
 
     def _check_time(self) -> None:
-        """Close a connection that timed out, but not if we do not read, or if the client sends enough."""
+        """Close a connection whose missing part is late.
+
+        A body gets more time while we do not read, or if the client has sent enough bytes.
+        """
         self._timer = None
         if not self._awaited or self.transport.is_closing():
             return
@@ -187,10 +193,10 @@ class BoundedHead(HttpToolsProtocol):
 
 
 class WatchingSocket(WebSocketsSansIOProtocol):
-    """A websocket whose client only watches: its messages are dropped, and a stalled client is cut off."""
+    """A websocket whose client only receives: its messages are dropped, and a stalled client is cut off."""
 
     async def run_asgi(self) -> None:
-        """Run the application; then close the connection even if the client does not read."""
+        """Run the application; afterwards close the connection even if the client does not read."""
         try:
             await super().run_asgi()
         finally:
@@ -211,7 +217,7 @@ class WatchingSocket(WebSocketsSansIOProtocol):
         """Drop the message."""
 
     def handle_ping(self) -> None:
-        """Answer the ping, unless the client does not read earlier answers."""
+        """Answer the ping, unless the client has not read earlier answers."""
         answers = b"".join(self.conn.data_to_send())
         if self.writable.is_set():
             self.transport.write(answers)
@@ -222,16 +228,16 @@ log = logging.getLogger(__name__)
 CONNECTIONS = 256
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
 FAREWELL = 1.0
-"""Seconds for responses to finish at the shutdown."""
+"""Seconds for running responses to end at the shutdown."""
 LARGEST_MESSAGE = 4096
-"""Largest message of a websocket's client in bytes; its content is ignored."""
+"""Maximum bytes of a websocket client's message; its content is ignored."""
 AGAIN = 30.0
-"""Seconds before a retry to listen on an address that is in use."""
+"""Seconds until the next attempt to listen on an address that is in use."""
 
 
 @contextlib.asynccontextmanager
 async def serving(listener: socket.socket, application: Any) -> AsyncIterator[None]:
-    """Serve an ASGI application on `listener` until the end of the block, then end all connections."""
+    """Serve an ASGI application on `listener` within the block, then end all connections."""
     config = uvicorn.Config(
         application,
         http=BoundedHead,
@@ -267,7 +273,10 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
 
 
 async def serve(address: Address, application: Any, again: float = AGAIN) -> NoReturn:
-    """Serve on an address until cancelled. While it cannot be used the process runs without, and retries."""
+    """Serve on an address until cancelled.
+
+    While the address cannot be used, the process runs without this server and retries every `again` seconds.
+    """
     while True:
         try:
             # A host name is resolved, which may block.

@@ -1,7 +1,7 @@
-"""Usage of the disk of the server's data folder, and the detection of a full disk as the cause of errors.
+"""Free space of the data folder's disk; a full disk is a possible cause of other errors.
 
-With the bundled PostgreSQL the database is in that folder. A full disk looks like a database that is away, so
-code that reports an outage checks the disk too. A reading is cached for `MAX_AGE` seconds.
+The bundled PostgreSQL has its files in the data folder. With a full disk the database seems to be
+unreachable, so code that reports an outage checks the disk too. A reading is cached for `MAX_AGE` seconds.
 """
 
 import os
@@ -12,15 +12,16 @@ from pathlib import Path
 from localai_cluster.kit import clock, conf
 
 FULL_BELOW = 32 * 1024 * 1024
-"""Free bytes below which PostgreSQL can no longer add a file of its log."""
+"""Free bytes below which PostgreSQL can no longer add a file to its write-ahead log."""
 MAX_AGE = 5.0
+"""Seconds for which a reading is cached."""
 IS_FULL = "the disk of the server's data folder is full"
 """Message for any user; administrators also get the name of the disk."""
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """Free and total bytes of the disk of `folder`; `mount` is its mount point."""
+    """Free and total bytes of the disk of `folder`; `mount` is the disk's mount point."""
 
     folder: str
     mount: str
@@ -29,7 +30,7 @@ class DiskUsage:
 
     @property
     def is_full(self) -> bool:
-        """True if practically nothing can be written."""
+        """True if less than `FULL_BELOW` is free."""
         return self.free < FULL_BELOW
 
     def __str__(self) -> str:
@@ -65,6 +66,6 @@ def current() -> DiskUsage | None:
 
 
 def with_disk_full_hint(problem: str) -> str:
-    """Return the problem with the full disk as its likely reason, if the disk is full."""
+    """Return the problem; add the full disk as its likely cause if the disk is full."""
     usage = current()
     return f"{problem}: {IS_FULL}" if usage is not None and usage.is_full else problem

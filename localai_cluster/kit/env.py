@@ -29,9 +29,12 @@ from localai_cluster.kit.tls import trust_besides
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
-"""The settings of a table that have been read, by field."""
+"""Settings that were already read, by field name."""
 Default = str | Callable[[Values], str]
-"""The text of a default, with fields before it in braces, or a function of them; "" for none."""
+"""Text of a default, or a function of the earlier fields; "" for none.
+
+In the text, names in braces stand for the values of earlier fields.
+"""
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
@@ -45,7 +48,7 @@ _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f"
 
 @dataclass(frozen=True)
 class Problem:
-    """A wrong setting: its name, the error and a hint."""
+    """A wrong setting: its name, the error, and a hint that states the fix."""
 
     setting: str
     message: str
@@ -61,7 +64,7 @@ def weak_secret(value: str) -> bool:
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`; raise ValueError."""
+    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`. Raise ValueError."""
     text = text.strip()
     parts = _GO_PART.findall("0s" if text == "0" else text)
     if not parts or text not in ("0", "".join(number + unit for number, unit in parts)):
@@ -74,9 +77,9 @@ class Format:
     """The format of a setting's text, and its conversion to a value of the field's type."""
 
     fix: str
-    """The fix for a wrong value, after "Use"."""
+    """Noun phrase for valid values; the hint is "Use", then this text."""
     parse: Callable[[str], Any] = str
-    """Raises ValueError, which ends a sentence, an error of msgspec or a ClusterError, where `fix` does."""
+    """Convert the text. A ValueError completes the sentence "NAME is …"; for other errors `fix` does."""
     secret: bool = False
 
 
@@ -90,13 +93,13 @@ class GallerySetting(TypedDict, total=False):
 
 
 class RegistrySetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One registry of LOCALAI_REGISTRIES: a host without a path, as registry.example:5000."""
+    """One registry of LOCALAI_REGISTRIES; `host` has no path, as in `registry.example:5000`."""
 
     host: Annotated[str, Meta(pattern="^[^/]+$")]
     username: str = ""
     password: str = ""
     realm: Annotated[str, Meta(pattern="^(https?://.*)?$")] = ""
-    """URL of the token service that may get the credential, if it is not on the registry's host."""
+    """URL of the token service that may get the credential, if it is on another host."""
     plain_http: bool | None = None
 
     def __repr__(self) -> str:
@@ -110,7 +113,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a list that commas separate, without empty ones."""
+    """Return the parts of a text that commas separate; skip empty parts."""
     return tuple(item for part in text.split(",") if (item := part.strip()))
 
 
@@ -119,7 +122,7 @@ def _json(text: str) -> Any:
 
 
 def _node_hosts(text: str) -> dict[str, frozenset[str]]:
-    """Parse a JSON object of lists: further hosts by a node's name."""
+    """Parse a JSON object of lists: additional hosts by node name."""
     hosts = msgspec.convert(_json(text), dict[str, list[Any]])
     return {name: frozenset(_host(host, name) for host in names) for name, names in hosts.items()}
 
@@ -136,7 +139,7 @@ def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
 
 
 def _origins(text: str) -> tuple[str, ...]:
-    """Parse origins as browsers send them."""
+    """Parse origins in the form in which browsers send them."""
     origins = split_list(text.lower())
     if wrong := next((origin for origin in origins if not _ORIGIN.fullmatch(origin)), None):
         raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
@@ -155,7 +158,7 @@ def _name(text: str) -> str:
 
 
 def _labels(text: str) -> dict[str, str]:
-    """Parse `k=v,k=v`; parts without `=` are skipped, like in a stock worker."""
+    """Parse `k=v,k=v`; skip parts without `=`, as a stock worker does."""
     pairs = (part.partition("=") for part in text.split(",") if "=" in part)
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
 
@@ -177,21 +180,21 @@ def _mirror(text: str) -> str:
 
 
 def duration(least: float) -> Format:
-    """Return the format of Go durations, in seconds, not shorter than `least`."""
+    """Return the format of a Go duration in seconds, at least `least`."""
     bounded: Any = Annotated[float, Meta(ge=least)]
     fix = f"a duration of at least {least:g} s, such as 60s or 2h"
     return Format(fix, lambda text: msgspec.convert(parse_duration(text), bounded))
 
 
 def _size(unit: int, least: float, most: float) -> Format:
-    """Return the format of a number of such units, in bytes."""
+    """Return the format of a size given in units of `unit` bytes; the value is in bytes."""
     bounded: Any = Annotated[float, Meta(ge=least, le=most)]
     fix = f"a number from {least:,} to {most:,}"
     return Format(fix, lambda text: int(msgspec.convert(text, bounded, strict=False) * unit))
 
 
 def seed(role: nkeys.Role) -> Format:
-    """Return the format of a setting that holds the NKey seed of this NATS role."""
+    """Return the format of an NKey seed for this NATS role."""
     return Format(f"the NKEY seed of the {role}", lambda text: nkeys.from_seed(text, role).seed, secret=True)
 
 
@@ -212,7 +215,7 @@ ServerUrl = Annotated[str, Format(SERVER_URL, addresses.parse_base_url)]
 Mirror = Annotated[str, Format("the URL of a mirror", _mirror)]
 Seconds = Annotated[float, duration(1)]
 Duration = Annotated[float, duration(0)]
-"""Seconds; 0 has a special meaning that the setting states."""
+"""Seconds; the setting's docstring states the meaning of 0."""
 Retention = Annotated[float, duration(3600)]
 Interval = Annotated[float, Format("a duration such as 10s", lambda text: parse_duration(text) or 10.0)]
 Port = Annotated[int, Meta(ge=1, le=65535, description="a port between 1 and 65535")]
@@ -242,23 +245,23 @@ Registries = Annotated[tuple[RegistrySetting, ...], Format(_REGISTRIES, _json, s
 
 @dataclass(frozen=True)
 class Setting:
-    """A declared field of a table."""
+    """The declaration of a setting: a field of a table."""
 
     key: str
-    """The name of the field."""
+    """Name of the field."""
     names: tuple[str, ...]
-    """Environment variables; the first that is set counts."""
+    """Environment variables of the setting; the first one that is set applies."""
     default: Default
     shown: str
-    """The default for people; "" for none."""
+    """The default as the documentation prints it; "" for none."""
     group: str
     format: Format
     type: Any
     empty: Any
-    """The value without a text and a default."""
+    """Value of the field if there is neither a text nor a default."""
 
     def parse(self, text: str) -> Any:
-        """Return the value; raises what `Format.parse` raises."""
+        """Return the value of the text. Raise the errors of `Format.parse`."""
         return msgspec.convert(self.format.parse(text), self.type, strict=self.format.parse is not str)
 
 
@@ -271,9 +274,10 @@ def setting(
     short: bool = False,
     others: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of a table. `group` begins a group, which goes on until the next one begins.
+    """Declare a field of a table.
 
-    `short`: the variable without `LOCALAI_` counts too, as do the `others`.
+    `group` is the heading of this field and of the following fields, up to the next heading. With `short` the
+    variable without `LOCALAI_` is read too. `others` are further variables.
     """
     names = (name, *((name.removeprefix("LOCALAI_"),) if short else ()), *others)
     shown = shown or (default if isinstance(default, str) else "")
@@ -281,15 +285,15 @@ def setting(
 
 
 class Table:
-    """Base of the tables of settings."""
+    """Base class of the tables of settings."""
 
     def problems(self) -> Iterable[Problem]:
-        """Return the problems of the combination of the settings."""
+        """Return the problems of settings that contradict each other."""
         return ()
 
 
 def declared(table: type[Table]) -> tuple[Setting, ...]:
-    """Return the settings of a table, in the order of its fields."""
+    """Return the settings of a table in the order of its fields."""
     settings: list[Setting] = []
     hints, group = get_type_hints(table, include_extras=True), ""
     for entry in fields(table):  # type: ignore[arg-type]
@@ -307,7 +311,7 @@ def declared(table: type[Table]) -> tuple[Setting, ...]:
 
 
 def _format_of(base: Any, extras: Iterable[Any]) -> Format:
-    """Return the format of a type that msgspec reads itself."""
+    """Return the format of a type that msgspec parses by itself."""
     if base is bool:
         return SWITCH
     if get_origin(base) is Literal:
@@ -319,7 +323,10 @@ def _format_of(base: Any, extras: Iterable[Any]) -> Format:
 
 
 def texts(table: type[Table]) -> dict[str, str]:
-    """Return the docstrings of the fields of a table, from its source, since Python does not keep them."""
+    """Return the docstrings of a table's fields by field name.
+
+    They come from the source, because Python does not store docstrings of fields.
+    """
     sources = [inspect.getsource(base) for base in table.__mro__ if base not in (Table, object)]
     return {
         node.target.id: " ".join(str(after.value.value).split())
@@ -332,13 +339,13 @@ def texts(table: type[Table]) -> dict[str, str]:
 
 @dataclass
 class Environment:
-    """A view on environment variables that collects problems instead of raising."""
+    """The environment variables, and the problems that reading them has found."""
 
     values: Mapping[str, str]
     problems: list[Problem] = field(default_factory=list)
 
     def read(self, table: type[T], flags: Mapping[str, str | None] | None = None) -> T:
-        """Read all settings of a table; `flags`, by field, count more than variables."""
+        """Read all settings of a table; a flag (by field name) takes precedence over a variable."""
         values: Values = {}
         for entry in declared(table):
             given = ((flags or {}).get(entry.key) or "").strip()
@@ -348,7 +355,7 @@ class Environment:
         return settings
 
     def text(self, *names: str) -> str:
-        """Return the text of the first of these variables that is set; "" if none is."""
+        """Return the value of the first of these variables that is set, "" if none is set."""
         return next((value for name in names if (value := self.values.get(name, "").strip())), "")
 
     def refuse(self, setting: str, message: str, hint: str) -> None:
@@ -356,7 +363,7 @@ class Environment:
         self.problems.append(Problem(setting, message, hint))
 
     def _text(self, entry: Setting) -> str:
-        """Return the text of a setting; of a secret also the content of the file that `NAME_FILE` names."""
+        """Return the text of a setting. A secret may also be in the file that `NAME_FILE` names."""
         path = self.text(*(f"{name}_FILE" for name in entry.names)) if entry.format.secret else ""
         if (given := self.text(*entry.names)) or not path:
             return given

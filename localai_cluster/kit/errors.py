@@ -12,12 +12,12 @@ class ClusterError(Exception):
     """Something went wrong inside the cluster."""
 
     message = "Something went wrong inside the cluster."
-    """Text for callers where none is given. A subclass that is raised without a text sets its own."""
+    """Text for callers if the error is raised without a text. A subclass may replace it."""
     status = 500
     code = "internal_error"
     permanent = True
     code_on_wire = False
-    """True if the nested envelope has the word `code` instead of the status."""
+    """True if the nested envelope has `code` in place of the HTTP status."""
 
     def __init__(self, message: str | None = None, *, field: str | None = None, **data: Any) -> None:
         self.message = message or self.message

@@ -17,21 +17,21 @@ from pathlib import Path
 
 KILL_AT, KILL_TEST = "CLUSTER_KILL_AT", "CLUSTER_KILL_TEST"
 KILLED = "killed at the point "
-"""Prefix, before the point, of the line that a process writes to its standard error before its kill."""
+"""Beginning of the line that a process writes to standard error before it kills itself; the point follows."""
 
 _sending: ContextVar[str] = ContextVar("leaving", default="")
-"""Failpoint of the message that is being sent on the bus."""
+"""The failpoint of the message that this context is sending on the bus."""
 
 
 class _Kill:
-    """The kill that the environment configures."""
+    """The kill that the two variables configure."""
 
     def __init__(self, setting: str, gate: str) -> None:
         self.point, _, pass_number = setting.partition("@")
         self._passes_left, self._gate = int(pass_number or 1), Path(gate)
 
     def pass_by(self) -> None:
-        """Count one pass of the point; kill this process at the configured pass."""
+        """Count one pass of the failpoint; at the configured pass, kill this process."""
         if not self._gate.exists():
             return
         self._passes_left -= 1
@@ -50,7 +50,7 @@ _kill: _Kill | None = None
 
 
 def arm() -> None:
-    """Read the two variables. SystemExit if only the first is set: it is for tests."""
+    """Read the two variables. Raise SystemExit if only the first is set, because kills are for tests."""
     global _kill
     setting, gate = os.environ.get(KILL_AT, ""), os.environ.get(KILL_TEST, "")
     if setting and not gate:
@@ -67,14 +67,14 @@ def armed() -> bool:
 
 
 def passed(point: str) -> None:
-    """Pass the failpoint `point`."""
+    """Pass the failpoint `point`: kill this process if the configured kill is due."""
     if _kill is not None and _kill.point == point:
         _kill.pass_by()
 
 
 @contextlib.contextmanager
 def wrap_request(point: str) -> Iterator[None]:
-    """Wrap a request on the bus: pass `:before`, `:sent` when the bus has it, and `:answered`."""
+    """Wrap a request on the bus with the failpoints `:before`, `:sent` and `:answered`."""
     if _kill is None:
         yield
         return
@@ -85,7 +85,7 @@ def wrap_request(point: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_message(point: str) -> Iterator[None]:
-    """Wrap a message without a reply: pass `:before`, and `:sent` when the bus has it."""
+    """Wrap a message without a reply with the failpoints `:before` and `:sent`."""
     if _kill is None:
         yield
         return
@@ -98,7 +98,7 @@ def wrap_message(point: str) -> Iterator[None]:
 
 
 async def pass_sent(flush: Callable[[], Awaitable[None]]) -> None:
-    """Pass `:sent` of the message that is being wrapped; `flush` first sends it out of the process."""
+    """Pass the failpoint `:sent` of the current message, after `flush` has sent the message."""
     if _kill is not None and (point := f"{_sending.get()}:sent") == _kill.point:
         await flush()
         passed(point)

@@ -21,17 +21,17 @@ M = TypeVar("M", bound=models.Model)
 
 
 def lock_free(rows: "QuerySet[M]", *, limit: int | None = None) -> list[M]:
-    """Lock up to `limit` of the rows that no other transaction locks, and return them. Needs a transaction.
+    """Lock and return up to `limit` of the rows that no other transaction has locked.
 
-    Locked rows are skipped, so the order of the locks does not matter.
+    This needs a transaction. Other rows are skipped, so the order of the locks does not matter.
     """
     return list(rows.select_for_update(no_key=True, skip_locked=True, of=("self",))[:limit])
 
 
 def claim_rows(rows: "QuerySet[M]", *, limit: int | None = None, **changes: Any) -> list[M]:
-    """Lock up to `limit` of the rows that no other transaction locks, write `changes`, and return them.
+    """Lock up to `limit` of the rows that no other transaction has locked, and write `changes` to them.
 
-    The returned rows have their former values.
+    The returned rows have the values from before `changes`.
     """
     with transaction.atomic(savepoint=False):
         claimed = lock_free(rows, limit=limit)
@@ -41,7 +41,7 @@ def claim_rows(rows: "QuerySet[M]", *, limit: int | None = None, **changes: Any)
 
 
 def seconds_until_due(rows: "QuerySet[M]", column: str, *, now: datetime, at_most: float) -> float:
-    """Return the seconds until the first of the rows is due; a row without a time is due."""
+    """Return the seconds until the first row is due, at most `at_most`; a row without a time is due."""
     first = list(rows.order_by(F(column).asc(nulls_first=True)).values_list(column, flat=True)[:1])
     if not first:
         return at_most
@@ -49,10 +49,10 @@ def seconds_until_due(rows: "QuerySet[M]", column: str, *, now: datetime, at_mos
 
 
 def update_rows(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
-    """Write these columns of the rows: one UPDATE that joins arrays of values.
+    """Write these columns of the rows by one UPDATE that joins arrays of values.
 
-    Django's `bulk_update` writes a CASE with a branch for each row into each column: its cost grows with the
-    square of the rows.
+    Django's `bulk_update` writes a CASE with a branch for each row into each column, so its cost grows with
+    the square of the number of rows.
     """
     if not rows:
         return
@@ -67,9 +67,10 @@ def update_rows(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
 
 
 def insert_rows(rows: Sequence[models.Model]) -> None:
-    """Insert the rows by one INSERT that joins arrays of values. Generated keys are not set.
+    """Insert the rows by one INSERT from arrays of values. Generated keys are not set on the rows.
 
-    Django's `bulk_create` sends every column of every row: most of the time of a request for many nodes.
+    Django's `bulk_create` sends every column of every row, which takes most of the time of a request for many
+    nodes.
     """
     if not rows:
         return
@@ -86,9 +87,9 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
 def _joined_values(
     rows: Sequence[models.Model], fields: Sequence[Any]
 ) -> tuple[dict[str, str], str, list[Any]]:
-    """Return the SQL of each column's value, the source `v` that it selects from, and the parameters of both.
+    """Return SQL for the values of the columns, the source `v` of these values, and all parameters.
 
-    A value that all rows have is sent once.
+    A value that is equal in all rows is sent once.
     """
     database = connections[connection.alias]  # each value would look it up again
     constants, arrays, columns = list[Any](), list[Any]([list(range(len(rows)))]), dict[str, str]()
@@ -110,27 +111,28 @@ def _joined_values(
 
 
 def among(ids: Iterable[UUID]) -> RawSQL:
-    """Return the ids as one array for a lookup with `in`, which otherwise sends a parameter for each."""
+    """Return the ids as one array parameter for an `in` lookup; a list would send a parameter for each id."""
     return RawSQL("SELECT unnest(%s::uuid[])", [list(ids)])
 
 
 Attempt = tuple[UUID, int]
-"""One attempt at a leased row: id and fence."""
+"""An attempt at a leased row: the row's id and fence."""
 MOST_LOST_LEASES = 10
-"""Lost leases after which a row is given up."""
+"""Number of lost leases after which a row is given up."""
 COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
+"""Columns that `claim`, `end_lease` and `lock_expired` change; the caller saves them."""
 
 
 class LeaseLost(Exception):
-    """Another attempt owns the row, or it has ended; the caller's write is void."""
+    """The attempt no longer owns its row, so its write has no effect."""
 
 
 class LeasedRow(models.Model):
-    """A row that a process claims under a lease."""
+    """A row that one process owns under a lease."""
 
     id: "models.UUIDField[UUID, UUID]"
     lost_leases = models.IntegerField(default=0)
-    """Attempts whose process stopped renewing the lease."""
+    """Number of attempts whose process stopped renewing the lease."""
     lease_owner = models.CharField(max_length=64, blank=True, default="")
     lease_until = models.DateTimeField(null=True, blank=True)
     fence = models.BigIntegerField(default=0)
@@ -139,7 +141,7 @@ class LeasedRow(models.Model):
         abstract = True
 
     def end_lease(self) -> None:
-        """Clear the owner; the caller saves it."""
+        """Clear the owner; the caller saves the row."""
         self.lease_owner, self.lease_until = "", None
 
 
@@ -149,9 +151,9 @@ L = TypeVar("L", bound=LeasedRow)
 def claim(
     rows: "QuerySet[L]", owner: str, *, now: datetime, lease: float, limit: int | None = None
 ) -> list[L]:
-    """Return up to `limit` of the rows that no other transaction locks, locked, each with a new attempt.
+    """Lock up to `limit` unlocked rows and give them to `owner`, each with a new attempt. Return the rows.
 
-    The caller saves `COLUMNS`.
+    `lease` is in seconds. The caller saves `COLUMNS`.
     """
     claimed = lock_free(rows, limit=limit)
     for row in claimed:
@@ -163,11 +165,11 @@ def claim(
 def renew(
     leased: "QuerySet[L]", owner: str, ids: Sequence[UUID], *, now: datetime, lease: float
 ) -> dict[UUID, int]:
-    """Extend the leases of `owner` on `ids`; return the ids that it still owns, with their fences.
+    """Extend the leases of `owner` on `ids`; return the ids that `owner` still owns, with their fences.
 
-    Pass only the ids of running attempts: the other leases must expire. A row that is locked, because its
-    progress or outcome is being written, is skipped: one blocked row must not cost all others their leases.
-    The owner keeps it, because `lock_expired` skips locked rows too.
+    Pass only the ids of running attempts, so that all other leases expire. A locked row, whose progress or
+    outcome is being written, is skipped: otherwise one blocked row would cost all others their leases.
+    `owner` keeps the skipped row, because `lock_expired` skips locked rows too.
     """
     mine = leased.filter(pk__in=among(ids), lease_owner=owner)
     free = mine.select_for_update(no_key=True, skip_locked=True).values("pk")
@@ -177,12 +179,12 @@ def renew(
 
 
 def lock_held(leased: "QuerySet[L]", owner: str) -> list[L]:
-    """Return the rows of `owner`, which is stopping, locked in the order of their ids."""
+    """Lock the rows of `owner`, which is stopping, in the order of their ids; return the rows."""
     return list(leased.filter(lease_owner=owner).order_by("pk").select_for_update(no_key=True))
 
 
 def any_expired(leased: "QuerySet[L]", *, now: datetime) -> bool:
-    """Return True if a lease has expired, in one query without a lock: mostly none has."""
+    """Return True if a lease has expired: one query without a lock, because usually none has."""
     return _expired(leased, now).exists()
 
 
@@ -191,7 +193,10 @@ def _expired(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
 
 
 def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list[L]]:
-    """Return the unlocked rows whose lease has expired: those to retry, counted, and those to give up."""
+    """Lock the rows with expired leases; return the rows to retry and the rows to give up.
+
+    Locked rows are skipped. Each row to retry counts one more lost lease.
+    """
     lost = lock_free(_expired(leased, now).order_by("pk"))
     retried = [row for row in lost if row.lost_leases < MOST_LOST_LEASES]
     given_up = [row for row in lost if row.lost_leases >= MOST_LOST_LEASES]
@@ -201,13 +206,13 @@ def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list
 
 
 def lock_attempts(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> dict[UUID, L]:
-    """Return the rows that these attempts still own, locked in the order of their ids."""
+    """Lock the rows that these attempts still own, in the order of their ids; return the rows by id."""
     named = leased.filter(pk__in={id for id, _ in attempts}).order_by("pk")
     return {row.id: row for row in named.select_for_update(no_key=True) if (row.id, row.fence) in attempts}
 
 
 def lock_attempt(leased: "QuerySet[L]", attempt: Attempt) -> L:
-    """Return the row of the attempt, locked; raise LeaseLost if the attempt does not own it any more."""
+    """Lock and return the row of the attempt. Raise LeaseLost if the attempt no longer owns the row."""
     row = lock_attempts(leased, [attempt]).get(attempt[0])
     if row is None:
         raise LeaseLost(str(attempt[0]))
@@ -215,6 +220,6 @@ def lock_attempt(leased: "QuerySet[L]", attempt: Attempt) -> L:
 
 
 def confirm(leased: "QuerySet[L]", attempt: Attempt) -> None:
-    """Raise LeaseLost if the attempt does not own the row any more; lock and write nothing."""
+    """Raise LeaseLost if the attempt no longer owns its row. Lock and write nothing."""
     if not leased.filter(pk=attempt[0], fence=attempt[1]).exists():
         raise LeaseLost(str(attempt[0]))

@@ -12,14 +12,14 @@ from enum import IntEnum
 from django.db import connection, transaction
 
 _NAMED_LOCKS = 1
-"""First key of the locks by name; locks with two keys never conflict with locks with one."""
+"""First key of the locks by name. A lock with two keys never conflicts with a lock with one key."""
 
 
 class Lock(IntEnum):
-    """Keys of the locks, one per kind of exclusive work."""
+    """Keys of the locks: one for each kind of exclusive work."""
 
     REPLICAS = 465212274928412116
-    """The reference's `replica-reconciler` (R4.2)."""
+    """Key of the reference's `replica-reconciler` (R4.2)."""
     LIVENESS = 104
     SCHEMA = 105
     UPGRADE_CHECK = 106
@@ -35,7 +35,7 @@ class Lock(IntEnum):
 
 @contextmanager
 def try_lock(lock: Lock) -> Iterator[bool]:
-    """Open a transaction and try to take `lock` for its duration; yield True if this caller has it."""
+    """Open a transaction and try to take `lock` for its duration; yield True if this caller holds it."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [int(lock)])
         (has_lock,) = cursor.fetchone()
@@ -44,10 +44,10 @@ def try_lock(lock: Lock) -> Iterator[bool]:
 
 @contextmanager
 def try_lock_across(lock: Lock) -> Iterator[bool]:
-    """Try to take `lock` on this connection, across transactions; yield True if this caller has it.
+    """Try to take `lock` on this connection, across transactions; yield True if this caller holds it.
 
-    For work in many short transactions, because one transaction would hold its locks for too long. A lost
-    connection ends the work and the lock together.
+    This is for work in many short transactions, since one long transaction would hold its row locks for too
+    long. A lost connection ends the work and the lock together.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_lock(%s)", [int(lock)])
@@ -61,21 +61,21 @@ def try_lock_across(lock: Lock) -> Iterator[bool]:
 
 
 def limit_lock_wait(seconds: float) -> None:
-    """Let statements of this transaction fail that wait for a lock for longer; 0 means no limit."""
+    """Fail statements of this transaction that wait longer for a lock; 0 = no limit."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
 
 
 def lock_name(name: str) -> None:
-    """Take the lock of this name for the current transaction; wait until no other transaction holds it.
+    """Lock this name for the current transaction; wait until no other transaction holds the lock.
 
-    Names with equal hashes share a lock, which costs only a wait.
+    Two names with equal hashes share a lock, which only costs a wait.
     """
     lock_names([name])
 
 
 def lock_names(names: Collection[str]) -> None:
-    """Take the locks of these names as `lock_name` does, in the order of their hashes; one statement."""
+    """Lock these names as `lock_name` does, in the order of their hashes, by one statement."""
     if not names:
         return
     with connection.cursor() as cursor:
@@ -88,7 +88,7 @@ def lock_names(names: Collection[str]) -> None:
 
 @contextmanager
 def wait_for_lock(lock: Lock) -> Iterator[None]:
-    """Hold `lock` on this connection across transactions; wait until its holder has ended."""
+    """Hold `lock` on this connection across transactions; wait until its former holder releases it."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_lock(%s)", [int(lock)])
         try:

@@ -1,8 +1,8 @@
-"""The log format of every process, with the id of the request that a line belongs to.
+"""The log format of every process. Each line has the id of the request that caused it.
 
-`request_id` is a context variable: the ASGI edge sets it for a request, the executor for an operation (which
-stores the id of the request that created it), and threads and tasks inherit it. `RequestIdFilter` adds it to
-every record. A worker's lines carry the operation's id, which leads to the request's.
+`request_id` is a context variable. The ASGI edge sets it for a request, and the executor for an operation,
+which stores the id of the request that created it; threads and tasks inherit the variable. `RequestIdFilter`
+adds the id to every record. A worker's lines have the operation's id, and the operation has the request's id.
 """
 
 import logging
@@ -23,7 +23,7 @@ _ACCEPTABLE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 @contextmanager
 def of_request(identifier: str) -> Iterator[None]:
-    """Attribute the log lines of the block to this request."""
+    """Set this request id for the log lines of the block."""
     token = request_id.set(identifier)
     try:
         yield
@@ -32,15 +32,15 @@ def of_request(identifier: str) -> Iterator[None]:
 
 
 def new_request_id(offered: str = "") -> str:
-    """Return the caller's own id if it is short and harmless, otherwise a new one."""
+    """Return the caller's own id if it is short and has only safe characters, otherwise a new id."""
     return offered if _ACCEPTABLE.match(offered) else os.urandom(16).hex()
 
 
 class NoExpectedRefusals(logging.Filter):
-    """Drops the framework's lines for a 503 and a 404.
+    """Drops the web framework's log lines for a 503 and a 404.
 
-    The code that raises a 503 logs the reason where it matters. A 404 is the caller's business: the
-    reference's pages ask every few seconds for what this product does not have.
+    The code that raises a 503 logs the reason itself. A 404 concerns only the caller: the reference's pages
+    poll routes that this product does not have.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -56,15 +56,15 @@ class RequestIdFilter(logging.Filter):
 
 
 class OneLine(logging.Formatter):
-    """Keeps a message on one line, so that an engine's output cannot look like lines of ours."""
+    """Keeps each message on one line, so that an engine's output cannot imitate our log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the formatted line with escaped line breaks; a traceback follows unchanged."""
+        """Return the formatted line with escaped line breaks. A traceback follows unescaped."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def handler(stream: TextIO) -> logging.Handler:
-    """Return a handler that writes our format to `stream`, for a process without Django's settings."""
+    """Return a handler with our log format for `stream`, for a process without Django's settings."""
     stream_handler = logging.StreamHandler(stream)
     stream_handler.setFormatter(OneLine(LINE, TIME, style="{"))
     stream_handler.addFilter(RequestIdFilter())

@@ -7,9 +7,12 @@ from localai_cluster.kit import errors
 
 LONGEST_NAME = 255
 LONGEST_TEXT = 4000
-"""Longest error text of a worker or an engine, in characters."""
+"""Maximum characters of an error text from a worker or an engine."""
 _REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories: control, format (bidi, zero width), surrogate, private, unassigned, separators."""
+"""Refused Unicode categories: control, format, surrogate, private, unassigned, line separators.
+
+Format characters include the bidirectional controls and characters of zero width.
+"""
 _BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
 """Letters and symbols without a visible glyph."""
 _UNSEEN_MARKS = frozenset(
@@ -17,16 +20,20 @@ _UNSEEN_MARKS = frozenset(
         chr, (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
     )
 )
-"""Marks without a glyph: joiners and variation selectors. Names that differ in them look alike."""
+"""Combining marks without a visible glyph, such as joiners and variation selectors.
+
+Names that differ only in such marks look alike.
+"""
 _UNPRINTABLE = _BLANKS | _UNSEEN_MARKS
 
 
 def key(name: str) -> str:
     """Return a key that is equal for names that a person cannot distinguish.
 
-    NFKC, case folding, and for each character outside ASCII the ASCII that it looks like, if any (Unicode TS
-    39): a Cyrillic "\u0430" counts as "a". ASCII characters never count as each other: `gpu-l` and `gpu-1`,
-    `m` and `rn` are different names, because operators number their machines.
+    The key is the name after NFKC, case folding, and the replacement of each non-ASCII character by the ASCII
+    text that it looks like, if any (Unicode TS 39): a Cyrillic letter that looks like `a` becomes `a`. ASCII
+    characters are never replaced: `gpu-l` and `gpu-1`, `m` and `rn` are different names, because operators
+    number their machines.
     """
     folded = _folded(name)
     # A letter that was replaced may join an accent that follows it.
@@ -44,7 +51,7 @@ def _folded(name: str) -> str:
 
 @cache
 def _look_alikes() -> dict[int, str]:
-    """Return the ASCII text that each other character looks like. Loaded at first use: that takes time."""
+    """Return the ASCII text that each non-ASCII character looks like; loaded at the first call."""
     # The worker, which compares no names, has no such package.
     from confusable_homoglyphs.utils import load  # type: ignore[import-untyped]
 
@@ -58,7 +65,7 @@ def _look_alikes() -> dict[int, str]:
 
 
 def unprintable(text: str) -> str:
-    """Return the first character that a name or label must not contain, as `U+200B`; "" if there is none."""
+    """Return the first character that a name must not contain, in the form `U+200B`; "" if there is none."""
     for character in text:
         if unicodedata.category(character) in _REFUSED or character in _UNPRINTABLE:
             return f"U+{ord(character):04X}"
@@ -66,12 +73,12 @@ def unprintable(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return the text for a record: on one line, without invisible characters."""
+    """Return the text on one line and without invisible characters, for a record."""
     return "".join(" " if unprintable(character) else character for character in text).strip()
 
 
 def readable(text: str) -> str:
-    """Return a client's text for storage and display; a long one loses its middle. Line breaks stay.
+    """Return a client's text for storage and display. Cut the middle of a long text; keep line breaks.
 
     The error is usually at the beginning, and an engine's last output at the end.
     """
@@ -89,7 +96,7 @@ def check_text(text: str, field: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidInput unless `name` can be a node's: 1 to 255 visible characters, no blanks around."""
+    """Raise InvalidInput unless `name` is a valid node name: 1 to 255 visible characters, no outer blanks."""
     if not name.strip():
         raise errors.InvalidInput("name is required", field="name")
     check_text(name, "name")

@@ -24,7 +24,10 @@ _PREFIX: dict[Role, int] = {"operator": 14 << 3, "account": 0, "user": 20 << 3}
 _SEED = 18 << 3
 LONGEST_TOKEN = 64 * 1024
 LONGEST_ACCOUNT = 4 * 1024 * 1024
-"""Maximum length of an account's token, which holds its revocations. A NATS server accepts less than this."""
+"""Maximum characters of an account's token, which holds the revocations.
+
+A NATS server accepts even fewer.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,12 @@ class KeyPair:
 
 
 def generate(role: Role) -> KeyPair:
-    """Generate a new key pair."""
+    """Generate a key pair."""
     return _pair(role, os.urandom(32))
 
 
 def from_seed(seed: str, role: Role) -> KeyPair:
-    """Return the key pair of a seed.
-
-    Raise ValueError, which never quotes the seed, unless it is one of `role`.
-    """
+    """Return the key pair of a seed. Raise ValueError, without the seed, unless the seed is of `role`."""
     actual, raw = _raw_seed(seed)
     if actual != role:
         raise ValueError(f"a seed of the role {actual}, not {role}")
@@ -63,7 +63,7 @@ def derive(parent: KeyPair, role: Role, purpose: str) -> KeyPair:
 
 
 def sign_token(claims: Mapping[str, Any], issuer: KeyPair) -> str:
-    """Sign these claims as a JWT of `issuer`; adds `iss` and `jti`."""
+    """Sign these claims as a JWT of `issuer`; add the claims `iss` and `jti`."""
     body = {**claims, "iss": issuer.public_key}
     digest = hashlib.new("sha512_256", _json(body)).digest()
     body["jti"] = base64.b32encode(digest).decode().rstrip("=")
@@ -72,9 +72,9 @@ def sign_token(claims: Mapping[str, Any], issuer: KeyPair) -> str:
 
 
 def claims_of(token: str, longest: int = LONGEST_TOKEN) -> dict[str, Any]:
-    """Return the claims of a JWT without verifying it, so use it for our own tokens only.
+    """Return the claims of a JWT without verifying the signature.
 
-    Raise ValueError if it is not a JWT or longer than `longest`.
+    Pass only our own tokens. Raise ValueError if the text is not a JWT or is longer than `longest`.
     """
     parts = token.strip().split(".")
     if len(parts) != 3 or len(token) > longest:
@@ -130,5 +130,5 @@ def _encode(data: bytes) -> str:
 
 
 def grouped(fingerprint: str) -> str:
-    """Return a fingerprint in groups of four characters, so that people can read it aloud."""
+    """Return a fingerprint in groups of four characters, for people who read it aloud."""
     return " ".join(fingerprint[at : at + 4] for at in range(0, len(fingerprint), 4))

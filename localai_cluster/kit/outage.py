@@ -25,11 +25,11 @@ _KINDS = (
     psycopg.InterfaceError,
 )
 _SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
-"""SQLSTATEs: shut down by an administrator, by a crash, or not yet up."""
+"""SQLSTATEs of a server that an administrator shut down, that crashed, or that is starting."""
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return True if `error`, or its cause, means that no space is left on a disk."""
+    """Return True if `error`, or its cause, means that a disk has no space left."""
     while error is not None:
         if isinstance(error, psycopg.errors.DiskFull):
             return True
@@ -40,7 +40,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Return True if the database is away or its disk is full, rather than that it refused a statement."""
+    """Return True if the database is unreachable or its disk is full; False if it refused a statement."""
     if not isinstance(error, _KINDS):
         return False
     if is_disk_full(error):
@@ -51,14 +51,14 @@ def is_outage(error: BaseException | None) -> bool:
 
 
 def _is_valkey_outage(error: BaseException | None) -> bool:
-    """Return True for an error of Valkey, which has wake-ups and counts: code runs without it."""
+    """Return True for an error of Valkey. The product runs without Valkey's wake-ups and counts."""
     # Not every process imports its library, and only one that does has its errors.
     library = sys.modules.get("redis.exceptions")
     return library is not None and isinstance(error, (library.ConnectionError, library.TimeoutError))
 
 
 class OneLineOutages(logging.Filter):
-    """Replaces the traceback of an outage by its message and makes the record a warning."""
+    """Logging filter that makes the record of an outage a warning of one line, without a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Shorten the record of an outage; return True."""
@@ -71,10 +71,10 @@ class OneLineOutages(logging.Filter):
 
 
 class RepeatLimit(logging.Filter):
-    """Limits the warnings of one kind per minute, more strictly for those of an outage.
+    """Logging filter that limits the warnings of one kind per minute; fewer for outages.
 
-    A kind is a logger and its message before formatting. The next line that passes has the number of omitted
-    lines.
+    A kind is a logger and its message before formatting. The next line that is logged has the number of
+    omitted lines.
     """
 
     MOST, MOST_IN_OUTAGE = 60, 2
@@ -85,7 +85,7 @@ class RepeatLimit(logging.Filter):
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for a line to omit."""
+        """Return False for a line over the limit."""
         if record.levelno < logging.WARNING:
             return True
         limit = self.MOST_IN_OUTAGE if _is_about_outage(record) else self.MOST
@@ -110,7 +110,10 @@ def _is_about_outage(record: logging.LogRecord) -> bool:
 
 
 def left_out_in_an_outage(task: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a recurring task: an outage ends a run with one log line, and the next run does its work."""
+    """Decorate a recurring task: an outage ends the run with one log line, without an error.
+
+    The next run does the work.
+    """
 
     @functools.wraps(task)
     def run() -> None:

@@ -36,9 +36,9 @@ CONNECT_LIMIT, NEXT_ADDRESS_AFTER = 10.0, 2.0
 HEADERS_LIMIT, STALL_LIMIT = 60.0, 60.0
 """Seconds until the headers of a response must have arrived, and without a byte of its body."""
 MIN_BYTES_PER_SECOND = 4096
-"""Bytes per second that a server must send; a shortfall counts as time stalled, up to `STALL_LIMIT`."""
+"""Bytes per second that a server must send. A slower server uses up `STALL_LIMIT`."""
 BODY_LIMIT = 60.0
-"""Seconds for a document that is read as a whole."""
+"""Maximum seconds for the body of a document that is read into memory."""
 MOST_REDIRECTS = 5
 LONGEST_URL, LONGEST_WORDS = 8192, 300
 LONGEST_RETRY_AFTER = 3600.0
@@ -46,7 +46,7 @@ _WORDS_BYTES = 16 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEMPORARY = (408, 425, 429)
 _TO_OTHERS = ("accept", "range", "if-range", "if-none-match")
-"""Headers of the caller that a redirect to another origin keeps."""
+"""Headers of the caller that are kept in a redirect to another origin."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
 _NUMBER = re.compile(r"\d{1,18}")
 
@@ -56,7 +56,7 @@ for _logger in ("httpx", "httpcore"):
 
 
 class SourceError(ClusterError):
-    """A source cannot be read; the message quotes it. `permanent`: False if a retry can help."""
+    """A source cannot be read; the message quotes the source. `permanent` is False if a retry can help."""
 
     status = 502
     code = "source_failed"
@@ -67,27 +67,27 @@ class SourceError(ClusterError):
 
 
 class SourceRefused(SourceError):
-    """A source refuses access (401, 403): it needs a token, or a licence that was accepted."""
+    """A source refuses access (401, 403): it requires a token, or consent to a licence."""
 
     status = 400
     code = "source_refused"
 
 
 class SourceMissing(SourceError):
-    """A source has no such file."""
+    """A source does not have the file (404, 410)."""
 
     status = 404
     code = "source_missing"
 
 
 class SourceChanged(SourceError):
-    """A source has another file than the one with the stated size and hash."""
+    """The file at the source differs from the declared size or hash."""
 
     code = "source_changed"
 
 
 class SourceBusy(SourceError):
-    """A source asks to come back later (429, 503)."""
+    """A source is temporarily unable to respond (408, 425, 429, 5xx)."""
 
     status = 503
     code = "source_busy"
@@ -99,14 +99,14 @@ class SourceBusy(SourceError):
 
 
 class SourceUnreachable(SourceError):
-    """No connection to a source: its name has no address, or nothing answers there."""
+    """No connection to a source: its name has no address, or no server listens there."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, can_retry=True)
 
 
 class AddressRefused(SourceError):
-    """An address must not be dialled."""
+    """The product must not connect to this address."""
 
     status = 400
     code = "address_refused"
@@ -118,18 +118,18 @@ class SourceBody:
 
     pieces: AsyncIterator[bytes]
     offset: int
-    """The file's byte with which it begins: 0 if the source ignores ranges."""
+    """Position in the file of the body's first byte; 0 if the source ignores ranges."""
     total: int
-    """Bytes of the whole file, 0 if unknown."""
+    """Bytes of the complete file; 0 if unknown."""
     validator: str
-    """A text that is equal for equal content: a strong ETag, else the time of the last change, else ""."""
+    """Text that identifies the content: a strong ETag, else the modification time, else ""."""
     has_ranges: bool = False
-    """True if the source sent the range that was requested; it then sends any other one too."""
+    """True if the source has sent the requested range; it then supports other ranges too."""
 
 
 @dataclass(frozen=True)
 class _Host:
-    """A host, on one port or on any (None)."""
+    """A host on one port, or on every port (None)."""
 
     name: str
     port: int | None
@@ -144,7 +144,7 @@ class _Host:
 
 
 class Outbound:
-    """Sends requests to sources; thread-safe, and usable from several event loops.
+    """Client for HTTP requests to sources. Thread-safe, and usable from several event loops.
 
     `allowed_hosts` are `host` or `host:port`. `credentials` maps a URL to the value of the header
     `Authorization` for its origin. `verify` replaces the usual certificate authorities.
@@ -165,9 +165,9 @@ class Outbound:
     async def open(
         self, url: str, headers: Mapping[str, str] | None = None, method: str = "GET"
     ) -> AsyncIterator[httpx.Response]:
-        """Yield the response after redirects: a status below 300, 304 or 416, and a body that is not encoded.
+        """Yield the response after redirects: status below 300, 304 or 416, and a body without encoding.
 
-        Raise SourceError, also when the connection is lost while the caller reads the body.
+        Raise SourceError, also if the connection breaks while the caller reads the body.
         """
         target = parse_url(url)
         try:
@@ -181,7 +181,7 @@ class Outbound:
             raise SourceError(f"{_site(target)}: {_reason(error)}", can_retry=True) from error
 
     async def read(self, url: str, limit: int, headers: Mapping[str, str] | None = None) -> bytes:
-        """Return a document of at most `limit` bytes. Raise SourceError."""
+        """Return a document of at most `limit` bytes. Raise SourceError, also for a longer document."""
         async with self.open(url, headers) as response, asyncio.timeout(BODY_LIMIT):
             if response.status_code not in (200, 206):
                 raise SourceError(f"{_site(response.url)}: HTTP status {response.status_code}")
@@ -198,22 +198,25 @@ class Outbound:
         length: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[SourceBody]:
-        """Yield the file from byte `offset` on, `length` bytes or all; see `body_of`. Raise SourceError."""
+        """Yield `length` bytes of the file from `offset`, or the rest; see `body_of`. Raise SourceError."""
         end = "" if length is None else str(offset + length - 1)
         ranges = {"Range": f"bytes={offset}-{end}"} if offset or length is not None else {}
         async with self.open(url, {**(headers or {}), **ranges}) as response:
             yield body_of(response, offset)
 
     def is_allowed(self, host: str, port: int) -> bool:
-        """Return True if the operator has configured this host: it may have any address."""
+        """Return True if the operator has configured this host, which may have a private address."""
         return not self._allowed.isdisjoint((_Host(host, None), _Host(host, port)))
 
     def credential_of(self, url: httpx.URL | str) -> str:
-        """Return the credential for the origin of this URL, "" if there is none."""
+        """Return the credential for the origin of this URL; "" if there is none."""
         return self._credentials.get(_origin(httpx.URL(url)), "")
 
     def client(self) -> httpx.AsyncClient:
-        """Return a client that dials checked addresses only; the caller checks redirects and credentials."""
+        """Return a client that connects to checked addresses only.
+
+        The caller checks redirects and adds credentials.
+        """
         # One for each call: clients belong to an event loop, and a large file needs few connections.
         return httpx.AsyncClient(
             transport=_CheckedTransport(self, self._verify or _usual_authorities()),
@@ -252,10 +255,10 @@ class Outbound:
 
 
 def body_of(response: httpx.Response, offset: int) -> SourceBody:
-    """Return the body of a response to a request for the bytes from `offset` on.
+    """Return the body of the response to a request for the bytes from `offset`.
 
-    A source may ignore the range: the body then begins at byte 0. Raise SourceError for another range, and
-    for a file that ends before `offset`.
+    If the source ignores the range, the body begins at byte 0. Raise SourceError for another range, or if the
+    file ends before `offset`.
     """
     etag = response.headers.get("etag", "")
     is_strong = etag.startswith('"') and len(etag) <= LONGEST_WORDS
@@ -276,9 +279,10 @@ def body_of(response: httpx.Response, offset: int) -> SourceBody:
 
 
 async def paced(body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMIT) -> AsyncIterator[bytes]:
-    """Yield the body in pieces of `size` bytes, the last one shorter.
+    """Yield the body in pieces of `size` bytes; the last piece may be shorter.
 
-    Raise TimeoutError when nothing arrives, or too little; what arrived before an error is yielded first.
+    Raise TimeoutError after `stall` seconds without data, or if the data arrives too slowly. Received bytes
+    are yielded before the error is raised.
     """
     buffer, patience = bytearray(), stall
     error: Exception | None = None
@@ -302,7 +306,7 @@ async def paced(body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMI
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """Connections to checked addresses. The pool knows them by the name, so TLS verifies the name."""
+    """A transport that connects to checked addresses. TLS verifies the name, not the address."""
 
     def __init__(self, outbound: Outbound, verify: ssl.SSLContext) -> None:
         super().__init__(verify=verify, trust_env=False)
@@ -313,7 +317,7 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
 
 
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Resolves a name once and connects to one of the addresses that were checked."""
+    """A network backend that resolves a name once and connects only to the addresses it has checked."""
 
     def __init__(self, outbound: Outbound) -> None:
         self._outbound, self._network = outbound, httpcore.AnyIOBackend()
@@ -326,7 +330,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the addresses in turn. Raise AddressRefused or an error of httpcore."""
+        """Connect to the first address that accepts. Raise AddressRefused or an error of httpcore."""
         numbers = await self._checked_addresses(host, port)
         connect = partial(
             self._network.connect_tcp,
@@ -342,7 +346,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         return await connect(numbers[-1], timeout=timeout)
 
     async def sleep(self, seconds: float) -> None:
-        """Pause between two attempts."""
+        """Sleep between two attempts."""
         await asyncio.sleep(seconds)
 
     async def _checked_addresses(self, host: str, port: int) -> list[str]:
@@ -381,7 +385,7 @@ async def _nothing() -> AsyncIterator[bytes]:
 
 
 def host_of(address: str) -> str:
-    """Return `host:port` of the address of a mirror or gallery, "" if it has none."""
+    """Return `host:port` of a mirror's or gallery's URL; "" for any other text."""
     try:
         url = httpx.URL(address)
     except (httpx.InvalidURL, ValueError):
@@ -393,7 +397,7 @@ def host_of(address: str) -> str:
 
 
 def parse_url(text: str) -> httpx.URL:
-    """Return the URL of a file; raise InvalidInput or AddressRefused for one that is never read."""
+    """Return the URL of a file. Raise InvalidInput for no URL, AddressRefused for a forbidden one."""
     try:
         url = httpx.URL(text if len(text) <= LONGEST_URL else "")
     except (httpx.InvalidURL, ValueError):
@@ -426,7 +430,7 @@ def _origin(url: httpx.URL) -> tuple[str, str, int]:
 async def _problem_of(
     response: httpx.Response, authorization: str, *, was_redirected: bool
 ) -> SourceError | None:
-    """Return the error for a response that is no file; it quotes the source."""
+    """Return the error for an unsuccessful response, with the source's own text; None for a success."""
     status, site = response.status_code, _site(response.url)
     if status < 300 or status in (304, 416):
         if response.headers.get("content-encoding", "identity") == "identity":
@@ -447,7 +451,7 @@ async def _problem_of(
 
 
 async def _words_of(response: httpx.Response, authorization: str) -> str:
-    """Return a source's reason for its refusal, on one line and without our credential."""
+    """Return the source's error message from the response, on one line, without our credential."""
     words: Any = response.headers.get("x-error-message", "")
     try:
         async with asyncio.timeout(NEXT_ADDRESS_AFTER):
@@ -465,7 +469,7 @@ async def _words_of(response: httpx.Response, authorization: str) -> str:
 
 
 async def _read_at_most(response: httpx.Response, limit: int) -> bytes:
-    """Return the body, or a beginning of it that is longer than `limit`."""
+    """Return the body; of a longer one, return its first `limit` + 1 bytes."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
@@ -480,7 +484,7 @@ def _retry_after(response: httpx.Response) -> float:
 
 
 def _site(url: httpx.URL) -> str:
-    """Return host and path of a URL for a message."""
+    """Return the host and path of a URL, for a message."""
     host = url.raw_host.decode("ascii", "replace")
     return names.plain(f"{host}{url.path}"[:200])
 

@@ -1,7 +1,8 @@
-"""Schedules declared in code, stored as ordinary django-q2 rows: visible, editable and pausable in the admin.
+"""Schedules that code declares, stored as rows of django-q2.
 
-`ensure` creates missing rows and repairs their functions; an operator's own timing or pause stays. The
-controller calls `tick` every second, because django-q2's own loop polls only every 30 s.
+The admin shows the rows, and an operator can edit or pause them. `ensure` creates missing rows and corrects
+their functions; it keeps an operator's own timing or pause. The controller calls `tick` every second, because
+django-q2's own loop polls only every 30 s.
 """
 
 from collections.abc import Iterable
@@ -17,14 +18,14 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.locks import Lock, try_lock
 
 SILENT_AFTER = 30.0
-"""Seconds that a task may wait before the processes that run tasks count as dead."""
+"""Seconds after which a waiting task means that no process runs tasks."""
 BACKLOG = 20
-"""Waiting tasks at which the ticker enqueues no more."""
+"""Number of waiting tasks at which the ticker stops adding tasks."""
 
 
 @dataclass(frozen=True)
 class Recurring:
-    """A recurring task; `cron` has six fields, the last one seconds."""
+    """A recurring task. `cron` has six fields; the last one is the second."""
 
     name: str
     function: str
@@ -32,7 +33,7 @@ class Recurring:
 
 
 def ensure(recurring: Iterable[Recurring]) -> None:
-    """Create the rows of all declared schedules; safe from several processes at once."""
+    """Create the missing rows of the declared schedules. Several processes may call it concurrently."""
     with try_lock(Lock.SCHEDULES) as mine:
         if not mine:
             return
@@ -50,9 +51,9 @@ def ensure(recurring: Iterable[Recurring]) -> None:
 
 
 def tick() -> None:
-    """Enqueue every schedule that is due; several tickers never fire one twice (row locks).
+    """Enqueue every schedule that is due. Row locks prevent that several tickers enqueue the same run.
 
-    While no process takes tasks off the queue it adds none: a backlog of the same pass is useless.
+    While no process takes tasks off the queue, add at most `BACKLOG`: many runs of one task are useless.
     """
     due = Schedule.objects.exclude(repeats=0).filter(next_run__lt=clock.now())
     if due.exists() and OrmQ.objects.count() < BACKLOG:
@@ -60,7 +61,7 @@ def tick() -> None:
 
 
 def waiting_since(*, now: datetime) -> datetime | None:
-    """Return the time since which the oldest unclaimed task waits; None if there is none. One query."""
+    """Return the time since which the oldest unclaimed task waits; None without one. One query."""
     # A claimed task has a `lock` in the future, after which another process may claim it.
     oldest: datetime | None = OrmQ.objects.filter(lock__lte=now).aggregate(oldest=Min("lock"))["oldest"]
     return oldest

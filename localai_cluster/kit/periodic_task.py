@@ -1,7 +1,7 @@
-"""Loops of a process: work that recurs, or follows a wake-up, until the process ends.
+"""Periodic tasks and work pools of a process: work that recurs or follows a wake-up.
 
-Rows hold the work; a wake-up only makes a loop read them earlier. So a lost wake-up costs at most one
-interval, and a loop that dies with its process loses nothing.
+The work is in rows; a wake-up only makes a task read the rows earlier. A lost wake-up therefore costs at most
+one interval, and nothing is lost when a process dies.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 
 class PeriodicTask:
-    """Runs `step` after each wake-up and at least every `interval` seconds; None: only after a wake-up.
+    """Runs `step` after each wake-up, and every `interval` seconds unless `interval` is None.
 
-    A step may return the seconds until the next one. A wake-up during a step causes another step; all within
-    `gather` seconds cause one. A step that raises one of `retry_on` is retried with back-off. Any other error
-    ends the task, so that the process is restarted.
+    A step may return the seconds until the next step. A wake-up during a step causes another step. Wake-ups
+    within `gather` seconds cause one step together. A step that raises one of `retry_on` is retried with
+    back-off. Any other error ends the task, and then the process, which is restarted.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PeriodicTask:
         self._woken.set()
 
     def stop(self) -> None:
-        """Run no more steps; `run` returns after the running one."""
+        """Start no further step; `run` returns after the current step."""
         self._stopping = True
         self._woken.set()
 
@@ -85,7 +85,10 @@ T = TypeVar("T")
 
 
 class WorkPool(ABC, Generic[T]):
-    """Runs due items, each in a task, at most `parallel` at a time. Processes share the items by claims."""
+    """Runs due items as asyncio tasks, at most `parallel` at a time.
+
+    Several processes may share the items, because each item is claimed.
+    """
 
     def __init__(
         self,
@@ -110,10 +113,10 @@ class WorkPool(ABC, Generic[T]):
 
     @abstractmethod
     async def run_item(self, item: T) -> None:
-        """Run one item. Raise nothing: an item that failed is due again when its claim expires."""
+        """Run one item without raising an error. A failed item is due again when its claim expires."""
 
     def wake(self) -> None:
-        """Look for due items soon."""
+        """Check for due items soon."""
         self._loop.wake()
 
     async def run(self) -> None:

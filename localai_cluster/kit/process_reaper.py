@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from time import sleep
 
 POLL_SECONDS = 0.02
-"""Seconds between two polls of a wait for processes to end. Waits count polls; they read no clock."""
+"""Seconds between two polls while waiting for processes to end. Limits are counted in polls."""
 
 ORPHAN_SECONDS = 1.0
-"""Seconds that the remaining members of a group get after its leader has ended."""
+"""Seconds for the other members of a group to end after the leader has ended."""
 
 SCRIPT = os.path.realpath(__file__)
 
 MARK_VARIABLE = "LOCALAI_CLUSTER_GUARD"
-"""Environment variable that names the owner's reaper in everything the owner starts."""
+"""Environment variable with the owner's mark, in all processes that the owner starts."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class Stat:
 
     @property
     def running(self) -> bool:
-        """Return False for a zombie: a process that has ended and is not reaped yet."""
+        """True unless the process is a zombie, which has ended and was not reaped yet."""
         return self.state not in "ZX"
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group to end: its leader, the polite signal and the seconds to wait after that signal."""
+    """A process group to end: its leader, the polite signal, and the seconds to wait after the signal."""
 
     pgid: int
     start: int
     polite: int = signal.SIGTERM
     seconds: float = 10.0
     whole: bool = True
-    """True if the polite signal goes to the whole group, False if to its leader only."""
+    """True if the polite signal goes to the whole group, False if it goes to the leader only."""
     rank: int = 0
 
 
@@ -80,13 +80,13 @@ def processes() -> Iterator[Stat]:
 
 
 def same(process: Stat) -> bool:
-    """Return True if this process still runs; a later process with the same id does not count."""
+    """Return True if this process still runs; another process with the same id does not count."""
     now = stat(process.pid)
     return now is not None and now.running and now.start == process.start
 
 
 def marked_processes(mark: str) -> Iterator[Stat]:
-    """Yield each running process whose environment carries `mark`, or `mark/<name>`.
+    """Yield each running process whose environment has `mark` or `mark/<name>`.
 
     Processes whose environment we may not read are omitted; our own children are always readable.
     """
@@ -98,9 +98,9 @@ def marked_processes(mark: str) -> Iterator[Stat]:
 
 
 def group_with_descendants(group: Group) -> set[Stat]:
-    """Return the members of `group` and all their descendants, including those in other sessions.
+    """Return the members of `group` and all their descendants, in other sessions too.
 
-    Another reaper among them is omitted: it has to clean up when its own owner ends.
+    A reaper among the descendants is omitted, because it must clean up when its own owner ends.
     """
     leader = stat(group.pgid)
     if leader and leader.start != group.start:
@@ -130,7 +130,10 @@ def reaper_of(mark: str) -> int | None:
 
 
 def ask(group: Group, number: int) -> None:
-    """Send signal `number` to the leader, or to the whole group if `group.whole` or if the leader is dead."""
+    """Send the signal `number` to the leader.
+
+    If `group.whole` is set or the leader is dead, the whole group gets the signal.
+    """
     leader = stat(group.pgid)
     with suppress(ProcessLookupError, PermissionError):
         if leader and leader.running and not group.whole:
@@ -140,7 +143,7 @@ def ask(group: Group, number: int) -> None:
 
 
 def kill(victims: set[Stat], number: int = signal.SIGKILL) -> None:
-    """Send a signal to exactly these processes."""
+    """Send a signal to each of these processes, and to no process that has reused an id."""
     for victim in victims:
         if same(victim):
             with suppress(ProcessLookupError, PermissionError):
@@ -150,8 +153,8 @@ def kill(victims: set[Stat], number: int = signal.SIGKILL) -> None:
 def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
     """End `group` and its descendants: the polite signal, a bounded wait, SIGKILL.
 
-    Return True if the polite signal was enough. Block for at most `group.seconds` and a moment; `hurry` is
-    called at each poll and cuts the wait short when it returns True.
+    Return True if SIGKILL was not necessary. Block for little more than `group.seconds`. `hurry` is called at
+    each poll; if it returns True, the wait ends.
     """
     members = group_with_descendants(group)
     if not members:
@@ -180,7 +183,7 @@ def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
 
 
 def sweep(mark: str) -> int:
-    """Send SIGKILL to every process that still carries `mark`; return their number."""
+    """Send SIGKILL to every process that still has `mark`; return the number of processes."""
     killed = 0
     for _ in range(50):
         remaining = set(marked_processes(mark))
@@ -193,7 +196,7 @@ def sweep(mark: str) -> int:
 
 
 def parse(line: str, groups: dict[int, Group]) -> None:
-    """Add or remove the process group that one line from the owner names, in `groups`."""
+    """Apply a line from the owner to `groups`: add or remove one process group."""
     words = line[1:].split()
     if line.startswith("-"):
         groups.pop(int(words[0]), None)
@@ -209,7 +212,7 @@ def line_for(group: Group) -> str:
 
 
 def main() -> None:
-    """Read the owner's lines until the owner has ended, then end its remaining processes."""
+    """Read the owner's lines until the owner has ended, then end the owner's remaining processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     groups: dict[int, Group] = {}

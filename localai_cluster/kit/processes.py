@@ -60,14 +60,14 @@ FIRST_DELAY, LONGEST_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Unique identity of a process: its id and its start in clock ticks since boot, as ids are reused."""
+    """Unique identity of a process: its id and start time (clock ticks since boot), as ids are reused."""
 
     pid: int
     start: int
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity | None":
-        """Return the identity of a running process; None if it has ended or is a zombie."""
+        """Return the identity of a running process; None if the process has ended or is a zombie."""
         process = stat(pid)
         return cls(pid, process.start) if process and process.running else None
 
@@ -86,9 +86,10 @@ def spawn(
     stdout: Stream = None,
     stderr: Stream = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start `argv` as the leader of a new session and group; raise OSError if it cannot be started.
+    """Start `argv` as the leader of a new session and group. Raise OSError if the start fails.
 
-    `env` is the complete environment of the child (None: ours); with a reaper, add `ProcessReaper.env`.
+    `env` is the complete environment of the child; None means our own. With a reaper, add
+    `ProcessReaper.env`.
     """
     return subprocess.Popen(
         [os.fspath(part) for part in argv],
@@ -106,8 +107,8 @@ def group_of(
 ) -> Group:
     """Return the group that our child `pid` leads, with the polite signal and the seconds to wait after it.
 
-    `whole` sends the polite signal to the group, otherwise to its leader only. A child that has already ended
-    and was reaped yields a group without members, which is harmless.
+    With `whole` the group gets the polite signal, otherwise only its leader. For a child that was already
+    reaped, the group has no members, which is harmless.
     """
     leader = stat(pid)
     return Group(pid, leader.start if leader else -1, polite, seconds, whole, rank)
@@ -116,7 +117,7 @@ def group_of(
 def end_child(
     child: "subprocess.Popen[bytes]", group: Group, hurry: Callable[[], bool] = lambda: False
 ) -> bool:
-    """End a child of this process and reap it; return True if the polite signal was enough. Blocks."""
+    """End a child of this process and reap it; return True if SIGKILL was not necessary. Blocks."""
     politely = end(group, hurry)
     child.wait()
     return politely
@@ -125,9 +126,10 @@ def end_child(
 class ProcessReaper:
     """The owner's handle of a process reaper. Thread-safe.
 
-    Put `env` into the environment of every child, `add` it right after its start, `discard` it after its end.
-    A child started but not yet added when the owner dies is found by the mark in its environment. A reaper
-    that ends before us is replaced; `replaced` is called with the return code of each that ended.
+    Put `env` into the environment of every child, call `add` directly after the child's start, and `discard`
+    after its end. If the owner dies between start and `add`, the reaper finds the child by the mark in its
+    environment. If a reaper ends before the owner, another one replaces it; `replaced` gets the return code
+    of each ended reaper.
     """
 
     def __init__(self, mark: str | None = None, *, replaced: Callable[[int], None] = lambda _: None) -> None:
@@ -141,12 +143,12 @@ class ProcessReaper:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that mark a process as a child of this owner."""
+        """Environment variable that marks a process as a child of this owner."""
         return {MARK_VARIABLE: self.mark}
 
     @property
     def pid(self) -> int:
-        """Process id of the current reaper; it changes when a reaper is replaced."""
+        """Process id of the current reaper; it changes if the reaper is replaced."""
         with self._lock:
             return self._process.pid
 
@@ -159,7 +161,10 @@ class ProcessReaper:
         whole: bool = True,
         rank: int | None = None,
     ) -> Group:
-        """Register the group that `pid` leads; see `group_of`. Without a rank the newest is ended first."""
+        """Register the group that `pid` leads; see `group_of`.
+
+        Without a `rank`, the reaper ends the newest group first.
+        """
         with self._lock:
             number = len(self._groups) if rank is None else rank
             group = group_of(pid, polite=polite, seconds=seconds, whole=whole, rank=number)
@@ -168,13 +173,13 @@ class ProcessReaper:
             return group
 
     def discard(self, pid: int) -> None:
-        """Forget a group that has ended."""
+        """Remove a group that has ended."""
         with self._lock:
             if self._groups.pop(pid, None):
                 self._send(f"-{pid}\n")
 
     def close(self) -> None:
-        """Close the pipe to the reaper, and wait until it has ended all registered groups and itself."""
+        """Close the pipe to the reaper; wait until the reaper has ended all groups and itself."""
         with self._lock:
             self._closed.set()
             process = self._process
@@ -241,7 +246,7 @@ class ProcessReaper:
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 1`, or the signal by name."""
+    """Return `exit code 1`, or the name of the signal that ended the process."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -22,7 +22,7 @@ from localai_cluster.kit.env import Duration, Folder, FreePort, Mirror, Pem, Pro
 from localai_cluster.kit.tls import TlsFiles, WrongFile
 
 MOST_PRESSURE = 100
-"""Highest prefix pressure that a web process reports for a model, and so the highest valid threshold."""
+"""Maximum prefix pressure that a web process reports for a model, and the maximum threshold."""
 MOST_WEB_PROCESSES = 64
 MOST_LINES = 10_000
 LEAST_BYTES, MOST_BYTES = 64 * 1024, 2 * 1024 * 1024

@@ -1,9 +1,9 @@
-"""django-q2's task cluster in one process: its worker on the main thread, its pusher and monitor as threads.
+"""django-q2's task cluster in one process: its worker on the main thread, pusher and monitor as threads.
 
-The library runs each of them in a process of its own and a sentinel over them, 20 MB each, because a worker
-may hang or die. Here a hung task is cut by the library's time limit, SIGALRM, which only the main thread
-receives. A task that does not react to it ends the process, as a crash does, and the supervisor (`make run`,
-systemd) starts it again. Interrupted tasks are handed out again.
+The library runs a process for each of the three, because a worker may hang or die, and a sentinel that
+watches the others; each takes 20 MB. Here the library's time limit interrupts a hung task by SIGALRM, which
+only the main thread receives. A task that ignores SIGALRM ends the process, as a crash does, and the
+supervisor (`make run`, systemd) restarts the process. Interrupted tasks are run again.
 """
 
 # django-q2 carries no types.
@@ -23,14 +23,15 @@ from django_q.worker import worker
 log = logging.getLogger(__name__)
 
 _STOP = "STOP"
-"""The item of a queue after which django-q2's worker and monitor return."""
+"""Item of a queue at which django-q2's worker and monitor return."""
 
 
 class _Timer:
-    """The time that the running task has left, as django-q2's worker sets it.
+    """The seconds that remain for the running task; django-q2's worker sets them.
 
-    It ends the process, with the tracebacks of all threads, when that time is up: the worker adds three
-    seconds to its limit. The C library's thread does it, so a task that holds the interpreter is ended too.
+    At zero the process ends and prints the tracebacks of all threads; the worker sets three seconds more than
+    its own limit. A thread of the C library ends the process, so a task that holds the interpreter is ended
+    too.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class _Timer:
 
 
 class TaskRunner:
-    """Takes tasks off django-q2's queue and runs them one after another until `stop`."""
+    """Takes tasks off django-q2's queue and runs them, one at a time, until `stop`."""
 
     def __init__(self) -> None:
         self._is_stopping = self._has_ended = False
@@ -62,11 +63,14 @@ class TaskRunner:
         self._results: Any = Queue()
 
     def stop(self) -> None:
-        """Take no more tasks; the running one may end. Safe in a signal handler and from any thread."""
+        """Take no more tasks; let the running task end. Safe in a signal handler and from any thread."""
         self._is_stopping = True
 
     def is_set(self) -> bool:
-        """Return True after `stop`: to the pusher this is an event. One of `threading` has a lock."""
+        """Return True after `stop`. The pusher uses this object as an event.
+
+        `threading.Event` has a lock, so a signal handler could not set it safely.
+        """
         return self._is_stopping
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
-"""TLS from files: contexts of our client connections, and a check of our servers' files.
+"""TLS contexts for client connections, and checks of the servers' certificate files.
 
-All files are loaded once, at the start, so that a wrong file is a wrong setting and not a connection that
-fails an hour later. Our contexts always verify the peer and its name.
+All files are loaded at the start, so a wrong file is reported as a wrong setting and does not break a
+connection later. Our contexts always verify the peer and its name.
 """
 
 import ssl
@@ -15,7 +15,7 @@ _MISMATCH = "KEY_VALUES_MISMATCH"
 
 
 class WrongFile(ValueError):
-    """A file cannot be used; `part` is `CA`, `CERT` or `KEY`."""
+    """A TLS file cannot be used; `part` is `CA`, `CERT` or `KEY`."""
 
     def __init__(self, part: str, message: str) -> None:
         super().__init__(message)
@@ -24,7 +24,10 @@ class WrongFile(ValueError):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files; "" for none. `ca` verifies the peer (default: the system's), the others authenticate us."""
+    """Names of PEM files; "" for none. `ca` verifies the peer, `certificate` and `key` authenticate us.
+
+    Without `ca`, the system's CAs verify the peer.
+    """
 
     ca: str = ""
     certificate: str = ""
@@ -45,7 +48,7 @@ class TlsFiles:
         return context
 
     def server(self, now: datetime) -> None:
-        """Check the files of a server; raise WrongFile if one cannot be used."""
+        """Check the files for a server. Raise WrongFile if a file is missing or cannot be used."""
         self._check(now)
         if not self.certificate:
             raise WrongFile("CERT", "is not set, although the key is")
@@ -93,9 +96,9 @@ def _check_certificate(name: str, now: datetime) -> None:
 
 
 def trust_besides(ca: str) -> ssl.SSLContext | None:
-    """Return a context that trusts the system's CAs and those of the PEM file `ca`; None without a file.
+    """Return a context that trusts the system's CAs and the CAs in the PEM file; None for no file.
 
-    Raise ValueError.
+    Raise ValueError if the file cannot be used.
     """
     if not ca:
         return None

@@ -34,21 +34,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEVELS = 64
-"""Deepest accepted nesting of lists and objects (`docs/configuration.md`)."""
+"""Maximum nesting depth of lists and objects (`docs/configuration.md`)."""
 MAX_CONTAINERS = 100_000
-"""Most lists and objects in a text. Four megabytes of empty ones need two hundred when they are parsed."""
+"""Maximum number of lists and objects in a text.
+
+Four megabytes of empty lists take two hundred megabytes when they are parsed.
+"""
 TOO_DEEP = f"nested more than {LEVELS} levels deep"
 TOO_MANY = f"made of more than {MAX_CONTAINERS} lists and objects"
 
 _JSON_MARKS = b'"[]{}'
 _OTHER_BYTES = bytes(byte for byte in range(256) if byte not in _JSON_MARKS)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""Steps of the nesting depth, as signed bytes: one level down, or one up."""
+"""Change of the nesting depth for each bracket, as signed bytes: 1 or -1."""
 _PIECE_BYTES = 64 * 1024
 
 
 def json_problem(text: bytes) -> str:
-    """Return the reason why `text` must not be parsed as JSON: `TOO_DEEP`, `TOO_MANY`, or "" if it may be."""
+    """Return the reason why `text` must not be parsed as JSON, or "".
+
+    The reason is `TOO_DEEP` or `TOO_MANY`.
+    """
     if text.count(b"[") + text.count(b"{") <= LEVELS:
         return ""
     level = count = 0
@@ -76,13 +82,13 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
 
 
 LONGEST_REASON = 400
-"""Longest message in characters: it quotes the text, which may be megabytes."""
+"""Maximum characters of a message: it quotes the text, which may be megabytes long."""
 
 
 class InvalidYAML(ValueError):
-    """The text is not valid YAML; the message is one line that can be encoded.
+    """The text is not valid YAML. The message is one line that can be encoded.
 
-    Line and column count from 1; 0 if they are not known.
+    `line` and `column` count from 1; they are 0 if unknown.
     """
 
     def __init__(self, message: str, line: int = 0, column: int = 0) -> None:
@@ -91,10 +97,10 @@ class InvalidYAML(ValueError):
 
 
 class LocatedErrors:
-    """Mixin for loaders: an error of a value is a YAMLError that names its line."""
+    """Mixin for loaders: an error in a value becomes a YAMLError with the value's line."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct one node; YAMLError for a value that Python cannot hold."""
+        """Construct one node. Raise YAMLError for a value that Python cannot represent."""
         try:
             return super().construct_object(node, deep)  # type: ignore[misc]
         except (yaml.YAMLError, RecursionError):
@@ -105,17 +111,17 @@ class LocatedErrors:
 
 
 def load_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
+    """Return the value of the YAML text, constructed by `loader`. Raise InvalidYAML for any error."""
     return _read_yaml(yaml.load, text, loader)
 
 
 def compose_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the document's nodes with line and column; None if it is empty. Raises InvalidYAML."""
+    """Return the nodes of the document, with line and column; None if it is empty. Raise InvalidYAML."""
     return _read_yaml(yaml.compose, text, loader)
 
 
 def compose_and_load_yaml(text: str | bytes, loader: Any) -> tuple[Any, Any]:
-    """Return the document's nodes and its value, reading the text once. Raises InvalidYAML."""
+    """Return the document's nodes and its value; read the text once. Raise InvalidYAML."""
 
     def read(text: str | bytes, *, Loader: Any) -> tuple[Any, Any]:
         reader = Loader(text)
@@ -144,7 +150,7 @@ def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return the error's text, or its type, on one line, cut, without characters that cannot be encoded."""
+    """Return the error's text, or its type, on one line, shortened and encodable."""
 
     text = str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
@@ -157,7 +163,7 @@ def yaml_reason(error: Exception) -> str:
 
 
 def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open the file for reading. Raises OSError, also if it is not a regular file."""
+    """Open a regular file for reading. Raise OSError, also for any other kind of file."""
     _check(os.stat(path, follow_symlinks=follow_links))
     # Another file may have replaced it since; O_NONBLOCK opens a FIFO without waiting for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -171,9 +177,9 @@ def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read at most `limit` + 1 bytes of the file, so that the caller can detect a longer one.
+    """Read at most `limit` + 1 bytes of a regular file, so that the caller detects a longer file.
 
-    Raises OSError, also if it is not a regular file.
+    Raise OSError, also for any other kind of file.
     """
     with open_file(path) as file:
         return file.read(limit + 1)
@@ -185,7 +191,7 @@ def _check(status: os.stat_result) -> None:
 
 
 def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-    """Call the function in a thread of its own, which does not keep the process alive; return its future.
+    """Call the function in a new thread, which does not keep the process alive; return a future.
 
     The call cannot be cancelled, so several callers may wait for it, each by `asyncio.wrap_future`.
     """
@@ -203,7 +209,7 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 
 async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
-    """Wait for the end of the call; return False if it has not ended within `timeout` seconds."""
+    """Wait until the call has ended; return False if it has not ended within `timeout` seconds."""
     waiter = asyncio.wrap_future(call)
     try:
         await asyncio.wait([waiter], timeout=timeout)
@@ -213,15 +219,15 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
 
 
 MOST_NODES = 100_000
-"""Values of one text, each copy that a merge (`<<`) makes of one included."""
+"""Maximum number of values in one text, counting each copy that a merge (`<<`) makes."""
 _FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
 class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
-    """Safe YAML of bounded depth and size.
+    """Loader of safe YAML with bounded depth and size.
 
-    libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
-    deeply nested text overflows.
+    libyaml splits the text into events and Python composes the nodes: libyaml's own composer recurses on the
+    C stack, which a deeply nested text would overflow.
     """
 
     def __init__(self, stream: str | bytes) -> None:
@@ -230,7 +236,7 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
         self._level, self._left = 0, MOST_NODES
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node. Raise YAMLError below the deepest accepted level."""
+        """Compose one node. Raise YAMLError if it is nested too deeply or there are too many."""
         self._level += 1
         self._count(1)
         if self._level > LEVELS:
@@ -240,7 +246,7 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
         return node
 
     def flatten_mapping(self, node: Any) -> None:
-        """Apply merges; YAMLError if they copy too many values."""
+        """Apply the merges of a mapping. Raise YAMLError if they copy too many values."""
         for merged in _merged(node):
             self.flatten_mapping(merged)
             self._count(2 * len(merged.value))
@@ -253,17 +259,17 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
 
 
 class PlainLoader(BoundedLoader):
-    """Bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
+    """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse an alias, compose everything else."""
+        """Compose one node. Raise YAMLError for an alias."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not accepted")
         return super().compose_node(parent, index)
 
 
 def _merged(node: Any) -> list[Any]:
-    """Return the mappings that are merged into this one."""
+    """Return the mappings that `<<` merges into this mapping."""
     named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
     parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]
     return [part for part in parts if getattr(part, "id", "") == "mapping"]
