@@ -51,11 +51,11 @@ from nodes.dialects import routes as inference
 from nodes.live import shapes as live
 
 _ONE_AT_A_TIME = threading.Lock()
-"""The library fills its tables while it generates the first document, and fails if two threads do so."""
+"""Lock for generating the document: the library fills its tables on first use, in one thread only."""
 
 
 class BearerScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """The admin key or a user's API key."""
+    """Security scheme of the admin key and users' API keys."""
 
     target_class = "localai_cluster.accounts.authentication.BearerAuthentication"
     name = "apiKey"
@@ -67,7 +67,7 @@ class BearerScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
 
 
 class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """A browser's session."""
+    """Security scheme of a browser's session cookie."""
 
     target_class = "localai_cluster.accounts.authentication.CookieAuthentication"
     name = "session"
@@ -78,9 +78,9 @@ class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
 
 
 class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The session cookie for the routes that work before the generated password is changed.
+    """Security scheme of the session cookie on the routes for sign-out and change of password.
 
-    They sign out and change the password.
+    These routes also accept a session whose generated password was not changed yet.
     """
 
     target_class = "localai_cluster.accounts.authentication.SignInAuthentication"
@@ -88,21 +88,21 @@ class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
 
 
 class PersonScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The session cookie of a person who signed in with a password, for their own keys."""
+    """Security scheme of the session of a person who signed in with a password; for their own keys."""
 
     target_class = "localai_cluster.accounts.api_keys.PersonAuthentication"
     name = "personSession"
 
 
 class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The session cookie, which stays valid for a few minutes while the database is away."""
+    """Security scheme of a session cookie that stays valid for minutes while the database is away."""
 
     target_class = "localai_cluster.accounts.authentication.RememberingAuthentication"
     name = "recentSession"
 
 
 class NodeScheme(BearerScheme):  # type: ignore[no-untyped-call]
-    """A worker's own secret."""
+    """Security scheme of a worker's own secret."""
 
     target_class = "nodes.api.worker_routes.NodeAuthentication"
     name = "nodeSecret"
@@ -110,7 +110,7 @@ class NodeScheme(BearerScheme):  # type: ignore[no-untyped-call]
 
 
 class RegistrationScheme(BearerScheme):  # type: ignore[no-untyped-call]
-    """The shared token."""
+    """Security scheme of the shared registration token."""
 
     target_class = "nodes.api.worker_routes.RegistrationAuthentication"
     name = "registrationToken"
@@ -118,7 +118,7 @@ class RegistrationScheme(BearerScheme):  # type: ignore[no-untyped-call]
 
 
 class JoinScheme(BearerScheme):  # type: ignore[no-untyped-call]
-    """A join token or the registration token."""
+    """Security scheme of a join token or the registration token."""
 
     target_class = "nodes.api.join.JoinAuthentication"
     name = "joinToken"
@@ -126,13 +126,13 @@ class JoinScheme(BearerScheme):  # type: ignore[no-untyped-call]
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
-    """Lets a serializer correct its schema: presence of fields, and limits that a view checks."""
+    """Extension that lets a serializer correct its schema: required fields, and limits of a view."""
 
     target_class = "localai_cluster.web.rest.Described"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
-        """Return the schema of the fields, corrected by the serializer."""
+        """Return the schema of the fields after the serializer has corrected it."""
         schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         described: Operation = self.target.described(schema)
         return described
@@ -260,18 +260,18 @@ _PARAMETERS = {
     "response_id": "The id of a response, such as `resp_…`.",
     "digest": "`sha256:` and the hash of a file.",
 }
-"""By name: the description of a parameter of the path."""
+"""Descriptions of path parameters, by parameter name."""
 _BYTES: Operation = {"type": "string", "format": "binary"}
 
 
 def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody) -> dict[str, Operation]:
-    """Return the error responses for these statuses, in the envelope of a dialect."""
+    """Return the error responses for these statuses; `body` is the schema of the dialect's envelope."""
     content = json_body(response_schema_of(body))
     return {str(status): {"description": _MEANINGS[status], "content": content} for status in statuses}
 
 
 def inference_operations() -> list[tuple[str, str, Operation]]:
-    """Return method, path and operation of every inference route."""
+    """Return the method, path and OpenAPI operation of every inference route."""
     return [
         (route.method, path, _operation(path, route))
         for path, main in inference.ROUTES.items()
@@ -310,7 +310,7 @@ def _operation(path: str, route: inference.Route) -> Operation:
 
 
 def _form(schema: Operation) -> Operation:
-    """Return the schema of a form with a file; clients append `[]` to the name of a repeated field."""
+    """Return the schema of a form with a file. Clients append `[]` to the name of a repeated field."""
     properties = dict(schema["properties"])
     properties[audio.REPEATABLE_FIELD + "[]"] = properties.pop(audio.REPEATABLE_FIELD)
     return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES, **properties}}
@@ -391,9 +391,9 @@ Endpoint = tuple[str, str, str, Any]
 
 
 def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
-    """Apply the descriptions that the views noted; a preprocessing hook of drf-spectacular.
+    """Apply the descriptions that views have registered; a preprocessing hook of drf-spectacular.
 
-    Also add the document itself, whose route imports this module only when it is requested.
+    Also add the route of the document itself, which imports this module only when it is requested.
     """
     extend: Any = utils  # untyped
     while DESCRIPTIONS:
@@ -424,7 +424,7 @@ def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public:
 
 
 def _add_wrong_keys(operation: Operation) -> None:
-    """Add the 429 of routes that take API keys, in the envelope of their 503."""
+    """Add the 429 of routes that accept API keys, in the envelope of the route's 503."""
     responses = operation["responses"]
     if {"apiKey": []} in operation.get("security", ()) and "401" in responses and "429" not in responses:
         media = responses["503"]["content"]["application/json"]
@@ -435,13 +435,13 @@ def _add_wrong_keys(operation: Operation) -> None:
 
 
 def _too_many(refusal: Operation) -> Operation:
-    """Convert the example of another error to one of the 429."""
+    """Return the example of another error, changed to the error 429."""
     error, message = refusal["error"], "too many failed API keys from this address; try again later"
     return {"error": {**error, "code": 429, "message": message} if isinstance(error, dict) else message}
 
 
 def _add_headers(responses: dict[str, Any]) -> None:
-    """Add the headers of errors: WWW-Authenticate to 401, Retry-After to 429 and 503."""
+    """Add the headers of error responses: WWW-Authenticate to 401, Retry-After to 429 and 503."""
     for status, headers in _HEADERS.items():
         if status in responses:
             responses[status]["headers"] = headers

@@ -1,4 +1,4 @@
-"""App configurations of the project package: its system checks, and the admin with our own site."""
+"""App configurations of the project package (system checks, TimestampLoader) and of the admin."""
 
 # Django carries no types for psycopg's loaders.
 # mypy: disallow-subclassing-any=false
@@ -17,13 +17,13 @@ from django.db.backends.postgresql.psycopg_any import BaseTzLoader, get_adapters
 class TimestampLoader(BaseTzLoader):
     """Loads `timestamptz` of connections in UTC in a tenth of the time of Django's loader.
 
-    Rows of nodes and targets have up to ten times: those were a third of the time in which they were read.
+    Rows of nodes and targets have up to ten times, and Django's loader took a third of the time to read them.
     """
 
     timezone = UTC
 
     def load(self, data: Any) -> datetime:
-        """Return the time; raise DataError if Python has no such time."""
+        """Return the time. Raise DataError if Python cannot represent it."""
         try:
             return datetime.fromisoformat(str(data, "ascii"))
         except ValueError:
@@ -32,7 +32,7 @@ class TimestampLoader(BaseTzLoader):
 
 
 class ProjectConfig(AppConfig):
-    """The project itself, so that its checks and management commands are found."""
+    """App of the project itself, so that Django finds its checks and management commands."""
 
     name = "localai_cluster"
 
@@ -42,12 +42,12 @@ class ProjectConfig(AppConfig):
 
 
 class AdminConfig(DjangoAdminConfig):
-    """Django's admin, entered through the product's own sign-in."""
+    """Django's admin with the product's own site and sign-in."""
 
     default_site = "localai_cluster.accounts.admin_site.Site"
 
     def ready(self) -> None:
-        """Import the admin's pages, except in a process that shows none: they are megabytes."""
+        """Import the admin's pages, except in processes that serve none: the pages take megabytes."""
         if settings.IS_BACKGROUND:
             SimpleAdminConfig.ready(self)
         else:

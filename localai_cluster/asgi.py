@@ -1,4 +1,4 @@
-"""The ASGI application that a web server loads: `edge.py`, after Django's setup."""
+"""The ASGI application that a web server loads: `edge.py`, imported after Django's setup."""
 
 import os
 from typing import TYPE_CHECKING

@@ -26,22 +26,22 @@ from localai_cluster.metrics import passes
 log = logging.getLogger(__name__)
 
 PAUSE = 1.0
-"""Seconds before the queue is polled again."""
+"""Seconds after a failed poll until the queue is polled again."""
 
 
 class PatientBroker(ORM):
-    """The ORM broker, with retries during an outage."""
+    """The ORM broker of django-q2, which retries during an outage of the database."""
 
     @staticmethod
     def get_connection(list_key: str | None = None) -> "QuerySet[OrmQ]":
-        """Return the queue's rows lazily: unlike the library's, it does not connect yet."""
+        """Return the queue's rows as a lazy queryset; the library's method connects at once."""
         database = str(Conf.ORM)
         if not connections[database].in_atomic_block:
             close_old_connections()
         return OrmQ.objects.using(database)
 
     def dequeue(self) -> list[tuple[int, str]] | None:
-        """Return the next task, claimed for `retry` seconds; None without one, or in an outage."""
+        """Claim and return the next task, for `retry` seconds; None if there is no task or an outage."""
         try:
             tasks: list[tuple[int, str]] | None = super().dequeue()
         except (OperationalError, InterfaceError) as error:
@@ -51,7 +51,7 @@ class PatientBroker(ORM):
         return tasks
 
     def delete(self, task_id: Any) -> None:
-        """Acknowledge a task. In an outage it stays queued and runs once more: tasks are idempotent."""
+        """Acknowledge a task. During an outage the task stays queued and runs again; tasks are idempotent."""
         try:
             super().delete(task_id)
         except (OperationalError, InterfaceError) as error:
@@ -59,7 +59,7 @@ class PatientBroker(ORM):
 
 
 def count_tasks() -> None:
-    """Count the tasks that end in this process as passes."""
+    """Count each task that ends in this process as a pass, in the metrics."""
     for module in ("nodes.reconcilers.tasks", "operations.reconcilers.tasks"):
         import_module(module)
     post_execute.connect(_count)

@@ -19,19 +19,22 @@ def _key(seed: str, role: Role) -> KeyPair:
 
 
 def account() -> KeyPair:
-    """Return the cluster's account on the bus; ValueError without a seed, which `manage.py check` reports."""
+    """Return the cluster account's key pair on the bus. Raise ValueError if no seed is set.
+
+    `manage.py check` reports a missing seed.
+    """
     return _key(conf.cluster().nats_account_seed, "account")
 
 
 def operator() -> KeyPair | None:
-    """Return the operator's key of the bus, if we have it and the system account's."""
+    """Return the key pair of the bus operator; None unless its seed and the system account's seed are set."""
     cluster = conf.cluster()
     has_keys = cluster.nats_operator_seed and cluster.nats_system_seed
     return _key(cluster.nats_operator_seed, "operator") if has_keys else None
 
 
 def service(name: str) -> Servers:
-    """Return the servers and credentials with which a server process connects."""
+    """Return the servers, with the credentials that a server process connects with."""
     cluster = conf.cluster()
     if cluster.nats_service_jwt:
         credentials = Credentials.of(cluster.nats_service_jwt, cluster.nats_service_seed)
@@ -41,13 +44,13 @@ def service(name: str) -> Servers:
 
 
 def system(name: str) -> Servers:
-    """Return the servers and credentials of the system account; needs an operator."""
+    """Return the servers, with credentials of the system account. The system account's seed must be set."""
     cluster = conf.cluster()
     credentials = mint_service(_key(cluster.nats_system_seed, "account"), name, now=clock.now().timestamp())
     return replace(parse_url(cluster.nats_url), credentials=credentials, tls=cluster.nats_tls)
 
 
 def worker_url(own_host: str) -> str:
-    """Return the URL of the bus for a worker that has reached this server as `own_host`."""
+    """Return the URL of the bus for a worker that has reached this server under the host `own_host`."""
     cluster = conf.cluster()
     return cluster.worker_nats_url or url_for_worker(cluster.nats_url, own_host)

@@ -1,4 +1,4 @@
-"""System checks of the settings: each wrong setting has an id and a hint (`manage.py check`)."""
+"""System checks of the settings (`manage.py check`). Each wrong setting has an id and a hint."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -131,7 +131,7 @@ def check_keyless(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """Report cluster.E005, W003: bus credentials that do not belong together, a switch without effect."""
+    """Report cluster.E005 and W003: inconsistent bus credentials, settings without effect."""
     cluster = conf.cluster()
     messages: list[CheckMessage] = []
     if not (cluster.require_auth and cluster.nats_require_auth):

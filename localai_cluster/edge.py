@@ -70,7 +70,7 @@ websocket_application: Any = CookieMiddleware(
 
 @dataclass(frozen=True)
 class RawRoute:
-    """One route; `path` is an OpenAPI template."""
+    """A route outside of Django; `path` is an OpenAPI template."""
 
     method: str
     path: str
@@ -137,9 +137,9 @@ _PATTERNS = [
 
 
 def find_route(path: str) -> Any | None:
-    """Return the raw application of a path (without a trailing slash), None if the path is Django's.
+    """Return the raw application for a path without a trailing slash; None if Django serves the path.
 
-    All of `/v1` is inference: what is unknown there is refused in the dialect of the client.
+    All of `/v1` is inference: an application refuses unknown paths there in the client's dialect.
     """
     app = _EXACT.get(path)
     if app is None:
@@ -148,7 +148,10 @@ def find_route(path: str) -> Any | None:
 
 
 class Edge:
-    """The outermost application. With `stopping` it refuses new requests on open connections."""
+    """The outermost ASGI application. While `stopping` is True, it refuses new requests.
+
+    An open connection can still send a request after the process has stopped accepting connections.
+    """
 
     def __init__(self, django: Any) -> None:
         self._django = Utf8Only(
@@ -200,11 +203,11 @@ _STOPPING = Unavailable("this web process is stopping", retry_after=1)
 
 _DEFAULT_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _DEFAULT_HEADERS_OF_FILES = ((b"x-content-type-options", b"nosniff"),)
-"""Default headers of static files, without `no-store`: a browser may cache and revalidate them."""
+"""Default headers of static files. A browser may cache and revalidate them."""
 
 
 class _Tagged:
-    """`send` that adds the request's id and the default headers; `status` is 0 before the response."""
+    """A `send` callable that adds the request's id and the default headers. `status` is 0 at first."""
 
     __slots__ = ("_added", "_id", "_send", "status")
 
@@ -215,7 +218,7 @@ class _Tagged:
         self.status = 0
 
     def add(self, headers: tuple[wire.Header, ...]) -> None:
-        """Add further default headers."""
+        """Add headers to the default headers."""
         self._added = (*self._added, *headers)
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
@@ -229,7 +232,7 @@ class _Tagged:
 
 
 def identify(scope: wire.Scope) -> None:
-    """Set the request's id in the context: the caller's own if it is harmless, otherwise a new one."""
+    """Set the request's id in the logging context: the caller's own id if it is safe, otherwise a new id."""
     offered = b""
     for name, value in scope["headers"]:
         if name in (_REQUEST_ID, _CORRELATION_ID):
@@ -238,7 +241,7 @@ def identify(scope: wire.Scope) -> None:
 
 
 def without_slash(scope: wire.Scope) -> wire.Scope:
-    """Return the request without one trailing slash, on paths where clients may send one (§0.1)."""
+    """Return the scope without one trailing slash, on paths where clients may send one (§0.1)."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
     # An escaped slash at the end is a part of the name.
@@ -248,7 +251,7 @@ def without_slash(scope: wire.Scope) -> wire.Scope:
 
 
 async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
-    """Handle the start and the end of the process, for servers that support lifespan; daphne does not."""
+    """Start and stop the gateway, for servers that support lifespan; daphne does not."""
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":
@@ -269,7 +272,7 @@ _CORS_KEPT_FOR = (b"access-control-max-age", b"600")
 
 
 def _allowed_origin(scope: wire.Scope) -> bytes:
-    """Return the origin of the request if its pages may use inference, "" otherwise."""
+    """Return the request's origin if its pages may use inference, b"" otherwise."""
     origins = conf.cluster().cors_origins
     if not origins:
         return b""
@@ -278,12 +281,15 @@ def _allowed_origin(scope: wire.Scope) -> bytes:
 
 
 def _cors_headers(origin: bytes) -> tuple[wire.Header, ...]:
-    """Return the headers of a response to a page of this allowed origin."""
+    """Return the CORS headers of a response to a page of this allowed origin."""
     return ((b"access-control-allow-origin", origin), (b"vary", b"Origin"), _CORS_EXPOSED)
 
 
 def _preflight(scope: wire.Scope, methods: str) -> wire.Answer | None:
-    """Return the answer to a preflight for a route with these methods, None for any other request."""
+    """Return the response to a CORS preflight; None for any other request.
+
+    `methods` are the methods of the route, separated by commas.
+    """
     headers = dict(scope["headers"])
     if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
         return None

@@ -28,19 +28,19 @@ INDEX_LIMIT = 16 * 1024 * 1024
 MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
 """Limits per index, per field and per text: YAML aliases can multiply data."""
 _MOST_BITS = 1024
-"""Longest number in bits that is accepted as a text, such as a version."""
+"""Maximum bits of a whole number that is converted to text, such as a version."""
 
 SMALL_VRAM = 4 * 2**30
 """Bytes of GPU memory up to which a machine gets the builds for machines without a GPU."""
 GITHUB_URL = "https://raw.githubusercontent.com"
-"""Default base of the files that `github:` addresses name."""
+"""Default base URL of the files that `github:` addresses name."""
 _GITHUB = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)
 _REF_LIMIT = 1024
-"""Maximum bytes of the name in a `.ref` file."""
+"""Maximum bytes of a `.ref` file, which holds the name of an index."""
 CLUSTER = "cluster:"
 """Prefix of a URL of the control plane's own gallery."""
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-"""Suffixes of an archive's name."""
+"""File name suffixes of archives."""
 _SERVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 ResolvePath = Callable[[Path], Path]
@@ -48,7 +48,7 @@ ResolvePath = Callable[[Path], Path]
 
 
 class WebClient(Protocol):
-    """The part of `httpx.AsyncClient` that reading an index needs."""
+    """The part of `httpx.AsyncClient` that is needed to read an index."""
 
     def stream(
         self, method: str, url: str, *, headers: Any, follow_redirects: bool
@@ -57,7 +57,10 @@ class WebClient(Protocol):
 
 
 ReadServed = Callable[[str], Awaitable[bytes]]
-"""Reads a file of the control plane's own gallery, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
+"""Reads a file of the control plane's own gallery, at most `INDEX_LIMIT` bytes.
+
+Raises ValueError or OSError.
+"""
 
 
 class GalleryUnreadable(ClusterError):
@@ -69,7 +72,7 @@ class GalleryUnreadable(ClusterError):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A file of a model: its name below the models folder, its address and its hash."""
+    """A file of a model: its name below the models folder, its source address and its SHA-256."""
 
     name: str
     uri: str
@@ -78,13 +81,13 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class GalleryEntry:
-    """An entry of a gallery; `gallery` is its source."""
+    """An entry of a gallery; `gallery` is the gallery that has the entry."""
 
     name: str
     alias: str = ""
     uri: str = ""
     config_url: str = ""
-    """Address of a model's config file: an entry's `url` that ends in `.yaml` or `.yml`."""
+    """Address of a model's config file: the entry's `url`, if it ends in `.yaml` or `.yml`."""
     mirrors: tuple[str, ...] = ()
     capabilities: Mapping[str, str] | None = None
     sha256: str = ""
@@ -96,26 +99,29 @@ class GalleryEntry:
     tags: tuple[str, ...] = ()
     files: tuple[ModelFile, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a model's definition that count more than those of its document."""
+    """Settings of a model's definition. They take precedence over those of the config file."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """A model's definition, if the entry has it itself."""
+    """A model's definition, if the entry itself contains it."""
     size: str = ""
-    """The size of a model's files, such as `4.2GB`."""
+    """Size of the model's files as text, such as `4.2GB`."""
     gallery: Gallery = field(default_factory=Gallery)
 
     @property
     def is_meta(self) -> bool:
-        """True if this entry only selects one of several other entries."""
+        """True if this entry has no files and selects one of several other entries."""
         return bool(self.capabilities) and not self.uri
 
 
 def folded(name: str) -> str:
-    """Return the form of a name for comparison, which is equal for all names of one backend."""
+    """Return the name in the form that is used to compare backend names.
+
+    The form is equal for all spellings of a backend's name: lower case, with `__` for `/`.
+    """
     return name.replace("/", "__").lower()
 
 
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
-    """Return the entries of an index; skip anything else in it. Raise GalleryUnreadable."""
+    """Return the entries of an index; skip items without a name. Raise GalleryUnreadable."""
     try:
         listed = untrusted.load_yaml(text, untrusted.BoundedLoader)
     except untrusted.InvalidYAML as error:
@@ -128,7 +134,7 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
 
 @dataclass(frozen=True)
 class Index:
-    """An index that was read: its entries, and its text."""
+    """A gallery's index: its parsed entries and its text."""
 
     entries: list[GalleryEntry]
     text: bytes = b""
@@ -145,11 +151,11 @@ async def fetch(
     skip: Collection[str] = (),
     on_failure: Callable[[str, float], None] = lambda *_: None,
 ) -> Index:
-    """Return the index of a gallery from its URL or the first mirror that responds. GalleryUnreadable.
+    """Return the index from the gallery's URL, or from the first mirror that responds.
 
-    `served` reads `cluster:` URLs, `resolve` decides which files may be read; `timeout` is in seconds per
-    address. The addresses in `skip` are left out. `on_failure` gets each address that failed and the seconds
-    that it took.
+    `served` reads `cluster:` URLs; `resolve` decides which local files may be read; `timeout` is in seconds
+    per address. Addresses in `skip` are not tried. `on_failure` gets each address that failed and the seconds
+    that the attempt took. Raise GalleryUnreadable.
     """
 
     async def read(url: str) -> bytes:
@@ -176,7 +182,7 @@ async def fetch(
 
 
 def web_address(url: str, github_url: str = GITHUB_URL) -> str:
-    """Return the address of a file that `github:owner/repository/path@branch` names; other URLs stay."""
+    """Return the web address for `github:owner/repository/path@branch`; return other URLs unchanged."""
     match = _GITHUB.fullmatch(url)
     # A dot segment, also an encoded one, would lead to a file of another repository.
     if match is None or {"", ".", ".."} & set(re.split("[/@]", unquote(url.partition(":")[2].lstrip("/")))):
@@ -186,7 +192,7 @@ def web_address(url: str, github_url: str = GITHUB_URL) -> str:
 
 
 def _referenced(text: bytes, address: str) -> str:
-    """Return the address of the index that a file `.ref` names, relative to it. Raise ValueError."""
+    """Return the address of the index that a `.ref` file names, relative to that file. Raise ValueError."""
     name = text[: _REF_LIMIT + 1].decode("utf-8", "replace").strip()
     if not name or len(text) > _REF_LIMIT or not name.isprintable() or ":" in name or name.startswith("/"):
         raise ValueError("a .ref file must hold the relative name of an index")
@@ -194,7 +200,7 @@ def _referenced(text: bytes, address: str) -> str:
 
 
 def local_path(url: str) -> Path | None:
-    """Return the path of a `file://` URL or of a plain path; None for anything else."""
+    """Return the path of a `file://` URL or of a plain path; None for any other URL."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -214,15 +220,16 @@ def public_url(url: str) -> str:
 
 
 def stem(name: str) -> str | None:
-    """Return the name of an archive without its suffix; None if it is not an archive's name."""
+    """Return the file name of an archive without its suffix; None for other file names."""
     suffix = next((suffix for suffix in reversed(SUFFIXES) if name.lower().endswith(suffix)), None)
     return name[: -len(suffix)] if suffix else None
 
 
 def name_of(uri: str) -> str:
-    """Return the default name of a backend from this address: the last segment of its path.
+    """Return the default name of a backend from this address; "" if its path has no last segment.
 
-    Without the suffix of an archive, or the tag or digest of an image. "" if there is no such segment.
+    The name is the last segment of the path, without the suffix of an archive or the tag or digest of an
+    image.
     """
     last = uri.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2].removeprefix(CLUSTER)
     if archive := stem(last):
@@ -234,7 +241,7 @@ def name_of(uri: str) -> str:
 
 
 def served_name(url: str) -> str | None:
-    """Return the file of a `cluster:` URL, None for any other URL. Raise ValueError."""
+    """Return the file name in a `cluster:` URL, None for any other URL. Raise ValueError."""
     if not url.startswith(CLUSTER):
         return None
     name = url.removeprefix(CLUSTER)
@@ -244,27 +251,27 @@ def served_name(url: str) -> str | None:
 
 
 def is_served_name(name: str) -> bool:
-    """Return True if this can be a file directly in the folder of the control plane's gallery."""
+    """Return True if this is a valid name of a file directly in the control plane's gallery folder."""
     return _SERVED_NAME.fullmatch(name) is not None
 
 
 def open_served(folder: Path, name: str) -> BinaryIO:
-    """Open a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
+    """Open a regular file directly in the gallery's folder. Raise ValueError or OSError."""
     if not is_served_name(name):
         raise ValueError("not the name of a file of the gallery")
     return untrusted.open_file(folder / name, follow_links=False)
 
 
 def read_served(folder: Path, name: str) -> bytes:
-    """Read a file of the gallery's folder, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
+    """Return a file of the gallery's folder, at most `INDEX_LIMIT` bytes. Raise ValueError or OSError."""
     with open_served(folder, name) as file:
         return _bounded(file.read(INDEX_LIMIT + 1))
 
 
 def resolve_source(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
-    """Resolve the address of an entry's source relative to its index.
+    """Resolve the address of an entry's source relative to the address of its index.
 
-    Absolute addresses and references of images stay.
+    Absolute addresses and references of images stay unchanged, except that `github:` is resolved.
     """
     if not uri or urlsplit(uri).scheme or uri.startswith("/") or references.parse(uri):
         return web_address(uri, github_url)
@@ -276,13 +283,13 @@ def resolve_source(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
 
 
 PLAIN = {"Accept-Encoding": "identity"}
-"""Headers of a request whose response `body_bounded` reads."""
+"""Request headers that prevent an encoded response; `body_bounded` requires them."""
 
 
 async def body_bounded(answer: httpx.Response) -> bytes:
-    """Return the body of an open response with status 200 that is not encoded.
+    """Return the body of an open response: status 200, no encoding, at most `INDEX_LIMIT` bytes.
 
-    Encoded bodies can unpack to gigabytes. Raise ValueError for another status or a longer body.
+    Raise ValueError for any other response. An encoded body could unpack to gigabytes.
     """
     if answer.status_code != 200:
         raise ValueError(f"HTTP status {answer.status_code}")
@@ -297,7 +304,7 @@ async def body_bounded(answer: httpx.Response) -> bytes:
 
 
 async def read_url(url: str, client: WebClient, resolve: ResolvePath) -> bytes:
-    """Return the content of an address or a local path. ValueError, OSError or httpx.HTTPError."""
+    """Return the content of an address or a local path. Raise ValueError, OSError or httpx.HTTPError."""
     path = local_path(url)
     if path is not None:
         return await asyncio.to_thread(lambda: _bounded(untrusted.read_file(resolve(path), INDEX_LIMIT)))
@@ -341,12 +348,12 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
 
 
 def settings_of(value: Any) -> Mapping[str, Any]:
-    """Return a mapping with text keys; an empty one for anything else."""
+    """Return the mapping if all its keys are texts; return an empty one for any other value."""
     return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else {}
 
 
 def files_of(value: Any) -> tuple[ModelFile, ...]:
-    """Return the files that a list of mappings names; skip anything else."""
+    """Return the files in a list of mappings; skip invalid items."""
     listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
     return tuple(
         ModelFile(name, text_of(item.get("uri")), text_of(item.get("sha256")).strip().lower())
@@ -365,7 +372,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def text_of(value: Any) -> str:
-    """Return a text or number as text, without lone surrogates, which cannot be encoded; "" for others."""
+    """Return a text or number as text without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
@@ -385,14 +392,14 @@ _NEEDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The build to install, and the meta entry that led to it, if any."""
+    """The build to install; `meta` is the meta entry that selected the build, if any."""
 
     build: GalleryEntry
     meta: GalleryEntry | None = None
 
 
 def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice:
-    """Return the build for `name` (or `gallery@name`) on this machine (worker.md §18.3). Raise NotFound."""
+    """Choose the build for `name` (or `gallery@name`) on this machine (worker.md §18.3). Raise NotFound."""
     gallery, _, bare = name.rpartition("@")
     folded_name = folded(bare)
     candidates = [
@@ -421,12 +428,15 @@ def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: st
 
 
 def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
-    """Return the build of a meta entry for a capability: exact, `default` or `cpu` (worker.md §18.4)."""
+    """Return the name of a meta entry's build for a capability (worker.md §18.4); None if there is none.
+
+    The order is: the capability itself, `default`, `cpu`.
+    """
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
 
 
 def reason(build: GalleryEntry, capability: str) -> str:
-    """Explain why `build` can be installed on a node with this capability; "" if it cannot."""
+    """Return the reason why `build` can be installed on a node with this capability; "" if it cannot."""
     if build.is_meta:
         offered = build.capabilities or {}
         if capability in offered:
@@ -442,7 +452,7 @@ def reason(build: GalleryEntry, capability: str) -> str:
 
 
 def compatible(build: GalleryEntry, capability: str) -> bool:
-    """Return True if a concrete build can run here, according to the words in its name and source."""
+    """Return True if a build can run with this capability, by the words in its name and source."""
     if capability == "disable":
         return True
     words = f"{build.name} {build.uri}".lower()
@@ -453,7 +463,7 @@ def compatible(build: GalleryEntry, capability: str) -> bool:
 
 
 def within(path: Path, roots: Sequence[Path]) -> Path:
-    """Resolve all links in `path`. Raise ValueError, naming the setting, if it is outside of `roots`."""
+    """Return `path` with all links resolved. Raise ValueError if it is outside of `roots`."""
     real = path.resolve()
     if not any(real.is_relative_to(root.resolve()) for root in roots):
         raise ValueError(f"{path} is outside LOCALAI_WORKER_SOURCE_ROOTS of this worker")

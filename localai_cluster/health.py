@@ -27,15 +27,17 @@ from localai_cluster.messaging.servers import parse_url
 T = TypeVar("T")
 
 CHECK_LIMIT = 1.0
+"""Maximum seconds of a check."""
 NOT_REACHABLE = "not reachable"
 OVERDUE = timedelta(seconds=30)
+"""Delay of a schedule's trigger after which no controller seems to be running."""
 
 # Enough for checks that hang; when all threads are busy, the next check times out and reports that.
 _threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
 
 
 class NotReady(Exception):
-    """A dependency does not work; the text may be shown to anyone."""
+    """A dependency does not work. The text may be shown to anonymous callers."""
 
 
 @csrf_exempt
@@ -58,7 +60,7 @@ def readyz(request: HttpRequest) -> JsonResponse:
 
 
 def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
-    """Check all dependencies, or these; return by name `ok` or the problem."""
+    """Check the named dependencies, by default all; return `ok` or the problem by name."""
     selected_checks = {name: check for name, check in CHECKS.items() if names is None or name in names}
     futures = {name: _threads.submit(check) for name, check in selected_checks.items()}
     deadline = clock.monotonic() + CHECK_LIMIT
@@ -78,7 +80,7 @@ def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
 
 
 def within_limit(question: Callable[[], T]) -> T | None:
-    """Return the result of `question`; None after `CHECK_LIMIT` seconds or for an OSError."""
+    """Return the result of `question`; None after `CHECK_LIMIT` seconds or an OSError."""
     try:
         return _threads.submit(question).result(timeout=CHECK_LIMIT)
     except (OutOfTime, OSError):
@@ -112,7 +114,7 @@ def _channel_layer() -> None:
 
 
 def _nats() -> None:
-    """Check that one of the servers responds: clients reconnect to any of them."""
+    """Check that one of the servers responds; one suffices, because clients reconnect to any server."""
     reasons: list[Exception] = []
     for server in parse_url(conf.cluster().nats_url).urls:
         url = urlsplit(server)
@@ -129,7 +131,7 @@ def _nats() -> None:
 
 
 def _controller() -> None:
-    """Check that no schedule is long overdue: a running controller ticks the schedules every second."""
+    """Check that no schedule is overdue: a running controller triggers the schedules every second."""
     try:
         due = (
             Schedule.objects.exclude(repeats=0)
@@ -146,7 +148,7 @@ def _controller() -> None:
 
 
 WATCHED = frozenset({"controller", "disk"})
-"""Dependencies that are reported, but that a warm request does not need."""
+"""Dependencies that the response names, but whose failure leaves this process ready."""
 
 CHECKS: Mapping[str, Callable[[], None]] = {
     "database": _database,

@@ -1,9 +1,9 @@
-"""What another machine runs to join: one line to paste, and the script that the line fetches.
+"""The shell command that joins another machine, and the script that the command downloads.
 
-The line carries the server's URL and a token. The script (`join_script.sh`) carries no secret: it installs
-the package that the server offers, checks its SHA-256 and those of all that the package needs, and starts the
-worker with what the line has set. Over plain HTTP anyone on the way could send another script, so there the
-line names the SHA-256 of the script and runs no other.
+The command contains the server's URL and a token. The script (`join_script.sh`) contains no secret: it
+installs the package that the server offers, checks the SHA-256 of the package and of all its dependencies,
+and starts the worker with the variables that the command has set. Over plain HTTP a machine on the network
+path could send another script. There the command contains the SHA-256 of the script and runs no other script.
 """
 
 import hashlib
@@ -31,18 +31,18 @@ NO_WHEEL = "the server has no worker package: run `make package` there, or set C
 
 @dataclass(frozen=True)
 class Wheel:
-    """The package of the worker; its file name means something to pip."""
+    """The worker's package. pip parses its file name, so the name must stay."""
 
     path: Path
     sha256: str
     requirements: str = ""
-    """Dependencies as pip's requirements with hashes; empty for a wheel of an earlier version."""
+    """Dependencies as pip requirements with hashes; "" for a wheel of an earlier version."""
 
 
 def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
-    """Return the problems and risks of the line for `url` on another machine.
+    """Return the problems and risks of the join command for `url` on another machine, as sentences.
 
-    The server listens on `host`. The list is empty if nothing is known against the line.
+    The server listens on `host`. The list is empty if no problem is known.
     """
     parts, found = urlsplit(url), []
     if wheel is None:
@@ -65,9 +65,9 @@ def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
 
 
 def command(url: str, token: str, wheel: Wheel | None = None) -> str:
-    """Return the line for a shell on the other machine. It holds the token.
+    """Return the shell command that joins another machine. It contains the token.
 
-    Over plain HTTP it runs only the script for `wheel`.
+    Over plain HTTP the command runs only the script for `wheel`.
     """
     # By a pipe: other users of that machine can read arguments.
     header = """printf 'header = "Authorization: Bearer %s"' "$T\""""
@@ -98,7 +98,7 @@ def script(wheel: Wheel | None) -> str:
 
 
 def find_wheel(folder: Path) -> Wheel | None:
-    """The package of this version in `folder`, else the newest one; None if there is none."""
+    """Return the package of this version in `folder`, else the newest package; None if there is none."""
     try:
         found = [path for path in folder.iterdir() if _WHEEL.match(path.name) and path.is_file()]
         stats = {path: path.stat() for path in found}

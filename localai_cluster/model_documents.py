@@ -1,4 +1,4 @@
-"""Models of galleries: the settings of a definition and its files, from an entry and its document."""
+"""Models of galleries: the settings and files of a definition, from an entry and its config file."""
 
 import asyncio
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from localai_cluster.kit import untrusted
 async def model_files(
     entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
 ) -> tuple[ModelFile, ...]:
-    """Return the files of a model; see `model_document`."""
+    """Return the files of a gallery's model. See `model_document` for the parameters and errors."""
     return (await model_document(entry, client, resolve=resolve, github_url=github_url)).files
 
 
@@ -42,10 +42,10 @@ class ModelDocument:
 async def model_document(
     entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
 ) -> ModelDocument:
-    """Return a model: the document that its `url` names, completed by its entry.
+    """Return the model of an entry, from the config file at its `url` and the entry itself.
 
-    Settings of `overrides` count most, then those of the entry's own `config_file`. Raise GalleryUnreadable,
-    OSError, ValueError or httpx.HTTPError.
+    Settings in `overrides` take precedence over the entry's own `config_file`, which takes precedence over
+    the document. Raise GalleryUnreadable, OSError, ValueError or httpx.HTTPError.
     """
     document: Mapping[str, Any] = {}
     if url := entry.config_url or entry.uri:
@@ -71,7 +71,7 @@ def _load(text: bytes, name: str) -> Any:
 
 
 def _overlaid(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings with these overrides; sections are merged, everything else is replaced."""
+    """Return the settings with these overrides: sections are merged, other values are replaced."""
     merged = dict(settings)
     for key, value in overrides.items():
         old = merged.get(key)

@@ -1,9 +1,9 @@
-"""`/metrics` and `/metrics/nodes`: authorization, response, and the metrics that come from the rows.
+"""`/metrics` and `/metrics/nodes`: authorization, response, and metrics that are read from rows.
 
-It requires a scraper's token (`LOCALAI_METRICS_TOKEN`) or an admin's API key. The token authorizes nothing
-else. Web processes serve both beside their other routes; the metrics of single nodes and GPUs have a path of
-their own, because they are many. Controllers and task processes, which serve nothing
-else, listen on an address of their own if one is configured.
+A scrape needs the token `LOCALAI_METRICS_TOKEN`, which authorizes nothing else, or an admin's API key. Web
+processes serve both paths beside their other routes; the metrics of single nodes and GPUs have their own
+path, because they are many. Controllers and task processes serve nothing else, so they listen on their own
+address if one is configured.
 """
 
 import asyncio
@@ -36,22 +36,22 @@ from operations.models import TERMINAL, ControllerBeat, Operation
 log = logging.getLogger(__name__)
 
 SCRAPE_LIMIT = 5.0
-"""Seconds; a scraper waits for ten by default."""
+"""Maximum seconds to read the metrics from the rows; a scraper waits for ten by default."""
 RECENTLY = timedelta(hours=1)
 HEARD_WITHIN = timedelta(seconds=30)
-"""Longest age of a running controller's heartbeat."""
+"""Maximum age of a running controller's heartbeat."""
 
 
 @dataclass(frozen=True)
 class RowFigure:
-    """A metric: its name, its help text and the labels of its samples."""
+    """A metric that is read from rows: its name, its help text and the labels of its samples."""
 
     name: str
     meaning: str
     labels: tuple[str, ...] = ()
 
     def of(self, *samples: tuple[Any, ...]) -> Metric:
-        """Return the metric with these samples, each the values of the labels and the number."""
+        """Return the metric with these samples. A sample is the values of the labels, then the number."""
         family = GaugeMetricFamily(PREFIX + self.name, self.meaning, labels=self.labels)
         for *values, number in samples:
             family.add_metric([str(value) for value in values], float(number))
@@ -103,7 +103,7 @@ FIGURES = (
 
 
 def read(now: datetime) -> list[Metric]:
-    """Return all row metrics but `READABLE`, in eight queries."""
+    """Return all metrics of the cluster from the rows, except `READABLE`, in eight queries."""
     return [*_nodes(), *_replicas(), *_operations(now), *_intents(now), *_processes(now)]
 
 
@@ -184,7 +184,10 @@ _GPU_FIGURES = {
 }
 NODE_FIGURES = (READABLE, LEFT_OUT, *_NODE_FIGURES, *_GPU_FIGURES.values())
 MOST_NODES = 2000
-"""Most nodes of one scrape, by name: 100,000 samples with eight GPUs each."""
+"""Maximum number of nodes in one scrape: 100,000 samples with eight GPUs each.
+
+The nodes are sorted by name.
+"""
 _COLUMNS = (
     *("total_vram", "available_vram", "total_ram", "available_ram", "total_disk", "available_disk"),
     "gpus",
@@ -223,10 +226,10 @@ def read_nodes(now: datetime) -> list[Metric]:
 class RowReader:
     """Reads the metrics of the whole cluster from the rows, for one web process's scrapes.
 
-    Every web process exposes equal values, so queries take the maximum and not the sum. A constant number of
-    queries, regardless of the number of rows. Concurrent scrapes share them, and a database that hangs costs
-    one thread: the row metrics are then omitted, `localai_cluster_rows_readable` is 0, and the process's own
-    metrics are exposed as usual.
+    Every web process exposes equal values, so Prometheus queries take the maximum and not the sum. The number
+    of SQL queries does not depend on the number of rows. Concurrent scrapes share one read. If the database
+    hangs, one thread waits: the row metrics are omitted, `localai_cluster_rows_readable` is 0, and the
+    process's own metrics are exposed as usual.
     """
 
     def __init__(self, read: Callable[[datetime], Sequence[Metric]] = read) -> None:
@@ -255,14 +258,14 @@ _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosni
 
 
 class OnlyGet(ClusterError):
-    """There is nothing to change here."""
+    """The request has another method than GET."""
 
     status = 405
     code = "method_not_allowed"
 
 
 class Source(Protocol):
-    """Source of metrics in addition to the process's own."""
+    """A source of metrics beside the process's own metrics."""
 
     async def families(self) -> Iterable[Metric]:
         """Return the current metrics."""
@@ -321,7 +324,7 @@ async def admit(scope: Scope) -> None:
 
 
 async def serve(process: str, address: Address | None) -> None:
-    """Serve the metrics of this process until cancelled; without an address only wait for that."""
+    """Serve the metrics of this process until cancelled. Without an address, only wait."""
     if address is None:
         await asyncio.Event().wait()
         return

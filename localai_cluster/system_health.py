@@ -81,7 +81,7 @@ HEALTH = Shape(
 )
 _PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
 _noticed: dict[str, tuple[str, datetime]] = {}
-"""Last result of each probe, and the time since which it is unchanged."""
+"""Last result of each probe, and the time since which the result is unchanged."""
 
 
 class SystemHealthView(APIView):
@@ -113,7 +113,7 @@ class SystemHealthView(APIView):
 
 
 def read(now: datetime) -> Facts:
-    """Read all facts in ten queries; while the database is away, only those that need no database."""
+    """Read all facts in ten queries; during an outage of the database, only facts that need no query."""
     probes = _probe_dependencies(now)
     # A database that was only slow to respond is queried all the same.
     if not probes["database"][0].startswith(health.NOT_REACHABLE):
@@ -172,7 +172,7 @@ def _probe_dependencies(now: datetime) -> dict[str, tuple[str, datetime]]:
 
 
 def _notice(id: str, result: str, now: datetime) -> tuple[str, datetime]:
-    """Store a part's probe result; return it with the time since which it is unchanged."""
+    """Store the result of a part's probe; return it and the time since which it is unchanged."""
     if _noticed.get(id, ("", now))[0] != result:
         _noticed[id] = (result, now)
     return _noticed[id]
@@ -207,7 +207,7 @@ def _schedules() -> list[Schedule]:
 
 
 def _workers() -> tuple[dict[str, int], int]:
-    """Return the number of nodes by state, and the number of approved nodes with another version."""
+    """Return the number of nodes by state, and the number of approved nodes of another version."""
     grouped = BackendNode.objects.order_by().values_list(
         "status", "node_type", "worker_version", "weak_identity"
     )

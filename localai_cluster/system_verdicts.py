@@ -1,6 +1,7 @@
 """Health verdicts of the system's parts: pure functions from facts to a state, a sentence and a hint.
 
-`ok` needs no action; `warning`: degraded or soon will be; `error`: missing. `since` is null where unknown.
+`ok` needs no action, `warning` means degraded or soon degraded, `error` means that the part does not work.
+`since` is null if unknown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,11 @@ from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 
 OVERDUE = timedelta(seconds=30)
-"""Longest delay of a schedule's trigger."""
+"""Delay of a trigger after which its schedule counts as overdue."""
 LITTLE_DISK, NO_DISK = 0.10, 0.03
 """Fractions of the disk that are free."""
 _MOST_NAMED = 3
-"""Most files that one sentence names."""
+"""Maximum number of files that one sentence names."""
 _TASKS_WAIT = timedelta(seconds=SILENT_AFTER)
 
 
@@ -70,7 +71,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of unfinished work. `oldest` is the creation time of the oldest item."""
+    """Counts of unfinished work. `oldest` is the creation time of the oldest unfinished item."""
 
     waiting: int = 0
     running: int = 0
@@ -79,15 +80,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Facts:
-    """Snapshot that the verdicts are computed from.
+    """Snapshot from which the verdicts are computed.
 
-    `probes` maps a server's id to `ok` or its error, and the time since which this process gets that result.
+    `probes` maps a server's id to `ok` or its error, and to the time since which this process gets that
+    result.
     """
 
     version: str
     database: str
     database_since: datetime | None
-    """Empty and None while the database cannot be reached."""
+    """None while the database is unreachable; then `database` is empty."""
     probes: Mapping[str, tuple[str, datetime]]
     processes: Sequence[Process] = ()
     web_silent_after: float = controllers.SILENT_AFTER
@@ -97,7 +99,7 @@ class Facts:
     tasks_ended_at: datetime | None = None
     workers: Mapping[str, int] = field(default_factory=dict)
     held: CurrentHold | None = None
-    """The mass-disruption hold: nodes that fell silent together and are not marked offline yet."""
+    """The mass-disruption hold: nodes that became silent together and are not marked offline yet."""
     other_versions: int = 0
     """Approved workers that do not run this server's version."""
     operations: Work = Work()
@@ -109,10 +111,10 @@ class Facts:
     broken_definitions: Mapping[str, str] = field(default_factory=dict)
     """Reason why a file cannot be used, by file name."""
     disk: DiskUsage | None = None
-    """None if the disk did not answer in time."""
+    """Usage of the data folder's disk; None if the disk did not respond in time."""
     data_dir: str = ""
     is_database_away: bool = False
-    """If True, every field that is read from rows has its default."""
+    """True if the database is unreachable; then the fields from rows have their defaults."""
 
 
 def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
@@ -166,7 +168,7 @@ def _probe(facts: Facts, id: str, name: str, hint: str) -> Verdict:
 
 
 def _alive(facts: Facts, kind: str, now: datetime) -> list[Process]:
-    """Return the processes with a recent heartbeat; a row outlives its process for some time."""
+    """Return the processes of a kind with a recent heartbeat; a row stays for some time after its process."""
     limit = facts.web_silent_after if kind == "web" else controllers.SILENT_AFTER
     silent = timedelta(seconds=limit)
     return [

@@ -23,7 +23,10 @@ handler500 = "localai_cluster.web.envelopes.server_error"
 
 
 def _redirect_to(target: str) -> Callable[..., HttpResponseBase]:
-    """Return a redirect to the page's new address; it changes nothing, so a POST is refused by its method."""
+    """Return a view that redirects to a page's new address.
+
+    The view changes nothing: it refuses a POST by its method and needs no CSRF check.
+    """
     return csrf_exempt(require_safe(RedirectView.as_view(url=target, permanent=True, query_string=True)))
 
 

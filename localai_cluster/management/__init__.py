@@ -1,1 +1,1 @@
-"""Management commands of the project: the long-running processes."""
+"""Management commands of the project: the long-running processes and their set-up."""

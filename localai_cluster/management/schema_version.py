@@ -1,8 +1,8 @@
-"""Refuses a database whose schema is another version's (review X5).
+"""Refuses a database with the schema of another version (review X5).
 
-`manage.py migrate` notes its version as the comment of Django's table of migrations. The migrations
-themselves decide: a database that has one of ours that this code lacks was migrated by later code, and this
-code would write rows that the schema does not allow.
+`manage.py migrate` stores its version as the comment of Django's table of migrations. The migrations
+themselves decide: if the database has a migration of ours that this code lacks, then later code has migrated
+the database, and this code would write rows that the schema does not allow.
 """
 
 import pkgutil
@@ -20,19 +20,19 @@ _APPS = {"accounts": "localai_cluster.accounts", "nodes": "nodes", "operations":
 _CONNECT_SECONDS = 5
 
 Migration = tuple[str, str]
-"""App and name."""
+"""A migration: app and name."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Our migrations that a database has, and the version that migrated it last, "" if none is noted."""
+    """Our migrations in a database, and the version that migrated the database last; "" if unknown."""
 
     applied: frozenset[Migration]
     version: str
 
     @classmethod
     def of(cls, connection: "psycopg.Connection[tuple[str, ...]]") -> "Schema":
-        """Read the schema of a database in autocommit mode; a new database has no migrations."""
+        """Read the schema of a database by an autocommit connection. A new database has no migrations."""
         table = connection.execute(
             "SELECT obj_description(oid, 'pg_class') FROM pg_class"
             " WHERE oid = to_regclass('django_migrations')"
@@ -55,7 +55,7 @@ def own_migrations() -> frozenset[Migration]:
 
 
 def refuse_newer(schema: Schema) -> None:
-    """Raise CommandError if later code has migrated the database, with the way back."""
+    """Raise CommandError, which states the remedy, if later code has migrated the database."""
     if unknown := schema.applied - own_migrations():
         later = f"version {schema.version}" if schema.version else "a later version"
         raise CommandError(
@@ -68,7 +68,7 @@ def refuse_newer(schema: Schema) -> None:
 def refuse_other(url: str) -> None:
     """Raise CommandError unless the database has exactly the migrations of this code.
 
-    A database that does not answer is no reason: server processes start without it and wait.
+    A database that does not respond is accepted: server processes start without it and wait.
     """
     try:
         with psycopg.connect(url, autocommit=True, connect_timeout=_CONNECT_SECONDS) as connection:
@@ -91,6 +91,6 @@ def note_version(connection: "psycopg.Connection[tuple[str, ...]]") -> None:
 
 
 def _listed(migrations: Collection[Migration]) -> str:
-    """The last migration by app and name, and how many there are besides."""
+    """Return the last migration as `app.name`, and the number of the others."""
     app, name = max(migrations, key=lambda migration: (migration[1], migration[0]))
     return f"{app}.{name}" + (f" and {len(migrations) - 1} more" if len(migrations) > 1 else "")

@@ -31,7 +31,7 @@ INDEX_VARIABLE, METRICS_VARIABLE = "LOCALAI_CLUSTER_WEB_INDEX", "PROMETHEUS_MULT
 """Environment of one of several web processes: its index, and the folder of the metrics of all."""
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _STOP_SECONDS = 25.0
-"""Seconds that web processes get for the ordered stop."""
+"""Seconds for web processes to stop in order; then the parent kills them."""
 _BACKLOG = 1024
 _SERVING, _STOP = "serving", "stop"
 
@@ -47,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def become_parent(arguments: Sequence[str]) -> None:
-    """Replace this process by the parent if `manage.py serve` shall run several; raise CommandError.
+    """Replace this process with the parent if `manage.py serve` must run several web processes.
 
-    Help, wrong settings and daphne, which serves with one process, are left to the command.
+    Help, wrong settings and daphne, which serves with one process, are left to the command. Raise
+    CommandError.
     """
     from localai_cluster.kit import conf, settings_table
 
@@ -68,7 +69,7 @@ def become_parent(arguments: Sequence[str]) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise CommandError with the reason if that fails."""
+    """Return a listening socket. Raise CommandError if the address cannot be used."""
     from django.core.management import CommandError
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -81,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Parent:
-    """The web processes that accept from one socket, one thread for each, which waits for its end."""
+    """Starts and restarts web processes that accept from one socket. A thread waits for each process."""
 
     def __init__(self, listening: socket.socket, command: Sequence[str], metrics: Path) -> None:
         self._listening, self._command, self._metrics = listening, command, metrics
@@ -94,7 +95,10 @@ class Parent:
         self._status = 0
 
     def run(self, number: int) -> int:
-        """Run `number` web processes until a signal, or until the first cannot start; return the status."""
+        """Run `number` web processes until a signal, or until the first one cannot start.
+
+        Return the exit status.
+        """
         threads = [threading.Thread(target=self._keep, args=(index,), daemon=True) for index in range(number)]
         threads[0].start()
         if self._events.get() == _SERVING:
@@ -115,7 +119,7 @@ class Parent:
         return self._status
 
     def request_stop(self, *_: Any) -> None:
-        """Make `run` stop them; a signal handler."""
+        """Make `run` stop the web processes. A signal handler."""
         self._events.put(_STOP)
 
     def _signal(self, number: int) -> None:
@@ -143,7 +147,10 @@ class Parent:
                 self._stopping.wait(delay)
 
     def _run_child(self, index: int) -> tuple[bool, int, str]:
-        """Run the web process of this index to its end; return whether it served, its status and a text."""
+        """Run the web process of this index to its end.
+
+        Return whether it has served, its exit status, and a text for the log.
+        """
         link, other = socket.socketpair()
         with link:
             with other, self._lock:

@@ -14,33 +14,33 @@ from localai_cluster.kit.errors import ClusterError, Unavailable
 
 
 class BusError(Unavailable):
-    """The message bus could not do that."""
+    """A call to the message bus failed."""
 
     message = "The message bus could not do that."
     code = "bus_error"
 
 
 class NoResponders(BusError):
-    """No worker listens on that subject."""
+    """No worker listens on the subject of a request."""
 
     code = "no_responders"
 
 
 class RequestTimeout(BusError):
-    """No reply came in time; the receiver may still be working on it."""
+    """No reply arrived in time. The receiver may still be processing the request."""
 
     status = 504
     code = "request_timeout"
 
 
 class NotConnected(BusError):
-    """The bus is not connected; a request under way may or may not have arrived."""
+    """The bus is not connected. A request that was being sent may or may not have arrived."""
 
     code = "not_connected"
 
 
 class PayloadTooLarge(ClusterError):
-    """The message is larger than the bus carries."""
+    """The message exceeds the maximum size of the bus."""
 
     status = 413
     code = "payload_too_large"
@@ -48,63 +48,67 @@ class PayloadTooLarge(ClusterError):
 
 @dataclass(frozen=True)
 class Message:
-    """A received message. `wants_reply` is True for a request and False for a publish."""
+    """A received message. `wants_reply` is True for a request, False for a published message."""
 
     subject: str
     payload: bytes
     wants_reply: bool
     arrived_at: float = field(default_factory=clock.since_boot)
-    """Boot-clock time at which the connection received it; it may have waited for its handler since."""
+    """Boot-clock time at which the connection received the message; its handler may run later."""
 
 
 UNQUEUED = 0
-"""Limit of a subscription to reports that its handler merges: a queue would have to drop some of a flood."""
+"""Limit of a subscription without a queue: the handler gets each message as it arrives.
+
+It is for reports that the handler merges. A queue would drop some of them in a flood.
+"""
 
 Handler = Callable[[Message], Awaitable[bytes | None]]
-"""Handles one message; the returned bytes are the reply to a request."""
+"""Handles one message. The returned bytes are the reply to a request; None sends no reply."""
 
 
 class Subscription(Protocol):
-    """A subscription that survives reconnects until it is closed."""
+    """A subscription. It survives reconnects and ends with `close`."""
 
     async def close(self) -> None:
-        """End the subscription: no new message starts a handler, running handlers continue."""
+        """End the subscription: start no further handlers, let running handlers continue."""
 
 
 class Bus(Protocol):
-    """The connection of one process to the message bus, owned by one event loop."""
+    """The connection of one process to the message bus, used on one event loop."""
 
     @property
     def connected(self) -> bool:
-        """True if a publish would be sent now."""
+        """True if a message could be sent now."""
 
     @property
     def generation(self) -> int:
-        """Number of connections so far: 0 before the first one, incremented at every reconnect."""
+        """Number of connections so far; each reconnect increments it."""
 
     @property
     def connected_since(self) -> float:
-        """Start of the current connection, or of the last one, on the monotonic clock."""
+        """Monotonic time at which the current connection, or the last one, was made."""
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """Wait for a live connection whose generation is above `after`; return its generation."""
+        """Wait for a connection whose generation is above `after`; return its generation."""
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Publish without waiting for delivery. Raise NotConnected or PayloadTooLarge."""
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
-        """Return the reply received within `timeout` seconds, accepted only below `inbox` (`subjects.inbox`).
+        """Send a request and return the reply, which must arrive within `timeout` seconds.
 
-        Raise NoResponders, RequestTimeout, NotConnected or PayloadTooLarge.
+        Only a reply subject below `inbox` (`messages.inbox`) is used. Raise NoResponders, RequestTimeout,
+        NotConnected or PayloadTooLarge.
         """
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
-        """Call `handler` for each message, at most `limit` calls at a time (1 = sequentially, in order).
+        """Call `handler` for each message, at most `limit` calls at a time (1 = in order).
 
-        Further messages wait, up to a limit. With `UNQUEUED` none waits or is dropped: the handler, which
-        must not wait for anything, gets each one as it arrives. A handler's exception is logged and no reply
-        is sent.
+        Further messages are queued, up to a limit. With `UNQUEUED` no message is queued or dropped: the
+        handler gets each message as it arrives, and must not wait for anything. An exception of the handler
+        is logged, and no reply is sent.
         """
 
     async def close(self) -> None:
-        """Accept no new messages, let running handlers finish for a limited time, then disconnect."""
+        """Accept no new messages, let running handlers end within a limited time, then disconnect."""

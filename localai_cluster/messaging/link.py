@@ -28,10 +28,10 @@ _NO_RESPONDERS = "503"
 
 
 class _Client(Client):
-    """The library's client with two defects corrected.
+    """The NATS library's client with two defects corrected.
 
-    The original continues unencrypted if the server does not require TLS. The PING of its `flush` overtakes
-    data that is still to be written, so the PONG would prove nothing.
+    The original continues without encryption if the server does not require TLS. The PING of its `flush`
+    overtakes data that was not written yet, so the PONG would prove nothing.
     """
 
     must_encrypt = False
@@ -48,7 +48,7 @@ class _Client(Client):
 
 
 class Link:
-    """One connection. `complain` receives errors that the server reports after the connection was made."""
+    """One connection. `complain` is called with each error that the server reports later."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         self.client = _Client()
@@ -89,7 +89,7 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """True if a publish would be sent now."""
+        """True if a message could be sent now."""
         return not self.closed.done() and self.client.is_connected
 
     async def request(self, subject: str, payload: bytes, inbox: str, timeout: float) -> bytes | None:
@@ -122,7 +122,7 @@ class Link:
         return bytes(message.data)
 
     async def wait_lost(self) -> None:
-        """Wait until the connection is lost; poll every second, as the library may hang while closing."""
+        """Wait until the connection is lost; poll every second, because the library may hang as it closes."""
         while self.alive:
             await asyncio.wait({self.closed}, timeout=1.0)
 
@@ -159,7 +159,10 @@ def is_auth_error(error: Exception) -> bool:
 
 
 async def ignore_loss(step: Coroutine[Any, Any, object]) -> None:
-    """Run one step on a connection that may be closing; on its loss the next connection repeats the step."""
+    """Run one step on a connection that may be closing; ignore the loss of the connection.
+
+    The next connection repeats the step.
+    """
     try:
         async with asyncio.timeout(FLUSH_TIMEOUT):
             await step

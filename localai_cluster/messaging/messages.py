@@ -23,9 +23,9 @@ from localai_cluster.kit.errors import ClusterError
 
 PREFIX_NEWS = "prefixcache.*"
 PREFIX_OBSERVED = "prefixcache.observe"
-"""Published by a web process: a prompt was routed to a replica."""
+"""Subject on which a web process publishes that it routed a prompt to a replica."""
 PREFIX_INVALIDATED = "prefixcache.invalidate"
-"""Published by the process that removed a replica's row: the prompts routed to it no longer count."""
+"""Subject for the removal of a replica's row: receivers forget the prompts routed to it."""
 
 _UNSAFE = str.maketrans(dict.fromkeys(".*> \t\n", "-"))
 
@@ -41,7 +41,7 @@ def node_prefix(node_id: str) -> str:
 
 
 def inbox(node_id: str) -> str:
-    """Return the prefix of one node's replies; its credentials allow no other inbox (§9.2, *Build*)."""
+    """Return the prefix of all replies of one node; its credentials allow no other (§9.2, *Build*)."""
     return f"_INBOX.{token(node_id)}"
 
 
@@ -58,17 +58,17 @@ def subject(command: str, node_id: str) -> str:
 
 
 def install_progress(node_id: str, op_id: str) -> str:
-    """Published by the worker during an install or upgrade with this operation id."""
+    """Return the subject of the worker's progress events for an operation's install or upgrade."""
     return subject(f"backend.install.{token(op_id)}.progress", node_id)
 
 
 def install_progress_everywhere(op_id: str) -> str:
-    """Wildcard: the progress of one operation on every node."""
+    """Return the wildcard subject of one operation's progress events on every node."""
     return f"nodes.*.backend.install.{token(op_id)}.progress"
 
 
 def install_progress_of_all(node_id: str) -> str:
-    """Wildcard: the progress of every operation on one node."""
+    """Return the wildcard subject of all operations' progress events on one node."""
     return subject("backend.install.*.progress", node_id)
 
 
@@ -87,7 +87,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Verification:
-    """The signatures that a gallery demands of its images; false if it demands none."""
+    """The signature that a gallery requires of its images; false if it requires none."""
 
     issuer: str = omitted("")
     issuer_regex: str = omitted("")
@@ -101,7 +101,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Gallery:
-    """A list of installable backends."""
+    """A gallery of installable backends: its address, name and mirrors."""
 
     url: str = ""
     name: str = ""
@@ -160,9 +160,9 @@ class UpgradeRequest:
 
 @dataclass(frozen=True)
 class UpgradeReply:
-    """The stopped process keys are valid only if `reports_stopped_processes` is true.
+    """The reply to `backend.upgrade`. Extension: `interrupted` as in `InstallReply`.
 
-    Extension: `interrupted` as in `InstallReply`.
+    `stopped_process_keys` is valid only if `reports_stopped_processes` is true.
     """
 
     success: bool = False
@@ -181,19 +181,19 @@ class DeleteRequest:
 
 @dataclass(frozen=True)
 class DeleteReply(UpgradeReply):
-    """The reply to `backend.delete`; it has the shape of the reply to an upgrade."""
+    """The reply to `backend.delete`, with the fields of the reply to an upgrade."""
 
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """`backend.cancel`, an extension: end the install or upgrade that carries this operation id."""
+    """`backend.cancel`, an extension: end the install or upgrade with this operation id."""
 
     op_id: str = ""
 
 
 @dataclass(frozen=True)
 class CancelReply:
-    """Sent when nothing of the operation runs any more. `found` is True if it was still running."""
+    """The reply after all work of the operation has ended. `found` is True if some was running."""
 
     success: bool = False
     error: str = omitted("")
@@ -202,7 +202,7 @@ class CancelReply:
 
 @dataclass(frozen=True)
 class StopBackend:
-    """`backend.stop`: a backend name, a model id or a process key; empty means everything."""
+    """`backend.stop`: a backend name, a model id or a process key; empty means all processes."""
 
     backend: str = ""
     force: bool = omitted(False)
@@ -241,7 +241,7 @@ class ListReply:
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """`models.running`. Extension: `measure`, the key of a process whose memory is measured."""
+    """`models.running`. Extension: `measure` is the key of a process whose memory to measure."""
 
     measure: str = omitted("")
 
@@ -250,7 +250,7 @@ class RunningRequest:
 class RunningModel:
     """One live process; `address` is local to the worker (`127.0.0.1:<port>`).
 
-    Extensions: the bytes of main memory and of GPUs that the measured process and its descendants take.
+    Extensions: `ram` and `vram` are the measured process's bytes, with descendants.
     """
 
     model_id: str = ""
@@ -282,7 +282,7 @@ class StopModelRequest:
 
 @dataclass(frozen=True)
 class StopModelReply:
-    """The reply to `model.stop`. Only `terminated` is decisive: no process runs under that key any more."""
+    """The reply to `model.stop`. Only a true `terminated` proves that no process runs under the key."""
 
     matched: bool = False
     freed: bool = False
@@ -325,7 +325,7 @@ class DeleteModelReply:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """`backend.install.<op>.progress`: informational; the outcome is in the reply only.
+    """`backend.install.<op>.progress`: a progress report. Only the reply has the outcome.
 
     Extensions: bytes as numbers beside the human-readable texts, and `seq`, which rises from 1 within one
     operation.
@@ -357,16 +357,16 @@ COMMANDS: dict[str, tuple[type[Any], type[Any] | None]] = {
     "model.delete": (DeleteModelRequest, DeleteModelReply),
     "stop": (Nothing, None),
 }
-"""Every command to a worker: its request, and its reply if it has one (§2.1, §4)."""
+"""Request type and reply type (None: no reply) of every command to a worker, by subject (§2.1, §4)."""
 
 
 def process_key(name: str, replica_index: int) -> str:
-    """Return a process key: `<model id, or backend for a process without model>#<replica>`."""
+    """Return the process key `<model id>#<replica>`, or `<backend>#<replica>` without a model."""
     return f"{name}#{replica_index}"
 
 
 def split_process_key(key: str) -> tuple[str, int] | None:
-    """Split a key at its last `#` into name and replica index; return None if it is not a key."""
+    """Split a key at its last `#` into name and replica index; return None for an invalid key."""
     name, separator, index = key.rpartition("#")
     if not separator or not name or not index.isascii() or not index.isdigit() or len(index) > 9:
         return None
@@ -381,7 +381,7 @@ M = TypeVar("M")
 
 
 class DecodeError(ClusterError):
-    """The message cannot be understood."""
+    """The message is not valid."""
 
     status = 502
     code = "malformed_message"
@@ -394,7 +394,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
-    """Decode `payload` as a message of type `kind`. Raise DecodeError for anything else."""
+    """Decode `payload` as a message of type `kind`. Raise DecodeError for an invalid payload."""
     if len(payload) > MAX_BYTES:
         raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_BYTES} are read")
     if not payload.strip():

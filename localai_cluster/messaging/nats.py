@@ -82,7 +82,7 @@ class NatsBus:
         self._complaints: dict[str, float] = {}
 
     def start(self) -> None:
-        """Start dialling. Call it once, inside the event loop that owns this bus."""
+        """Start to connect. Call it once, on the event loop that owns this bus."""
         self._connection_task = asyncio.create_task(self._keep_connected(), name="nats-keeper")
 
     def use(self, servers: Servers | None) -> None:
@@ -92,21 +92,21 @@ class NatsBus:
 
     @property
     def connected(self) -> bool:
-        """True if a publish would be sent now."""
+        """True if a message could be sent now."""
         return self._link is not None and self._link.alive
 
     @property
     def generation(self) -> int:
-        """Number of connections so far; each one after the first follows a loss."""
+        """Number of connections so far; each reconnect increments it."""
         return self._generation
 
     @property
     def connected_since(self) -> float:
-        """Start of the current connection, or of the last one, on the monotonic clock."""
+        """Monotonic time at which the current connection, or the last one, was made."""
         return self._connected_since
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """Wait for a live connection whose generation is above `after`; return its generation."""
+        """Wait for a connection whose generation is above `after`; return its generation."""
         async with self._connection_changed:
             await self._connection_changed.wait_for(lambda: self.connected and self._generation > after)
             return self._generation
@@ -162,7 +162,7 @@ class NatsBus:
             await cancellation.end(self._connection_task)
 
     async def answer(self, inbox: str, payload: bytes) -> None:
-        """Send a reply, waiting up to `REPLY_WAIT` for a lost connection to return. Failures are logged."""
+        """Send a reply; wait up to `REPLY_WAIT` seconds for a lost connection. Log a failure."""
         try:
             async with asyncio.timeout(REPLY_WAIT):
                 await self.wait_connected()
@@ -172,7 +172,7 @@ class NatsBus:
             log.warning("a reply was lost: %s", error or "no connection")
 
     def complain(self, text: str) -> None:
-        """Log a warning, the same text at most every 30 s."""
+        """Log a warning; log the same text at most every `COMPLAIN_EVERY` seconds."""
         now = clock.monotonic()
         if now - self._complaints.get(text, -COMPLAIN_EVERY) >= COMPLAIN_EVERY:
             self._complaints = {key: at for key, at in self._complaints.items() if now - at < COMPLAIN_EVERY}
@@ -210,9 +210,9 @@ class NatsBus:
                 await self._servers_changed.wait()
 
     async def _serve_connection(self) -> bool:
-        """Dial, and wait for the loss of the connection and its successors.
+        """Connect, then wait until this connection and its successors are lost.
 
-        Return False if dialling failed.
+        Return False if the first connection could not be made.
         """
         self._servers_changed.clear()
         link = await self._dial()
@@ -241,7 +241,7 @@ class NatsBus:
         return True
 
     async def _wait_lost_or_changed(self, link: Link) -> bool:
-        """Wait until `link` is lost (return False) or other servers are to be used (return True)."""
+        """Wait until `link` is lost or `use` was called; return False if the link is lost."""
         tasks = {asyncio.create_task(link.wait_lost()), asyncio.create_task(self._servers_changed.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +287,7 @@ class NatsBus:
 
 
 class _Subscription:
-    """One subscription as its owner sees it, independent of the connection that carries it."""
+    """A subscription, independent of the connection that currently carries it."""
 
     def __init__(self, bus: NatsBus, subject: str, handler: Handler, limit: int) -> None:
         self._bus = bus
@@ -322,7 +322,7 @@ class _Subscription:
             await ignore_loss(_drain(carrier))
 
     async def close(self) -> None:
-        """End the subscription; messages already received are still handled."""
+        """End the subscription; messages that were already received are still handled."""
         await self._bus.remove_subscription(self)
         self._end_task = asyncio.create_task(self._end())
 
@@ -332,7 +332,7 @@ class _Subscription:
             task.cancel()
 
     async def finish(self) -> None:
-        """Wait up to `CLOSE_TIMEOUT` until received messages are handled, then cancel the handlers."""
+        """Wait up to `CLOSE_TIMEOUT` seconds for received messages, then cancel the handlers."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._received.join()
@@ -376,7 +376,7 @@ async def _drain(carrier: NatsSubscription) -> None:
 
 
 async def complaint(servers: Servers) -> str:
-    """Dial these servers once; return the reason of the failure, or "" if they accept the credentials."""
+    """Connect to these servers once; return the reason of a failure, "" on success."""
     link = Link(lambda text: None)
     try:
         await link.dial(servers, "check")
@@ -392,7 +392,7 @@ def _reason(error: Exception) -> str:
 
 
 def translate(error: nats.errors.Error, subject: str) -> ClusterError:
-    """Translate a library error into one of ours."""
+    """Return the product's error for an error of the NATS library."""
     match error:
         case nats.errors.NoRespondersError():
             return NoResponders(f"no worker listens on {subject}")

@@ -39,16 +39,16 @@ _NO_LIMITS = {"subs": -1, "data": -1, "payload": -1}
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user's JWT and the user seed that signs the server's challenge."""
+    """A user's JWT, and the user's seed, which signs the server's challenge."""
 
     jwt: str = field(repr=False)
     seed: str = field(repr=False)
 
     @classmethod
     def of(cls, jwt: str, seed: str) -> "Credentials":
-        """Create credentials after checking that the JWT was issued for the seed's key.
+        """Return credentials after checking that the JWT was issued for the seed's key.
 
-        Raise ValueError, which quotes neither of them, if they do not match.
+        Raise ValueError if they do not match; the message has neither the JWT nor the seed.
         """
         claims = nkeys.claims_of(jwt)
         if claims.get("sub") != nkeys.from_seed(seed, "user").public_key:
@@ -83,7 +83,7 @@ class Permissions:
 
 
 def permissions_of(node_type: str, node_id: str) -> Permissions:
-    """Return the permissions of §9.2, with the node's own inbox in place of the shared one (W35)."""
+    """Return the permissions of a node's user (§9.2), with the node's own inbox (W35)."""
     inbox = f"{messages.inbox(node_id)}.>"
     prefix = messages.node_prefix(node_id)
     if node_type == AGENT:
@@ -98,7 +98,7 @@ def permissions_of(node_type: str, node_id: str) -> Permissions:
 def mint_worker(
     account: KeyPair, user: KeyPair, node_type: str, node_id: str, *, now: float, lifetime: float
 ) -> Credentials:
-    """Mint a JWT for a node's user that is valid for `lifetime` seconds."""
+    """Create a JWT for a node's user, valid for `lifetime` seconds."""
     permissions = permissions_of(node_type, node_id)
     limits = {
         "pub": {"allow": list(permissions.publish)},
@@ -110,13 +110,13 @@ def mint_worker(
 
 
 def mint_service(account: KeyPair, name: str, *, now: float) -> Credentials:
-    """Mint credentials without limits or expiry for a server process, which holds them in memory only."""
+    """Create credentials without limits or expiry for a server process, which never stores them."""
     user = nkeys.generate("user")
     return _mint(account, user, name, now, {}, {"pub": {}, "sub": {}, **_NO_LIMITS})
 
 
 def operator_token(operator: KeyPair, system_account: str, *, now: float) -> str:
-    """Sign the operator's own JWT, for the configuration of a server."""
+    """Sign the operator's own JWT, for the configuration of a NATS server."""
     nats = {"type": "operator", "version": 2, "system_account": system_account}
     return nkeys.sign_token(
         {"sub": operator.public_key, "name": "localai-cluster", "iat": int(now), "nats": nats}, operator
@@ -132,9 +132,9 @@ def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> 
 
 
 def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], *, now: float) -> str:
-    """Re-sign the account's JWT `current` with exactly these revocations (user -> time).
+    """Sign the account's JWT `current` again, with exactly these revocations (user -> time).
 
-    Its other claims stay.
+    All other claims of `current` stay.
     """
     claims = nkeys.claims_of(current, nkeys.LONGEST_ACCOUNT)
     nats = {**claims["nats"], "revocations": dict(revoked)}
@@ -143,7 +143,7 @@ def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], 
 
 
 def revocations_of(token: str) -> dict[str, int]:
-    """Return the revocations in an account's JWT: user -> time."""
+    """Return the revocations in an account's JWT: time of revocation by user."""
     revocations = nkeys.claims_of(token, nkeys.LONGEST_ACCOUNT).get("nats", {}).get("revocations") or {}
     return {str(user): int(at) for user, at in revocations.items()}
 
@@ -167,9 +167,9 @@ LONGEST_URL = 2048
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers of one bus, and the login: a JWT if there is one, else user and password, else a token.
+    """Servers of one bus, and the login: `credentials`, else user and password, else a token.
 
-    With a TLS context the connection is always encrypted, or it fails.
+    With a TLS context, a connection without encryption fails.
     """
 
     urls: tuple[str, ...]
@@ -186,9 +186,9 @@ class Servers:
 
 
 def parse_url(text: str) -> Servers:
-    """Parse `nats://user:password@host:port[,…]`; the login is taken from the first URL.
+    """Parse `nats://user:password@host:port[,…]`; the login comes from the first URL.
 
-    Raise InvalidInput, which quotes nothing.
+    Raise InvalidInput, without any part of the text.
     """
     wrong = InvalidInput("not a NATS URL such as nats://host:4222", field="url")
     if len(text) > LONGEST_URL:
@@ -216,10 +216,10 @@ def parse_url(text: str) -> Servers:
 
 
 def url_for_worker(configured: str, own_host: str) -> str:
-    """Return the URL that a worker dials: `configured` without credentials.
+    """Return the bus URL for a worker: `configured` without credentials.
 
-    A host that means only this machine is replaced by `own_host`, the name under which the worker has just
-    reached this server. An empty or loopback `own_host` replaces nothing.
+    `own_host` is the name under which the worker has just reached this server. It replaces a host that means
+    only this machine, unless `own_host` is empty or loopback itself.
     """
     urls = []
     for url in parse_url(configured).urls:

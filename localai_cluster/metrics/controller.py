@@ -33,7 +33,7 @@ class AttemptResult:
 
 @contextmanager
 def attempt(kind: str) -> Iterator[AttemptResult]:
-    """Count the block as one attempt; the block sets `outcome` of the yielded object."""
+    """Count the block as one attempt. The block sets `outcome` on the yielded object."""
     started_at, result = clock.monotonic(), AttemptResult()
     try:
         yield result
@@ -43,6 +43,6 @@ def attempt(kind: str) -> Iterator[AttemptResult]:
 
 
 def command_ended(command: str, outcome: str, took: float) -> None:
-    """Count one command to a worker, with or without a reply."""
+    """Count one command to a worker that took `took` seconds, with or without a reply."""
     COMMANDS.labels(command, outcome).inc()
     COMMAND_SECONDS.labels(command).observe(took)

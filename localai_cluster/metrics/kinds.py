@@ -12,12 +12,12 @@ from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 
 PREFIX = "localai_cluster_"
 REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Seconds: from a warm answer to a cold load and the limit of a request."""
+"""Histogram buckets in seconds for requests: from a warm response to a cold load."""
 WORK = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
-"""Seconds: from one query to an install of many gigabytes."""
+"""Histogram buckets in seconds for work: from one query to an install of many gigabytes."""
 
 SHARED_FOLDER = os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
-"""Folder of the metrics of the web processes of one address; "" if this process is alone."""
+"""Folder in which the web processes of one address share metrics; "" for a single process."""
 if SHARED_FOLDER:
     _index = os.environ.get("LOCALAI_CLUSTER_WEB_INDEX", "0")
     values.ValueClass = values.MultiProcessValue(lambda: _index)

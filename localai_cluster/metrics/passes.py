@@ -1,4 +1,4 @@
-"""Metrics of recurring passes: those of controllers, and the scheduled tasks."""
+"""Metrics of recurring passes, in controllers and in scheduled tasks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ FIGURES = (PASSES, PASS_SECONDS)
 
 
 def record_pass(name: str, took: float, *, ok: bool) -> None:
-    """Count one pass that has ended."""
+    """Count one pass that has ended after `took` seconds."""
     PASSES.labels(name, "ok" if ok else "failed").inc()
     PASS_SECONDS.labels(name).observe(took)
 
 
 @contextmanager
 def count_pass(name: str) -> Iterator[None]:
-    """Count the block as one pass; it has failed if it raises."""
+    """Count the block as one pass, which has failed if the block raises."""
     started_at, ok = clock.monotonic(), False
     try:
         yield

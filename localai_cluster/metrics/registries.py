@@ -33,7 +33,7 @@ FIGURES: Mapping[str, tuple[MetricWrapperBase, ...]] = {
 
 
 class Build(Collector):
-    """Collector of `build_info`: kind and version of this process."""
+    """Collector of the metric `build_info`: kind and version of this process."""
 
     NAME = PREFIX + "build_info"
     MEANING = "Always 1; the labels are the process and its version."
@@ -50,7 +50,10 @@ class Build(Collector):
 
 
 class _Shared(Collector):
-    """The sums of several processes; the library's files also hold what other kinds of processes count."""
+    """Collector of the sums over several web processes.
+
+    The library's files also hold metrics of other kinds of processes; those are omitted.
+    """
 
     def __init__(self, figures: Iterable[MetricWrapperBase]) -> None:
         self._names = {family.name for figure in figures for family in figure.describe()}
@@ -86,6 +89,9 @@ class _Families(Collector):
 
 
 def text(process: str, additional: Sequence[Metric] = ()) -> bytes:
-    """Return all metrics of a process ("": of none), and `additional` ones, in Prometheus' text format."""
+    """Return all metrics of a process and the `additional` ones, in Prometheus' text format.
+
+    With the process "" only the additional metrics are returned.
+    """
     own = generate_latest(registry(process)) if process else b""
     return own + generate_latest(_Families(additional))

@@ -1,7 +1,7 @@
 """Metrics of a web process: requests, picks, heartbeats.
 
-A warm request calls three of these functions, about five microseconds in all: the library would look up a
-metric's samples by their labels under a lock, so they are cached.
+A warm request calls three of these functions, which takes about five microseconds. The library looks up the
+samples of a metric by their labels under a lock, so this module caches the samples.
 """
 
 from collections import defaultdict
@@ -99,13 +99,16 @@ _readers: dict[Gauge, Callable[[], float]] = {}
 
 
 def follow(figure: Gauge, read: Callable[[], float]) -> None:
-    """Have a gauge expose `read()`; of other processes, the value of their last `refresh`."""
+    """Make a gauge read its value from `read()` at each scrape.
+
+    In a scrape of another process, the value is that of the last `refresh`.
+    """
     figure.set_function(read)
     _readers[figure] = read
 
 
 def refresh() -> None:
-    """Write the gauges for the other processes of this address, which cannot call `read`."""
+    """Write the current values of the gauges, for scrapes of the other web processes."""
     for figure, read in _readers.items():
         figure.set(read())
 
@@ -143,7 +146,7 @@ _SURFACES = {
     "readyz": "probes",
     "metrics": "probes",
 }
-"""Surface of the server by the first segment of a path; any other segment is `other`."""
+"""Surface of the server by the first segment of a path; the default is `other`."""
 _OLLAMA = frozenset(
     f"/api/{name}"
     for name in (
@@ -154,7 +157,7 @@ _OLLAMA = frozenset(
 
 
 def surface(path: str) -> str:
-    """Return the surface of the server that a path belongs to."""
+    """Return the surface of the server to which a path belongs."""
     if path.startswith("/api/node/"):
         return "workers"
     if path in _OLLAMA or path.startswith("/api/blobs/"):
@@ -194,30 +197,30 @@ def request_ended(path: str, status: int | str, took: float) -> None:
 
 @dataclass(slots=True)
 class ModelCounts:
-    """The counts of this process for one model since the last `take_model_counts`."""
+    """Counts of this process for one model since the last `take_model_counts`."""
 
     requests: int = 0
     errors: int = 0
-    """Requests that ended with a status of 500 or above."""
+    """Number of requests that ended with a status of 500 or above."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
     first_token_ms: int = 0
-    """Sum of the times to the first tokens."""
+    """Sum of the milliseconds until the first tokens."""
 
 
 _model_counts: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
 
 
 def take_model_counts() -> dict[str, ModelCounts]:
-    """Return the counts of this process by model, and reset them."""
+    """Return the counts of this process by model, and reset the counts."""
     global _model_counts
     taken, _model_counts = _model_counts, defaultdict(ModelCounts)
     return taken
 
 
 def inference_ended(model: str, status: int | str, took: float) -> None:
-    """Count one request for inference that has ended."""
+    """Count one inference request that has ended."""
     requests, durations = _of_model(model, status)
     requests.inc()
     counts = _model_counts[model]
@@ -228,7 +231,7 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
 
 
 def first_token(model: str, took: float) -> None:
-    """Observe the time to the first chunk of an engine's response."""
+    """Record the seconds until the first chunk of an engine's response."""
     _first_of_model(model).observe(took)
     counts = _model_counts[model]
     counts.first_tokens += 1
@@ -236,7 +239,7 @@ def first_token(model: str, took: float) -> None:
 
 
 def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
-    """Count the tokens of one complete response."""
+    """Count the tokens of one complete response; `cached` are the tokens of a cached prefix."""
     for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
         _tokens_of_model(model, kind).inc(count)
     counts = _model_counts[model]
@@ -251,7 +254,7 @@ def pick_ended(outcome: str, took: float) -> None:
 
 
 def prefix_picked(model: str, outcome: str, blocks: int, cached: int) -> None:
-    """Count one pick by prefix: the replica had `cached` of the prompt's `blocks`."""
+    """Count one pick by prefix; the replica had `cached` of the prompt's `blocks`."""
     _prefix_outcome(model, outcome).inc()
     asked, hit = _prefix_blocks(model)
     asked.inc(blocks)

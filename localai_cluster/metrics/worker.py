@@ -45,7 +45,7 @@ def command_ended(command: str, outcome: str, took: float) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Count the block as the start of one engine."""
+    """Count the block as the start of one engine, which has failed if the block raises."""
     started_at, outcome = clock.monotonic(), "failed"
     try:
         yield

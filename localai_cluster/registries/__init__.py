@@ -1,4 +1,4 @@
-"""Container registries: references of images, credentials, and the client that reads manifests and layers.
+"""Container registries: image references, credentials, and a client for manifests and layers.
 
-The worker installs images with it; a controller reads their digests for the upgrade check.
+The worker installs images with the client; a controller reads image digests for the upgrade check.
 """

@@ -28,7 +28,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class RegistryError(ClusterError):
-    """A registry refused a request, or its reply cannot be used."""
+    """A registry refused a request, or its response cannot be used."""
 
     code = "registry_failed"
 
@@ -38,7 +38,7 @@ class RegistryError(ClusterError):
 
 
 class ImageMissing(RegistryError):
-    """The registry has no image of that name and version."""
+    """The registry has no image with this name and version."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class Credential:
 
 
 def default_config() -> Path:
-    """Return the path where Docker and Podman's `--authfile` users keep their `config.json`."""
+    """Return the path of Docker's `config.json`, where users of Podman's `--authfile` keep theirs too."""
     folder = os.environ.get("DOCKER_CONFIG") or Path(os.environ.get("HOME") or "/", ".docker")
     return Path(folder, "config.json")
 
 
 class Access:
-    """Credentials and addresses of registries. `config`: path of a `config.json`, read at every use."""
+    """Credentials and addresses of registries. The file `config` is read at every use."""
 
     def __init__(self, settings: Sequence[RegistrySetting] = (), config: Path | None = None) -> None:
         self._settings = {setting.host.lower(): setting for setting in settings}
         self._config = config
 
     def base_url(self, host: str) -> str:
-        """Return the registry's URL: HTTPS, unless it is on this machine or set to plain HTTP."""
+        """Return the registry's URL: HTTPS, unless it is on this machine or configured as plain HTTP."""
         setting = self._settings.get(host)
         is_plain = setting.plain_http if setting else None
         if is_plain is None:
@@ -76,7 +76,7 @@ class Access:
         return f"{'http' if is_plain else 'https'}://{'registry-1.docker.io' if host == DOCKER_HUB else host}"
 
     def may_authenticate_at(self, host: str, realm: str) -> bool:
-        """Return True if the token service `realm` may get the credential of this registry."""
+        """Return True if the token service `realm` may receive this registry's credential."""
         setting = self._settings.get(host)
         named = [setting.realm] if setting and setting.realm else []
         if host == DOCKER_HUB:
@@ -86,7 +86,7 @@ class Access:
         return realm in named or (parts.scheme == "https" and parts.netloc.lower() == own)
 
     def credential(self, host: str) -> Credential | None:
-        """Return the credential for a registry, None without one; blocks. Raise RegistryError."""
+        """Return the credential for a registry, None if there is none. Raise RegistryError. Blocks."""
         setting = self._settings.get(host)
         if setting and setting.username:
             return Credential(setting.username, setting.password)
@@ -139,7 +139,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _host_of(name: str) -> str:
-    """Return the host of a key of `auths`, which may be a URL."""
+    """Return the host in a key of `auths`; the key may be a URL."""
     return (
         name.partition("://")[2].partition("/")[0].lower()
         if "://" in name

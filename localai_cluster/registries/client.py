@@ -1,8 +1,8 @@
-"""Client of a registry (OCI distribution): tokens, manifests and layers.
+"""Client of a container registry (OCI distribution): tokens, manifests and layers.
 
-A request without access is answered with a challenge; the client gets a token for it and repeats the request
-once. Redirects are followed without any credential, and never from HTTPS to plain HTTP. Bodies are bounded,
-and a manifest is checked against its digest.
+The registry answers an unauthorized request with a challenge; the client then gets a token and repeats the
+request once. Redirects are followed without a credential, and never from HTTPS to plain HTTP. Bodies are
+bounded, and a manifest is checked against its digest.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from localai_cluster.registries.access import Access, ImageMissing, RegistryErro
 from localai_cluster.registries.references import ImageReference
 
 HEADERS_LIMIT = 120.0
-"""Seconds until the headers of a response."""
+"""Maximum seconds until the headers of a response have arrived."""
 BODY_LIMIT = 60.0
-"""Seconds for the body of a manifest or a token."""
+"""Maximum seconds for the body of a manifest or a token."""
 MANIFEST_BYTES = 4 * 1024 * 1024
 TOKEN_BYTES = 256 * 1024
 MOST_LAYERS = 512
@@ -57,7 +57,7 @@ class _Platform(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A manifest or a layer, by its digest; `size` in bytes."""
+    """A manifest or a layer: its digest, and its `size` in bytes."""
 
     digest: str
     size: int = 0
@@ -79,7 +79,7 @@ class _Token(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Image:
-    """An image for one platform: the digest of its manifest, and its layers, the lowest first."""
+    """An image for one platform: the digest of its manifest, and its layers from the lowest to the top."""
 
     digest: str
     layers: tuple[Descriptor, ...]
@@ -92,13 +92,13 @@ class _CachedToken:
 
 
 def this_platform() -> _Platform:
-    """Return the platform of this machine, in the names of OCI."""
+    """Return the platform of this machine in OCI's terms."""
     machine = platform.machine().lower()
     return _Platform(platform.system().lower(), _ARCHITECTURES.get(machine, machine))
 
 
 class Registries:
-    """Reads images. `client` must not follow redirects by itself."""
+    """Reads images from registries. `client` must not follow redirects by itself."""
 
     def __init__(self, client: httpx.AsyncClient, access: Access) -> None:
         self._client = client
@@ -106,7 +106,7 @@ class Registries:
         self._tokens: dict[tuple[str, str], _CachedToken] = {}
 
     async def image(self, reference: ImageReference, wanted: _Platform | None = None) -> Image:
-        """Return the image for a platform, by default this machine's. Raise RegistryError."""
+        """Return the image for `wanted`, by default this machine's platform. Raise RegistryError."""
         wanted = wanted or this_platform()
         digest, manifest = await self._manifest(reference, reference.version)
         if manifest.manifests is not None:
@@ -115,7 +115,7 @@ class Registries:
         return self._checked(reference, digest, manifest)
 
     async def artifact(self, reference: ImageReference) -> Image:
-        """Return an artifact that is for no platform, such as a model. Raise RegistryError."""
+        """Return an artifact without a platform, such as a model. Raise RegistryError."""
         digest, manifest = await self._manifest(reference, reference.version)
         if manifest.manifests is not None:
             raise RegistryError(f"{reference} is an image for several platforms, not a model")
@@ -132,7 +132,7 @@ class Registries:
         return Image(digest, tuple(manifest.layers))
 
     async def digests(self, reference: ImageReference) -> tuple[str, ...]:
-        """Return the digest of an image, then those of its builds for single platforms.
+        """Return the digest of an image, followed by the digests of its builds for single platforms.
 
         Raise RegistryError.
         """
@@ -143,9 +143,9 @@ class Registries:
     async def open_layer(
         self, reference: ImageReference, digest: str, headers: Mapping[str, str]
     ) -> httpx.Response:
-        """Open a layer's response with status 200, 206 or 416; the caller closes it.
+        """Open the response with a layer: status 200, 206 or 416. The caller closes it.
 
-        Every call asks the registry, so a signed address that has expired is replaced by a fresh one. Raise
+        Every call sends a request to the registry, so an expired signed address is replaced. Raise
         RegistryError.
         """
         return await self._open(reference, f"blobs/{digest}", headers)
@@ -207,7 +207,7 @@ class Registries:
         return f"Bearer {token.text}" if token and token.good_until > clock.monotonic() else ""
 
     async def _authenticate(self, reference: ImageReference, challenge: str) -> str:
-        """Return the value of `Authorization` that answers a challenge. Raise RegistryError."""
+        """Return the value of `Authorization` for a challenge. Raise RegistryError."""
         self._tokens.pop((reference.host, reference.path), None)
         credential = await asyncio.to_thread(self._access.credential, reference.host)
         kind, parameters = _parse_challenge(challenge)
@@ -261,7 +261,7 @@ class Registries:
 
 
 def _choose(builds: list[Descriptor], wanted: _Platform, reference: ImageReference) -> str:
-    """Return the digest of the build for a platform. Raise RegistryError naming those that there are."""
+    """Return the digest of the build for a platform. Raise RegistryError, which names the available ones."""
     for build in builds:
         if build.platform == wanted and _DIGEST.fullmatch(build.digest):
             return build.digest
@@ -271,7 +271,7 @@ def _choose(builds: list[Descriptor], wanted: _Platform, reference: ImageReferen
 
 
 def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
-    """Return the scheme of a challenge, bearer before basic, and its parameters."""
+    """Return the scheme and parameters of a challenge; prefer bearer to basic."""
     text = text[:_LONGEST_CHALLENGE]
     lowered = text.lower()
     start = lowered.find("bearer ")
@@ -281,7 +281,7 @@ def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _redirect(response: httpx.Response, reference: ImageReference) -> str:
-    """Return the address that a redirect names. Raise RegistryError if it leads away from HTTPS."""
+    """Return the target of a redirect. Raise RegistryError if it goes from HTTPS to plain HTTP."""
     try:
         target = response.request.url.join(response.headers.get("location", ""))
     except (httpx.InvalidURL, ValueError):
@@ -319,7 +319,7 @@ def _site(url: str) -> str:
 
 
 async def _read(response: httpx.Response, limit: int, what: str) -> bytes:
-    """Read and close a response of at most `limit` bytes. Raise RegistryError."""
+    """Return a response's body of at most `limit` bytes and close the response. Raise RegistryError."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_LIMIT):

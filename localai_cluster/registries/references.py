@@ -6,7 +6,7 @@ from dataclasses import dataclass
 SCHEMES = ("oci://", "docker://")
 DOCKER_HUB = "docker.io"
 _KNOWN_HOSTS = (DOCKER_HUB, "quay.io", "ghcr.io")
-"""Hosts whose images need neither a scheme nor a tag."""
+"""Hosts whose images are recognized without a scheme and without a tag."""
 _HUB_NAMES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
 _MAX_LENGTH = 512
 _PATH_COMPONENT = r"[a-z0-9]+(?:(?:\.|_{1,2}|-{1,8})[a-z0-9]+)*"
@@ -37,7 +37,7 @@ class ImageReference:
 
 
 def fallbacks(uri: str) -> tuple[str, ...]:
-    """Return the images that stand in for one whose `latest-…` tag is missing (worker.md §18.3)."""
+    """Return the images to try if an image's `latest-…` tag is missing (worker.md §18.3)."""
     head, _, tag = uri.rpartition(":")
     if parse(uri) is None or "/" in tag or "@" in tag or "latest-" not in tag:
         return ()
@@ -46,10 +46,10 @@ def fallbacks(uri: str) -> tuple[str, ...]:
 
 
 def parse(uri: str) -> ImageReference | None:
-    """Parse the reference of an image; None if `uri` names no image.
+    """Return the image that `uri` names; None if `uri` does not name an image.
 
-    Without a scheme, a tag or digest is required, except on the hosts of `_KNOWN_HOSTS`: other addresses may
-    be those of files. Without a host the image is one of Docker Hub.
+    Without a scheme, a tag or digest is required, except on the hosts of `_KNOWN_HOSTS`, because the address
+    could be that of a file. An image without a host is on Docker Hub.
     """
     scheme = next((scheme for scheme in SCHEMES if uri.startswith(scheme)), "")
     if len(uri) > _MAX_LENGTH or (match := _REFERENCE.fullmatch(uri.removeprefix(scheme))) is None:

@@ -22,11 +22,11 @@ STAMP = ".stamp"
 
 
 class StubsNotBuilt(ClusterError):
-    """The gRPC stubs could not be generated from backend.proto."""
+    """The gRPC stubs cannot be generated from backend.proto."""
 
 
 def build(target: Path | None = None) -> bool:
-    """Bring the stubs in `target` up to date; return True if they had to be generated."""
+    """Generate the stubs in `target` unless they are up to date; return True if they were generated."""
     folder = target or HERE / "generated"
     stamp = _stamp(typed=target is None and _typed_plugin() is not None)
     if _read(folder / STAMP) == stamp and (folder / "backend_pb2_grpc.py").exists():
@@ -55,7 +55,7 @@ def _read(path: Path) -> str:
 
 
 def _typed_plugin() -> str | None:
-    """Return the folder of mypy-protobuf's plugins; None outside of development environments."""
+    """Return the folder of mypy-protobuf's plugins; None if they are not installed."""
     scripts = Path(sys.executable).parent
     if (scripts / "protoc-gen-mypy").exists() and (scripts / "protoc-gen-mypy_grpc").exists():
         return str(scripts)
@@ -83,7 +83,7 @@ def _generate(scratch: Path, *, packaged: bool) -> list[Path]:
 
 
 def main() -> None:
-    """Build into the package, or into the folder given on the command line."""
+    """Generate the stubs in the package, or in the folder given on the command line."""
     build(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 
 

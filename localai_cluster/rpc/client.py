@@ -87,12 +87,12 @@ _EMPTY_HEALTH = HealthMessage()
 
 
 class BackendClient:
-    """Calls one engine at `address` (`host:port`), authenticating with `token` if there is one.
+    """Calls one engine at `address` (`host:port`); `token`, if any, authenticates the calls.
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
-    Refused: gRPC would interpret a scheme in it. Only a client that is `counted` has the methods that serve a
-    client's request (`TRACKED`). `stream_client` chooses the implementation of `predict`, `predict_stream`
-    and `embedding`.
+    Refused, because gRPC would interpret a scheme in it. Only a client with `counted` has the methods that
+    serve a user's request (`TRACKED`). `stream_client` selects the implementation of `predict`,
+    `predict_stream` and `embedding`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class BackendClient:
         return reply.message == HEALTHY
 
     async def load_model(self, options: ModelOptions, timeout: float) -> Result:
-        """Load a model; a refusal is a Result with `success` false, not an error."""
+        """Load a model. If the engine refuses, return a Result with `success` False."""
         return await self._unary(self._stub.LoadModel(options, timeout=timeout, metadata=self._metadata))
 
     async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
@@ -137,13 +137,13 @@ class BackendClient:
     def _whole(
         self, method: str, parse: Callable[[bytes], Response], options: PredictOptions, timeout: float | None
     ) -> Any:
-        """Return an awaitable call of this method, in the chosen implementation."""
+        """Return an awaitable call of this method, in the selected implementation."""
         if self._streams is not None:
             return self._streams.whole(method, parse, options.SerializeToString(), timeout)
         return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """Stream the reply to a prompt; without a timeout the duration is unlimited."""
+        """Stream the reply to a prompt; without a timeout the call has no time limit."""
         call: Any
         if self._streams is not None:
             request = options.SerializeToString()
@@ -164,7 +164,7 @@ class BackendClient:
         return Replies(call, self._channel, self._translate_error)
 
     async def speak(self, request: TTSRequest, timeout: float) -> Result:
-        """Write a text as speech to the worker's file `request.dst`."""
+        """Write a text as speech to the file `request.dst` on the worker."""
         return await self._unary(self._stub.TTS(request, timeout=timeout, metadata=self._metadata))
 
     def speak_stream(self, request: TTSRequest) -> "Replies[Reply]":
@@ -173,7 +173,7 @@ class BackendClient:
         return Replies(call, self._channel, self._translate_error)
 
     async def draw(self, request: GenerateImageRequest, timeout: float) -> Result:
-        """Write an image to the worker's file `request.dst`."""
+        """Write an image to the file `request.dst` on the worker."""
         return await self._unary(self._stub.GenerateImage(request, timeout=timeout, metadata=self._metadata))
 
     async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
@@ -189,7 +189,7 @@ class BackendClient:
         return await self._unary(self._stub.Rerank(request, timeout=timeout, metadata=self._metadata))
 
     async def status(self, timeout: float) -> StatusResponse:
-        """Return the state and the memory of the engine."""
+        """Return the state and the memory usage of the engine."""
         return await self._unary(self._stub.Status(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def free(self, timeout: float) -> Result:
@@ -197,7 +197,7 @@ class BackendClient:
         return await self._unary(self._stub.Free(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the connection; calls still running after `grace` seconds are cancelled."""
+        """Close the connection; cancel calls that still run after `grace` seconds."""
         for task in self._retired:
             task.cancel()
         streams = [self._streams.close(grace)] if self._streams is not None else []
@@ -237,7 +237,7 @@ class BackendClient:
 
 
 class Replies(Generic[Piece]):
-    """A reply that arrives in one or more pieces. Who stops reading early must close the iterator."""
+    """A reply that arrives in one or more pieces. A caller that stops early must close the iterator."""
 
     def __init__(self, call: Any, channel: grpc.aio.Channel, translate_error: "_TranslateError") -> None:
         self._call = call
@@ -246,7 +246,7 @@ class Replies(Generic[Piece]):
         self._expired: DeadlineExceeded | None = None
 
     def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        """Iterate over the pieces without a limit."""
+        """Iterate over the pieces without a time limit."""
         return self.within()
 
     async def within(
@@ -255,11 +255,11 @@ class Replies(Generic[Piece]):
         stall: float = math.inf,
         message: str = "the engine has sent nothing for too long",
     ) -> AsyncGenerator[Piece, None]:
-        """Iterate over the pieces; raise DeadlineExceeded with `message` after too long a silence.
+        """Iterate over the pieces. Raise DeadlineExceeded with `message` if a piece is late.
 
-        The first piece must come within `first` seconds, each further one within `stall` seconds. The time
-        that the caller takes between two pieces does not count. A piece is read only when the caller requests
-        it, so an engine gets no further ahead than the flow-control windows of the connection allow.
+        The first piece must arrive within `first` seconds, each further piece within `stall` seconds. The
+        time that the caller spends between two pieces does not count. A piece is read only when the caller
+        requests it, so the flow-control windows of the connection bound how far the engine gets ahead.
         """
         timer = clock.SilenceTimer(stall, first, lambda: self._expire(message))
         try:
@@ -284,7 +284,7 @@ class Replies(Generic[Piece]):
         self._call.cancel()
 
     async def trailing(self, name: str) -> str:
-        """Return the trailing metadata `name`, "" if there is none; call it only after the last piece."""
+        """Return the trailing metadata `name`, "" if it is missing. Call this only after the last piece."""
         metadata = await self._call.trailing_metadata()
         value = metadata.get(name) if metadata is not None else None
         return value if isinstance(value, str) else ""
@@ -294,7 +294,10 @@ _TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel, Any], Backen
 
 
 def _is_overdue(call: Any) -> bool:
-    """Return True if the deadline of this call of grpc.aio has passed; ours check it themselves."""
+    """Return True if this is a call of grpc.aio whose deadline has passed.
+
+    The calls of `stream_client.py` check their deadlines themselves.
+    """
     return isinstance(call, grpc.aio.Call) and call.time_remaining() == 0
 
 
@@ -302,10 +305,10 @@ _CLOSED = "the connection to the engine was closed"
 
 
 def _raise_unless_cancelled(error: BackendError) -> None:
-    """Raise the error unless the task itself was cancelled.
+    """Raise the error unless the current task itself was cancelled.
 
-    The library also raises CancelledError for a call that was cancelled or whose channel was closed, and then
-    the caller goes on.
+    The library also raises CancelledError if only the call was cancelled or its channel was closed; then the
+    caller continues.
     """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
@@ -313,7 +316,7 @@ def _raise_unless_cancelled(error: BackendError) -> None:
 
 
 async def probe(address: str, token: str, timeout: float) -> Sign:
-    """Check the health of the process at `address` on a connection that is closed afterwards (R4.38)."""
+    """Return the health of the process at `address`, on a new connection, which is then closed (R4.38)."""
     try:
         client = BackendClient(address, token)
     except Refused:
@@ -330,7 +333,7 @@ async def probe(address: str, token: str, timeout: float) -> Sign:
 
 
 class ClientPool:
-    """Keeps one client per address and token; closes the least recently used ones beyond `limit`."""
+    """Clients by address and token. Above `limit` clients, the least recently used one is closed."""
 
     def __init__(self, *, limit: int = 1024, stream_client: str = HTTP2) -> None:
         self._limit = limit
@@ -339,9 +342,9 @@ class ClientPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str, token: str = "") -> BackendClient:
-        """Return the client of `address` (`host:port`) with this bearer token.
+        """Return the client for `address` (`host:port`) and bearer token.
 
-        Raise Refused for any other form of address.
+        Raise Refused if the address has another form.
         """
         key = (address, token)
         client = self._clients.get(key)
@@ -355,7 +358,7 @@ class ClientPool:
         return client
 
     def forget(self, address: str, token: str = "") -> None:
-        """Close the client of an address that is out of service; its running calls may finish."""
+        """Remove the client of an address and close it; its running calls may end."""
         client = self._clients.pop((address, token), None)
         if client is not None:
             task = asyncio.get_running_loop().create_task(client.close(DRAIN_SECONDS))
@@ -363,7 +366,7 @@ class ClientPool:
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Close every client; running calls are cancelled."""
+        """Close every client; cancel running calls."""
         for task in self._closing:
             task.cancel()
         clients = list(self._clients.values())

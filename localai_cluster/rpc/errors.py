@@ -66,7 +66,7 @@ class Lost(BackendError, Unavailable):
 
 
 class Busy(BackendError, Unavailable):
-    """The engine takes no further work right now."""
+    """The engine accepts no further work at present."""
 
     message = "The engine takes no further work right now."
     code = "backend_busy"
@@ -74,7 +74,7 @@ class Busy(BackendError, Unavailable):
 
 
 class ModelNotLoaded(BackendError, Unavailable):
-    """The engine runs but holds no model."""
+    """The engine runs but has no model loaded."""
 
     message = "The engine runs but holds no model."
     code = "model_not_loaded"
@@ -96,7 +96,7 @@ class DeadlineExceeded(BackendError, Unavailable):
 
 
 class Cancelled(BackendError, Unavailable):
-    """The engine gave the call up."""
+    """The engine cancelled the call."""
 
     message = "The engine gave the call up."
     code = "backend_cancelled"
@@ -150,7 +150,10 @@ _BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
 
 
 def translate(status: grpc.StatusCode, details: str) -> BackendError:
-    """Return the error for a final gRPC status; `details` is the text of the engine or the transport."""
+    """Return the error for a final gRPC status.
+
+    `details` is the status message of the engine or of the transport.
+    """
     text = details.lower()
     if status is grpc.StatusCode.UNAVAILABLE:
         return _unavailable(text)(details or None)

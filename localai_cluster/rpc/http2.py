@@ -1,7 +1,7 @@
-"""One HTTP/2 connection to an engine (RFC 9113), as far as the calls of `stream_client.py` need it.
+"""One HTTP/2 connection to an engine (RFC 9113), as far as `stream_client.py` needs it.
 
-An engine is not trusted: frames, header blocks, windows, and answers that it does not read are limited, and
-breaking a rule of HTTP/2 ends the connection.
+The engine is not trusted: frames, header blocks, windows and unread answers are limited, and a breach of
+HTTP/2's rules ends the connection.
 """
 
 import asyncio
@@ -15,21 +15,24 @@ from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 from localai_cluster.kit import clock
 
 STREAM_WINDOW = 65_535
-"""Bytes of a stream that the engine may send ahead of its reader; HTTP/2's initial value."""
+"""Bytes of a stream that the engine may send before they are read; HTTP/2's initial value."""
 CONNECTION_WINDOW = 1024 * 1024
-"""Bytes of all streams that may be under way; granted on arrival, because the streams' windows bound them."""
+"""Bytes of all streams that may be on the way. They are granted again on arrival.
+
+The windows of the streams bound the unread bytes.
+"""
 MAX_FRAME = 16_384
 MAX_HEADERS = 65_536
-"""Limit on the bytes of a header block, compressed and decompressed."""
+"""Maximum bytes of a header block, compressed and decompressed."""
 MAX_CONTINUATIONS = 16
 MAX_FRAMES = 64
-"""Frames of bodies that are sent in one turn of the event loop."""
+"""Maximum frames of request bodies that are sent in one turn of the event loop."""
 MAX_UNREAD_ANSWERS = 1000
-"""Limit on answers to PING and SETTINGS that wait for an engine which does not read."""
+"""Maximum number of answers to PING and SETTINGS that wait for the engine to read."""
 IDLE_SECONDS = 1800.0
 """Seconds without a stream after which a connection is not used again, as in gRPC."""
 CLOSE_SECONDS = 1.0
-"""Time for the last bytes of a connection that this side closes."""
+"""Seconds to send the last bytes of a connection that this side closes."""
 LARGEST = 2**31 - 1
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
@@ -45,11 +48,11 @@ _SIZES = {_RST_STREAM: 4, _PING: 8, _WINDOW: 4}
 _FRAME, _NUMBER, _SETTING = struct.Struct(">IBI"), struct.Struct(">I"), struct.Struct(">HI")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _EMPTY_TABLE = b"\x20"
-"""HPACK: our header blocks use no dynamic table, whatever size the engine allows."""
+"""HPACK instruction that empties the dynamic table, which our header blocks do not use."""
 
 
 class Http2Error(Exception):
-    """The peer broke a rule of HTTP/2; `code` is named in the GOAWAY."""
+    """The engine broke a rule of HTTP/2; `code` is the error code of the GOAWAY frame."""
 
     def __init__(self, text: str, code: int = PROTOCOL_ERROR) -> None:
         super().__init__(text)
@@ -57,7 +60,7 @@ class Http2Error(Exception):
 
 
 class Stream(ABC):
-    """One request and its response; the connection sends the rest of `body` as the engine's windows allow."""
+    """One request and its response. The connection sends `body` as the engine's windows allow."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -67,44 +70,45 @@ class Stream(ABC):
 
     @abstractmethod
     def add_headers(self, headers: Mapping[str, str], *, is_last: bool) -> None:
-        """Take a block of headers; the last one ends the stream."""
+        """Process a block of headers. The block with `is_last` ends the stream."""
 
     @abstractmethod
     def add_data(self, data: bytes) -> None:
-        """Take a piece of the response's body."""
+        """Process a piece of the response's body."""
 
     @abstractmethod
     def move(self) -> None:
-        """Begin again on another connection, because the engine has not processed the stream."""
+        """Restart on another connection, because the engine has not processed the stream."""
 
     @abstractmethod
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
-        """End the stream: by RST_STREAM with a code, with its connection, or else by an error of the engine.
+        """End the stream, and call `Connection.remove`.
 
-        It calls `Connection.remove`.
+        The cause is RST_STREAM with the code `reset`, or the loss of the connection (`is_lost`), or an error
+        of the engine.
         """
 
 
 class Owner(Protocol):
-    """The channel of a connection."""
+    """The channel that owns a connection."""
 
     def dispatch(self) -> None:
-        """Handle a place for a further stream."""
+        """Open a waiting stream, because the connection has capacity for one more."""
 
     def retire(self, connection: "Connection") -> None:
-        """Open no further streams on a connection."""
+        """Open no further streams on this connection."""
 
     def forget(self, connection: "Connection") -> None:
-        """Handle the end of a connection."""
+        """Remove a connection that has ended."""
 
 
 def encode(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Encode headers as literals that touch no table, so that the bytes fit any connection."""
+    """Encode headers as literals without a table, so that the bytes are valid on any connection."""
     return Encoder().encode([NeverIndexedHeaderTuple(name, value) for name, value in headers])
 
 
 def encode_short(name: str, value: str) -> bytes:
-    """Encode one header as `encode` does, ten times as fast; name and value have less than 127 bytes."""
+    """Encode one header as `encode` does, ten times as fast; name and value need less than 127 bytes."""
     return b"\x10%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
 
 
@@ -119,7 +123,7 @@ def _strip_padding(payload: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It takes streams from the engine's first SETTINGS until GOAWAY or its end."""
+    """One connection. It accepts streams between the engine's first SETTINGS and GOAWAY."""
 
     def __init__(self, owner: Owner) -> None:
         self.ready = asyncio.Event()
@@ -145,17 +149,20 @@ class Connection(asyncio.Protocol):
         }
 
     def close_if_stale(self) -> None:
-        """Close the connection after a long pause: something on the way may have forgotten it."""
+        """Close the connection after `IDLE_SECONDS` without a stream.
+
+        A device on the network path may have dropped it.
+        """
         if not self._streams and clock.monotonic() - self._idle_since > IDLE_SECONDS:
             self.close()
 
     @property
     def has_capacity(self) -> bool:
-        """True if a further stream may be opened now."""
+        """True if one more stream may be opened now."""
         return len(self._streams) < self._stream_limit and not (self._is_retired or self.failure)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the preface: no pushes, and a larger window for all streams together."""
+        """Send the preface: no pushes, and a larger window for the whole connection."""
         self._transport = cast(asyncio.Transport, transport)
         settings = _SETTING.pack(_ENABLE_PUSH, 0) + _SETTING.pack(_MAX_HEADER_LIST, MAX_HEADERS)
         window = _NUMBER.pack(CONNECTION_WINDOW - STREAM_WINDOW)
@@ -182,16 +189,16 @@ class Connection(asyncio.Protocol):
         self._owner.forget(self)
 
     def pause_writing(self) -> None:
-        """Hold back bodies until the engine reads."""
+        """Stop sending request bodies until the engine reads."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Send the bodies that were held back."""
+        """Continue sending request bodies."""
         self._is_paused, self._unread_answers = False, 0
         self._send_bodies()
 
     def data_received(self, data: bytes) -> None:
-        """Handle each complete frame; an error of the engine ends the connection."""
+        """Handle each complete frame. A protocol error of the engine ends the connection."""
         try:
             self._partial = self._read_frames(self._partial + data if self._partial else data)
         except Http2Error as error:
@@ -217,7 +224,7 @@ class Connection(asyncio.Protocol):
         return b"" if self.failure else data[position:]
 
     def _check_place(self, kind: int, stream_id: int) -> None:
-        """Raise Http2Error if this frame may not come now or not on this stream."""
+        """Raise Http2Error if this frame is not allowed at present or on this stream."""
         if self._block_stream and (kind != _CONTINUATION or stream_id != self._block_stream):
             raise Http2Error("a frame interrupts a header block")
         if kind in (_SETTINGS, _PING, _GOAWAY) or (kind == _WINDOW and not stream_id):
@@ -365,14 +372,14 @@ class Connection(asyncio.Protocol):
             self._write(_frame(_DATA, 0 if stream.body else _END_STREAM, stream.id, piece))
 
     def grant(self, stream: Stream) -> None:
-        """Let the engine send as much as the reader has taken."""
+        """Extend the stream's window by the bytes that the reader has consumed."""
         taken = STREAM_WINDOW - stream.window
         if taken * 2 > STREAM_WINDOW:
             stream.window += taken
             self._write(_frame(_WINDOW, 0, stream.id, _NUMBER.pack(taken)))
 
     def remove(self, stream: Stream, *, is_reset: bool) -> None:
-        """Forget a stream that has ended; `is_reset` cancels it at the engine."""
+        """Remove a stream that has ended; with `is_reset`, cancel it at the engine."""
         del self._streams[stream.id]
         if is_reset or stream.body:
             self._write(_frame(_RST_STREAM, 0, stream.id, _NUMBER.pack(CANCEL)))
@@ -386,7 +393,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _write(self, frame: bytes) -> None:
-        """Send a frame, with all others of this turn of the event loop."""
+        """Queue a frame; all frames of one turn of the event loop are sent together."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._flush)
         self._frames.append(frame)

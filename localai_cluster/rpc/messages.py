@@ -47,7 +47,7 @@ from localai_cluster.rpc.generated.backend_pb2 import (
 class Sign(StrEnum):
     """The result of a probe (R4.38).
 
-    An engine may serve one request at a time, so one that does not answer in time is busy.
+    An engine may serve one request at a time, so an engine that does not answer in time counts as busy.
     """
 
     ALIVE = "alive"
@@ -91,7 +91,7 @@ __all__ = [
 
 
 def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
-    """Parse load options from plain data under the names of `ModelOptions`.
+    """Return load options from a mapping with the field names of `ModelOptions`.
 
     An example is `{"Model": …, "Embeddings": True}`. Raise InvalidInput for an unknown name or a value of the
     wrong type.

@@ -28,10 +28,10 @@ from localai_cluster.rpc import http2
 SERVICE = "/backend.Backend/"
 MESSAGE_LIMIT = 50 * 1024 * 1024
 CONNECT_SECONDS = 20.0
-"""Time limit of a connection until the engine's SETTINGS, as in gRPC."""
+"""Seconds until the engine's SETTINGS must have arrived on a new connection, as in gRPC."""
 _PREFIX = struct.Struct(">BI")
 _LONGEST_TIMEOUT = 10**8 - 1
-"""`grpc-timeout` has at most eight digits."""
+"""Maximum value of `grpc-timeout`, which has at most eight digits."""
 _STATUSES = {str(status.value[0]): status for status in StatusCode}
 _BY_HTTP_STATUS = {
     **{"400": StatusCode.INTERNAL, "401": StatusCode.UNAUTHENTICATED, "403": StatusCode.PERMISSION_DENIED},
@@ -50,7 +50,7 @@ Parse = Callable[[bytes], Response]
 
 
 class StreamCall(http2.Stream, Generic[Response]):
-    """One call of `method`. It begins when its first message is awaited; a status or `cancel` ends it."""
+    """One call of `method`. Awaiting its first message starts it; a status or `cancel` ends it."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         return self
 
     async def __anext__(self) -> Response:
-        """Return the next message; wait only if none has arrived."""
+        """Return the next message; wait only if no message has arrived."""
         while True:
             buffer, begin = self._buffer, self._begin + _PREFIX.size
             if len(buffer) >= begin:
@@ -115,7 +115,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         raise grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     async def _wait(self) -> None:
-        """Wait for data or the end; open the flow-control window by the bytes that the reader has taken."""
+        """Wait for data or the end. Extend the flow-control window by the bytes that were read."""
         del self._buffer[: self._begin]
         self._begin = 0
         if not self._has_begun:
@@ -142,7 +142,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self._channel.submit(self)
 
     def open(self, connection: http2.Connection, headers: bytes) -> None:
-        """Send the request on a connection, with these headers for all calls."""
+        """Send the request on a connection; `headers` are the encoded headers common to all calls."""
         if self._timeout is not None:
             limit = max(math.ceil(self._timeout * 1000), 1)
             is_short = limit <= _LONGEST_TIMEOUT
@@ -151,7 +151,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         connection.open(self, headers, self._request)
 
     def move(self) -> None:
-        """Begin again on another connection, but only once, and not if the response has begun."""
+        """Restart on another connection, but only once, and only if no response has begun."""
         if self._has_moved or self._has_headers:
             return self.finish(StatusCode.UNAVAILABLE, "GOAWAY received")
         self._has_moved = True
@@ -178,7 +178,7 @@ class StreamCall(http2.Stream, Generic[Response]):
             self._abort(*_final_status(headers, status))
 
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
-        """End the call with the status that gRPC gives such an end."""
+        """End the call with the status that gRPC defines for such an end."""
         status = StatusCode.UNAVAILABLE if is_lost else StatusCode.INTERNAL
         if reset is not None:
             status = _BY_RESET.get(reset, status)
@@ -188,7 +188,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self.finish(status, reason)
 
     def finish(self, status: StatusCode, details: str, *, is_reset: bool = False) -> None:
-        """End the call once the reader has taken all received data; only the first end counts."""
+        """End the call after the reader has read all received data. Only the first end has an effect."""
         if self._status is not None:
             return
         self._status = status, details
@@ -223,7 +223,7 @@ class StreamCall(http2.Stream, Generic[Response]):
 
 
 class WholeCall(StreamCall[Response]):
-    """A call whose response is one message; awaiting it returns the message once the status has arrived."""
+    """A call with one response message, which is returned once the final status has arrived."""
 
     def __await__(self) -> Generator[Any, None, Response]:
         return self._receive().__await__()
@@ -250,7 +250,7 @@ def _final_status(headers: Mapping[str, str], http_status: str) -> tuple[StatusC
 
 
 class StreamChannel:
-    """The streams of one engine. It dials when a call needs a connection, without any back-off."""
+    """The connections and calls of one engine. It connects when a call needs it, without back-off."""
 
     def __init__(self, address: Address, metadata: Iterable[tuple[str, str]]) -> None:
         self._address = address
@@ -271,17 +271,17 @@ class StreamChannel:
     def stream(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> StreamCall[Response]:
-        """Return a call with this message; its `timeout` in seconds begins with the first read."""
+        """Return a call with this request; its `timeout` in seconds starts with the first read."""
         return StreamCall(self, method, parse, request, timeout)
 
     def whole(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> WholeCall[Response]:
-        """Return a call with this message whose response is one message."""
+        """Return a call with this request and one response message."""
         return WholeCall(self, method, parse, request, timeout)
 
     def submit(self, call: StreamCall[Any]) -> None:
-        """Open a stream for the call as soon as there is a place."""
+        """Open a stream for the call as soon as the connection has capacity."""
         if self._idle is not None and call not in self._calls:
             return call.cancel()
         if self._connection is not None:
@@ -291,14 +291,14 @@ class StreamChannel:
         self.dispatch()
 
     def remove(self, call: StreamCall[Any]) -> None:
-        """Forget a call that has ended."""
+        """Remove a call that has ended."""
         self._queue.pop(call, None)
         self._calls.discard(call)
         if self._idle is not None and not self._calls:
             self._idle.set()
 
     def dispatch(self) -> None:
-        """Open streams for waiting calls, up to the engine's limit; dial if there is no connection."""
+        """Open streams for waiting calls, up to the engine's limit; connect if necessary."""
         connection = self._connection
         while connection is not None and self._queue and connection.has_capacity:
             call = self._queue.popitem(last=False)[0]
@@ -337,21 +337,21 @@ class StreamChannel:
             call.finish(StatusCode.UNAVAILABLE, f"failed to connect to {self._address}: {reason}")
 
     def retire(self, connection: http2.Connection) -> None:
-        """Dial again for the next call; the calls that wait for a place move too."""
+        """Connect anew for the next call; calls that wait for capacity move to the new connection."""
         if connection is self._connection:
             self._connection = None
             for call in list(self._queue):
                 call.move()
 
     def forget(self, connection: http2.Connection) -> None:
-        """Handle the end of a connection: the calls that waited for a place on it were never sent."""
+        """Remove a connection that has ended. Calls that waited for capacity on it were never sent."""
         self._connections.discard(connection)
         if connection is self._connection:
             self._connection = None
             self._refuse_queue(connection.failure)
 
     async def close(self, grace: float | None) -> None:
-        """Close all connections; calls that still run after `grace` seconds are cancelled."""
+        """Close all connections; cancel calls that still run after `grace` seconds."""
         self._idle = asyncio.Event()
         if not self._calls:
             self._idle.set()

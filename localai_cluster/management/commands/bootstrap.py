@@ -31,11 +31,11 @@ from nodes.scheduling.rules import Rule
 
 ADMIN = "admin"
 JOINING = 10
-"""Number of machines that may join with the line that `make run` prints."""
+"""Number of machines that may join with one join command of `make run`."""
 
 
 def settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
-    """Read the settings and rules. Raise CommandError, which names a wrong one."""
+    """Read the settings and the scheduling rules. Raise CommandError, which names a wrong setting."""
     environment = Environment(os.environ)
     bootstrap, scheduling = environment.read(settings_table.Bootstrap), rules.rules_from_settings(environment)
     for problem in environment.problems:
@@ -44,16 +44,16 @@ def settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
 
 
 class Command(BaseCommand):
-    """Creates the rows and secrets that a new installation needs before anyone can sign in."""
+    """Creates the rows and secrets that a new installation needs before a user can sign in."""
 
     help = "Creates the admin user and enrols a node, as the environment says. Idempotent."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Adds `--check`."""
+        """Add the option `--check`."""
         parser.add_argument("--check", action="store_true", help="only check the settings")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Does all of it; skips a part whose settings are missing."""
+        """Create everything whose settings are present."""
         wanted, scheduling = settings()
         if options["check"]:
             return

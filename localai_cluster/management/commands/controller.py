@@ -70,7 +70,10 @@ log = logging.getLogger(__name__)
 
 TICK_EVERY = 1.0
 THREADS = 6
-"""Threads for database calls, each with its own connection. Python's default is the processors plus four."""
+"""Number of threads for database calls; each has its own connection.
+
+Python's default would be the number of processors plus four.
+"""
 
 
 class Command(BaseCommand):
@@ -126,7 +129,7 @@ def _run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, runner: TaskRunne
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a controller, each with its own loop, and the wake-ups that some of them wait for."""
+    """The components of a controller, and `wake_ups`, which some of them wait for."""
 
     executors: Mapping[str, Executor[Any]]
     inventory: Inventory
@@ -168,7 +171,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
 
 
 def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
-    """Start the loops that run until the controller stops, as tasks with the names for the log."""
+    """Start the loops that run until the controller stops, as tasks; the task names appear in the log."""
     loops: dict[str, Coroutine[Any, Any, None]] = {
         **{name: executor.run() for name, executor in parts.executors.items()},
         "inventory": parts.inventory.run(),
@@ -190,7 +193,7 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
 
 
 async def run(stop: asyncio.Event) -> None:
-    """Run until `stop` is set; release all leases before returning."""
+    """Run until `stop` is set or a loop ends; release all leases before returning."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus = NatsBus(bus_access.service("controller"), name="controller")
@@ -221,7 +224,7 @@ async def _until_stop_or_failure(loops: list[asyncio.Task[None]], stop: asyncio.
 
 
 async def listen_for_changes(parts: Parts) -> None:
-    """Convert notifications to wake-ups; after each (re)connect wake all components."""
+    """Wake components for notifications of the database; after each (re)connect, wake all."""
     async for channel, payload in listen(
         OPERATIONS,
         NODES,
@@ -261,7 +264,7 @@ def _wake_operation(parts: Parts, payload: str) -> None:
 
 
 class Ticker(PeriodicTask):
-    """Declares the schedules, and enqueues the due ones every second."""
+    """Creates the declared schedules, and every second enqueues the due ones."""
 
     def __init__(self) -> None:
         super().__init__("schedules", self._tick, interval=TICK_EVERY, retry_on=(DatabaseError,))
@@ -275,14 +278,14 @@ class Ticker(PeriodicTask):
 
 
 class Heartbeat(PeriodicTask):
-    """Writes the heartbeat of this controller every few seconds, with the state of its bus connection."""
+    """Writes this controller's heartbeat every few seconds, with the state of its bus connection."""
 
     def __init__(self, owner: str, bus: Bus) -> None:
         super().__init__("heartbeat", self._beat, interval=controllers.BEAT_EVERY, retry_on=(DatabaseError,))
         self._owner, self._bus = owner, bus
 
     async def run(self) -> None:
-        """Wait for the bus, then write heartbeats until cancelled."""
+        """Wait for the bus, but not longer than one interval; then write heartbeats until cancelled."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(controllers.BEAT_EVERY):
                 await self._bus.wait_connected()

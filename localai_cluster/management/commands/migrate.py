@@ -1,4 +1,4 @@
-"""`manage.py migrate`, by one process at a time (R1.9): several may start together."""
+"""`manage.py migrate`, run by one process at a time (R1.9), because several may start together."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from localai_cluster.management.schema_version import Schema, note_version, refu
 
 
 class Command(Migrate):
-    """Django's command, under the schema lock."""
+    """Django's command `migrate`, under the schema lock."""
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Waits for a migration in another process, after which nothing is left to do.
+        """Migrate the database. Raise CommandError if later code has migrated it.
 
-        Refuses a database that later code has migrated.
+        If another process is migrating, wait for its end; then nothing is left to do.
         """
         with wait_for_lock(Lock.SCHEMA):
             connection.ensure_connection()

@@ -24,14 +24,14 @@ _SEEDS: dict[str, tuple[Role, str]] = {
 
 
 class Command(BaseCommand):
-    """Writes the files and prints the settings that go with them."""
+    """Writes the files, and prints the settings that refer to them."""
 
     help = "Makes the keys of a NATS server and writes its configuration."
     # It creates files that the settings need, so it must run before they are complete.
     requires_system_checks = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Where the files go, and where the NATS server finds them."""
+        """Add the folder for the files, and the path of that folder on the NATS server's machine."""
         parser.add_argument("folder", type=Path, help="a folder that only the operator can read")
         parser.add_argument("--seen-as", type=Path, help="the same folder as the NATS server sees it")
         parser.add_argument("--host", default="0.0.0.0", help="the address on which it listens")
@@ -41,7 +41,7 @@ class Command(BaseCommand):
         parser.add_argument("--tls-ca", type=Path, help="demands client certificates of this CA (PEM)")
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
-        """Raises CommandError when the folder cannot be used."""
+        """Write the files. Raise CommandError if the folder cannot be used."""
         if bool(options["tls_cert"]) != bool(options["tls_key"]):
             raise CommandError("--tls-cert and --tls-key go together")
         folder = folder.absolute()

@@ -1,4 +1,7 @@
-"""`manage.py qcluster`: a process for the scheduled tasks; `manage.py controller --tasks` runs them too."""
+"""`manage.py qcluster`: runs the scheduled tasks in a process of their own.
+
+`manage.py controller --tasks` runs them inside of the controller.
+"""
 
 import asyncio
 import gc

@@ -38,21 +38,21 @@ from nodes.gateway import endpoint, gateway, streams
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 10.0
-"""Seconds that running requests get to end after the signal."""
+"""Seconds after the signal for running requests to end."""
 LAST_ANSWER_SECONDS = 1.0
-"""Seconds that requests waiting for a load then get to send their refusal."""
+"""Further seconds for requests that wait for a load to send their error response."""
 FAREWELL_SECONDS = 1.0
-"""Seconds that a websocket's client gets to read the close code 1012, with which it reconnects elsewhere."""
+"""Seconds for a websocket's client to read the close code 1012, after which it reconnects."""
 LARGEST_MESSAGE = 64 * 1024
-"""Largest message of a websocket's client in bytes; its content is ignored."""
+"""Maximum bytes of a websocket client's message; its content is ignored."""
 GC_THRESHOLD = 10_000
-"""New objects, a few megabytes, after which the garbage collector runs."""
+"""Number of new objects (a few megabytes) after which the garbage collector runs."""
 _PING_EVERY, _PONG_WITHIN = 20.0, 30.0
 _KEEP_ALIVE_SECONDS = 75
 
 
 class OrderedServer(uvicorn.Server):
-    """uvicorn's server with our order of shutdown."""
+    """uvicorn's server with the product's own order of shutdown."""
 
     def __init__(self, edge: Edge, tls: TlsFiles, parent: socket.socket | None = None) -> None:
         self._edge, self._parent = edge, parent
@@ -79,7 +79,7 @@ class OrderedServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then freeze the garbage collector's objects and log the addresses."""
+        """Start the application, exempt its objects from garbage collection, and log the addresses."""
         await super().startup(sockets)
         # The present objects are permanent: otherwise each full collection traverses Django, for 50 ms. Among
         # them is 1 % of garbage, and to collect it first would take longer than that.
@@ -94,14 +94,17 @@ class OrderedServer(uvicorn.Server):
                 self._parent.send(b"\0")
 
     def _stop_without_parent(self) -> None:
-        """Stop in order: the parent sends nothing, so its end of the link is closed."""
+        """Stop in order, because the parent has closed its end of the link.
+
+        The parent never sends, so a readable link means that the parent has ended.
+        """
         assert self._parent is not None
         asyncio.get_running_loop().remove_reader(self._parent)
         logger.warning("The parent of this web process is gone; it stops")
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, within limits; uvicorn waits for them and ends the lifespan last."""
+        """Let requests end within the limits; uvicorn waits for them and ends the lifespan last."""
         self._edge.stopping = True
         limits = asyncio.create_task(self._hold_to_limits())
         await super().shutdown(sockets)
@@ -137,7 +140,7 @@ class Command(BaseCommand):
         web_processes.add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Serves; raises CommandError when it cannot listen or start."""
+        """Serve. Raise CommandError if the process cannot listen or start."""
         gc.enable()
         cluster = conf.cluster()
         number = cluster.web_processes if options["processes"] is None else options["processes"]
@@ -173,7 +176,7 @@ def _serve(listening: socket.socket, parent: socket.socket | None = None) -> Non
 
 
 def serve_with_daphne(host: str, port: int) -> None:
-    """Serve until a signal, which ends all requests at once: daphne does not support lifespan."""
+    """Serve until a signal, which ends all requests at once, because daphne lacks lifespan."""
     import uvloop
 
     # daphne creates its event loop at import.
