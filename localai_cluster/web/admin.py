@@ -18,12 +18,12 @@ else:
 
 
 class ModelAdmin(_ModelAdmin):
-    """Django's model admin, with a 400 for invalid ids and NUL characters, on which Django's fails."""
+    """Django's model admin, but invalid ids and NUL characters get 400 instead of a server error."""
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Raise BadRequest if a filter contains NUL, which no text in PostgreSQL does."""
+        """Raise BadRequest if a filter contains NUL, which PostgreSQL does not store in texts."""
         if any("\0" in value for _, values in request.GET.lists() for value in values):
             raise BadRequest("a filter contains NUL")
         return super().changelist_view(request, extra_context)
@@ -41,10 +41,10 @@ class ModelAdmin(_ModelAdmin):
 
 
 class Observed(ModelAdmin):
-    """Rows that the cluster writes: read-only in the admin."""
+    """Admin of rows that the cluster writes: read-only."""
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        """Return Django's fields, with the columns of a lease last: they come from an abstract model."""
+        """Return Django's fields. The columns of a lease come last, because their model is abstract."""
         return sorted(super().get_fields(request, obj), key=lambda name: name in leases.COLUMNS)
 
     def has_add_permission(self, request: HttpRequest) -> bool:

@@ -25,10 +25,11 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Receive
 
 FIRST_PART = 16 * 1024
-"""Bytes of a body that are read before its sender is confirmed."""
+"""Bytes of a body that are read before its sender is authenticated."""
 MOST_HELD = 256 * 1024 * 1024
-"""Bytes that all bodies of one process hold while they arrive."""
+"""Maximum bytes of all bodies that one process holds while they arrive."""
 _DISCARD_SECONDS = 5.0
+"""Seconds during which the rest of a body is read and dropped after the response."""
 _MOST_DISCARDED = 16 * 1024 * 1024
 
 
@@ -38,7 +39,7 @@ def too_many_bodies() -> Unavailable:
 
 
 class Budget:
-    """The bytes that bodies hold while they arrive. Used on one event loop."""
+    """Counts the bytes of bodies that are arriving. For one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -46,15 +47,15 @@ class Budget:
 
     @property
     def is_half_used(self) -> bool:
-        """Return True if unauthenticated bodies should no longer be read before the caller is confirmed."""
+        """Return True if bodies of unauthenticated callers must wait until the caller is confirmed."""
         return self.held * 2 >= self.limit
 
     def take(self, size: int) -> None:
-        """Count `size` bytes more."""
+        """Add `size` bytes."""
         self.held += size
 
     def give_back(self, size: int) -> None:
-        """Count `size` bytes less."""
+        """Subtract `size` bytes."""
         self.held -= size
 
     @property
@@ -68,10 +69,10 @@ shared_budget = Budget(MOST_HELD)
 
 
 class Body:
-    """The body of one request. `release` must be called when its bytes are passed on or dropped.
+    """The body of one request. Call `release` after its bytes were passed on or dropped.
 
-    Reading raises the error of `too_large` above `limit` bytes, Unavailable when the budget is used up, and
-    wire.Disconnected when the client leaves before the end.
+    Reading raises the error of `too_large` above `limit` bytes, Unavailable if the budget is exceeded, and
+    wire.Disconnected if the client disconnects before the end.
     """
 
     __slots__ = ("_budget", "_limit", "_parts", "_receive", "_scope", "_size", "_too_large", "is_complete")
@@ -94,7 +95,10 @@ class Body:
         self.is_complete = False
 
     async def receive(self) -> wire.Message:
-        """Return the next message of the client, uncounted; for readers that keep the body elsewhere."""
+        """Return the client's next message; do not count its bytes.
+
+        This is for readers that do not keep the body in memory.
+        """
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self.is_complete = True
@@ -103,7 +107,7 @@ class Body:
         return message
 
     def declared_size(self) -> int | None:
-        """Return the size that the headers declare, 0 for no body, None if they declare none."""
+        """Return the size in the headers, 0 for no body, None if the headers do not declare a size."""
         size: int | None = 0
         for name, value in self._scope["headers"]:
             if name == b"transfer-encoding":
@@ -113,7 +117,7 @@ class Body:
         return size
 
     async def read_first_part(self) -> None:
-        """Read to the end or to `FIRST_PART` bytes; read nothing of a body that is declared as longer."""
+        """Read to the end or to `FIRST_PART` bytes. Read nothing if the declared size is larger."""
         declared = self.declared_size()
         if declared is not None and declared > FIRST_PART:
             return
@@ -140,24 +144,23 @@ class Body:
         self._parts.append(part)
 
     def release(self) -> None:
-        """Give the bytes back to the budget."""
+        """Subtract the bytes of this body from the budget."""
         self._budget.give_back(self._size)
         self._parts, self._size = [], 0
 
     @property
     def is_long(self) -> bool:
-        """Return True if more of the body may still arrive than is worth reading for a refusal."""
+        """Return True if the unread rest of the body may be too long to read it for an error response."""
         if self.is_complete:
             return False
         declared = self.declared_size()
         return declared is None or declared > FIRST_PART
 
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
-        """Send a response; if much of the body is unread, which means an error, close the connection.
+        """Send a response. If much of the body is unread, which means an error, close the connection.
 
-        Many clients read no response before they have sent the complete body: so the remaining body is
-        discarded for a few seconds after the response. For a client over its limit of failures (429) the
-        connection is closed at once.
+        Many clients read the response only after they have sent the complete body, so the rest of the body is
+        read and dropped for a few seconds. A client over its limit of failures (429) is disconnected at once.
         """
         if not self.is_long:
             await wire.send_answer(send, answer)
@@ -178,20 +181,20 @@ class Body:
 
 
 LARGEST_DJANGO_BODY = 1024 * 1024
-"""Bytes of a body that most routes accept; what is far above a route's limit is read and dropped."""
+"""Maximum bytes of a body on most routes. A body far above a route's limit is read and dropped."""
 _ABOVE = 64 * 1024
-"""Bytes that are passed on above the limit, so that the route refuses the body."""
+"""Bytes above the limit that are passed on, so that the route itself refuses the body."""
 FREE_BODY = 64 * 1024
-"""Bytes of a body that are always admitted. Django reads a body before it knows the caller."""
+"""Bytes of a body that are always admitted, because Django reads the body before it knows the caller."""
 MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
-"""Memory limit of all larger bodies of one process, in bytes."""
+"""Maximum bytes of all larger bodies of one process together."""
 
 
 class BoundedBody:
-    """ASGI middleware: bounds the memory of each body, and of all larger bodies together.
+    """ASGI middleware that limits the size of each body, and of all larger bodies together.
 
-    `larger` has the paths that accept more than `LARGEST_DJANGO_BODY`, with their limits. Raises Unavailable
-    when the larger bodies exceed their limit.
+    `larger` has the paths that accept more than `LARGEST_DJANGO_BODY`, with their limits. Raise Unavailable
+    if the larger bodies together exceed their limit.
     """
 
     def __init__(self, application: Any, larger: Mapping[str, int]) -> None:
@@ -199,7 +202,7 @@ class BoundedBody:
         self._budget = Budget(MOST_HELD_BY_DJANGO)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass the request on."""
+        """Pass the request on with a bounded body."""
         passed, counted, refused = 0, 0, False
         most = self._larger.get(scope.get("path", ""), LARGEST_DJANGO_BODY) + _ABOVE
 
@@ -228,17 +231,17 @@ class BoundedBody:
 
 
 class Utf8Only:
-    """ASGI middleware: drops the character set of the content type.
+    """ASGI middleware that removes the character set from the content type.
 
-    Django decodes query and form with the character set that a client sends, and a name such as `hex` makes
-    it fail before any of our code runs. We accept only UTF-8.
+    Django decodes query and form with the client's character set, and a name such as `hex` makes Django fail
+    before any of our code runs. We accept only UTF-8.
     """
 
     def __init__(self, application: Any) -> None:
         self._application = application
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass the request on."""
+        """Pass the request on without a character set."""
         headers = [(name, _plain(name, value)) for name, value in scope["headers"]]
         await self._application({**scope, "headers": headers}, receive, send)
 
@@ -253,12 +256,12 @@ def _plain(name: bytes, value: bytes) -> bytes:
 
 FORM_TYPE = "multipart/form-data"
 WRITE_SIZE = 1024 * 1024
-"""Bytes of one write to the file."""
+"""Bytes of one write to the spool file."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A file of a form. `name` is the client's file name."""
+    """An uploaded file of a form. `name` is the client's file name."""
 
     name: str
     size: int
@@ -281,8 +284,8 @@ class Form:
 async def read_form(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
     """Return the form in a request's body; `kind` is its content type.
 
-    Raises `too_large` above `limit` bytes, InvalidInput if the body is not such a form, Unavailable when the
-    disk is full, Disconnected when the client disconnects before the end.
+    Raise the error of `too_large` above `limit` bytes, InvalidInput if the body is not a form, Unavailable if
+    the disk is full, Disconnected if the client disconnects before the end.
     """
     if kind.partition(";")[0].strip().lower() != FORM_TYPE:
         raise InvalidInput(f"the body must be {FORM_TYPE}")
@@ -313,10 +316,10 @@ async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: Clust
 
 
 class _UnnamedFileHandler(FileUploadHandler):
-    """Keeps files without a name on disk."""
+    """Django upload handler that stores files on the disk without a name."""
 
     def new_file(self, *arguments: Any, **named: Any) -> None:
-        """Open an unlinked file."""
+        """Open an unlinked file for the next upload."""
         super().new_file(*arguments, **named)
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 the form closes it
 
@@ -325,7 +328,7 @@ class _UnnamedFileHandler(FileUploadHandler):
         self.file.write(raw_data)
 
     def file_complete(self, file_size: int) -> "UploadedFile[Any]":
-        """Return the complete file."""
+        """Return the complete uploaded file."""
         self.file.seek(0)
         return UploadedFile(self.file, name=self.file_name, size=file_size)
 

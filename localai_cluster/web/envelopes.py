@@ -26,17 +26,17 @@ Body = dict[str, Any]
 
 
 def nested(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
-    """Return the nested envelope, with the field that is wrong or has moved, if any."""
+    """Return the nested envelope; `field` is the wrong field of the request, if any."""
     return {"error": {"code": code, "message": message, "type": kind} | ({"field": field} if field else {})}
 
 
 def flat(message: str, field: str | None = None) -> Body:
-    """Return the flat envelope, with the wrong field of the body, if any."""
+    """Return the flat envelope; `field` is the wrong field of the body, if any."""
     return {"error": message} | ({"field": field} if field else {})
 
 
 def flat_refusal(error: errors.ClusterError) -> Body:
-    """Return the 401 of a worker; `rotate` makes the worker replace its secret."""
+    """Return the body of a worker's 401 in the flat envelope. `rotate` requests a new secret."""
     return flat(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
 
 
@@ -52,7 +52,7 @@ def field_message(detail: Any, path: str = "") -> str:
 
 
 def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
-    """Convert a view's exception to its envelope (DRF's hook); None makes Django respond with 500."""
+    """Return the response for a view's exception (DRF's hook); for None, Django responds with 500."""
     error = translate_error(exc)
     if error is None:
         return None
@@ -66,7 +66,7 @@ def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | 
 
 
 def translate_error(exc: Exception) -> errors.ClusterError | None:
-    """Return the exception as a ClusterError; None for an unexpected error."""
+    """Return the ClusterError for an exception of a view; None for an unexpected exception."""
     if isinstance(exc, errors.ClusterError):
         return exc
     if isinstance(exc, exceptions.APIException):
@@ -100,7 +100,7 @@ _OTHER_ERRORS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], 
 
 
 def _field(detail: Any) -> str | None:
-    """Return the field of `field_message`; None if the error is about the whole body."""
+    """Return the field that `field_message` names; None if the error concerns the whole body."""
     key = next(iter(detail), None) if isinstance(detail, Mapping) else None
     return None if key in (None, "non_field_errors") else names.plain(str(key))
 
@@ -112,7 +112,7 @@ def _with_status(status: int, message: str) -> errors.ClusterError:
 
 
 def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
-    """Return the headers of an error response: the authentication scheme, or the time of a retry."""
+    """Return the headers of an error response: the authentication challenge, or Retry-After."""
     if error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
     if (seconds := getattr(error, "retry_after", None)) is not None:
@@ -121,12 +121,12 @@ def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
 
 
 def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
-    """Return the nested envelope of an error."""
+    """Return the nested envelope for an error."""
     return nested(error.status, error.message, kind)
 
 
 def body_of(error: errors.ClusterError, view: Any) -> Body:
-    """Return the body of an error in the envelope that the view has chosen."""
+    """Return the body of an error response, in the envelope that the view declares."""
     is_auth_error = error.status in (401, 403)
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
         return flat_refusal(error)

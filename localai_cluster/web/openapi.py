@@ -17,13 +17,16 @@ Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
 View = TypeVar("View")
 DESCRIPTIONS: list[tuple[Any, dict[str, Any]]] = []
-"""Views with the arguments of drf-spectacular's `extend_schema`, which the first document passes to it."""
+"""Views, and the arguments for drf-spectacular's `extend_schema`.
+
+`describe_views` applies them when the document is generated for the first time.
+"""
 OPERATION_NAMES: list[tuple[Any, dict[str, str]]] = []
-"""View classes with the operation ids of methods that they inherit."""
+"""View classes, and the operation ids of methods that the class inherits."""
 
 
 def extend_schema(**description: Any) -> Callable[[View], View]:
-    """Describe a view for the API document; the arguments are those of drf-spectacular's decorator."""
+    """Describe a view for the API document, with the arguments of drf-spectacular's decorator."""
 
     def note(view: View) -> View:
         DESCRIPTIONS.append((view, description))
@@ -33,7 +36,7 @@ def extend_schema(**description: Any) -> Callable[[View], View]:
 
 
 def name_operations(**ids: str) -> Callable[[View], View]:
-    """Give the methods that a view class inherits operation ids of its own."""
+    """Set the operation ids of methods that a view class inherits, by HTTP method."""
 
     def note(view: View) -> View:
         OPERATION_NAMES.append((view, ids))
@@ -161,7 +164,7 @@ def schema_of(body: type[msgspec.Struct]) -> Operation:
 
 
 def response_schema_of(body: type[wire.ResponseBody]) -> Operation:
-    """Return the schema of a raw route's response: every field is present unless its type admits `UNSET`."""
+    """Return the schema of a raw route's response. Only a field that admits `UNSET` is optional."""
     schema, components = _components(body)
     for component in (schema, *components.values()):
         component["required"] = [
@@ -182,7 +185,7 @@ def _components(body: type[msgspec.Struct]) -> tuple[Operation, dict[str, Operat
 
 
 def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation:
-    """Return a part of a schema with its references inlined; null is neither a type nor a default."""
+    """Return a part of a schema in OpenAPI 3.0: references inlined, null neither a type nor a default."""
     if "$ref" in schema:
         described = {name: value for name, value in schema.items() if name != "$ref"}
         return {**_in_3_0(components[schema["$ref"].rpartition("/")[2]], components), **described}
@@ -200,7 +203,7 @@ def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation
 
 
 def _without_alternatives(schema: Operation, components: Mapping[str, Operation]) -> Operation:
-    """Return a part of a schema without its alternatives."""
+    """Return a part of a schema in which the alternatives are merged or removed."""
     result = {
         name: value for name, value in schema.items() if name not in ("anyOf", "discriminator", "title")
     }

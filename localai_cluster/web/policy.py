@@ -11,11 +11,11 @@ from django.middleware.security import SecurityMiddleware
 
 CSP = "Content-Security-Policy"
 _SECURE = "secure"
-"""Session key: the session began on a page that was loaded by https."""
+"""Session key: True if the session began on a page that was loaded by https."""
 
 
 def policy(*, scripts: str = "", styles: str = "") -> str:
-    """Return a policy that allows only files of this host, and inline code with these nonces."""
+    """Return a policy that allows files of this host, and inline code with these nonces."""
     return (
         f"default-src 'none'; script-src 'self'{_nonce(scripts)}; style-src 'self'{_nonce(styles)}; "
         "img-src 'self' data:; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -28,10 +28,13 @@ def _nonce(value: str) -> str:
 
 
 class SafeAnswers(SecurityMiddleware):
-    """Django's security middleware, with a default policy and `no-store` for responses that set neither."""
+    """Django's security middleware, plus a default policy and `no-store`.
+
+    A response that sets its own policy or cache control keeps it.
+    """
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Add the missing headers."""
+        """Add the security headers that the response lacks."""
         result = super().process_response(request, response)
         result.headers.setdefault("Cache-Control", "private, no-store")
         if result.headers.get("Content-Type", "").startswith("text/html"):
@@ -40,14 +43,15 @@ class SafeAnswers(SecurityMiddleware):
 
 
 class Sessions(SessionMiddleware):
-    """Django's session middleware; the cookie is Secure if the sign-in page was loaded by https (§5.4).
+    """Django's session middleware, whose cookie is Secure if the sign-in page was loaded by https (§5.4).
 
-    TLS may end at a proxy, whose headers any client could forge. A browser sends the page's origin with every
-    state-changing request; a client that forges it harms only itself.
+    TLS may end at a proxy, and any client could forge the proxy's headers. So the page's origin decides,
+    which a browser sends with every state-changing request. A client that forges its origin harms only
+    itself.
     """
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Send the cookie if the session has changed."""
+        """Set the cookie if the session has changed."""
         session = request.session
         origin = request.headers.get("origin", "")
         if session.modified and not session.is_empty() and origin.startswith("https://"):

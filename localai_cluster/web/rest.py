@@ -21,16 +21,17 @@ from localai_cluster.web.wire import MALFORMED, is_json, parse_json
 
 
 class StrictJSONParser(BaseParser):
-    """Parser of UTF-8 JSON; the character set that the client announces is ignored."""
+    """Parser of UTF-8 JSON; it ignores the character set in the content type."""
 
     media_type = "application/json"
 
     def parse(
         self, stream: IO[Any], media_type: str | None = None, parser_context: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the body's value; raise RequestDataTooBig above the limit, which a stream does not check.
+        """Return the value of the body. Raise RequestDataTooBig above the limit.
 
-        The limit is the view's `most_body_bytes`, or that of the settings.
+        The limit is the view's `most_body_bytes`, else that of the settings. Django does not check the limit
+        of a stream itself.
         """
         view = (parser_context or {}).get("view")
         limit = getattr(view, "most_body_bytes", settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
@@ -41,10 +42,10 @@ class StrictJSONParser(BaseParser):
 
 
 class AlwaysJSON(BaseContentNegotiation):
-    """Negotiation with one representation: the Accept header is ignored."""
+    """Content negotiation with JSON only: the Accept header is ignored."""
 
     def select_parser(self, request: Request, parsers: Iterable[BaseParser]) -> BaseParser | None:
-        """Return the JSON parser; None if another content type is announced."""
+        """Return the JSON parser; None if the request declares another content type."""
         return next(iter(parsers)) if is_json(request.content_type or "") else None
 
     def select_renderer(
@@ -56,7 +57,10 @@ class AlwaysJSON(BaseContentNegotiation):
 
 
 def validate_body(shape: type[serializers.Serializer[Any]], request: Request) -> dict[str, Any]:
-    """Return the body's fields. InvalidInput unless it is an object, ValidationError for wrong fields."""
+    """Return the validated fields of the body.
+
+    Raise InvalidInput unless the body is an object, ValidationError for wrong fields.
+    """
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)
     serializer = shape(data=request.data)
@@ -66,7 +70,7 @@ def validate_body(shape: type[serializers.Serializer[Any]], request: Request) ->
 
 
 class FastJSONRenderer(BaseRenderer):
-    """JSON of plain values; times in UTC end in `Z`, ids are texts."""
+    """Renderer of plain values; times in UTC end in `Z`, ids are texts."""
 
     media_type = "application/json"
     format = "json"
@@ -79,12 +83,15 @@ class FastJSONRenderer(BaseRenderer):
         accepted_media_type: str | None = None,
         renderer_context: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return the encoded response; empty for a response without a body."""
+        """Return the encoded response, empty for a response without a body."""
         return b"" if data is None else orjson.dumps(data, option=orjson.OPT_UTC_Z)
 
 
 class Strict:
-    """Refuses values that DRF would convert: a number is not a text, a text or a bool is not a number."""
+    """Mixin for serializer fields that refuses values which DRF would convert.
+
+    A number is not a text; a text or a boolean is not a number.
+    """
 
     accepts: type | tuple[type, ...]
     complaint: str
@@ -141,7 +148,7 @@ class Flag(Strict, serializers.BooleanField):
 
 
 class NullIsAbsent(serializers.Serializer[Any]):
-    """JSON null means the same as leaving the field out: fields that are not required may be null."""
+    """Mixin for serializers: null means that an optional field is absent."""
 
     def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
         fields: dict[str, serializers.Field[Any, Any, Any, Any]] = super().get_fields()
@@ -156,7 +163,7 @@ class NullIsAbsent(serializers.Serializer[Any]):
 
 
 class Described:
-    """A serializer that corrects the description which the API document makes from its fields."""
+    """Mixin for serializers that corrects the schema which the API document derives from the fields."""
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

@@ -29,22 +29,22 @@ TEXTS: Schema = {"type": "array", "items": TEXT}
 
 
 def count(least: int = 0, **constraints: Any) -> Schema:
-    """Return the schema of a whole number."""
+    """Return the schema of a whole number of at least `least`."""
     return {"type": "integer", "minimum": least} | constraints
 
 
 def reference(component: str) -> Schema:
-    """Return a reference to the schema of that name."""
+    """Return a reference to the component with this name."""
     return {"$ref": f"#/components/schemas/{component}"}
 
 
 def mapping(values: Schema) -> Schema:
-    """Return the schema of an object with any keys."""
+    """Return the schema of an object with arbitrary keys and these values."""
     return {"type": "object", "additionalProperties": values}
 
 
 class Time(Func):
-    """A time formatted for the wire by the database: cheaper than thousands of `datetime`s."""
+    """Expression that formats a time for the wire in the database, faster than Python could."""
 
     function = "to_char"
     template = """%(function)s(%(expressions)s AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
@@ -52,12 +52,12 @@ class Time(Func):
 
 
 def text(column: str) -> Cast:
-    """Return a column cast to text, for instance an id."""
+    """Return an expression that casts a column, such as an id, to text."""
     return Cast(column, TextField())
 
 
 COMPONENTS: dict[str, Schema] = {}
-"""The schemas of the API document that the modules define, by name."""
+"""Component schemas of the API document, by name."""
 
 
 class Named:
@@ -92,14 +92,15 @@ def enum(name: str, choices: type[Choices]) -> Named:
 
 
 _SOURCES: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}
-"""Expression that reads a column of this format; other columns are read unchanged."""
+"""Expression that reads a column, by the format of its schema; other columns are read unchanged."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A key of an object: its schema, its column (None: the caller passes the value) and its presence.
+    """A key of an object: its name, schema, column, and whether it may be absent or null.
 
-    `inner` is the shape of a value that the database builds as a JSON text.
+    If `column` is None, the caller passes the value. `inner` is the shape of a value that the database builds
+    as JSON text.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Field:
 
     @property
     def described(self) -> Schema:
-        """The schema, with the field's description and nullability."""
+        """The schema with the field's description and nullability."""
         additions = ({"description": self.meaning} if self.meaning else {}) | (
             {"nullable": True} if self.nullable else {}
         )
@@ -122,14 +123,14 @@ class Field:
 
 
 def field(name: str, schema: Schema, meaning: str = "", **options: Any) -> Field:
-    """Return a key whose value the caller passes."""
+    """Return a field whose value the caller passes."""
     return Field(name, schema, None, meaning, **options)
 
 
 def column(
     name: str, schema: Schema, meaning: str = "", *, source: Combinable | None = None, **options: Any
 ) -> Field:
-    """Return a key whose value is a column, by default the column with the key's name."""
+    """Return a field whose value is a column, by default the column with the field's name."""
     if source is None:
         source = _SOURCES.get(schema.get("format", ""), F)(name)
     return Field(name, schema, source, meaning, **options)
@@ -157,24 +158,24 @@ class Shape(Named):
         return schema | ({"required": required} if required else {})
 
     def of(self, **values: Any) -> Row:
-        """Return the object with these values."""
+        """Return an object with these values. Raise TypeError for an unknown field."""
         if unknown := values.keys() - self.fields.keys():
             raise TypeError(f"{self.name} has no {', '.join(sorted(unknown))}")
         return self.trimmed(values)
 
     def trimmed(self, row: Row) -> Row:
-        """Delete the empty optional keys of `row`, and return it."""
+        """Delete the optional keys with empty values from `row`; return `row`."""
         for name in self._optional:
             if name in row and not row[name]:
                 del row[name]
         return row
 
     def rows(self, queryset: QuerySet[Any]) -> list[Row]:
-        """Return the object of each row, in their order, in one query."""
+        """Return one object for each row, in the order of the rows, by one query."""
         return [self.row(values) for values in queryset.values_list(*self.columns.values())]
 
     def row(self, values: Sequence[Any]) -> Row:
-        """Return the object of the values of `columns`, in their order; further values are ignored."""
+        """Return the object for the values of `columns`, in their order; ignore further values."""
         row: Row = dict(zip(self.columns, values, strict=False))
         for name, inner in self._inner:
             if row[name] is not None:
@@ -182,11 +183,11 @@ class Shape(Named):
         return self.trimmed(row)
 
     def made(self, **sources: Combinable) -> JSONObject:
-        """Return an expression that builds the object; `sources` supply the fields without a column."""
+        """Return an expression that builds the object; `sources` has the fields without a column."""
         return JSONObject(**(self.columns | sources))
 
     def read(self, *, unless_null: str = "", **sources: Combinable) -> Combinable:
-        """Return an expression of the object as a JSON text, null while the column `unless_null` is."""
+        """Return an expression of the object as JSON text; it is null if the column `unless_null` is null."""
         expression: Combinable = self.made(**sources)
         if unless_null:
             expression = Case(When(**{f"{unless_null}__isnull": False}, then=expression))

@@ -1,10 +1,10 @@
-"""Base of our websockets: authorization, at the handshake and afterwards, and the topics of a socket.
+"""Base of our websockets: authorization at the handshake and later, and the topics of a socket.
 
-The surrounding application sets the caller as `scope["principal"]`, and reads it again when
-`scope["current_principal"]` is called; only admins are admitted. An open socket checks this periodically, and
-at once when `recheck_sockets` is called with one of `scope["access_names"]`. A topic is an endless stream of
-messages. A socket sends the messages of all its topics in the order of their arrival, and ignores its
-client's.
+The surrounding application sets the caller as `scope["principal"]`, and a call of
+`scope["current_principal"]` reads the caller again. Only admins are admitted. An open socket checks its
+caller periodically, and at once when `recheck_sockets` is called with one of `scope["access_names"]`. A topic
+is an endless stream of messages. A socket sends the messages of all its topics as they arrive, and ignores
+the client's messages.
 """
 
 import asyncio
@@ -27,20 +27,24 @@ log = logging.getLogger(__name__)
 
 Scope = Mapping[str, Any]
 Topic = Callable[[Scope], AsyncGenerator[str, None]]
-"""Generator of encoded messages for the client of the scope; closed when the socket closes."""
+"""Function that returns a generator of encoded messages for the client of a scope.
+
+The socket closes the generator when it closes.
+"""
 
 UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
 CHECK_EVERY = 15.0
-"""Seconds between two checks of an open socket's principal; the longest delay if a wake-up is lost."""
+"""Seconds between two checks of an open socket's principal, in case a wake-up is lost."""
 
 LONGEST_REASON = 120
-"""Bytes of a close frame's reason."""
+"""Maximum bytes of the reason in a close frame."""
 
 _open: set["LiveSocket"] = set()
+"""The open sockets of this process."""
 
 
 class Ended(Exception):
-    """Raised by a topic that has ended: the socket is closed with this code and reason."""
+    """A topic has ended. The socket closes with this code and reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -57,11 +61,11 @@ def recheck_sockets(access_name: str = "") -> None:
 
 
 class LiveSocket(AsyncWebsocketConsumer):
-    """The socket of one client that watches `topics`.
+    """The socket of one client that receives `topics`.
 
-    `admit` may raise an error before the handshake is accepted, such as NotFound. The message of `greeting`
-    is sent first. With `explains` a refused page of ours can read the close code: browsers expose it only
-    for a socket that was opened.
+    `admit` may raise an error, such as NotFound, before the handshake is accepted. The message of `greeting`
+    is sent first. With `explains` the handshake of a refused page of ours is accepted before the close,
+    because browsers expose the close code only of an opened socket.
     """
 
     channel_layer_alias = "none"  # `operations.changes.topics` subscribes once for the whole process
@@ -90,7 +94,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                 await cancellation.end(self._work)
 
     async def connect(self) -> None:
-        """Refuse or accept the handshake, then start the topics."""
+        """Accept or refuse the handshake, then start the topics."""
         scope: Scope = self.scope
         _open.add(self)
         refusal = close_code_of(scope)
@@ -109,7 +113,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         self._work = asyncio.create_task(self._watch())
 
     async def _admitted(self, admit: Callable[[Scope], Awaitable[None]], scope: Scope) -> bool:
-        """Return True if `admit` raises no error; otherwise refuse the handshake with that error."""
+        """Return True if `admit` accepts the scope. Otherwise refuse the handshake with its error."""
         try:
             await admit(scope)
             return True
@@ -156,7 +160,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                     return  # the client has disconnected; the connection then ends this socket
 
     async def _check_principal(self) -> None:
-        """Close the socket when its client loses access: signed out, deactivated, key revoked."""
+        """Close the socket if its client has lost access: signed out, deactivated, key revoked."""
         scope: Scope = self.scope
         while True:
             with contextlib.suppress(TimeoutError):
@@ -175,7 +179,7 @@ class LiveSocket(AsyncWebsocketConsumer):
 
 
 class NoSuchSocket(AsyncWebsocketConsumer):
-    """Refuses every other websocket path."""
+    """Socket of all other paths; it refuses every handshake."""
 
     async def connect(self) -> None:
         """Refuse the handshake."""
@@ -188,7 +192,7 @@ def encode_message(message: Mapping[str, Any]) -> str:
 
 
 def close_code_of(scope: Scope) -> int:
-    """Return the close code for a caller without access, 0 for an admin."""
+    """Return the close code for a caller without access; 0 for an admin."""
     principal = scope.get("principal")
     if principal is None or not principal.is_authenticated:
         return UNAUTHENTICATED
@@ -196,14 +200,14 @@ def close_code_of(scope: Scope) -> int:
 
 
 def origin_of(scope: Scope) -> str | None:
-    """Return the Origin header of the page that opens the socket; None for programs, which send none."""
+    """Return the Origin header of the page that opened the socket; None for programs, which send none."""
     return _header(scope, b"origin")
 
 
 def same_origin(scope: Scope) -> bool:
     """Return True if the socket's page comes from this host or from a trusted origin of the settings.
 
-    Programs send no Origin.
+    The result is also True for programs, which send no Origin.
     """
     origin = origin_of(scope)
     if origin is None or _trusted(origin):
@@ -216,7 +220,7 @@ def same_origin(scope: Scope) -> bool:
 
 
 def _trusted(origin: str) -> bool:
-    """Return True for a trusted origin of Django's CSRF check: a proxy may have replaced the Host header."""
+    """Return True for a trusted origin of Django's CSRF settings: a proxy may replace the Host header."""
     scheme, _, host = origin.lower().partition("://")
     trusted = (entry.partition("://") for entry in settings.CSRF_TRUSTED_ORIGINS)
     return any(
@@ -233,12 +237,12 @@ def _header(scope: Scope, header_name: bytes) -> str | None:
 
 
 def query_text(scope: Scope, name: str) -> str:
-    """Return a query parameter, "" if it is absent."""
+    """Return a query parameter, "" if it is missing."""
     query: bytes = scope.get("query_string", b"")
     return parse_qs(query.decode("latin-1")).get(name, [""])[0]
 
 
 def query_number(scope: Scope, name: str) -> int | None:
-    """Return a sequence number of the query; None if it is absent or invalid."""
+    """Return a sequence number from the query; None if it is missing or invalid."""
     text = query_text(scope, name)
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

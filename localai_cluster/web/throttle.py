@@ -31,14 +31,14 @@ from localai_cluster.kit import clock, conf, errors
 log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 30
-"""Failures that an address may have in one window, by default: those of five workers with default retries."""
+"""Default maximum of failures per address and window: those of five workers with default retries."""
 SIGN_INS = 5
-"""Wrong passwords that an address may have in one window (§5.4)."""
+"""Maximum of wrong passwords per address and window (§5.4)."""
 WINDOW = 60
-"""Seconds; windows follow each other without a gap, the same for all addresses."""
+"""Seconds of a window. Windows follow each other without a gap and are the same for all addresses."""
 MOST_ADDRESSES = 10_000
 _PAUSE = 5
-"""Seconds for which a Valkey that did not respond is not contacted."""
+"""Seconds during which Valkey is not used after it did not respond."""
 _PATIENCE = 0.5
 """Seconds until a call to Valkey times out."""
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class TooManyFailures(errors.ClusterError):
-    """Too many failures from this address."""
+    """The address has exceeded its limit of failures."""
 
     status = 429
     code = "too_many_failures"
@@ -58,7 +58,10 @@ class TooManyFailures(errors.ClusterError):
 
 
 def source(address: str) -> str:
-    """Return the key that failures are counted by: an IPv4 address, the /64 of an IPv6 one, or ""."""
+    """Return the key under which an address's failures are counted; "" for no IP address.
+
+    The key is the IPv4 address, or the /64 of an IPv6 address.
+    """
     try:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
@@ -69,7 +72,10 @@ def source(address: str) -> str:
 
 
 class Failures:
-    """Failure counts in `shared`, or in this process while `shared` is away; `what` names the credentials."""
+    """Failure counts in `shared`, or in `local` while `shared` is unreachable.
+
+    `credentials` names the counted credentials in messages.
+    """
 
     def __init__(
         self,
@@ -83,14 +89,14 @@ class Failures:
         """Addresses that `note` refused in this process, with the window of the refusal."""
 
     def check(self, address: str, now: datetime) -> None:
-        """Raise TooManyFailures if the address may not try another credential in this window."""
+        """Raise TooManyFailures if the address must not try another credential in this window."""
         if (key := source(address)) and self._count(key, _window(now)) >= self._limit:
             raise TooManyFailures(_seconds_left(now), self._credentials)
 
     def note(self, address: str, now: datetime) -> None:
-        """Count one failure; raise TooManyFailures if that is over the limit.
+        """Count one failure. Raise TooManyFailures if the count is over the limit.
 
-        An address that cannot be distinguished from others (a reverse proxy on a socket) is not limited.
+        An address that is shared by many callers (a reverse proxy on a socket) has no limit.
         """
         count = self._add(address, now)
         self.log_failure(address, now)
@@ -101,11 +107,11 @@ class Failures:
         self._judge(count, now)
 
     def was_refused(self, address: str, now: datetime) -> bool:
-        """Return True if this process refused the address in this window; without I/O."""
+        """Return True if `note` of this process refused the address in this window. No I/O."""
         return self._refused.get(source(address)) == _window(now)
 
     async def noted(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
-        """Count one failure off the event loop; return the error for the caller: `refusal` or 429."""
+        """Count one failure in a thread; return the error for the caller, `refusal` or TooManyFailures."""
         try:
             await asyncio.to_thread(self.note, address, clock.now())
         except TooManyFailures as over:
@@ -113,20 +119,20 @@ class Failures:
         return refusal
 
     def begin(self, address: str, now: datetime) -> None:
-        """Count an attempt before its check; raise TooManyFailures over the limit.
+        """Count an attempt before its credential is checked. Raise TooManyFailures over the limit.
 
-        Concurrent attempts count like consecutive ones. The caller takes a successful attempt back
-        (`forgive`) and logs a failed one (`log_failure`).
+        Concurrent attempts count like consecutive attempts. The caller calls `forgive` after a successful
+        attempt and `log_failure` after a failed one.
         """
         self._judge(self._add(address, now), now)
 
     def forgive(self, address: str, now: datetime) -> None:
-        """Take back the attempt that began at `now`, because it succeeded."""
+        """Subtract the attempt that began at `now`, because it succeeded."""
         if key := source(address):
             self._call(lambda counts: _decrement(counts, f"{key}|{_window(now)}"))
 
     def log_failure(self, address: str, now: datetime) -> None:
-        """Log a counted failure with the sum, once a minute for each address."""
+        """Log a failure that was counted, with the sum, at most once a minute per address."""
         key, window = source(address), _window(now)
         if key and self._call(lambda counts: counts.add(f"{key}|told", 1, WINDOW)):
             recently = self._count(key, window) + self._count(key, window - 1)
@@ -183,30 +189,30 @@ def _seconds_left(now: datetime) -> float:
 
 
 def process_counts(name: str, addresses: int) -> LocMemCache:
-    """Return counts in the memory of this process; the least recently used addresses are evicted first."""
+    """Return counts in the memory of this process; the least recently used addresses are dropped first."""
     return LocMemCache(name, {"OPTIONS": {"MAX_ENTRIES": 3 * addresses}})
 
 
 @cache
 def token_failures() -> Failures:
-    """Return the counts of tokens and secrets of this cluster."""
+    """Return the counts of wrong tokens and node secrets."""
     return Failures(*_caches("failures"), conf.cluster().failed_tokens)
 
 
 @cache
 def api_keys() -> Failures:
-    """Return the counts of API keys of this cluster: separate, so that a stale key locks no worker out."""
+    """Return the counts of wrong API keys; they are separate, so that a stale key blocks no worker."""
     return Failures(*_caches("failed-keys"), conf.cluster().failed_tokens, "API keys")
 
 
 @cache
 def sign_ins() -> Failures:
-    """Return the counts of passwords of this cluster."""
+    """Return the counts of wrong passwords."""
     return Failures(*_caches("sign-ins"), SIGN_INS, "sign-ins")
 
 
 def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
-    """Return the caches of the counts of this name: for all web processes, and for this one."""
+    """Return the caches of the counts with this name: the shared cache, and the cache of this process."""
     from django.core.cache.backends.redis import RedisCache
 
     url = conf.cluster().redis_url
@@ -215,7 +221,7 @@ def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
 
 
 def _options() -> dict[str, Any]:
-    """Return Valkey's options. No retry, because the caller waits."""
+    """Return the options of the Valkey client: no retries, because the caller waits."""
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 

@@ -23,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 MAX_BODY = 4 * 1024 * 1024
-"""Bytes of a request's body; documented in the OpenAPI description."""
+"""Maximum bytes of a request's body; the OpenAPI description states it."""
 
 Int64 = Annotated[int, msgspec.Meta(extra_json_schema={"format": "int64"})]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -91,7 +91,7 @@ class ErrorBody(ResponseBody):
 
 
 def _plain_text(value: Any) -> str:
-    """Return the text of a `str` of a library, such as Django's lazy and safe ones, which msgspec refuses."""
+    """Return a library's text, such as Django's lazy and safe ones, as plain `str`, as msgspec requires."""
     if isinstance(value, Promise):
         value = str(value)
     if isinstance(value, str):
@@ -114,7 +114,7 @@ def client_of(scope: Scope) -> str:
 
 
 async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterError | None = None) -> bytes:
-    """Return the body; raise `too_large` above `limit` bytes, Disconnected if the client leaves too early."""
+    """Return the body. Raise the error of `too_large` above `limit` bytes, Disconnected without the end."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -137,7 +137,7 @@ async def wait_until_disconnected(receive: Receive) -> None:
 
 
 async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None:
-    """Send a complete response. With `more` the caller ends the response itself."""
+    """Send a complete response. With `more` the caller sends the end of the response."""
     length = (b"content-length", str(len(answer.body)).encode())
     headers = [(b"content-type", answer.kind), length, *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -148,7 +148,10 @@ MALFORMED = "invalid request body"
 
 
 class CancelScope:
-    """A block that `cancel` ends with an error: the block's task is cancelled, and the block raises it."""
+    """A block that `cancel` ends with an error.
+
+    `cancel` cancels the block's task, and the block raises the error instead of CancelledError.
+    """
 
     _error: Exception | None = None
     _has_ended = False
@@ -160,7 +163,7 @@ class CancelScope:
         return self
 
     def cancel(self, error: Exception) -> None:
-        """End the block with this error; do nothing if it has ended, as a late callback may ask."""
+        """End the block with this error. Do nothing if the block has already ended."""
         if self._error is None and not self._has_ended:
             self._error = error
             self._task.cancel()
@@ -175,7 +178,7 @@ class CancelScope:
 
 
 class Outgoing(CancelScope):
-    """The connection to the client; raises Disconnected when that reads nothing for the silence limit."""
+    """The connection to the client. Raise Disconnected if the client reads nothing for the silence limit."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -190,7 +193,7 @@ class Outgoing(CancelScope):
         super().__exit__(kind)
 
     async def head(self, headers: list[Header]) -> None:
-        """Send status and headers."""
+        """Send the status and the headers."""
         await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def body(self, events: bytes) -> None:
@@ -208,12 +211,12 @@ class Outgoing(CancelScope):
 
 
 def is_json(content_type: str) -> bool:
-    """Return True if a Content-Type header announces JSON, or if it is absent."""
+    """Return True if the Content-Type header declares JSON or is missing."""
     return content_type.split(";", 1)[0].strip().lower() in ("", "application/json")
 
 
 def parse_json(raw: bytes) -> Any:
-    """Return the JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
+    """Return the JSON value of `raw`; an empty body counts as `{}` (§0.1). Raise InvalidInput."""
     if not raw.strip():
         return {}
     if problem := untrusted.json_problem(raw):
@@ -229,7 +232,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 async def read_json_object(receive: Receive, content_type: str, limit: int) -> dict[str, Any]:
-    """Return the body as a JSON object; an empty one counts as `{}`. Raises InvalidInput (413 for size)."""
+    """Return the body as a JSON object; an empty body counts as `{}`.
+
+    Raise InvalidInput, with status 413 above `limit` bytes.
+    """
     too_large = InvalidInput(f"the request body is over {limit // 1024} kB")
     too_large.status = 413
     raw = await read_body(receive, limit, too_large)
@@ -240,7 +246,7 @@ async def read_json_object(receive: Receive, content_type: str, limit: int) -> d
 
 
 def parse_json_object(body: bytes) -> Mapping[str, Any]:
-    """Return the body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
+    """Return the body as a JSON object; an empty body counts as `{}` (§0.1). Raise InvalidInput."""
     if problem := untrusted.json_problem(body):
         raise InvalidInput(f"the request body is {problem}")
     try:
@@ -253,10 +259,10 @@ def parse_json_object(body: bytes) -> Mapping[str, Any]:
 
 
 def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T:
-    """Return the fields of a body as `kind`; an absent field counts as null, an unknown one is ignored.
+    """Return the fields of a body as `kind`: an absent field is null, unknown fields are ignored.
 
-    With `texts` numbers and switches may be texts, because a form has only texts. Raises InvalidInput with
-    the first wrong field in the order of `kind`.
+    With `texts`, numbers and switches may be texts, because a form has only texts. Raise InvalidInput for the
+    first wrong field, in the order of the fields of `kind`.
     """
     try:
         values = {name: fields.get(name) for name in kind.__struct_encode_fields__}
@@ -268,7 +274,7 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
 
 
 def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:
-    """Return a part of a body as `kind`; an InvalidInput names the field with its path in the body."""
+    """Return a part of a body as `kind`. An InvalidInput has the path of the wrong field in the body."""
     try:
         return parse_struct(fields, kind)
     except InvalidInput as error:
@@ -277,9 +283,9 @@ def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:
 
 
 def field_error(path: str, problem: str, code: str = "invalid_value") -> InvalidInput:
-    """Return the error for a part of a body, such as `messages[0].content`; its field is the first name.
+    """Return the error for the part of a body at `path`, such as `messages[0].content`.
 
-    `code` is OpenAI's word for the problem.
+    The error's field is the first name of the path. `code` is OpenAI's code for the problem.
     """
     error = InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
     error.code = code
@@ -297,7 +303,7 @@ _PROBLEMS = (
     (re.compile("`str` of length <"), "string_above_max_length"),
     (re.compile("^Expected .*, got "), "invalid_type"),
 )
-"""Texts of msgspec's problems, and OpenAI's codes for them; every other problem is an `invalid_value`."""
+"""Patterns of msgspec's messages, and OpenAI's codes for them; the default is `invalid_value`."""
 
 
 def _code_of(problem: str) -> str:
@@ -305,7 +311,10 @@ def _code_of(problem: str) -> str:
 
 
 def message_with_field(error: ClusterError) -> str:
-    """Return the message with the field, for an envelope that has no key for the field."""
+    """Return the message for an envelope without a key for the field.
+
+    The name of the field precedes the message, unless the message already names the field.
+    """
     named = not error.field or error.field in error.message
     return error.message if named else f"{error.field}: {error.message}"
 

@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 _OTHER_FLAGS = {f"nats_tls_{part}": (f"--nats-tls{part}",) for part in ("ca", "cert", "key")}
-"""The flags that stock workers parse in place of the documented ones."""
+"""Flags that stock workers parse, by setting, in place of the flags that `config.flag` derives."""
 
 
 class _GroupedHelp(click.Command):
-    """A command whose `--help` shows the settings in their groups, with default and variables."""
+    """A command whose `--help` lists the settings by group, with defaults and variables."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a section for each group."""
+        """Write a section for each group of settings."""
         texts = env.texts(Config)
         for group in dict.fromkeys(entry.group for entry in SETTINGS):
             with formatter.section(group):

@@ -40,11 +40,11 @@ LONGEST_HEADER = CHUNK
 """Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
 _LONGEST_PATH = 4096
 _MOST_HOPS = 40
-"""Maximum number of links on the way to one path, as for the kernel."""
+"""Maximum number of links on the way to one path; the Linux kernel has the same limit."""
 _MOST_WINDOW = 128 * 1024 * 1024
-"""Bytes that a zstd stream may need in memory; the highest level of its command line needs as many."""
+"""Maximum bytes of memory for a zstd stream; zstd's highest level needs this much."""
 _DATA_FILTER = getattr(tarfile, "data_filter", None)
-"""`tarfile.data_filter`, present since Python 3.11.4; our own rules suffice without it."""
+"""`tarfile.data_filter`, which exists since Python 3.11.4; our own rules suffice without it."""
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 _NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 _NO_HARD_LINKS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
@@ -52,7 +52,7 @@ _NO_HARD_LINKS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
 
 @dataclass
 class _File:
-    """A regular file; `source` is the layer with its content, and the number of its entry there."""
+    """A regular file. `source` is the layer with the content, and the index of the entry in that layer."""
 
     layer: int
     source: tuple[int, int]
@@ -86,8 +86,8 @@ def unpack(
 ) -> None:
     """Unpack `layers`, the lowest first, to the new folder `target`.
 
-    The layers of an image may have whiteouts, absolute links, and a path more than once. Raise BadSource,
-    Stopped or OSError.
+    The layers of an image may have whiteouts, absolute links, and the same path several times. Raise
+    BadSource, Stopped or OSError.
     """
     survey = _Survey(is_image)
     for number, layer in enumerate(layers):
@@ -104,9 +104,9 @@ def unpack(
 
 
 class _ForwardReader:
-    """A file that `tarfile` reads front to back, never more than a bounded piece at a time.
+    """A file that `tarfile` reads from front to back, in pieces of bounded size.
 
-    A plain file is positioned instead of read where `tarfile` skips bytes.
+    Where `tarfile` skips bytes, a plain file is positioned instead of read.
     """
 
     def __init__(self, file: IO[bytes], size: int | None, stopped: threading.Event) -> None:
@@ -184,7 +184,7 @@ def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
 
 
 def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the entries in their order, and keep none of them. Raise BadSource."""
+    """Yield the entries of the archive in order, without storing them in `tar`. Raise BadSource."""
     reader = cast(_ForwardReader, tar.fileobj)
     while True:
         with reader.headers():
@@ -198,7 +198,7 @@ def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _plain(raw: IO[bytes]) -> IO[bytes]:
-    """Return the unpacked content of a file, by the first bytes of it."""
+    """Return a file object of the unpacked content; the first bytes of the file determine the format."""
     first = raw.read(4)
     raw.seek(0)
     if first.startswith(b"\x1f\x8b"):
@@ -210,7 +210,7 @@ def _plain(raw: IO[bytes]) -> IO[bytes]:
 
 
 class _Survey:
-    """The tree of the layers that were added, lowest first; `root` is its folder."""
+    """The merged tree of the layers that were added, from the lowest; `root` is its folder."""
 
     def __init__(self, is_image: bool) -> None:
         self.root = _Folder(-1)
@@ -226,7 +226,7 @@ class _Survey:
                 self._merge(layer, number, entry)
 
     def inner_target(self, link: str, target: str) -> str:
-        """Return an absolute target relative to its link if the tree has it; any other target stays."""
+        """Return an absolute target relative to its link if the tree has it, any other target unchanged."""
         if target.startswith("/"):
             inside = PurePosixPath(posixpath.normpath(target).lstrip("/"))
             with suppress(BadSource):
@@ -262,7 +262,7 @@ class _Survey:
             self._put(path, layer, _File(layer, (layer, number), entry.size, entry.mode & 0o755 | 0o600))
 
     def _remove(self, whiteout: PurePosixPath, layer: int) -> None:
-        """Remove the entry that a whiteout names from the layers below `layer`."""
+        """Remove the entry that a whiteout names, if it comes from a layer below `layer`."""
         folder = self._find(whiteout.parent)
         if not isinstance(folder, _Folder):
             return
@@ -277,9 +277,9 @@ class _Survey:
             del folder.children[name]
 
     def _real(self, path: PurePosixPath) -> PurePosixPath:
-        """Return where a path of an image lies: follow the links of its folders inside the tree.
+        """Return the real path of a path in an image, after following the links of its folders in the tree.
 
-        Raise BadSource.
+        Raise BadSource if the path leaves the tree.
         """
         if not self._is_image or isinstance(self._find(path.parent), _Folder):
             return path
@@ -308,7 +308,7 @@ class _Survey:
         return PurePosixPath(*names, path.name)
 
     def _folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
-        """Return the folder at `path` and create it where it is missing. Raise BadSource."""
+        """Return the folder at `path`; create missing folders. Raise BadSource."""
         folder = self.root
         for depth, part in enumerate(path.parts):
             node = folder.children.get(part)
@@ -338,7 +338,7 @@ class _Survey:
 
 
 def _prune(folder: _Folder, layer: int) -> None:
-    """Remove everything below `folder` that comes from the layers below `layer`."""
+    """Remove everything below `folder` that comes from a layer below `layer`."""
     pending = [folder]
     while pending:
         current = pending.pop()
@@ -369,12 +369,12 @@ def _escapes(name: str) -> bool:
 
 @dataclass
 class _Files:
-    """The content of a tree: each file once, with all its paths; folders before what they contain."""
+    """The content of a tree: each file once, with all its paths. Folders precede their content."""
 
     folders: list[tuple[str, int]] = field(default_factory=list)
     links: list[tuple[str, str]] = field(default_factory=list)
     system_links: list[tuple[str, str]] = field(default_factory=list)
-    """Links to files of the machine."""
+    """Links to files of the machine outside of the tree: path and target."""
     paths: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     files: dict[tuple[int, int], _File] = field(default_factory=dict)
     total: int = 0
@@ -414,7 +414,7 @@ class _Writer:
         self._throttle, self._stopped, self._on_bytes = throttle, stopped, on_bytes
 
     def write_layer(self, layer: int, path: Path) -> None:
-        """Write the files of one layer that the tree still has."""
+        """Write the files of one layer that are still in the tree."""
         remaining = sum(key[0] == layer for key in self._files.files)
         if not remaining:
             return
@@ -450,7 +450,7 @@ class _Writer:
             _hard_link(self._target / path, self._target / other)
 
     def link(self) -> None:
-        """Set the folders' modes and create the links; verify that each ends inside, or on the machine."""
+        """Set folder modes and create the links, each of which must end in the folder or on the machine."""
         for path, mode in reversed(self._files.folders):
             (self._target / path).chmod(mode)
         for path, destination in self._files.links:
@@ -464,14 +464,14 @@ class _Writer:
 
 
 class _EntryCopy:
-    """Copies the bytes of one entry, inside the kernel if the layer is a plain file and the kernel can."""
+    """Copies the bytes of one entry: in the kernel if possible, which needs a plain file."""
 
     def __init__(self, reader: IO[bytes], writer: IO[bytes], descriptor: int | None, offset: int) -> None:
         self._reader, self._writer = reader, writer
         self._descriptor, self._offset = descriptor, offset
 
     def copy(self, size: int) -> int:
-        """Copy at most `size` bytes; return their number, 0 at the end of the layer."""
+        """Copy at most `size` bytes; return the number of copied bytes, 0 at the end of the layer."""
         if self._descriptor is not None:
             try:
                 copied = os.copy_file_range(self._descriptor, self._writer.fileno(), size, self._offset)
@@ -489,7 +489,7 @@ class _EntryCopy:
 
 
 def _hard_link(source: Path, target: Path) -> None:
-    """Link a file, or copy it where the filesystem has no hard links."""
+    """Create a hard link, or a copy if the filesystem has no hard links."""
     try:
         os.link(source, target)
     except OSError as error:

@@ -1,7 +1,7 @@
 """The installed backends on disk: their names, lookup and removal (worker.md §18.1, §18.2).
 
-A folder with a `run.sh` is a backend. A folder whose metadata has `meta_backend_for` points to one. An alias
-is a second name for one. The disk is the only state: every call reads it.
+A folder with a `run.sh` is a backend. A folder whose metadata has `meta_backend_for` refers to a backend. An
+alias is a second name of a backend. The disk is the only state: every call reads it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from localai_cluster.worker.hardware import preferred_tokens
 
 STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"
 MAX_NAME_BYTES = 200
-"""Limit on a backend's folder name; a model id may have twice as many characters."""
+"""Maximum bytes of a backend's folder name; a model id may have twice as many characters."""
 
 
 def strip_gallery(name: str) -> str:
@@ -42,12 +42,15 @@ def folder_name(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Format a text from outside safely for a log line."""
+    """Return a text from outside in a form that is safe in a log line."""
     return text if text.isprintable() and 0 < len(text) <= 100 else repr(text[:100]) if text else "-"
 
 
 def model_name(name: str) -> str:
-    """Check a model id for use in a process key; empty is allowed. Raise InvalidInput."""
+    """Return a model id after checking that a process key may contain it; "" is allowed.
+
+    Raise InvalidInput.
+    """
     if len(name) > MAX_NAME_BYTES * 2 or not (name.isprintable() or not name):
         raise InvalidInput("not a model id: too long or not printable", field="model_id")
     return name
@@ -58,12 +61,12 @@ log = logging.getLogger(__name__)
 START_FILE = "run.sh"
 METADATA_FILE = "metadata.json"
 PARTIAL_KEPT_FOR = 86400.0
-"""Seconds for which a partial download is stored for the install that resumes it."""
+"""Seconds for which a partial download is kept, so that a later install can resume it."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """`metadata.json` in the folder of an installed backend."""
+    """Content of `metadata.json` in the folder of an installed backend."""
 
     name: str = omitted("")
     alias: str = omitted("")
@@ -74,12 +77,12 @@ class Metadata:
     uri: str = omitted("")
     digest: str = omitted("")
     size: int = omitted(0)
-    """Bytes of its files; 0 = unknown, as for installs of other workers."""
+    """Bytes of the backend's files; 0 = unknown, as for installs of other workers."""
 
 
 @dataclass(frozen=True)
 class StoredBackend:
-    """A name that starts a backend, and the backend's files."""
+    """A name that starts a backend, and the files of the backend."""
 
     name: str
     folder: Path
@@ -90,7 +93,7 @@ class StoredBackend:
 
     @property
     def is_alias(self) -> bool:
-        """True if this is a second name of another entry."""
+        """True if this is a second name of a backend."""
         return self.metadata.name not in ("", self.name)
 
 
@@ -122,7 +125,7 @@ class BackendStore:
         return entries
 
     def find(self, name: str) -> StoredBackend | None:
-        """Return the entry with that name, or one that differs only in case, which galleries ignore."""
+        """Return the entry with this name, or else one that differs only in case, as in galleries."""
         entries = self.scan()
         return entries.get(name) or next((e for n, e in entries.items() if n.lower() == name.lower()), None)
 
@@ -140,7 +143,10 @@ class BackendStore:
         return None
 
     def identity(self, name: str) -> frozenset[str]:
-        """Return all names of the build that `name` means, one hop only (worker.md §7)."""
+        """Return all names of the build that `name` means, without following further aliases.
+
+        See worker.md §7.
+        """
         try:
             entry = self.find(name)
         except OSError:
@@ -150,7 +156,7 @@ class BackendStore:
         return frozenset({name, entry.name, entry.metadata.name, entry.metadata.alias} - {""})
 
     def remove(self, name: str) -> None:
-        """Remove the files of `name` in one step for readers. Raise NotFound, Conflict or OSError."""
+        """Remove the files of `name`; readers see all files or none. Raise NotFound, Conflict, OSError."""
         entry = self.find(name) or next(
             (e for e in self.scan().values() if name and not e.is_meta and e.metadata.name == name), None
         )
@@ -167,7 +173,7 @@ class BackendStore:
     def recover(self) -> None:
         """Clean up after a killed worker: remove unfinished installs, restore an old version.
 
-        Partial downloads stay for a day: the next install resumes them.
+        Partial downloads are kept for a day, because the next install resumes them.
         """
         remove_old_partials(self.backends)
         for path in list(self.backends.iterdir()):
@@ -222,7 +228,7 @@ def remove_old_partials(folder: Path) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the metadata of a backend folder; empty if it is missing or unreadable."""
+    """Return the metadata of a backend folder; empty if the file is missing or invalid."""
     try:
         with open(folder / METADATA_FILE, "rb") as file:
             return decode(file.read(64 * 1024), Metadata)
@@ -235,12 +241,12 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.lru_cache(maxsize=256)
 def _warn_once(text: str) -> None:
-    """Log each warning once, as backends are listed every few seconds."""
+    """Log each warning once, because backends are listed every few seconds."""
     log.warning("%s", text)
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a folder, renaming it first so that readers never see half of it. Raise OSError."""
+    """Remove a file or a folder. Rename it first, so that readers never see a part. Raise OSError."""
     renamed = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
     try:
         path.rename(renamed)

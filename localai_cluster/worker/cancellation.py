@@ -1,7 +1,7 @@
 """Early end of an install: by `backend.cancel`, or because the worker shuts down.
 
-Code in a thread checks its `Halt`; code in the event loop is cancelled. Uninterruptible steps are waited for
-(`uninterruptible`, `wait_for_thread`), so that none of them continues while its caller cleans up.
+Code in a thread checks its `Halt`; code in the event loop is cancelled. A step that cannot be interrupted is
+waited for (`uninterruptible`, `wait_for_thread`), so that it does not continue while its caller cleans up.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ class Cancelled(ClusterError):
 
 
 class Halt(threading.Event):
-    """A flag that is set once, when an install must end.
+    """An event that is set once, when an install must end.
 
-    `cancelled` is True if its files are not needed later.
+    `cancelled` is True if the files of the install are not needed later.
     """
 
     cancelled = False
 
     def cancel(self) -> None:
-        """Set the event for good: the files of the install are not needed later."""
+        """Set the event and `cancelled`."""
         self.cancelled = True
         self.set()
 
 
 class Command:
-    """One running install or upgrade, in one task (`task`, set by its owner)."""
+    """One running install or upgrade; its owner sets `task`, in which it runs."""
 
     def __init__(self, op_id: str) -> None:
         self.op_id = op_id
@@ -50,7 +50,7 @@ class Command:
         self._is_interruptible = False
 
     def cancel(self) -> None:
-        """End the command with Cancelled, unless it succeeds first."""
+        """End the command with Cancelled, unless it succeeds before."""
         if not self.halt.cancelled:
             self.halt.cancel()
             if self._is_interruptible and self.task is not None:
@@ -58,7 +58,7 @@ class Command:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Mark a block that a cancel interrupts at once. Raise Cancelled."""
+        """Enter a block that a cancel interrupts at once. Raise Cancelled."""
         self._raise_if_cancelled()
         self._is_interruptible = True
         try:
@@ -77,9 +77,9 @@ class Command:
 
     @contextmanager
     def uninterruptible(self, key: str = "") -> Iterator[None]:
-        """Mark a step inside `interruptible` that finishes before a cancel takes effect. Raise Cancelled.
+        """Enter a step inside `interruptible` that ends before a cancel takes effect.
 
-        `key` is the engine that starts in this step.
+        `key` is the process key of the engine that starts in this step. Raise Cancelled.
         """
         self._raise_if_cancelled()
         self._is_interruptible, self.key = False, key
@@ -100,7 +100,8 @@ class Command:
 async def wait_for_thread(work: "asyncio.Future[T]") -> T:
     """Return the result of `work`, which runs in a thread.
 
-    Even if cancelled, return only after the thread has ended: the caller then closes a file that it uses.
+    Even if cancelled, return only after the thread has ended, because the caller then closes a file that the
+    thread uses.
     """
     try:
         return await asyncio.shield(work)
@@ -115,11 +116,11 @@ async def wait_for_thread(work: "asyncio.Future[T]") -> T:
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run `call` in a thread; even if cancelled, return only after the thread has ended."""
+    """Run `call` in a thread. Even if cancelled, return only after the thread has ended."""
     return await wait_for_thread(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
 
 
 def clear_cancellation() -> None:
-    """Clear the cancellation of the current task, which continues."""
+    """Clear the cancellation of the current task, so that the task continues."""
     if task := asyncio.current_task():
         task.uncancel()

@@ -1,7 +1,7 @@
-"""`localai-cluster-worker check`: report what the worker would meet with these settings, and change nothing.
+"""`localai-cluster-worker check`: reports problems of the settings, and changes nothing.
 
-The server gets a question about a node that does not exist and a registration without a name, so no node
-registers and none is counted as alive. Ports are opened for a moment, unless a worker runs with this data
+The server gets a request about a node that does not exist and a registration without a name, so no node
+registers and no node counts as alive. Ports are opened for a moment, unless a worker runs with this data
 folder.
 """
 
@@ -32,11 +32,11 @@ from localai_cluster.worker.registration import hint
 
 
 class Problem(str):
-    """A line of the report that names a problem and its fix."""
+    """A line of the report that states a problem and its fix."""
 
 
 async def machine(config: Config) -> list[str]:
-    """Return the report on this machine: hardware, folders, addresses and ports."""
+    """Return the lines of the report on this machine: hardware, folders, addresses and ports."""
     gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or hardware.Gpus()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     count = f"{len(gpus.each)} GPUs" if gpus.each is not None else "GPUs"
@@ -71,7 +71,7 @@ def _folders(config: Config) -> Iterator[str]:
 
 
 def _addresses(config: Config) -> Iterator[str]:
-    """Find an address that only this machine reaches, while the control plane is another machine."""
+    """Report an address that only this machine reaches, if the control plane is on another machine."""
     server = urlsplit(config.register_to).hostname or ""
     host = config.advertise_host.strip("[]")
     if is_local(host) and not is_local(server):
@@ -101,7 +101,7 @@ def _ports(config: Config) -> Iterator[str]:
 
 
 async def report(config: Config, identity: NodeIdentity) -> list[str]:
-    """Return the lines of the report on server, bus and galleries; a Problem needs a fix."""
+    """Return the lines of the report on server, bus and galleries. A line of type Problem needs a fix."""
     async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True) as client:
         control_plane = ControlPlane(
             config.register_to, config.registration_token, identity, "", client, allow_stock=True
@@ -139,7 +139,7 @@ async def _server(config: Config, identity: NodeIdentity, control_plane: Control
 
 
 async def _bus(config: Config) -> str:
-    """Connect to the bus of the settings; that of a registration is not known yet."""
+    """Report on the bus of the settings; the bus of a registration is not known yet."""
     if config.nats is None:
         return "bus: not checked, since its address comes with the registration"
     where = ", ".join(config.nats.urls)

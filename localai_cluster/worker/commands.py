@@ -33,9 +33,12 @@ from localai_cluster.worker.source_files import Stopped
 log = logging.getLogger(__name__)
 
 PAUSE_THRESHOLD = 15.0
-"""Seconds without a tick that count as a busy machine rather than a pause: no sender gives up that fast."""
+"""Seconds without a tick after which the process counts as paused, not only as slow.
+
+No sender gives up within this time.
+"""
 CATCHES_UP = 5.0
-"""Seconds after a pause within which all messages sent before have been read."""
+"""Seconds after a pause within which the process has received all messages from before its end."""
 _TICK = 1.0
 
 LATE = "the worker was stopped for a while and has not begun this"
@@ -45,9 +48,9 @@ class Pauses:
     """Detects pauses of this process (stopped or asleep) by a periodic tick that comes late.
 
     The worker does not begin a command that may have been sent before the end of a pause. Its sender may have
-    given it up, because the node counted as offline; a sender that still needs it sends it again. A time in
-    the command would not help, because clocks of other machines are not comparable. A pause that the
-    machine's own clocks do not show, as of a virtual machine, is not detected.
+    given the command up, because the node counted as offline; a sender that still needs the command sends it
+    again. A time in the command would not help, because clocks of different machines are not comparable. A
+    pause that the machine's own clocks do not show, such as that of a virtual machine, is not detected.
     """
 
     def __init__(self) -> None:
@@ -77,7 +80,7 @@ class Pauses:
             log.warning("this process did not run for %.0f s; commands from before are not begun", paused)
 
     def may_precede(self, arrived_at: float) -> bool:
-        """Return True if a message read at `arrived_at` may have been sent before the last pause ended."""
+        """Return True if a message that arrived then may have been sent before the last pause ended."""
         is_tick_overdue = arrived_at - self._ticked_at > PAUSE_THRESHOLD  # the first tick has not come yet
         return is_tick_overdue or arrived_at <= self._over_at + CATCHES_UP
 
@@ -114,7 +117,7 @@ class Commands:
         self._subscriptions: list[Subscription] = []
 
     async def subscribe(self, node_id: str) -> None:
-        """Subscribe to the commands for `node_id`, and to no others."""
+        """Subscribe to the commands for `node_id`; end all other subscriptions."""
         await self.unsubscribe()
         subscriptions = self._subscriptions
         for subject, handler, limit in self._table(node_id):
@@ -122,9 +125,9 @@ class Commands:
             subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
 
     async def unsubscribe(self) -> None:
-        """End all subscriptions: another process is the node now, or another server is served.
+        """End all subscriptions: another process is the node now, or the worker serves another server.
 
-        What was received and has not begun is dropped.
+        Messages that were received but not begun are dropped.
         """
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
@@ -197,7 +200,7 @@ class Commands:
         return handle
 
     def _unless_paused(self, handler: Handler, late: bytes | None) -> Handler:
-        """Reply with `late` instead, if the message may have been sent before a pause."""
+        """Return a handler that replies `late` to a message that may precede a pause."""
 
         async def handle(message: Message) -> bytes | None:
             if not self._pauses.may_precede(message.arrived_at):
@@ -208,7 +211,7 @@ class Commands:
         return handle
 
     def _while_subscribed(self, handler: Handler, subscriptions: list[Subscription]) -> Handler:
-        """Drop a message instead, if its subscription has ended since it was received."""
+        """Return a handler that drops a message whose subscription has ended."""
 
         async def handle(message: Message) -> bytes | None:
             if self._subscriptions is subscriptions:
@@ -311,7 +314,7 @@ class Commands:
         )
 
     def _has_address(self, engine: Engine, address: str) -> bool:
-        """Return True if `address` is this engine's local or advertised address (nats.md §4.5)."""
+        """Return True if `address` is the engine's local or advertised address (nats.md §4.5)."""
         return address in (engine.address, f"{self._config.advertise_host}:{engine.port}")
 
     async def _delete_model(self, request: m.DeleteModelRequest) -> m.DeleteModelReply:

@@ -1,7 +1,7 @@
-"""The worker's settings as it uses them, and their command line.
+"""The worker's settings with the worker's own types, and their command-line flags.
 
-The rows are in `kit/settings_table.py`; `__main__.py` builds the command line from them. Every wrong setting
-is reported on its own line, with its name and the fix.
+`kit/settings_table.py` declares the settings; `__main__.py` builds the command line from them. Every wrong
+setting is reported on its own line, with its name and the fix.
 """
 
 import os
@@ -29,7 +29,7 @@ Galleries = Annotated[tuple[Gallery, ...], Format(_GALLERIES, decode_galleries)]
 
 
 class Config(WorkerSettings):
-    """All settings of a worker. Times in seconds, sizes in bytes; secrets are excluded from `repr`."""
+    """All settings of a worker. Times are in seconds, sizes in bytes. `repr` omits secrets."""
 
     nats_url: Bus | None
     backend_galleries: Galleries
@@ -38,28 +38,28 @@ class Config(WorkerSettings):
 
     @property
     def without_effect(self) -> list[str]:
-        """Variables that are set and that this worker does not use, for a warning."""
+        """Variables that are set but that this worker does not use, for a warning."""
         entries = (entry for entry in SETTINGS if entry.group == "Without effect")
         return [entry.names[0] for entry in entries if getattr(self, entry.key)]
 
     @property
     def all_galleries(self) -> tuple[Gallery, ...]:
-        """The galleries of backends, and those of models if models are prefetched."""
+        """The galleries of backends, plus the galleries of models if models are prefetched."""
         return (*self.backend_galleries, *(self.galleries if self.prefetch_models else ()))
 
     @property
     def advertise_host(self) -> str:
-        """Host part of the advertised address, with the brackets of an IPv6 address."""
+        """Host of the advertised address; an IPv6 address has brackets."""
         return split_host_port(self.advertise_addr)[0]
 
     @property
     def base_port(self) -> int:
-        """The first port for engines."""
+        """First port of the engines."""
         return base_port(vars(self))
 
     @property
     def max_port(self) -> int:
-        """The last port for engines."""
+        """Last port of the engines."""
         return self.grpc_max_port if self.base_port <= self.grpc_max_port <= HIGHEST_PORT else HIGHEST_PORT
 
     @property
@@ -69,7 +69,7 @@ class Config(WorkerSettings):
 
     @cached_property
     def nats(self) -> Servers | None:
-        """The configured bus; None if the control plane provides its address."""
+        """The configured bus; None if the control plane provides the address."""
         if self.nats_url is None or not (self.nats_jwt and self.nats_user_seed):
             return self.nats_url
         return replace(self.nats_url, credentials=Credentials.of(self.nats_jwt, self.nats_user_seed))
@@ -80,7 +80,7 @@ class Config(WorkerSettings):
         return Access(self.registries, self.registry_config or default_config())
 
     def problems(self) -> Iterator[Problem]:
-        """Return the missing settings, and the problems of their combination."""
+        """Return the missing settings, and the problems of settings that contradict each other."""
         if not self.register_to:
             yield Problem("LOCALAI_REGISTER_TO", "is not set", f"Use {env.SERVER_URL}.")
         required = self.registration_require_auth or self.distributed_require_auth
@@ -113,7 +113,7 @@ def flag(entry: env.Setting) -> str:
 
 
 class InvalidSettings(ClusterError):
-    """Settings are wrong; the message has one line for each, with its name and how to fix it."""
+    """Settings are wrong. The message has a line for each, with its name and the fix."""
 
     code = "invalid_settings"
 
@@ -136,6 +136,6 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str] = os.e
 
 
 def refuse(key: str, reason: str) -> NoReturn:
-    """Raise InvalidSettings for a value that proved wrong when it was used."""
+    """Raise InvalidSettings for a value that failed when it was used."""
     entry = next(entry for entry in SETTINGS if entry.key == key)
     raise InvalidSettings([Problem(entry.names[0], reason, f"Use {entry.format.fix}.")])

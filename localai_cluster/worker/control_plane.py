@@ -34,28 +34,28 @@ log = logging.getLogger(__name__)
 
 CALL_LIMIT = 10.0
 ANSWER_LIMIT = 4 * 1024 * 1024
-"""Bytes of a response; the rows of a node with thousands of replicas are shorter."""
+"""Maximum bytes of a response; a node with thousands of replicas needs less."""
 LONGEST_ID = 255
 OPEN_LIMIT = 120.0
-"""Seconds until the headers of a file must have arrived (worker.md §18.6)."""
+"""Maximum seconds until the headers of a file have arrived (worker.md §18.6)."""
 LONGEST_WAIT = 30.0
 DOWNGRADE_PAUSE = 60.0
-"""Seconds between two looks whether a server knows secrets again."""
+"""Seconds between two checks whether a server identifies nodes by their secrets again."""
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
 NODE_ERROR = "node_error"
-"""Type of every error of the node routes; another server's 404 has none."""
+"""Value of `type` in every error of the node routes; a 404 of another server lacks it."""
 REGISTER = "/api/node/register"
 NO_NODE = "00000000-0000-0000-0000-000000000000"
 PENDING = "pending"
 
 
 class CallFailed(ClusterError):
-    """The call failed; `http_status` is 0 when there was no answer.
+    """The call failed; `http_status` is 0 without a response.
 
-    `rotate`: the control plane requests a new secret first. `wait`: seconds to pause (429), at most 30.
-    `kind`: the `type` of a nested error.
+    `rotate` is True if the control plane first requests a new secret. `wait` are the seconds to pause after a
+    429, at most 30. `kind` is the `type` of a nested error.
     """
 
     code = "control_plane_call_failed"
@@ -77,7 +77,7 @@ class CallFailed(ClusterError):
 
 
 class DowngradeRefused(CallFailed):
-    """A server that has accepted the node's secret ignores it now: it is not served."""
+    """The server has accepted the node's secret before and ignores it now, so the worker refuses it."""
 
     code = "downgrade_refused"
 
@@ -102,8 +102,8 @@ class ServerKind(StrEnum):
 class Registered:
     """The response to a registration.
 
-    An approved node gets credentials for the bus, and its address in `nats_url`. A stock frontend may give
-    no credentials.
+    An approved node gets credentials for the bus, and the bus's address in `nats_url`. A stock frontend may
+    give no credentials.
     """
 
     node_id: str
@@ -115,9 +115,9 @@ class Registered:
 
 
 class ControlPlane:
-    """Calls one control plane for one node and one process (`instance`, 32 hex digits).
+    """Client of one control plane for one node and one process (`instance`, 32 hex digits).
 
-    `allow_stock`: the server may be a stock frontend even if it has accepted the node's secret before.
+    With `allow_stock`, the server may be a stock frontend even if it has accepted the node's secret before.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ControlPlane:
 
     @property
     def _must_know_secrets(self) -> bool:
-        """True if the server has accepted this worker's secret, so that it must not ignore it now."""
+        """True if the server has accepted this worker's secret and therefore must know it."""
         return not self._allow_stock and self._identity.is_accepted_by(self._base)
 
     async def _kind_of(self, response: Mapping[str, Any]) -> ServerKind:
@@ -178,9 +178,10 @@ class ControlPlane:
     async def knows_secrets(self) -> bool:
         """Return True if the server identifies nodes by their secrets, as LocalAI Cluster does.
 
-        This reads the replicas of a node that does not exist, with a secret that no node has: LocalAI Cluster
-        answers that it does not know the node, a stock frontend 401, or 200 if it has no token. The node's
-        own secret is not sent, since the server may be another one. Raise CallFailed without such an answer.
+        The call requests the replicas of a node that does not exist, with a random secret. LocalAI Cluster
+        responds that it does not know the node. A stock frontend responds 401, or 200 if it has no token. The
+        node's own secret is not sent, because the server may be an unknown one. Raise CallFailed for any
+        other response.
         """
         try:
             path = _path(NO_NODE, "models")
@@ -194,9 +195,10 @@ class ControlPlane:
         return False
 
     async def accepts_token(self, kind: ServerKind) -> bool:
-        """Return True if the server, of this kind, accepts the registration token. Raise CallFailed.
+        """Return True if the server, of this kind, accepts the registration token.
 
-        This registers without a name, which no server accepts; it checks the token first (worker.md §5.1).
+        The call registers without a name. Every server refuses that, but it checks the token first (worker.md
+        §5.1). Raise CallFailed.
         """
         headers = _bearer(self._token)
         if kind is ServerKind.CLUSTER:  # a known node goes on when the token is replaced
@@ -210,15 +212,15 @@ class ControlPlane:
         raise CallFailed(f"the server at {self._base} has accepted a registration without a name")
 
     async def heartbeat(self, node_id: str, body: Mapping[str, Any]) -> None:
-        """Report that this node is alive, with its figures and ended engines. Raise CallFailed."""
+        """Send a heartbeat with the node's figures and ended engines. Raise CallFailed."""
         await self._call_node("POST", node_id, "heartbeat", body)
 
     async def drain(self, node_id: str) -> None:
-        """Request that the control plane routes no new requests here. Raise CallFailed."""
+        """Request that no new requests are routed to this node. Raise CallFailed."""
         await self._call_node("POST", node_id, "drain", {})
 
     async def in_flight(self, node_id: str) -> int:
-        """Return the number of requests that run on this node. Raise CallFailed."""
+        """Return the number of requests that are running on this node. Raise CallFailed."""
         rows = await self._call_node("GET", node_id, "models", None)
         if not isinstance(rows, list):
             return 0
@@ -226,13 +228,13 @@ class ControlPlane:
         return sum(count for count in counts if isinstance(count, int))
 
     async def deregister(self, node_id: str) -> None:
-        """Report that this node shuts down. Raise CallFailed."""
+        """Report that this node is shutting down. Raise CallFailed."""
         await self._call_node("POST", node_id, "deregister", {})
 
     async def open_gallery(self, node_id: str, file: str, headers: Mapping[str, str]) -> httpx.Response:
-        """Open a file of the control plane's gallery; the caller closes the response. Raise CallFailed.
+        """Open a file of the control plane's gallery: status 200, 206 or 416. Raise CallFailed.
 
-        The status is 200, 206 or 416. `headers` may request a part of the file.
+        `headers` may request a part of the file. The caller closes the response.
         """
         path = _path(node_id, f"gallery/{quote(file, safe='')}")
 
@@ -249,9 +251,9 @@ class ControlPlane:
         return await self._call_rotating_secret(node_id, call)
 
     async def _call_rotating_secret(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the node's secret, and replace the secret first if the control plane requests it.
+        """Call with the node's secret; replace the secret first if that is requested.
 
-        A stock frontend gets the registration token.
+        A stock frontend gets the registration token instead of the secret.
         """
         if self.kind is ServerKind.STOCK:
             return await call(self._token)
@@ -264,7 +266,7 @@ class ControlPlane:
         return await call(self._identity.secret)
 
     async def _with_secret(self, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the secret, or with the successor of an interrupted rotation."""
+        """Call with the secret; during an unfinished rotation, also try its successor."""
         try:
             return await call(self._identity.secret)
         except CallFailed as refusal:
@@ -349,7 +351,7 @@ def _bearer(secret: str) -> dict[str, str]:
 
 
 def _decode(body: bytes) -> Any:
-    """Return the JSON value of a body; None for anything else."""
+    """Return the JSON value of a body; None if the body is not JSON."""
     try:
         return None if untrusted.json_problem(body) else json.loads(body)
     except ValueError:
@@ -357,7 +359,7 @@ def _decode(body: bytes) -> Any:
 
 
 def _refusal_error(response: httpx.Response, content: Any) -> CallFailed:
-    """Return the error for a response without success, whose body has this JSON value."""
+    """Return the error for an unsuccessful response; `content` is the JSON value of its body."""
     status = response.status_code
     return CallFailed(
         f"{response.request.method} {response.request.url.path}: {status} {_reason(response, content)}",
@@ -369,7 +371,7 @@ def _refusal_error(response: httpx.Response, content: Any) -> CallFailed:
 
 
 def _reason(response: httpx.Response, content: Any) -> str:
-    """Extract the message from any of the control plane's error envelopes, truncated."""
+    """Return the message in any of the control plane's error envelopes, shortened."""
     if response.is_redirect:
         return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
     error = content.get("error", "") if isinstance(content, dict) else ""
@@ -384,7 +386,7 @@ def _kind(content: Any) -> str:
 def _wait(response: httpx.Response) -> float:
     """Return the seconds of `Retry-After`, 0 without the header.
 
-    The maximum of 30 s prevents the node from going offline.
+    The result is at most 30 s, so that the node does not go offline.
     """
     text = response.headers.get("retry-after", "").strip()
     return min(float(text), LONGEST_WAIT) if text.isascii() and text.isdigit() else 0.0

@@ -1,11 +1,11 @@
 """Resumable downloads of archives and of images' layers to a `.partial` file (worker.md §18.6).
 
-A lost connection is retried. If the gallery has a hash, which is verified at the end, the download resumes
-where it broke off, also after a restart; otherwise it starts over. Old partial files are removed by the next
-download and at the worker's start. Redirects are followed for public addresses, never with the node's secret.
-
-Of an image the manifest for this machine comes first, then each layer like an archive with a hash. Each
-attempt asks the registry again, so a signed address that has expired does not matter.
+A lost connection is retried. If the gallery has a hash, the hash is verified at the end, and the download
+resumes where it broke off, even after a restart. Without a hash the download starts over. The next download
+and the worker's start remove old partial files. Redirects are followed to public addresses, never with the
+node's secret. For an image the worker downloads the manifest for this machine first, then each layer like an
+archive with a hash. Each attempt sends a request to the registry, so an expired signed address does not
+matter.
 """
 
 import asyncio
@@ -51,10 +51,11 @@ log = logging.getLogger(__name__)
 HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
 """Seconds until the headers of a response must have arrived, and without a byte of its body."""
 MOST_BYTES = 64 * 1024**3
-"""Maximum size of an archive in bytes, packed or unpacked."""
+"""Maximum bytes of an archive, packed or unpacked."""
 PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
-"""Seconds before each retry. An attempt that received a mebibyte restarts the list."""
+"""Seconds before each retry. After an attempt that received a mebibyte, the list starts again."""
 AT_ONCE = 4
+"""Maximum number of parallel downloads."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
 _LENGTH = re.compile(r"\d{1,15}")
 
@@ -63,7 +64,7 @@ OpenServed = Callable[[str, Mapping[str, str]], Awaitable[httpx.Response]]
 
 
 OpenPart = Callable[[Mapping[str, str]], AbstractAsyncContextManager[httpx.Response]]
-"""Opens an archive with these headers: status 200, 206 or 416. Raises DownloadFailed."""
+"""Opens an archive with these request headers: status 200, 206 or 416. Raises DownloadFailed."""
 
 
 class DownloadFailed(ClusterError):
@@ -82,10 +83,11 @@ class WrongHash(DownloadFailed):
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive to download. `sha256` is lower-case hex, "" if the gallery has none.
+    """An archive to download.
 
-    With `open` the address is only for messages. `size` is the declared number of bytes, 0 if unknown.
-    `publisher` is the word for what declares the hash.
+    `sha256` is lower-case hex, "" if the gallery has no hash. If `open` is set, `url` is used only in
+    messages. `size` is the declared number of bytes, 0 if unknown. `publisher` is the word in messages for
+    the source of the hash.
     """
 
     url: str
@@ -98,7 +100,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class _Range:
-    """The body of a response: bytes from `start`, of `total` (0 = unknown)."""
+    """The range of a response's body: bytes from `start`, of `total` (0 = unknown)."""
 
     start: int
     total: int
@@ -106,7 +108,7 @@ class _Range:
 
 @dataclass(frozen=True)
 class _Progress:
-    """The offset of a response in its archive, the archive's size, and the hash of all earlier bytes."""
+    """State of a download: a response's offset, the archive's size, the hash of all earlier bytes."""
 
     offset: int
     total: int
@@ -114,13 +116,13 @@ class _Progress:
 
 
 def partial_path(folder: Path, name: str, url: str, sha256: str) -> Path:
-    """Return the path of the partial file: one per backend, address and hash."""
+    """Return the path of the partial file; each backend, address and hash has its own file."""
     key = hashlib.sha256(f"{name}\n{url}\n{sha256}".encode()).hexdigest()[:32]
     return folder / f"{PARTIAL}{key}"
 
 
 class Downloads:
-    """The downloads of one worker. `throttle` is shared with its copies."""
+    """The downloads of one worker. The copies of the worker share `throttle`."""
 
     def __init__(self, client: httpx.AsyncClient, served: OpenServed, throttle: Throttle) -> None:
         self._client = client
@@ -131,8 +133,8 @@ class Downloads:
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
 
-        Raise DownloadFailed, BadSource (longer than the limit), DiskFull, Stopped or OSError. After a
-        cancellation, no thread writes to the partial file when this returns.
+        Raise DownloadFailed, BadSource for an archive over the limit, DiskFull, Stopped or OSError. Even
+        after a cancellation, return only when no thread writes to the partial file.
         """
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
         try:
@@ -157,7 +159,7 @@ class Downloads:
             raise WrongHash(f"{_public_url(archive)}: {problem}")
 
     async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
-        """Return the SHA-256 of the file in hex, "" if the download has not read all of it."""
+        """Return the SHA-256 of the file in hex; "" if the download has not read all bytes."""
         retries, size_before = 0, await asyncio.to_thread(_resume_size, archive)
         while True:
             try:
@@ -251,7 +253,7 @@ class Downloads:
 
 @asynccontextmanager
 async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
-    """Open the partial file at the position after its first `offset` bytes."""
+    """Open the partial file for writing after its first `offset` bytes."""
     open_task = asyncio.ensure_future(asyncio.to_thread(open, partial, "r+b" if offset else "wb"))
     try:
         file = await wait_for_thread(open_task)
@@ -265,14 +267,14 @@ async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
 
 
 def _is_retryable(status: int) -> bool:
-    """Return True if a retry can succeed after this status; 0 means that there was no response."""
+    """Return True if a retry can help after this HTTP status; 0 means that there was no response."""
     return status in (0, 408, 429) or status >= 500
 
 
 def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
-    """Return the range of this response for a download that has `offset` bytes; None if no bytes follow.
+    """Return the range of the response to a download that already has `offset` bytes.
 
-    Raise DownloadFailed.
+    The result is None if no bytes follow. Raise DownloadFailed for another range.
     """
     if answer.status_code == 200:
         length = answer.headers.get("content-length", "")
@@ -292,7 +294,7 @@ def _check_disk_space(partial: Path, offset: int, total: int) -> None:
 
 
 def sha256_of(path: Path, stopped: threading.Event) -> str:
-    """Return the SHA-256 of a file, in hex. Raise Stopped or OSError."""
+    """Return the SHA-256 of a file in hex. Raise Stopped or OSError."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(CHUNK):
@@ -303,7 +305,7 @@ def sha256_of(path: Path, stopped: threading.Event) -> str:
 
 
 def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
-    """Return the hash object of the first `size` bytes of the partial file. Raise Stopped or OSError."""
+    """Return the hash object of the partial file's first `size` bytes. Raise Stopped or OSError."""
     digest = hashlib.sha256()
     if not size:
         return digest
@@ -324,16 +326,16 @@ def _write(archive: Archive, file: BinaryIO, digest: Any, piece: bytes) -> None:
 
 
 def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
-    """Describe the mismatch of a file's hash with the expected one; "" if they match or there is none."""
+    """Return a message if the hashes differ; "" if they are equal or no hash is expected."""
     if not sha256 or hmac.compare_digest(actual.encode(), sha256.encode()):
         return ""
     return f"its sha256 is {actual}, the {source} says {sha256[:64]}"
 
 
 def _problem(archive: Archive, sha256: str, halt: Halt) -> str:
-    """Verify the hash of the downloaded file, which is read if `sha256` is empty; return the problem, or "".
+    """Verify the hash of the downloaded file; return the problem, or "". Remove a wrong file.
 
-    A wrong file is removed.
+    If `sha256` is empty, read the file to compute the hash.
     """
     if not archive.sha256:
         return ""
@@ -347,7 +349,7 @@ def _problem(archive: Archive, sha256: str, halt: Halt) -> str:
 def _resume_size(archive: Archive) -> int:
     """Return the number of bytes after which to resume.
 
-    This is 0 without a hash, which alone would detect a mixture of two files.
+    This is 0 without a hash, because only a hash detects a mixture of two files.
     """
     try:
         return archive.partial.lstat().st_size if archive.sha256 else 0
@@ -367,14 +369,14 @@ def _public_url(archive: Archive) -> str:
 
 @dataclass(frozen=True)
 class PulledImage:
-    """A downloaded image: the digest of its manifest, and the files of its layers, the lowest first."""
+    """A downloaded image: the digest of its manifest, and its layers' files from the lowest up."""
 
     digest: str
     layers: tuple[Path, ...]
 
 
 class Images:
-    """The image downloads of one worker. The partial files lie in `folder`."""
+    """The image downloads of one worker. The partial files are in `folder`."""
 
     def __init__(self, registries: Registries, downloads: Downloads, folder: Path) -> None:
         self._registries = registries
@@ -384,7 +386,7 @@ class Images:
     async def pull(
         self, reference: ImageReference, backend: str, on_bytes: OnBytes, halt: Halt
     ) -> PulledImage:
-        """Download the layers for the folder of a backend. Raise RegistryError, or as `Downloads.fetch`."""
+        """Download the layers of an image for `backend`. Raise RegistryError and as `Downloads.fetch`."""
         image = await self._image(reference)
         layers = list(dict.fromkeys(image.layers))
         total = sum(layer.size for layer in layers)
@@ -403,7 +405,7 @@ class Images:
         return PulledImage(image.digest, tuple(archives[layer.digest].partial for layer in image.layers))
 
     def _check_disk_space(self, archives: Iterable[Archive], total: int) -> None:
-        """Raise DiskFull if the layers do not fit beside those that are there already."""
+        """Raise DiskFull if the missing bytes of the layers do not fit on the disk."""
         present = sum(archive.partial.stat().st_size for archive in archives if archive.partial.exists())
         check_free_space(self._folder, max(total - present, 0), "bytes of layers")
 
@@ -431,7 +433,7 @@ class Images:
         await self._downloads.fetch(archive, show, halt)
 
     async def _image(self, reference: ImageReference) -> Image:
-        """Read the manifest; retry transient failures."""
+        """Read the image's manifest; retry transient failures."""
         for pause in (*PAUSES[:3], None):
             try:
                 return await self._registries.image(reference)

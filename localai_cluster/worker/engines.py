@@ -62,7 +62,7 @@ class StopFailed(ClusterError):
 
 @dataclass(eq=False)
 class Engine:
-    """One engine process, from its start to its end. `key` is unique among the live engines."""
+    """One engine process from its start to its end. No other live engine has the same `key`."""
 
     key: str
     port: int
@@ -71,15 +71,15 @@ class Engine:
     folder_identity: tuple[int, int]
     process: asyncio.subprocess.Process
     output: "tuple[_Pipe, _Pipe]"
-    """Its stdout and stderr."""
+    """Read ends of the pipes of stdout and stderr."""
     group: processes.Group
     client: BackendClient
     token: str = field(repr=False)
-    """Bearer token that calls to it carry."""
+    """Bearer token of calls to the engine."""
     mark: str
-    """Mark in the environment of all its processes, also of those that have left its group."""
+    """Mark in the environment of all the engine's processes, even of those outside of its group."""
     gpus: tuple[str, ...] = ()
-    """The only GPUs that it may use; empty for all."""
+    """Ids of the only GPUs that the engine may use; empty for all GPUs."""
     stopping: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,7 +105,7 @@ class Engine:
         return not self.ended.is_set()
 
     def same_folder(self) -> bool:
-        """Return True if its folder is still the one it was started from, not a later install."""
+        """Return True unless a later install has replaced the folder that the engine started from."""
         return folder_identity(self.folder) == self.folder_identity
 
 
@@ -113,7 +113,8 @@ class Engine:
 class StopOutcome:
     """The result of stopping one process.
 
-    `matched` if it existed, `freed` if `Free` succeeded, `terminated` if it has ended.
+    `matched` is True if the process existed, `freed` if `Free` succeeded, `terminated` if the process has
+    ended.
     """
 
     matched: bool
@@ -124,14 +125,15 @@ class StopOutcome:
 
 
 def bind_host_for(advertised: str) -> str:
-    """Return where engines listen: on loopback alone if they are reached there, else everywhere."""
+    """Return the host on which engines listen: loopback if `advertised` is loopback, else all interfaces."""
     return LOCAL if advertised in (LOCAL, "localhost") else EVERYWHERE
 
 
 class EngineSupervisor:
-    """Starts and stops the engines of one worker. New ones accept calls with `token` only.
+    """Starts and stops the engines of one worker.
 
-    They listen on `bind_host`. Engines that end by themselves are added to `exits`.
+    New engines accept only calls with `token`, and listen on `bind_host`. Engines that end by themselves are
+    added to `exits`.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class EngineSupervisor:
         self._hurry = False
 
     def get(self, key: str) -> Engine | None:
-        """Return the engine under `key`, including engines that start or stop; None if there is none."""
+        """Return the engine under `key`, even while it starts or stops; None if there is none."""
         return self._engines.get(key)
 
     def engines(self) -> list[Engine]:
@@ -165,15 +167,15 @@ class EngineSupervisor:
         return list(self._engines.values())
 
     def running(self) -> list[Engine]:
-        """Return the engines that run and are not being stopped, including those that start."""
+        """Return the engines that run or start, without those that are being stopped."""
         return [engine for engine in self._engines.values() if not engine.stopping and engine.alive]
 
     def of_backend(self, names: frozenset[str]) -> list[str]:
-        """Return the keys of the processes started for one of these backend names."""
+        """Return the keys of the processes that were started under one of these backend names."""
         return [engine.key for engine in self._engines.values() if engine.backend in names]
 
     def of_model(self, name: str) -> list[str]:
-        """Return the keys of all replicas of `name`; a name with `#` is a key itself."""
+        """Return the keys of all replicas of the model `name`; a name with `#` is a key itself."""
         if name in self._engines:
             return [name]
         if "#" in name:
@@ -181,9 +183,10 @@ class EngineSupervisor:
         return [key for key in self._engines if key.rpartition("#")[0] == name]
 
     async def start(self, key: str, backend: str, start_file: Path, gpus: tuple[str, ...] = ()) -> Engine:
-        """Start an engine and wait until it is ready; `gpus` are the only GPUs it may use, empty for all.
+        """Start an engine and wait until it is ready.
 
-        Raise StartFailed (with its last output) or NoFreePort.
+        `gpus` are the ids of the only GPUs that it may use; empty for all. Raise StartFailed, with the
+        engine's last output, or NoFreePort.
         """
         with metrics.starting():
             return await self._start(key, backend, start_file, gpus)
@@ -207,7 +210,10 @@ class EngineSupervisor:
         return engine
 
     async def stop(self, key: str, *, force: bool) -> StopOutcome:
-        """Stop one process, with `Free` first unless `force`; return when it has ended or cannot be ended."""
+        """Stop one process, with `Free` first unless `force`. Return when it has ended.
+
+        If the process cannot be ended, the outcome has the error.
+        """
         if launching := self._launching.get(key):
             await launching.wait()  # or its process would outlive the stop
         engine = self._engines.get(key)
@@ -225,9 +231,9 @@ class EngineSupervisor:
         return StopOutcome(True, freed, True, engine.address, error)
 
     async def ensure_stopped(self, keys: Sequence[str], *, force: bool) -> list[str]:
-        """Stop these in turn, waiting for stops in progress; return the keys that had a process.
+        """Stop these processes one after another; return the keys that had a process.
 
-        Raise StopFailed.
+        This also waits for stops that are already in progress. Raise StopFailed.
         """
         ended_keys: list[str] = []
         for key in keys:
@@ -247,7 +253,7 @@ class EngineSupervisor:
     async def unload(self, engine: Engine) -> str:
         """Free the engine's memory; return the error, or "".
 
-        An engine that does not offer `Free` has nothing to free until it stops (nats.md §4.9).
+        An engine without `Free` keeps its memory until it stops, which is no error (nats.md §4.9).
         """
         return (await self._free(engine, must=False))[1]
 
@@ -340,7 +346,10 @@ class EngineSupervisor:
         return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
 
     async def _end(self, engine: Engine) -> bool:
-        """Signal the process group: SIGTERM, 15 s, SIGKILL. Return True if the process has ended."""
+        """Send SIGTERM to the process group, and SIGKILL after `GRACE` seconds.
+
+        Return True if the process has ended.
+        """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
@@ -386,13 +395,13 @@ class EngineSupervisor:
             log.debug("%s %s: %s", engine.key, name, text)
 
     def _note(self, engine: Engine, text: str) -> None:
-        """Append a line of the worker to the engine's output, for events that no engine can log itself."""
+        """Append a line of the worker to the engine's output, for events that no engine can log."""
         self._rings.append(engine.key, LogLine(clock.now(), "stderr", text))
 
 
 @dataclass(frozen=True)
 class _Pipe:
-    """The reading end of a pipe."""
+    """The read end of a pipe."""
 
     stream: asyncio.StreamReader
     transport: asyncio.BaseTransport
@@ -401,9 +410,10 @@ class _Pipe:
 async def _spawn(
     argv: Sequence[str], folder: Path, variables: dict[str, str]
 ) -> tuple[asyncio.subprocess.Process, tuple[_Pipe, _Pipe]]:
-    """Start an engine with a pipe for stdout and one for stderr. Raise OSError.
+    """Start an engine with one pipe for stdout and one for stderr. Raise OSError.
 
-    With asyncio's own pipes, `wait` would return only when the last child of the engine has closed them.
+    With asyncio's own pipes, `wait` would return only after the last child of the engine has closed its
+    copies.
     """
     (output, out), (errors, err) = await _open_pipe(), await _open_pipe()
     try:
@@ -427,7 +437,7 @@ async def _spawn(
 
 
 async def _open_pipe() -> tuple[_Pipe, int]:
-    """Open a pipe; return its reading end and the descriptor of the other end."""
+    """Open a pipe; return its read end and the file descriptor of its write end."""
     reading, writing = os.pipe()
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -450,7 +460,7 @@ def environment(token: str) -> dict[str, str]:
 
 
 def vulkan_drivers(folder: Path) -> dict[str, str]:
-    """Return the variables that point an engine to the Vulkan drivers in its folder (worker.md §10.2)."""
+    """Return the variables that make an engine use the Vulkan drivers in its folder (worker.md §10.2)."""
     drivers = os.pathsep.join(sorted(str(path) for path in folder.glob("vulkan/icd.d/*.json")))
     return {"VK_DRIVER_FILES": drivers, "VK_ICD_FILENAMES": drivers} if drivers else {}
 

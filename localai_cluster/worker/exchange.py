@@ -15,14 +15,14 @@ from typing import Any
 Scope = dict[str, Any]
 PLAIN = "text/plain; charset=utf-8"
 SMALL_REST = 256 * 1024
-"""Maximum bytes of an unread body that are read so that the connection can be reused."""
+"""Maximum unread bytes of a body that are read so that the connection can be used again."""
 LINGER = 2.0
-"""Seconds during which the remainder of a larger body is read and discarded."""
+"""Seconds during which the rest of a larger body is read and dropped before the connection closes."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response: status, text, content type and further headers. The text of a HEAD response is not sent."""
+    """A response: status, text, content type and further headers. A response to HEAD omits the text."""
 
     status: int
     text: str = ""
@@ -31,7 +31,7 @@ class Answer:
 
 
 class Refusal(Exception):
-    """A refused request; `answer` is the response with the reason."""
+    """An error for a refused request; `answer` is the response, whose text is the reason."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
@@ -53,16 +53,16 @@ class Exchange:
         self._unread = _length(scope)
 
     def header(self, name: bytes) -> str:
-        """Return the first header of this name, "" if there is none."""
+        """Return the first header with this name, "" if there is none."""
         return header(self._scope, name)
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body; None if the client does not announce them."""
+        """Bytes of the body; None if the headers do not state them."""
         return _length(self._scope)
 
     async def piece(self) -> bytes:
-        """Return the next piece of the body; empty at its end and after a disconnect."""
+        """Return the next piece of the body; empty at the end of the body or after a disconnect."""
         while not (self._body_complete or self.is_disconnected):
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -76,12 +76,12 @@ class Exchange:
         return b""
 
     async def wait_disconnected(self) -> None:
-        """Wait until the client disconnects; discard a body that it sends."""
+        """Wait until the client disconnects; drop any body that it sends."""
         while not self.is_disconnected:
             self.is_disconnected = (await self._receive())["type"] == "http.disconnect"
 
     async def answer(self, answer: Answer) -> None:
-        """Send the response, and close the connection if much of the body was not read."""
+        """Send the response. Close the connection if much of the body was not read."""
         body = answer.text.encode()
         headers = {"content-type": answer.kind, "content-length": str(len(body)), **answer.headers}
         if await self._drain_small_body():
@@ -123,14 +123,14 @@ def raw_path(scope: Scope) -> bytes:
 
 
 def header(scope: Scope, lower_name: bytes) -> str:
-    """Return the first header of this name (in lower case), "" if there is none."""
+    """Return the first header with this name (in lower case), "" if there is none."""
     return next(
         (value.decode("latin-1") for name, value in scope["headers"] if name.lower() == lower_name), ""
     )
 
 
 def _length(scope: Scope) -> int | None:
-    """Return the body's length; None if unannounced, 0 if the request has no body headers."""
+    """Return the bytes of the body; None if the headers do not state them, 0 for no body."""
     if header(scope, b"transfer-encoding"):
         return None
     text = header(scope, b"content-length")
@@ -170,10 +170,10 @@ def content_range(text: str) -> Part | None:
 
 
 def wanted(text: str, size: int) -> Part | None:
-    """Parse the `Range` of a download from a file of `size` bytes.
+    """Return the part that the header `Range` requests of a file of `size` bytes; None for the complete file.
 
-    Return None for the complete file, also if the client requests several ranges. Raise Refusal 416 if the
-    range starts beyond the end.
+    The result is also None if the client requests several ranges. Raise Refusal 416 for a range beyond the
+    end.
     """
     match = _RANGE.fullmatch(text)
     if not match or not any(match.groups()):
@@ -189,12 +189,12 @@ def wanted(text: str, size: int) -> Part | None:
 
 
 def digest(text: str) -> str:
-    """Validate a SHA-256 and return it in lower case; "" for no text. Raise Refusal 400."""
+    """Return a valid SHA-256 in lower case; "" for no text. Raise Refusal 400 for an invalid text."""
     if text and not is_digest(text.lower()):
         raise Refusal(400, "invalid X-Content-SHA256: 64 hex digits are needed")
     return text.lower()
 
 
 def is_digest(text: str) -> bool:
-    """Return True if the text is a SHA-256 in the form of side files."""
+    """Return True if the text is a SHA-256 in lower case, as in side files."""
     return _SHA256.fullmatch(text) is not None

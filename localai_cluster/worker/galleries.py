@@ -1,4 +1,4 @@
-"""Galleries as a worker reads them: from their addresses, or else from a last good copy (worker.md §18.3)."""
+"""Galleries of a worker: read from their addresses, else from a last good copy (worker.md §18.3)."""
 
 import asyncio
 import hashlib
@@ -21,13 +21,13 @@ from localai_cluster.worker.download import OpenServed
 log = logging.getLogger(__name__)
 
 SKIPPED_FOR = 600.0
-"""Seconds for which an address is skipped after it failed slowly."""
+"""Seconds for which an address is not tried after it has failed slowly."""
 SLOW = 5.0
-"""Seconds after which a failure is slow; an address that fails at once costs nothing to read again."""
+"""Seconds after which a failure counts as slow. An address that fails at once may be tried again."""
 
 
 class Galleries:
-    """The galleries of one worker; `copies` is the folder for the last good copies of their indexes."""
+    """The galleries of one worker; `copies` is the folder for last good copies of their indexes."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Galleries:
     async def choose(self, name: str, galleries: Sequence[Gallery], capability: str) -> Choice:
         """Return the build for `name` on this machine.
 
-        Raise NotFound, which also gives the reasons for unreadable galleries.
+        Raise NotFound, whose message also has the reasons for unreadable galleries.
         """
         now = clock.monotonic()
         self._skipped_until = {url: until for url, until in self._skipped_until.items() if until > now}
@@ -101,13 +101,13 @@ class Galleries:
             await answer.aclose()
 
     def _copy_of(self, gallery: Gallery) -> Path | None:
-        """Return the path of the last good copy; None for a local index, whose absence is no outage."""
+        """Return the path of the last good copy; None for a local index, which needs no copy."""
         if self._copies is None or gallery_index.local_path(gallery.url) is not None:
             return None
         return self._copies / f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
 
     def _keep(self, gallery: Gallery, text: bytes) -> None:
-        """Replace the copy in one step; other installs may be writing or reading it."""
+        """Replace the copy in one step, because other installs may write or read it."""
         if (copy := self._copy_of(gallery)) is None:
             return
         try:
@@ -126,7 +126,7 @@ class Galleries:
             log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
 
     def _last_good(self, gallery: Gallery) -> list[GalleryEntry]:
-        """Return the entries of the last good copy of an index; none without a copy."""
+        """Return the entries of an index's last good copy; none if there is no copy."""
         copy = self._copy_of(gallery)
         try:
             text = copy.read_bytes() if copy else b""

@@ -17,7 +17,7 @@ import pynvml
 log = logging.getLogger(__name__)
 
 MAX_GPUS = 64
-"""Maximum number of GPUs."""
+"""Maximum number of GPUs that are read."""
 LONGEST_NAME, LONGEST_UUID, LONGEST_DRIVER = 128, 96, 48
 GIB = 2**30
 _REPORTED_FIELDS = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
@@ -29,43 +29,43 @@ _NO_DRIVER = frozenset(
         pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
     }
 )
-"""NVML errors that mean no usable driver; the last one follows an upgrade of the driver."""
+"""NVML errors that mean no usable driver; the last one occurs after an upgrade of the driver."""
 _CARD = re.compile(r"card(\d{1,4})\Z", re.ASCII)
 _AMD_ID = "GPU-"
-"""Prefix with which ROCm names a GPU by its unique id."""
+"""Prefix of a GPU's unique id in ROCm."""
 _UNIQUE_ID = re.compile(r"[0-9a-f]{16}\Z")
 _SIMULATED = re.compile(r"(\d{1,2})x(\d{1,4})GiB\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: memory in bytes, `utilization` in percent, None if not reported (as in MIG mode)."""
+    """One GPU. Memory is in bytes, `utilization` in percent (None if not reported, as in MIG mode)."""
 
     index: int
     uuid: str
     name: str
     total_vram: int
     free_vram: int | None
-    """None if the driver does not report it."""
+    """Free memory in bytes; None if the driver does not report it."""
     utilization: int | None = None
     compute_capability: str = ""
     vendor: str = "nvidia"
     temperature: int | None = None
-    """In degrees Celsius."""
+    """Temperature in degrees Celsius."""
     power: int | None = None
-    """In watts."""
+    """Power draw in watts."""
     power_limit: int | None = None
-    """The most watts that the driver lets it draw."""
+    """Maximum power draw in watts that the driver allows."""
     ecc_errors: int | None = None
-    """Uncorrected memory errors since the driver was loaded."""
+    """Number of uncorrected memory errors since the driver was loaded."""
     driver: str = ""
-    """Version of the driver, for NVIDIA with the newest version of CUDA that it supports."""
+    """Version of the driver; for NVIDIA also the newest version of CUDA that it supports."""
     processes: tuple[tuple[int, int], ...] = ()
-    """Ids of the processes that use it, and the bytes that each takes; none if the driver does not tell."""
+    """Ids of the processes that use the GPU, with the bytes of each; empty if not reported."""
 
     @property
     def report(self) -> dict[str, Any]:
-        """The fields of the GPU that registrations and heartbeats report."""
+        """The fields of this GPU in registrations and heartbeats."""
         known = {name: getattr(self, name) for name in _REPORTED_IF_KNOWN}
         return {name: getattr(self, name) for name in _REPORTED_FIELDS} | {
             name: value for name, value in known.items() if value not in (None, "")
@@ -73,26 +73,26 @@ class Gpu:
 
     @property
     def id(self) -> str:
-        """Identifier for engines: the UUID if known, since an index changes when another GPU is lost."""
+        """Id of the GPU for engines: the UUID if known, because an index changes when another GPU is lost."""
         return self.uuid or str(self.index)
 
 
 class NoDriver(Exception):
-    """There is no driver, or none that a program could start to use."""
+    """There is no GPU driver, or no usable one."""
 
 
 class Source(Protocol):
-    """A source of GPU readings; `read` may block."""
+    """A source of GPU readings."""
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs that report their memory.
+        """Return the GPUs that report their memory. Blocks.
 
-        Raise NoDriver; any other error means that the GPUs cannot be read at present.
+        Raise NoDriver. Any other error means that the GPUs cannot be read at present.
         """
 
 
 class Nvml:
-    """The GPUs according to NVML. At most one thread at a time may call `read`."""
+    """The GPUs according to NVML. Only one thread at a time may call `read`."""
 
     def __init__(self, library: Any = pynvml) -> None:
         self._library = library
@@ -152,7 +152,7 @@ class Nvml:
         )
 
     def _processes(self, handle: Any) -> tuple[tuple[int, int], ...]:
-        """Return the processes of a GPU; one that computes and draws is in both of the driver's lists."""
+        """Return the processes of a GPU. The driver lists a process that computes and draws twice."""
         used: dict[int, int] = {}
         for kind in ("Compute", "Graphics"):
             query = getattr(self._library, f"nvmlDeviceGet{kind}RunningProcesses")
@@ -161,14 +161,14 @@ class Nvml:
         return tuple(used.items())
 
     def _query(self, query: Callable[..., Any], *args: Any) -> Any:
-        """Call `query`; return None if this GPU or driver does not support it, as utilization in MIG mode."""
+        """Return the result of `query`; None if this GPU or driver does not support it."""
         try:
             return query(*args)
         except pynvml.NVMLError:
             return None
 
     def _close(self) -> None:
-        """Close NVML; the next read initializes it, as a connection never works after a driver upgrade."""
+        """Close NVML; the next read opens it again, because no connection survives a driver upgrade."""
         if self._open:
             self._open = False
             try:
@@ -183,10 +183,10 @@ class Nvml:
 
 
 class SysfsGpus:
-    """The GPUs of one vendor according to the files of its driver below `/sys/class/drm` (Linux)."""
+    """The GPUs of one vendor according to the driver's files below `/sys/class/drm` (Linux)."""
 
     vendor = ""
-    """PCI vendor."""
+    """PCI vendor id."""
 
     def __init__(self, root: Path = Path("/sys/class/drm")) -> None:
         self._root = root
@@ -254,7 +254,7 @@ class AmdGpus(SysfsGpus):
 
 
 class IntelGpus(SysfsGpus):
-    """The GPUs of the drivers xe and i915 with memory of their own, whose use the drivers do not report."""
+    """The GPUs of the drivers xe and i915 with their own memory. The drivers do not report its use."""
 
     vendor = "0x8086"
 
@@ -265,7 +265,7 @@ class IntelGpus(SysfsGpus):
 
 
 def _sysfs(path: Path) -> str:
-    """Return the content of a file of the kernel; "" if it cannot be read, as while a GPU is reset."""
+    """Return the content of a kernel file; "" if it cannot be read, as during the reset of a GPU."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -278,7 +278,7 @@ def _sysfs_number(path: Path) -> int | None:
 
 
 def _sensor(device: Path, name: str) -> int | None:
-    """Return the value of a sensor in the first `hwmon` folder of the device."""
+    """Return the value of a sensor in the device's first `hwmon` folder."""
     return next((_sysfs_number(path) for path in sorted(device.glob(f"hwmon/hwmon*/{name}"))), None)
 
 
@@ -287,13 +287,16 @@ def _scaled(value: int | None, unit: int) -> int | None:
 
 
 class FirstDriver:
-    """Reads the first source that has GPUs: a driver may be installed on a machine without its GPU."""
+    """Reads the first source that has GPUs: a driver may be installed on a machine without its GPUs."""
 
     def __init__(self, *sources: Source) -> None:
         self._sources = sources
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs of that source. Raise NoDriver if there is none, or an error of the source."""
+        """Return the GPUs of the first source that has some.
+
+        Raise NoDriver if no source has GPUs, or the error of a source.
+        """
         for source in self._sources:
             with contextlib.suppress(NoDriver):
                 if gpus := source.read():
@@ -303,17 +306,14 @@ class FirstDriver:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The GPUs of a test setting: the size of each, and the memory that every engine takes, in bytes."""
+    """The GPUs of a test setting: the size of each GPU, and the memory of every engine, in bytes."""
 
     sizes: tuple[int, ...]
     engine: int = 0
 
 
 def simulation(text: str) -> Simulation:
-    """Parse `2x24GiB`, `1x24GiB+1x48GiB` or, with the memory of an engine, `2x24GiB:6GiB`.
-
-    Raise ValueError.
-    """
+    """Parse `2x24GiB`, `1x24GiB+1x48GiB`, or `2x24GiB:6GiB` with an engine's memory. Raise ValueError."""
     groups, colon, engine = text.partition(":")
     sizes: list[int] = []
     for group in groups.split("+"):
@@ -336,9 +336,9 @@ GpuUser = tuple[int, Sequence[str]]
 
 
 class SimulatedGpus:
-    """GPUs that do not exist. `users` returns every running engine.
+    """GPUs that do not exist. `users` returns all running engines.
 
-    An engine takes its memory evenly from its GPUs, or all of it from the first GPU if it has none assigned.
+    An engine uses its memory evenly on its assigned GPUs, or all of it on the first GPU.
     """
 
     def __init__(self, simulated: Simulation, users: Callable[[], Iterable[GpuUser]]) -> None:
@@ -364,9 +364,9 @@ class SimulatedGpus:
 
 
 def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
-    """Return the environment that limits CUDA or ROCm to these GPUs, in this order; empty for all GPUs.
+    """Return the environment that limits CUDA or ROCm to these GPUs, in this order.
 
-    With it, an index has the same meaning for CUDA as for NVML. AMD's unique ids have no dashes.
+    It is empty for all GPUs. With it, CUDA and NVML number the GPUs alike. AMD's unique ids have no dashes.
     """
     if not ids:
         return {}

@@ -1,7 +1,7 @@
 """Memory, disk and GPUs of this machine, and the capability that selects builds.
 
-Every call measures. A figure that cannot be measured is absent. A driver of GPUs (`gpu_drivers.py`) may hang,
-so a separate thread reads it, with a time limit, and while one read hangs there is no second one.
+Every call measures; a value that cannot be measured is absent. A GPU driver (`gpu_drivers.py`) may hang. So a
+separate thread reads it, with a time limit, and no second read starts while one hangs.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from localai_cluster.worker.gpu_drivers import (
 log = logging.getLogger(__name__)
 
 READ_LIMIT = 5.0
-"""Seconds for reading all GPUs."""
+"""Maximum seconds to read all GPUs."""
 LONGEST_FACT = 128
 
 
 class GpuReader:
-    """Reads `source` without blocking the event loop, and keeps the last successful reading in `last`."""
+    """Reads `source` without blocking the event loop; `last` is the last successful reading."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -54,7 +54,7 @@ class GpuReader:
     async def read(self) -> tuple[Gpu, ...] | None:
         """Return the current GPUs: empty if they are gone, None if they cannot be read at present.
 
-        Raise NoDriver only if no GPU was ever read: then NVML does not apply to this machine.
+        Raise NoDriver only if no GPU was ever read, because such a machine has no GPU driver.
         """
         if self._reading is None or self._reading.done():
             self._reading, self._deadline = _in_thread(self._source.read), clock.monotonic() + READ_LIMIT
@@ -77,30 +77,33 @@ class GpuReader:
         return tuple(gpus)
 
     async def read_anew(self) -> tuple[Gpu, ...] | None:
-        """Return the GPUs by a new read, which waits for the end of a running one. Raise NoDriver."""
+        """Return the GPUs by a read that starts now, after the end of a running read. Raise NoDriver."""
         if self._reading is not None and not self._reading.done():
             await self.read()
         return await self.read()
 
     def known(self, ids: Sequence[str]) -> bool:
-        """Return True if these ids are distinct and each was present in the last reading."""
+        """Return True if these ids are distinct and the last reading has all of them."""
         return len(set(ids)) == len(ids) and set(ids) <= {gpu.id for gpu in self.last}
 
     def _warn(self, reason: str) -> None:
-        """Log a warning once until the GPUs can be read again, not with every heartbeat."""
+        """Log a warning once until the GPUs can be read again, and not with every heartbeat."""
         if reason != self._last_warning:
             self._last_warning = reason
             log.warning("%s", reason)
 
 
 def reader(simulated: Simulation | None, users: Callable[[], Iterable[GpuUser]]) -> GpuReader:
-    """Return the reader of the machine's GPUs, or of simulated ones with the memory that engines take."""
+    """Return the reader of the machine's GPUs, or of simulated GPUs.
+
+    `users` returns the running engines, which use memory of the simulated GPUs.
+    """
     drivers = FirstDriver(Nvml(), AmdGpus(), IntelGpus())
     return GpuReader(SimulatedGpus(simulated, users) if simulated else drivers)
 
 
 def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
-    """Run `work` in a daemon thread: the call may hang, and must not delay the end of the process."""
+    """Run `work` in a daemon thread: it may hang, and must not delay the end of the process."""
     future: Future[list[Gpu]] = Future()
     future.set_running_or_notify_cancel()
 
@@ -129,7 +132,7 @@ PREFERENCES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Gpus:
-    """The totals of all GPUs; zeros and empty texts if there are none. `free` is None if not reported."""
+    """Totals of all GPUs; zeros and empty texts without GPUs. `free` is None if not reported."""
 
     total: int = 0
     free: int | None = 0
@@ -140,7 +143,7 @@ class Gpus:
 
     @classmethod
     def of(cls, gpus: Sequence[Gpu]) -> "Gpus":
-        """Sum up these GPUs."""
+        """Return the totals of these GPUs."""
         total, reported = sum(gpu.total_vram for gpu in gpus), [gpu.free_vram for gpu in gpus]
         known = [free for free in reported if free is not None]
         free = sum(known) if len(known) == len(reported) else None
@@ -152,7 +155,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Figures:
-    """RAM and disk in bytes; None if unknown."""
+    """Bytes of main memory and disk; None if unknown."""
 
     total_ram: int | None
     available_ram: int | None
@@ -160,12 +163,12 @@ class Figures:
     available_disk: int | None
 
     def known(self, *names: str) -> dict[str, int]:
-        """Return the named figures that could be measured."""
+        """Return the values of these fields that could be measured, by field name."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def figures(models: Path) -> Figures:
-    """Measure the RAM, and the disk of the filesystem that holds `models` or its nearest existing parent."""
+    """Measure main memory, and the disk of `models` or of its nearest existing parent folder."""
     ram_total = ram_free = disk_total = disk_free = None
     with contextlib.suppress(OSError):
         memory = psutil.virtual_memory()
@@ -178,10 +181,10 @@ def figures(models: Path) -> Figures:
 
 
 async def process_memory(pid: int, reader: GpuReader) -> tuple[int, int]:
-    """Return the bytes of main memory and of GPUs that a process and its descendants take; 0 = unknown.
+    """Return the bytes of main memory and GPU memory of a process and its descendants; 0 = unknown.
 
-    Main memory is the proportional share where the system has it, else the resident set. A driver may name
-    no process, as in a container, whose process ids it does not know.
+    Main memory is the proportional set size if the system reports it, else the resident set size. In a
+    container the GPU driver may report no processes, because it does not know the container's process ids.
     """
     pids, ram = await asyncio.to_thread(_process_tree, pid)
     gpus: Sequence[Gpu] = ()
@@ -191,7 +194,7 @@ async def process_memory(pid: int, reader: GpuReader) -> tuple[int, int]:
 
 
 def _process_tree(pid: int) -> tuple[set[int], int]:
-    """Return the ids of a process and its descendants, and the main memory that they take."""
+    """Return the ids of a process and its descendants, and the bytes of main memory that they use."""
     pids, ram = set[int](), 0
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
@@ -206,7 +209,7 @@ def _process_tree(pid: int) -> tuple[set[int], int]:
 
 
 def system_facts() -> dict[str, Any]:
-    """Return what identifies the machine's software and processor; what cannot be found out is absent."""
+    """Return names and versions of the machine's software and processor; omit what is unknown."""
     facts: dict[str, Any] = {"os": _os_name(), "kernel": platform.release(), "cpu": _cpu_name()}
     facts |= {"cpu_count": psutil.cpu_count(), "cpu_cores": psutil.cpu_count(logical=False)}
     with contextlib.suppress(OSError):
@@ -225,7 +228,7 @@ def _os_name() -> str:
 
 
 def _cpu_name() -> str:
-    """Return the model of the first processor; ARM's kernels name none."""
+    """Return the model of the first processor; ARM kernels report none."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
         for line in file:
             key, _, value = line.partition(":")
@@ -235,7 +238,7 @@ def _cpu_name() -> str:
 
 
 async def gpus(reader: GpuReader) -> Gpus | None:
-    """Return the GPUs, one by one where their driver is known; None if they cannot be read at present."""
+    """Return the GPUs, with each GPU if the driver is known; None if they cannot be read at present."""
     try:
         readings = await reader.read()
     except NoDriver:
@@ -246,7 +249,7 @@ async def gpus(reader: GpuReader) -> Gpus | None:
 
 
 def _unified_memory() -> Gpus | None:
-    """Return the GPU of an Apple chip, whose memory is that of the machine; None on other machines."""
+    """Return the GPU of an Apple chip, which shares the main memory; None on other machines."""
     if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
         return None
     memory = psutil.virtual_memory()
@@ -254,7 +257,7 @@ def _unified_memory() -> Gpus | None:
 
 
 async def _gpu_totals() -> Gpus:
-    """Read the totals from `nvidia-smi`, if it is installed and responds within 5 s."""
+    """Return the totals that `nvidia-smi` reports within 5 s, if it is installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Gpus()
@@ -281,7 +284,7 @@ async def _gpu_totals() -> Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Sum up the lines `total MiB, free MiB, compute capability`; other lines are ignored."""
+    """Return the totals of lines `total MiB, free MiB, compute capability`; ignore other lines."""
     total = free = 0
     capability = ""
     for line in text.splitlines():
@@ -311,7 +314,7 @@ def detect_capability(forced: str, gpus: Gpus, run_file: Path) -> str:
 
 
 def preferred_tokens(capability: str) -> Sequence[str]:
-    """Return the preferred words in a build's name on this machine, best first (worker.md §18.2)."""
+    """Return the preferred words in the name of a build for this machine, best first (worker.md §18.2)."""
     for prefix, tokens in PREFERENCES.items():
         if capability.startswith(prefix):
             return tokens

@@ -1,6 +1,6 @@
 """Heartbeats: the node's figures at every interval while the bus is connected (worker.md §6).
 
-An engine that ended by itself is reported at once, by an extra heartbeat.
+An extra heartbeat reports an engine that has ended by itself at once.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 REMIND_EVERY = 60.0
 EXIT_DELAY = 1.0
-"""Seconds between the report of an exit and new figures, as the driver needs time to free the memory."""
+"""Seconds between the report of an exit and new figures: the driver needs time to free the memory."""
 COPIED_NOTICE = (
     "This worker's data folder has been copied, and the copy has registered since. Stop one of"
     " the two workers."
@@ -42,10 +42,10 @@ class HeartbeatLoop:
     """Sends heartbeats until it is cancelled.
 
     `off_bus` returns the reason why this worker is not on the bus, "" if it is. `register` registers again,
-    as often as needed, when the control plane no longer has the node. `register_once` attempts it once
-    (CallFailed), when the secret is refused. `unsubscribe` stops receiving commands, when another process has
-    become the node. `exits` holds the engines to report. `problem` describes a condition that an
-    administrator must resolve.
+    as often as needed; it is called if the control plane no longer has the node. `register_once` tries once
+    and raises CallFailed; it is called if the secret is refused. `unsubscribe` ends the subscriptions to
+    commands; it is called if another process has become the node. `exits` has the ended engines to report.
+    `problem` describes a condition that an administrator must resolve.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class HeartbeatLoop:
         self.problem = ""
 
     async def run(self) -> None:
-        """Send one heartbeat per interval, the first one interval after the start, and one at every exit.
+        """Send a heartbeat at every interval and at every exit; the first after one interval.
 
-        After an exit the next heartbeat follows soon: it reports the memory that the engine has freed.
+        A further heartbeat follows soon after an exit, because it reports the memory that the engine has
+        freed.
         """
         due_at = clock.monotonic() + self._interval
         while True:
@@ -93,10 +94,10 @@ class HeartbeatLoop:
             )
 
     async def send(self, *, hurried: bool = False) -> None:
-        """Send one heartbeat, or log the reason for not sending it.
+        """Send one heartbeat, or log the reason why none is sent.
 
-        Without the bus a node must become stale, so this sends none. A `hurried` heartbeat has no figures,
-        since reading those of the GPUs takes time.
+        Without the bus no heartbeat is sent, so that the node becomes stale. A `hurried` heartbeat has no
+        figures, because reading the GPUs takes time.
         """
         if reason := self._off_bus():
             HEARTBEATS.labels("off_bus").inc()
@@ -136,8 +137,9 @@ class HeartbeatLoop:
     async def _handle_refusal(self, error: CallFailed) -> None:
         """Handle a refused secret: the node was removed, the secret revoked, or the server replaced.
 
-        A registration, at most once a minute, distinguishes them. A stock frontend refuses the token: another
-        registration would be refused too, and if it were not, the frontend would forget the node's replicas.
+        A registration, at most once a minute, distinguishes these causes. A stock frontend refuses the token:
+        it would refuse another registration too, and if it accepted the registration, it would forget the
+        node's replicas.
         """
         is_stock = self._control_plane.kind is ServerKind.STOCK
         refused = "the registration token" if is_stock else "this node's secret"

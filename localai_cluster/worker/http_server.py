@@ -1,7 +1,7 @@
 """The worker's HTTP routes: open probes, files, engine output and metrics (worker.md §12).
 
-An ASGI application, served by `listening`. The control plane reads and writes files (`files/`) and reads
-output with the token that this worker sends in its registration; a stock frontend with the registration
+An ASGI application, which `kit.connections` serves. The control plane reads and writes files (`files/`) and
+reads output with the token that this worker sends in its registration. A stock frontend uses the registration
 token, which every joining machine has. The same token opens the metrics (`/metrics`). The operator may
 configure a second token for scrapers, which opens only the metrics.
 """
@@ -26,16 +26,17 @@ METRICS = "/metrics"
 READERS = 64
 """Maximum number of clients that follow output at the same time."""
 TOKEN_CHANGED = 1008
-"""Close code of a websocket whose token counts no longer: a violation of policy (RFC 6455)."""
+"""Close code of a websocket whose token is no longer valid: a violation of policy (RFC 6455)."""
 WRITE_LIMIT = 30.0
 """Seconds within which a client must accept a message (§12.7)."""
 
 
 class WorkerApplication:
-    """The ASGI application. `problem` returns the reason why the worker is not ready, "" if it is.
+    """The ASGI application of the worker.
 
-    `token` returns the one that opens all routes; `scraper` opens only the metrics, and without a `scraper`
-    only `token` opens those.
+    `problem` returns the reason why the worker is not ready, "" if it is. `token` returns the token that
+    opens all routes. `scraper` is a token that opens only the metrics; if it is empty, only `token` opens
+    them.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class WorkerApplication:
         await _respond(send, "http", status, text, headers)
 
     def _answer(self, scope: Scope) -> tuple[int, str, str]:
-        """Return status, body and content type."""
+        """Return status, body and content type of a response."""
         path, method = scope["path"], scope["method"]
         if path in ("/healthz", "/readyz"):
             problem = self._problem() if path == "/readyz" else ""
@@ -87,7 +88,7 @@ class WorkerApplication:
         return 200, body, "application/json"
 
     def end_readers(self) -> None:
-        """Close the websockets that follow output, because the token has changed."""
+        """Close the websockets of clients that follow output, because the token has changed."""
         for tail in self._readers:
             tail.cancel()
 
@@ -126,7 +127,7 @@ class WorkerApplication:
         return None
 
     async def _tail(self, name: str, send: Any) -> None:
-        """Accept, send the present lines, then new ones as they come, until the client stops reading."""
+        """Send the present lines, then each new line, until the client stops reading."""
         await send({"type": "websocket.accept"})
         with contextlib.suppress(TimeoutError), self._rings.follow(name) as cursor:
             lines, _ = cursor.take()
@@ -144,7 +145,7 @@ class WorkerApplication:
 
 
 def _log_name(scope: Scope) -> str | None:
-    """Return the decoded path after `/v1/backend-logs/`: "" for the list itself, None for another route."""
+    """Return the decoded path after `/v1/backend-logs/`; "" for the list, None for another route."""
     path = raw_path(scope).decode("latin-1")
     if path == LOGS:
         return ""
@@ -153,7 +154,7 @@ def _log_name(scope: Scope) -> str | None:
 
 
 def _is_authorized(scope: Scope, tokens: Iterable[str]) -> bool:
-    """Return True if the bearer token is one of `tokens`, in constant time; an empty token never matches."""
+    """Return True if the bearer token is one of `tokens`, in constant time. An empty token never matches."""
     scheme, _, bearer = header(scope, b"authorization").partition(" ")
     offered = bearer.strip().encode("latin-1")
     matches = [hmac.compare_digest(offered, token.encode()) for token in tokens if token]

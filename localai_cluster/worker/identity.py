@@ -1,12 +1,10 @@
 """The worker's identity: its secret, the servers that have accepted it, and a lock on the data folder.
 
-The secret is created at the first start; the lock allows one worker per data folder. A rotation lasts from
-`prepare` to `promote`, with a call to the control plane in between. Before that call the successor is safely
-on disk in its own file; afterwards a rename puts it in place. So whenever the worker ends, one of the two
-files holds the secret that the control plane accepts.
-
-A server that has accepted the secret is remembered: at its address the worker trusts no server that does not
-know the secret (`control_plane.DowngradeRefused`).
+The secret is created at the first start; the lock allows one worker for each data folder. A rotation consists
+of `prepare`, a call to the control plane, and `promote`. `prepare` writes the successor safely to its own
+file; `promote` renames that file. Whenever the worker ends, one of the two files holds the secret that the
+control plane accepts. A server that has accepted the secret is remembered: at its address the worker trusts
+no server that does not know the secret (`control_plane.DowngradeRefused`).
 """
 
 import fcntl
@@ -36,7 +34,7 @@ LOCK_FILE = "worker.lock"
 
 
 class IdentityError(ClusterError):
-    """The worker's data folder cannot be used; the message says how to fix it."""
+    """The worker's data folder cannot be used; the message states the fix."""
 
 
 class InUse(IdentityError):
@@ -44,10 +42,13 @@ class InUse(IdentityError):
 
 
 class NodeIdentity:
-    """The secret in use and, during a rotation, its successor (otherwise empty)."""
+    """The secret in use and, during a rotation, its successor; the successor is "" otherwise."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        """Read both; generate the first secret, which `read_only` does not store. Raise IdentityError."""
+        """Read both secrets; create the first secret, which `read_only` does not store.
+
+        Raise IdentityError.
+        """
         self._path, self._next = folder / SECRET_FILE, folder / NEXT_FILE
         self._servers_path = folder / SERVERS_FILE
         self._servers = _read_servers(self._servers_path)
@@ -63,11 +64,14 @@ class NodeIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the secret in use, in hex; admins compare it before they approve."""
+        """SHA-256 of the secret in use, in hex; admins compare it before they approve the node."""
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def prepare(self) -> str:
-        """Return the successor, safely on disk; reuse that of an unfinished rotation. Raise IdentityError."""
+        """Return the successor after storing it; reuse the successor of an unfinished rotation.
+
+        Raise IdentityError.
+        """
         try:
             if self.successor == self.secret:
                 self._replace_file()
@@ -90,7 +94,7 @@ class NodeIdentity:
         return self._servers is None or _origin(url) in self._servers
 
     def record_acceptance(self, url: str) -> None:
-        """Remember durably that the server at `url` has accepted the secret."""
+        """Store that the server at `url` has accepted the secret."""
         known = self._servers or []
         if _origin(url) in known:
             return
@@ -134,7 +138,7 @@ def _read_servers(path: Path) -> list[str] | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file in one step, safe against a power cut. Raise OSError."""
+    """Replace a file in one step; the content survives a power cut. Raise OSError."""
     new_file = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(new_file, "x", encoding="utf-8") as file:
@@ -148,7 +152,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _create(path: Path) -> str:
-    """Create a secret unless one exists: 64 hex digits, mode 0600, safe against a power cut."""
+    """Create a secret unless one exists: 64 hex digits, mode 0600; the file survives a power cut."""
     new_file = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -197,7 +201,7 @@ def _read(path: Path) -> str:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return True if a worker runs with this data folder; change nothing in it."""
+    """Return True if a worker runs with this data folder; change nothing in the folder."""
     try:
         with open(folder / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -209,7 +213,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def claim(folder: Path) -> IO[str]:
-    """Lock the data folder for this process until the file is closed. Raise IdentityError if it is in use."""
+    """Lock the data folder until the returned file is closed. Raise IdentityError if it is in use."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115 -- held for the life of the process

@@ -1,7 +1,8 @@
-"""Install and upgrade: the two long commands, run as tasks, possibly received twice (worker.md §8.1, §8.2).
+"""Install and upgrade: the two long commands, run as tasks (worker.md §8.1, §8.2).
 
-Commands for one backend run one at a time. A command that arrives again while it runs joins the running one.
-A cancel ends it in any step: waiting, downloading, unpacking or starting the engine (`cancellation.py`).
+A command may arrive twice; the second one joins the first while that runs. Commands for one backend run one
+at a time. A cancel ends a command in any step: waiting, downloading, unpacking or starting the engine
+(`cancellation.py`).
 """
 
 import asyncio
@@ -41,11 +42,11 @@ from localai_cluster.worker.source_files import Stopped
 log = logging.getLogger(__name__)
 
 CANCEL_LIMIT = 4.0
-"""Seconds within which a cancelled command must have ended; a controller waits 5 s for the reply."""
+"""Seconds within which a cancelled command must end; a controller waits 5 s for the reply."""
 _POLL_SECONDS = 0.25
 
 OpenProgress = Callable[[str, str], ProgressStream]
-"""Opens the progress stream of an operation (its id) for a backend."""
+"""Opens the progress stream for the id of an operation and the name of a backend."""
 
 
 class InstallCommands:
@@ -71,24 +72,24 @@ class InstallCommands:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def install(self, request: InstallRequest) -> InstallReply:
-        """Run `backend.install`; the reply carries errors. Raise Stopped if the worker shuts down first."""
+        """Run `backend.install`; return errors in the reply. Raise Stopped if the worker shuts down."""
         reply: InstallReply = await self._run_or_join(
             request, lambda command: self._install(request, command)
         )
         return reply
 
     async def upgrade(self, request: UpgradeRequest) -> UpgradeReply:
-        """Run `backend.upgrade`; the reply carries errors. Raise Stopped if the worker shuts down first."""
+        """Run `backend.upgrade`; return errors in the reply. Raise Stopped if the worker shuts down."""
         reply: UpgradeReply = await self._run_or_join(
             request, lambda command: self._upgrade(request, command)
         )
         return reply
 
     async def cancel(self, op_id: str) -> bool:
-        """Run `backend.cancel`: end the commands of this operation; return True if one ended because of it.
+        """Run `backend.cancel`: end the commands of this operation; return True if one was ended.
 
-        Return False also if the files were in place already: the command then succeeds. Raise Conflict if a
-        command has not ended in time; it will end.
+        Return False also if the files were already in place: the command then succeeds. Raise Conflict if a
+        command has not ended in time; it will end later.
         """
         commands = [command for command in self._running.values() if op_id and command.op_id == op_id]
         results = await asyncio.gather(*(self._cancel(command) for command in commands))
@@ -111,7 +112,7 @@ class InstallCommands:
         return not task.cancelled() and task.exception() is None and not task.result().success
 
     async def cancel_all(self) -> None:
-        """End all running commands. Raise Conflict if one has not ended in time."""
+        """End all running commands. Raise Conflict if a command has not ended in time."""
         await asyncio.gather(*(self._cancel(command) for command in list(self._running.values())))
 
     async def close(self) -> None:
@@ -209,9 +210,10 @@ class InstallCommands:
     async def _reusable_engine(
         self, key: str, name: str, command: Command, gpus: tuple[str, ...]
     ) -> Engine | None:
-        """Return the ready engine under `key` if it can serve `name`; otherwise stop it and return None.
+        """Return the ready engine under `key` if it can serve the backend `name`.
 
-        If `gpus` are given, the engine must use exactly these.
+        Otherwise stop the engine and return None. If `gpus` are given, the engine must use exactly these
+        GPUs.
         """
         engine = self._supervisor.get(key)
         if engine is None:
@@ -278,7 +280,7 @@ class InstallCommands:
 
     @contextlib.asynccontextmanager
     async def _exclusive(self, name: str) -> AsyncIterator[None]:
-        """Hold the locks of the name and of its build's folder: commands for one build run one at a time.
+        """Hold the locks of the name and of its build's folder, one command at a time for each.
 
         The folder's lock is always taken last and is no other build's name, so commands cannot deadlock.
         """
@@ -301,7 +303,7 @@ def _label(request: InstallRequest | UpgradeRequest) -> str:
 
 
 def requested_name(request: InstallRequest | UpgradeRequest) -> str:
-    """Return the backend of a command: from `backend`, `name`, or the last part of `uri`.
+    """Return the name of a command's backend: `backend`, `name`, or the last part of `uri`.
 
     Raise InvalidInput.
     """
@@ -313,7 +315,10 @@ def requested_name(request: InstallRequest | UpgradeRequest) -> str:
 
 
 def report_stopped(keys: list[str], error: Exception | None = None) -> UpgradeReply:
-    """Build the reply to upgrade and delete: success unless there is an error, and the stopped processes."""
+    """Return the reply to upgrade and delete, with the keys of the stopped processes.
+
+    The reply is a success unless there is an error.
+    """
     stopped = [*keys, *(error.data.get("stopped", ()) if isinstance(error, StopFailed) else ())]
     return UpgradeReply(
         success=error is None,
@@ -330,7 +335,7 @@ def _slot(index: int) -> int:
 
 
 def _shorten(ids: Sequence[str]) -> str:
-    """Format the first ids for a refusal; they are input from outside."""
+    """Format the first ids for an error message; they are untrusted."""
     return printable(", ".join(ids[:8]))[:200]
 
 

@@ -1,9 +1,8 @@
-"""Installation of a backend's files: locate them, fill a staging folder, swap it in by renaming.
+"""Installation of a backend's files: locate them, fill a staging folder, and rename it into place.
 
-A source is a folder or an archive on this machine (in an allowed folder), an archive to download first, or
-an image in a registry. At every moment the backend's folder holds the old version or the new one; between the
-two renames only the backup exists, and the next start restores it. At most one install at a time works on a
-folder.
+A source is a folder or an archive on this machine (in an allowed folder), an archive to download, or an image
+in a registry. The backend's folder always holds the old version or the new one. Between the two renames only
+the backup exists; the next start restores it. At most one install at a time works on a folder.
 """
 
 import asyncio
@@ -67,7 +66,7 @@ log = logging.getLogger(__name__)
 
 PARALLEL_COPIES = 4
 DIGEST = "sha256:"
-"""Prefix of the installed archive's hash in `digest`, as in OCI."""
+"""Prefix of the archive's hash in the metadata field `digest`, as in OCI."""
 
 
 class InstallFailed(ClusterError):
@@ -79,7 +78,7 @@ class InstallFailed(ClusterError):
 
 @dataclass(frozen=True)
 class InstallSource:
-    """The requested backend: `name` from galleries, or `uri` under the given `name` and `alias`."""
+    """The backend to install: `name` from galleries, or `uri` under the given `name` and `alias`."""
 
     name: str
     galleries: Sequence[Gallery]
@@ -89,17 +88,17 @@ class InstallSource:
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of an entry's files: `uri` as written, and the `location` it resolves to."""
+    """The source of an entry's files: `uri` as in the gallery, and `location`, its resolved form."""
 
     uri: str
     location: str
     sha256: str = ""
     is_signed: bool = False
-    """True if its gallery demands a signature."""
+    """True if the gallery requires a signature."""
 
     @property
     def file_name(self) -> str:
-        """Last part of the path; "" if the location is not a URL."""
+        """Last part of the location's path; "" if the location is not a URL."""
         with contextlib.suppress(ValueError):
             return urlsplit(self.location).path.rstrip("/").rpartition("/")[2]
         return ""
@@ -107,14 +106,17 @@ class _Source:
 
 @dataclass(frozen=True)
 class _InstallContext:
-    """The context of one install: the progress callback and the halt flag."""
+    """The progress callback and the halt flag of one install."""
 
     report: Report
     halt: Halt
 
 
 def _reason_unverified(source: _Source) -> str:
-    """Return why nothing verifies a download; "" if something does, and for folders (worker.md §18.3)."""
+    """Return the reason why nothing verifies a download; "" if something does (worker.md §18.3).
+
+    The result is "" for folders too.
+    """
     reference, path = references.parse(source.location), gallery_index.local_path(source.location)
     if reference and source.is_signed:
         return "is of a gallery that demands signatures, which this worker cannot check"
@@ -124,14 +126,14 @@ def _reason_unverified(source: _Source) -> str:
 
 
 Fill = Callable[[Path], None]
-"""Fills a new folder with the backend's files; blocks."""
+"""Fills a new folder with the backend's files. Blocks."""
 
 
 class Installer:
     """Installs backends.
 
-    `served` opens files of the control plane's own gallery; `copies` is the folder for the last good copies
-    of indexes.
+    `served` opens files of the control plane's own gallery; `copies` is the folder for last good copies of
+    indexes.
     """
 
     def __init__(
@@ -163,10 +165,10 @@ class Installer:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def install(self, source: InstallSource, report: Report, halt: Halt | None = None) -> str:
-        """Install a backend in place of a former version; return the folder's name.
+        """Install a backend in place of a former version; return the name of its folder.
 
-        Raise InstallFailed and other ClusterErrors. `halt` and a cancellation of the task end the install and
-        remove its files; once the new files are in place, it succeeds.
+        `halt` or a cancellation of the task ends the install and removes its files; once the new files are in
+        place, the install succeeds. Raise InstallFailed and other ClusterErrors.
         """
         context = _InstallContext(report, halt or Halt())
         self._halts.add(context.halt)
@@ -202,7 +204,7 @@ class Installer:
         return folder
 
     def close(self) -> None:
-        """Stop all running installs; they end with Stopped."""
+        """End all running installs with Stopped."""
         self._closed = True
         for halt in self._halts:
             halt.set()
@@ -292,7 +294,7 @@ class Installer:
                     path.unlink(missing_ok=True)
 
     def _archive(self, source: _Source, folder: str) -> Archive:
-        """Return the archive to download. Raise InstallFailed if this worker cannot download the source."""
+        """Return the archive to download. Raise InstallFailed for a source that cannot be downloaded."""
         if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER)):
             raise InstallFailed(
                 f"{gallery_index.public_url(source.location)} is not a source that this worker knows: use a"
@@ -306,7 +308,7 @@ class Installer:
         return Archive(source.location, source.sha256, partial)
 
     def _local_source(self, source: _Source, folder: str, context: _InstallContext) -> tuple[Fill, str]:
-        """Return the function that fetches a local folder or archive, and the digest of an archive.
+        """Return a function that copies or unpacks a local source, and an archive's digest.
 
         Raise InstallFailed.
         """
@@ -338,7 +340,7 @@ class Installer:
         return lambda staged: copy_tree(real, staged, self._throttle, context.halt, show), ""
 
     async def _in_thread(self, halt: Halt, call: Callable[..., None], *arguments: Any) -> None:
-        """Run `call` on one of the few threads; a cancellation that comes too late for it changes nothing."""
+        """Run `call` on one of the few threads. A cancellation has no effect after `call` has succeeded."""
         submitted = self._threads.submit(call, *arguments)
         task = asyncio.wrap_future(submitted)
         try:
@@ -410,7 +412,7 @@ def _unpack_into(
 
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
-    """Replace `target` with `staged`; restore the old version on failure. Raise OSError."""
+    """Replace `target` with `staged`; on failure restore the old version. Raise OSError."""
     backup = target.with_name(target.name + BACKUP)
     discard(backup)
     if target.is_symlink() or target.is_file():

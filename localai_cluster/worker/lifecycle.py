@@ -56,7 +56,10 @@ DEREGISTER_LIMIT = 60.0
 
 
 async def drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
-    """Drain, wait up to 30 s for running requests, deregister; all within 60 s or until `hurry`."""
+    """Drain, wait up to 30 s for running requests, deregister.
+
+    The whole takes at most 60 s; `hurry` ends it earlier.
+    """
     stopping = asyncio.create_task(_drain_and_deregister(control_plane, node_id, hurry))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_LIMIT, return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +95,7 @@ async def _wait_for_requests(control_plane: ControlPlane, node_id: str, hurry: a
 
 
 class Worker:
-    """One worker process: wires its parts, then starts, runs and stops them in order."""
+    """One worker process: creates its components, then starts, runs and stops them in order."""
 
     def __init__(
         self,
@@ -232,7 +235,7 @@ class Worker:
         await self._supervisor.close()
 
     async def _until_stopped(self, work: Any) -> None:
-        """Run `work` until it ends, fails or the worker must stop."""
+        """Run `work` until it ends, fails, or the worker must stop."""
         task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -254,9 +257,10 @@ class Worker:
             await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
 
     async def _adopt(self, registered: Registered) -> None:
-        """Adopt the node id and credentials of a registration, and subscribe to the node's commands.
+        """Use the node id and credentials of a registration, and subscribe to the node's commands.
 
-        Raise CallFailed if the server is of another kind and the engines of the former one cannot be stopped.
+        Raise CallFailed if the server is of another kind and the engines of the former server cannot be
+        stopped.
         """
         await self._serve(registered.kind)
         previous_id, self._node_id = self._node_id, registered.node_id
@@ -274,9 +278,9 @@ class Worker:
             await self._commands.subscribe(self._node_id)
 
     async def _serve(self, kind: ServerKind) -> None:
-        """Give the server of this kind its access to files, logs and engines. Raise CallFailed.
+        """Give the server of this kind access to files, logs and engines. Raise CallFailed.
 
-        Engines know one token only, so those of a server of the other kind end first.
+        An engine accepts one token only, so the engines of a server of the other kind end first.
         """
         if kind is self._control_plane.kind:
             return
@@ -347,7 +351,7 @@ class Worker:
 
 
 async def run(config: Config, identity: NodeIdentity) -> None:
-    """Run a worker from start to stop and close the resources it has opened."""
+    """Run a worker from start to stop, and close its resources."""
     if config.without_effect:
         log.warning("set, but without effect in this worker: %s", ", ".join(config.without_effect))
     for folder in (config.backends_path, config.models_path):

@@ -20,7 +20,7 @@ BYTES = 1024 * 1024
 LINE_LIMIT = 8192
 """Maximum stored characters of a line."""
 _RAW_LINE_LIMIT = 2 * LINE_LIMIT
-"""Bytes of a line that are stored before it is shortened."""
+"""Maximum bytes of a line that are kept before the line is shortened."""
 _CUT = " [cut]"
 ENDED_KEPT = 32
 """Maximum number of ended engines whose rings are stored."""
@@ -28,7 +28,7 @@ ENDED_KEPT = 32
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of `stdout` or `stderr`, with the time it was read."""
+    """One line of `stdout` or `stderr`, with the time at which it was read."""
 
     timestamp: datetime
     stream: str
@@ -36,7 +36,7 @@ class LogLine:
 
 
 class _Ring:
-    """The last lines of one key; `total` counts all lines that were ever appended."""
+    """The last lines of one process key; `total` counts all lines that were ever appended."""
 
     def __init__(self) -> None:
         self.lines: deque[LogLine] = deque()
@@ -51,14 +51,14 @@ class _Ring:
             self.size -= _size(self.lines.popleft())
 
     def since(self, position: int) -> tuple[list[LogLine], int]:
-        """Return the stored lines after the first `position`, and the number of those no longer stored."""
+        """Return the stored lines after the first `position` lines, and the number of dropped lines."""
         unread = self.total - position
         available = min(unread, len(self.lines))
         return list(islice(self.lines, len(self.lines) - available, None)), unread - available
 
 
 class Cursor:
-    """The cursor of one follower of a name; `news` is set while there may be unread lines."""
+    """The cursor of one follower of a name; the event `news` is set while there may be unread lines."""
 
     def __init__(self, rings: "LogRings", name: str) -> None:
         self.news = asyncio.Event()
@@ -68,7 +68,7 @@ class Cursor:
         self._has_read = False
 
     def take(self) -> tuple[list[LogLine], int]:
-        """Return the unread lines of all replicas, ordered by time, and the number of missed lines."""
+        """Return the unread lines of all replicas, ordered by time, and the number of lost lines."""
         self.news.clear()
         rings = self._rings.of(self._name)
         unread = [ring.since(self._positions.get(ring, 0)) for ring in rings]
@@ -80,7 +80,7 @@ class Cursor:
 
 
 class LogRings:
-    """The rings of all keys, each of at most `lines` lines and `size` bytes of text.
+    """The rings of all process keys, each of at most `lines` lines and `size` bytes of text.
 
     The rings of the engines that ended first are dropped first.
     """
@@ -117,7 +117,10 @@ class LogRings:
 
     @contextlib.contextmanager
     def follow(self, name: str) -> Iterator[Cursor]:
-        """Open a cursor before the first line of a key, or of all replicas of a model id, later ones too."""
+        """Return a cursor at the first line of a process key, or of all replicas of a model id.
+
+        Later replicas are included.
+        """
         cursor = Cursor(self, name)
         self._following.setdefault(name, set()).add(cursor)
         try:
@@ -165,7 +168,7 @@ def shown(line: bytes, token: str) -> str:
 
 
 async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream, each cut so that an endless line cannot fill the memory."""
+    """Yield the lines of a stream; cut each, so that an endless line cannot fill the memory."""
     buffer = b""
     while piece := await stream.read(64 * 1024):
         *lines, buffer = (buffer + piece).split(b"\n")

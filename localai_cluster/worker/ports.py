@@ -1,10 +1,9 @@
-"""The ports of one worker among several on a machine, and their assignment to its engines.
+"""The port block of one worker among several on a machine, and the assignment of ports to engines.
 
-The block of a worker is reserved by listening and stored for the next start. A worker serves its probes on
-one port and its engines on the ports above it. With `find_ports` it takes the first free block of `BLOCK`
-ports. Listening on the probe port reserves the block: two workers that start at the same time cannot both
-listen there. The worker stores its block in the data folder and tries it first at the next start, so that
-stored addresses stay valid.
+A worker serves its probes on one port and its engines on the ports above it. With `find_ports` the worker
+takes the first free block of `BLOCK` ports. Listening on the probe port reserves the block, because two
+workers that start at the same time cannot both listen there. The worker stores its block in the data folder
+and tries it first at the next start, so that stored addresses stay valid.
 """
 
 import contextlib
@@ -19,7 +18,9 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.config import HIGHEST_PORT, Config, refuse
 
 QUARANTINE = 15.0
+"""Seconds after its release for which a port is not used."""
 RESERVATION = 300.0
+"""Seconds after its release for which a port is reserved for its last key."""
 
 
 class NoFreePort(ClusterError):
@@ -30,9 +31,9 @@ class NoFreePort(ClusterError):
 
 @dataclass
 class PortAllocator:
-    """Ports `base` to `highest`, inclusive. Every `now` is in seconds of the same monotonic clock.
+    """Ports from `base` to `highest`, both inclusive. Every `now` is a time of one monotonic clock.
 
-    A released port is not reused for 15 s and stays reserved for its last key for 5 min: a row of the control
+    A released port is not used for 15 s and stays reserved for its last key for 5 min: a row of the control
     plane may still have the old address, and a health probe cannot distinguish engines.
     """
 
@@ -48,9 +49,10 @@ class PortAllocator:
         self._next = self.base
 
     def allocate(self, key: str, now: float) -> int:
-        """Return a port for `key`: its last one, an unreserved free one, a new one, or any free one.
+        """Return a port for `key`. Raise NoFreePort.
 
-        Raise NoFreePort.
+        In order of preference: the last port of `key`, an unreserved free port, a port that was never used,
+        any free port.
         """
         self._sweep(now)
         port = self._choose(key)
@@ -93,15 +95,17 @@ class PortAllocator:
 
 
 BLOCK = 100
+"""Number of ports of a block."""
 ENGINE_PORTS = 10
-"""Number of engine ports that must be free before a worker takes a block for the first time."""
+"""Number of engine ports that must be free when a worker takes a block for the first time."""
 NOTE = "worker-port"
+"""File name, in the data folder, of the stored block."""
 
 
 def open_probe_listener(config: Config, *, store: bool = True) -> tuple[Config, socket.socket]:
-    """Open the probe listener; return it with the adjusted settings. Raise InvalidSettings or OSError.
+    """Open the probe listener; return it and the adjusted settings.
 
-    `store` writes the block down for the next start.
+    With `store`, write the block to the data folder. Raise InvalidSettings or OSError.
     """
     if not config.find_ports:
         return config, _listen(config)
@@ -141,7 +145,7 @@ def _bases(first: int, stored_base: int) -> Iterator[int]:
 
 
 def _with_block(config: Config, base: int) -> Config:
-    """Return the settings with the engine ports from `base` up to the next block."""
+    """Return the settings with the ports of the block that begins at `base`."""
     http_host, _ = split_host_port(config.advertise_http_addr)
     return replace(
         config,
@@ -173,7 +177,7 @@ def _listen(config: Config) -> socket.socket:
 
 
 def _read_note(folder: Path) -> int:
-    """Read the first port of the last block; 0 if there is no valid note."""
+    """Return the first port of the stored block; 0 if there is no valid one."""
     with contextlib.suppress(OSError, ValueError):
         base = int((folder / NOTE).read_text(encoding="utf-8"))
         if 1 < base <= HIGHEST_PORT - BLOCK:
@@ -182,7 +186,7 @@ def _read_note(folder: Path) -> int:
 
 
 def _write_note(folder: Path, base: int) -> None:
-    """Store the first port of the block; if the note is lost, the worker merely gets other ports.
+    """Store the first port of the block. If that fails, the worker only gets other ports later.
 
     No other worker uses this folder.
     """

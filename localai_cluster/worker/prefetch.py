@@ -1,7 +1,7 @@
-"""Prefetch: the files of models in galleries, fetched into the models folder before the registration (§17).
+"""Prefetch: downloads files of models in galleries before the registration (§17).
 
-What cannot be fetched is a warning. A file that is present with the hash of its gallery is kept, and so is
-one without a hash there.
+A file that cannot be downloaded causes a warning. A file that is present is kept if it has the gallery's
+hash, or if the gallery has no hash.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _HUGGING_FACE = re.compile(
 
 
 async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
-    """Fetch the files of `config.prefetch_models` that are missing."""
+    """Download the missing files of the models in `config.prefetch_models`."""
     if not config.prefetch_models:
         return
     entries: list[GalleryEntry] = []

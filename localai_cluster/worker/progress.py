@@ -31,14 +31,15 @@ Report = Callable[[Tick], None]
 
 
 def ignore(_: Tick) -> None:
-    """Drop a tick, for an operation without a progress stream."""
+    """Drop a tick; for an operation without a progress stream."""
 
 
 class ProgressStream:
-    """The progress events of one operation; any thread may call `report`.
+    """The progress events of one operation. Any thread may call `report`.
 
-    At most one event per window is sent, without blocking the work: the first tick at once, later ones
-    overwrite one slot, which is sent at the end of the window, the last one before the operation's reply.
+    The first tick is sent at once. After each event, further ticks overwrite each other for `WINDOW` seconds;
+    then the last tick is sent. The last event is sent before the operation's reply. Sending never blocks the
+    work.
     """
 
     def __init__(

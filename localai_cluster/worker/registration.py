@@ -1,10 +1,10 @@
-"""Registration: the request body of a worker, the retries (worker.md §5), and the credentials it brings.
+"""Registration: the request body of a worker, the retries (worker.md §5), and the credentials of the bus.
 
-Registering again provides new credentials of the message bus: at 75 % of their lifetime, and at once when the
-bus refuses those in use (nats.md §9.3). The connection switches without losing a message
+A new registration provides new credentials of the message bus: at 75 % of their lifetime, and at once when
+the bus refuses the credentials in use (nats.md §9.3). The connection switches without losing a message
 (`messaging/nats.py`). A pending node has no connection and polls until an administrator decides. An approved
-one without credentials connects with the URL alone: a stock frontend gives none by default. Credentials from
-the settings are used unchanged and never replaced.
+node without credentials connects with the URL alone, because a stock frontend gives none by default.
+Credentials from the settings are used unchanged and never replaced.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ class GaveUp(ClusterError):
 
 
 def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_token: str) -> dict[str, Any]:
-    """Build the registration of a backend worker (worker.md §5.1), without the registration token.
+    """Return the registration body of a backend worker (worker.md §5.1), without the registration token.
 
-    Its engines accept calls with `engine_token` only.
+    The worker's engines accept only calls with `engine_token`.
     """
     slots = config.max_replicas_per_model
     values: dict[str, Any] = {
@@ -75,7 +75,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
 
 
 def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, str]]:
-    """Return the running engines by key, with the addresses that install replies have given."""
+    """Return the running engines by key, with the addresses that install replies have reported."""
     return [{"process_key": engine.key, "address": f"{host}:{engine.port}"} for engine in engines]
 
 
@@ -132,20 +132,22 @@ _HINTS = {
 
 
 def hint(error: CallFailed) -> str:
-    """Return the remedy for a refused registration, as a sentence to append."""
+    """Return the remedy for a refused registration, as a sentence to append; "" if none is known."""
     return f". {_HINTS[error.http_status]}" if error.http_status in _HINTS else ""
 
 
 REFRESH_AT = 0.75
+"""Fraction of the credentials' lifetime after which the worker registers again."""
 RETRY_EVERY = 30.0
 AGAIN_AFTER_REFUSAL = 5.0
-"""Minimum seconds between two registrations that are caused by a refusal of the bus."""
+"""Minimum seconds between two registrations after refusals of the bus."""
 PENDING_FIRST, PENDING_LONGEST = 2.0, 10.0
 REFUSED_PAUSE = 60.0
-"""Seconds to pause after a refusal, as every refused registration counts against this address."""
+"""Seconds to pause after a refused registration, because each one counts against this address."""
 NO_CREDENTIALS_PAUSE = 300.0
-"""Seconds until a worker without credentials, which the bus refuses, asks for some again: a stock frontend
-takes a worker that has just registered for a minute to be healthy, and sends it requests.
+"""Seconds until a worker whose bus requires credentials registers again to get some.
+
+A stock frontend considers a worker healthy for a minute after its registration, and sends it requests.
 """
 
 
@@ -156,9 +158,10 @@ AWAITS_CREDENTIALS = (
 
 
 class BusCredentials:
-    """Provides `bus` with credentials. `register_once` registers and passes the response to `adopt`.
+    """Provides `bus` with credentials.
 
-    With `require_auth` the bus is never dialled without credentials.
+    `register_once` registers and passes the response to `adopt`. With `require_auth` the worker never
+    connects to the bus without credentials.
     """
 
     def __init__(
@@ -220,7 +223,7 @@ class BusCredentials:
         self._bus.use(servers)
 
     def refused(self) -> None:
-        """Record that the bus rejected the credentials in use, or a connection without any."""
+        """Record that the bus refused the credentials in use, or a connection without credentials."""
         if self._fixed is not None:
             return
         if not self._has_credentials:
@@ -268,7 +271,10 @@ class BusCredentials:
         return min(RETRY_EVERY, max(1.0, (self._lifetime or RETRY_EVERY * 20) / 20))
 
     def _servers(self, registered: Registered) -> Servers | None:
-        """Return the servers to dial; None while the node waits. Raise ValueError or InvalidInput."""
+        """Return the servers to connect to; None while the node awaits approval or credentials.
+
+        Raise ValueError or InvalidInput.
+        """
         jwt, seed = registered.nats_jwt, registered.nats_user_seed
         if bool(jwt) != bool(seed):
             raise ValueError("the control plane gave a JWT without its seed, or a seed without its JWT")

@@ -1,7 +1,7 @@
-"""Copies a folder as the source of a backend's files, and the limits that archives share.
+"""Copies a folder as the source of a backend's files, within limits that archives share.
 
-A copy counts real bytes, has a bandwidth limit, and can be stopped at any moment. Links are copied as links
-and never followed. All functions block and run in a thread.
+A copy counts the bytes that are really read, has a bandwidth limit, and can be stopped at any moment. Links
+are copied as links and never followed. All functions block and run in a thread.
 """
 
 import errno
@@ -27,22 +27,22 @@ OnBytes = Callable[[int, int, str], None]
 
 
 class Stopped(ClusterError):
-    """The install was told to end, because the worker shuts down or it was cancelled (`cancellation.py`)."""
+    """The install was ended: the worker shuts down or a controller cancelled it (`cancellation.py`)."""
 
     code = "stopped"
     permanent = False
 
 
 class BadSource(ClusterError):
-    """The source folder cannot be copied."""
+    """The source of the files cannot be copied or unpacked."""
 
 
 class DiskFull(BadSource):
-    """The disk has too little free space, or a quota is used up."""
+    """The disk has too little free space, or a quota is exhausted."""
 
 
 def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
-    """Raise DiskFull if `size` more bytes and the headroom do not fit on the disk of `folder`."""
+    """Raise DiskFull if `size` more bytes and `HEADROOM` do not fit on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if size + HEADROOM > free:
         raise DiskFull(f"{size} {what} do not fit on the disk of {folder} ({free} free). Free up space.")
@@ -50,7 +50,7 @@ def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
 
 @contextmanager
 def raising_disk_full(folder: Path) -> Iterator[None]:
-    """Raise DiskFull in place of the system's errors about a full disk or a used-up quota."""
+    """Convert the system's errors about a full disk or an exhausted quota to DiskFull."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def raising_disk_full(folder: Path) -> Iterator[None]:
 
 
 class Throttle:
-    """Limits all copies of the worker together to `rate` bytes per second (0 = unlimited)."""
+    """Limits all copies of a worker together to `rate` bytes per second (0 = unlimited)."""
 
     def __init__(self, rate: int, now: Callable[[], float] = clock.monotonic) -> None:
         self._rate = rate
@@ -108,7 +108,7 @@ def copy_tree(
 
 
 class _Copy:
-    """One running copy and its byte count."""
+    """One running copy, which counts its bytes."""
 
     def __init__(self, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, total: int) -> None:
         self._throttle = throttle
@@ -158,7 +158,10 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
 
 
 def _destination(source: Path, link: Path) -> str:
-    """Return the target of the copied link: absolute links into the source become relative, others stay."""
+    """Return the target for the copied link. An absolute link into the source becomes relative.
+
+    All other targets stay.
+    """
     destination = os.readlink(link)
     if os.path.isabs(destination) and Path(destination).is_relative_to(source):
         return os.path.relpath(destination, link.parent)

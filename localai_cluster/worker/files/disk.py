@@ -44,7 +44,7 @@ class Threads:
         self._hashes = ThreadPoolExecutor(HASHERS, "hashes")
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a short disk operation. Even if cancelled, return only after the thread has ended."""
+        """Run a short function. Even if cancelled, return only after the thread has ended."""
         return await wait_for_thread(_in_pool(self._disk, function, *arguments))
 
     async def hash(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -58,7 +58,7 @@ def _in_pool(pool: Executor, function: Callable[..., T], *arguments: Any) -> "as
 
 _READ_BYTES = 1024 * 1024
 SYNC_EVERY = 256 * 1024 * 1024
-"""Bytes of an upload between two syncs to disk, so that the last sync does not wait for all of them."""
+"""Bytes of an upload between two syncs to disk, so that the last sync is short."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -70,7 +70,7 @@ class HashStopped(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """The state of a path: size 0 if it does not exist.
+    """The state of a file; `size` is 0 if the file does not exist.
 
     `target` and `digest` are "" without a valid side file.
     """
@@ -89,7 +89,7 @@ class State:
 
 
 def look(path: Path) -> State:
-    """Return the state of a path without links. Raise Refusal 400 if it is not a regular file."""
+    """Return the state of a file at a path without links. Raise Refusal 400 if it is not a regular file."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +104,10 @@ def look(path: Path) -> State:
 
 
 def _read_side(path: Path, ending: str) -> tuple[str, int]:
-    """Return the hash in a side file and the time it was written; ("", -1) if it is missing or invalid."""
+    """Return the hash in a side file and the time of its last write.
+
+    Return ("", -1) if the side file is missing or invalid.
+    """
     try:
         with untrusted.open_file(_side(path, ending), follow_links=False) as file:
             text = file.read(80).decode("latin-1").strip().lower()
@@ -135,9 +138,10 @@ def remove(path: Path) -> None:
 
 
 def make_room(path: Path, needed: int, freed_bytes: int = 0) -> None:
-    """Create the parent folders.
+    """Create the parent folders of `path`, after a check that `needed` bytes fit on the disk.
 
-    Raise Refusal 507 if `needed` bytes do not fit, 400 if a parent is a file. The caller frees `freed_bytes`.
+    The caller frees `freed_bytes` later. Raise Refusal 507 if the bytes do not fit, 400 if a parent is a
+    file.
     """
     missing, folder = [], path.parent
     while not folder.exists():
@@ -154,7 +158,7 @@ def make_room(path: Path, needed: int, freed_bytes: int = 0) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to disk."""
+    """Sync the directory entries of a folder to disk."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -172,7 +176,7 @@ def vouch(path: Path, digest: str) -> None:
 
 
 def adopt(source: Path, path: Path, digest: str) -> None:
-    """Move a complete file with this hash to `path`, in place of a former one."""
+    """Move a complete file with this hash to `path`; replace a former file there."""
     source.chmod(FILE_MODE)
     sync(source)
     for ending in (HASH, TARGET):
@@ -183,7 +187,7 @@ def adopt(source: Path, path: Path, digest: str) -> None:
 
 
 def hash_file(path: Path, stopped: threading.Event) -> str:
-    """Return the SHA-256 of the current content. Raise HashStopped or OSError."""
+    """Return the SHA-256 of the file's content. Raise HashStopped or OSError."""
     reader = hashlib.sha256()
     with untrusted.open_file(path, follow_links=False) as file:
         while piece := file.read(_READ_BYTES):
@@ -194,7 +198,7 @@ def hash_file(path: Path, stopped: threading.Event) -> str:
 
 
 def cached_hash(path: Path, stopped: threading.Event) -> str:
-    """Return the hash of a complete file, and store it if the file did not change meanwhile."""
+    """Return the hash of a complete file; store it unless the file has changed meanwhile."""
     old = path.lstat()
     digest = hash_file(path, stopped)
     new = path.lstat()
@@ -205,12 +209,12 @@ def cached_hash(path: Path, stopped: threading.Event) -> str:
 
 
 class PartialUpload:
-    """A file that is open for appending. `size` is its number of bytes."""
+    """A file that is open for appending; `size` is the number of its bytes."""
 
     def __init__(self, path: Path, size: int, target: str, *, known: str = "") -> None:
-        """Open the file; for size 0 create it in place of a former one.
+        """Open the file. For size 0, create it in place of a former file.
 
-        `known` is the target hash on disk.
+        `known` is the target hash that the side file already holds.
         """
         self._path = path
         self.size = size
@@ -230,7 +234,7 @@ class PartialUpload:
         self._synced = size
 
     def append(self, piece: bytes) -> None:
-        """Append `piece`. If the disk is full raise OSError; `size` counts the bytes that were written."""
+        """Append `piece`. Raise OSError if the disk is full; `size` counts the bytes that were written."""
         remaining = memoryview(piece)
         while remaining:
             written = self._file.write(remaining) or 0
@@ -257,7 +261,7 @@ class PartialUpload:
         return self._hash.hexdigest() if self._hash is not None else hash_file(self._path, stopped)
 
     def close(self) -> None:
-        """Close the file; its bytes stay."""
+        """Close the file and keep its bytes."""
         self._file.close()
 
 

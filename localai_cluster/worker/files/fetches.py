@@ -1,14 +1,14 @@
-"""POST /v1/files-fetch/<key>: the worker fetches a file of a model from its source itself.
+"""POST /v1/files-fetch/<key>: the worker downloads a file of a model from the file's source.
 
 The body is JSON with `url` (http://, https:// or hf://owner/repository@commit/path), `size` and `sha256`. The
-answer is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`. The
-file is visible under its key when it is complete and its hash is right. If the client disconnects, the
-download ends; a later request resumes it at the next byte, also after a kill of the worker. After an error
-nothing of the file is left.
+response is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`.
+The file appears under its key when it is complete and its hash is correct. If the client disconnects, the
+download stops; a later request resumes it at the next byte, even if the worker was killed meanwhile. After an
+error nothing of the file is left.
 
-A source to which there is no connection is not tried again, because the client sends the file instead; the
-last line then has `"unreachable": true`. If the source sends as many bytes and their hash is another one, it
-has `"changed": true`.
+If no connection to the source is possible, the worker does not retry, because the client sends the file
+instead; the last line then has `"unreachable": true`. If the source has sent a file of the right size with
+another hash, the last line has `"changed": true`.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ _HUB = re.compile(r"hf://([\w.-]+/[\w.-]+)@([\w.-]+)/([^?#]+)", re.ASCII)
 
 
 def outbound_of(config: Config) -> Outbound:
-    """Return the client for sources of models: hosts of the settings may have private addresses."""
+    """Return the client for sources of models; hosts in the settings may have private addresses."""
     galleries = (*config.galleries, *config.backend_galleries)
     addresses = [config.hugging_face_url, config.github_url, *(gallery.url for gallery in galleries)]
     hosts = {host for address in addresses if (host := host_of(address))}
@@ -74,12 +74,12 @@ class _Body(msgspec.Struct):
 
 @dataclass
 class _Fetch:
-    """A file to fetch, and the bytes of it that are there."""
+    """A file to download; `position` is the number of its bytes on disk."""
 
     key: ResolvedKey
     url: str
     address: str
-    """The web address, of which `url` is the lasting form."""
+    """Web address that `url` stands for."""
     size: int
     sha256: str
     position: int = 0
@@ -89,7 +89,7 @@ class _Fetch:
 
 
 class Fetches:
-    """Fetches files from their sources; `hub` is the address of Hugging Face or its mirror."""
+    """Downloads files from their sources; `hub` is the base URL of Hugging Face or its mirror."""
 
     def __init__(self, downloads: Downloads, outbound: Outbound, hub: str) -> None:
         self._downloads, self._outbound, self._hub = downloads, outbound, hub
@@ -97,7 +97,7 @@ class Fetches:
     async def receive(
         self, key: ResolvedKey, folders: Folders, exchange: Exchange, threads: Threads, locks: PathLocks
     ) -> None:
-        """Handle one request. Raise Refusal for a request that is wrong, before anything is fetched."""
+        """Handle one request. Raise Refusal for an invalid request, before the response has begun."""
         if key.folder != folders.models:
             raise Refusal(400, "invalid key: only files of models are fetched")
         fetch = await self._request(key, exchange)
@@ -142,7 +142,7 @@ class Fetches:
         return _Fetch(key, body.url, self._address(body.url), body.size, body.sha256)
 
     def _address(self, url: str) -> str:
-        """Return the web address of a file. Raise Refusal."""
+        """Return the web address of the file. Raise Refusal."""
         address = url
         if match := _HUB.fullmatch(url):
             repository, commit, path = match.groups()
@@ -154,7 +154,7 @@ class Fetches:
         return address
 
     async def _run(self, fetch: _Fetch, threads: Threads, locks: PathLocks) -> dict[str, object]:
-        """Fetch the file unless it is there; return the last line of the answer."""
+        """Download the file unless it is already complete; return the last line of the response."""
         path = fetch.key.real
         try:
             async with locks.upload(path):
@@ -206,7 +206,7 @@ class Fetches:
 
 
 def partial_of(key: ResolvedKey, sha256: str) -> Path:
-    """Return the path of the partial file of a fetch, from whichever address the file comes."""
+    """Return the path of a fetch's partial file, which does not depend on the source address."""
     return partial_path(key.folder, str(key.real), "", sha256)
 
 

@@ -1,9 +1,9 @@
-"""Resolution of keys: `models/…` and `data/…` lead to their folders, every other key to staging (§12.1).
+"""Resolution of keys: `models/…` and `data/…` are in their folders, all other keys in staging (§12.1).
 
-A bad key is refused rather than corrected. No key leads out of its folder, not even through links; nor to a
-side file, through which a sender could record a false hash; nor to the worker's own files inside a served
-folder. `clean` removes files staged for single requests after a day; without it (as in the reference) the
-disk fills. All functions here except `decoded` read the disk and run in a thread.
+An invalid key is refused, never corrected. No key leads out of its folder, not even through links. No key
+leads to a side file, through which a sender could record a false hash, or to the worker's own files inside of
+a served folder. `clean` removes files that were staged for single requests after a day; without it (as in the
+reference) the disk fills. All functions except `decoded` read the disk and run in a thread.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from localai_cluster.worker.exchange import Refusal
 
 HASH, TARGET = ".sha256", ".sha256.target"
 LONGEST_NAME = 255 - len(TARGET)
-"""Maximum bytes of a name, so that the names of its side files fit as well."""
+"""Maximum bytes of a file name: the names of its side files must fit as well."""
 EPHEMERAL = "ephemeral"
 _HIDDEN = (b"%2f", b"%5c", b"%00")
 
@@ -36,9 +36,9 @@ class Folders:
 
     @classmethod
     def of_worker(cls, models: Path, own: Path, backends: Sequence[Path]) -> Self:
-        """Create the layout of a worker: the models folder and two folders beside it.
+        """Return the folders of a worker: the models folder and two folders beside it.
 
-        `own` is the folder of the worker's secret, which is never served. If that one is called `data`, the
+        `own` is the folder of the worker's secret, which is never served. If `own` has the name `data`, the
         served folder gets another name.
         """
         data = models.parent / "data"
@@ -53,7 +53,7 @@ class Folders:
         return (folder, parts[1:]) if folder else (self.staging, parts)
 
     def holds(self, folder: Path, real: Path) -> bool:
-        """Return True if a path without links lies inside `folder` and in no private folder there."""
+        """Return True if a path without links is inside `folder` and in no private folder."""
         home = folder.resolve()
         private = (path.resolve() for path in self.private)
         hidden = any(real.is_relative_to(path) and path.is_relative_to(home) for path in private)
@@ -62,7 +62,10 @@ class Folders:
 
 @dataclass(frozen=True)
 class ResolvedKey:
-    """A resolved key: `local` is the path for engines, `real` the same without links, `folder` its root."""
+    """A resolved key: `local` is the path for engines, `real` the same path without links.
+
+    `folder` is the served folder that contains the path.
+    """
 
     local: Path
     real: Path
@@ -70,7 +73,7 @@ class ResolvedKey:
 
 
 def decoded(raw: bytes) -> str:
-    """Decode the key in a URL path. Raise Refusal 400 for forms that servers and proxies read differently."""
+    """Decode the key in a URL path. Raise Refusal 400 for an encoding that proxies read differently."""
     if not raw:
         raise Refusal(400, "key is required")
     if any(code in raw.lower() for code in _HIDDEN):
@@ -82,7 +85,7 @@ def decoded(raw: bytes) -> str:
 
 
 def locate(folders: Folders, key: str) -> ResolvedKey:
-    """Resolve a key. Raise Refusal 400 if it leads to a forbidden path or its folder does not exist."""
+    """Resolve a key. Raise Refusal 400 for a forbidden path or if the served folder does not exist."""
     parts = key.split("/")
     _check(parts)
     folder, path_parts = folders.of(parts)
@@ -102,7 +105,7 @@ def locate(folders: Folders, key: str) -> ResolvedKey:
 
 
 def is_side_file(name: str) -> bool:
-    """Return True if this is the name of a side file; case-insensitive, as some file systems are."""
+    """Return True if this is the name of a side file. Ignore case, as some file systems do."""
     return name.lower().endswith((HASH, TARGET))
 
 
@@ -124,11 +127,11 @@ TEMPORARY, TEMPORARY_END = "localai-output-", ".tmp"
 
 
 def clean(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
-    """Remove files and empty folders unchanged for `KEEP_FOR`; return the number of files removed.
+    """Remove files and empty folders unchanged for `KEEP_FOR`; return the number of removed files.
 
     Only the file server's own files are removed, `ephemeral/…` and temporary output files: a folder called
-    `staging` beside the models may hold files of other programs. Files being uploaded stay. A folder whose
-    last file is removed stays for another day.
+    `staging` beside the models may hold files of other programs. A file that is being uploaded stays. A
+    folder whose last file is removed stays for another day.
     """
     cutoff, removed, staging = (now - KEEP_FOR).timestamp(), 0, staging.resolve()
     for path in _candidates(staging):
@@ -145,7 +148,7 @@ def clean(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> in
 
 
 def _candidates(staging: Path) -> Iterator[Path]:
-    """Yield files before the folders that contain them; links are not followed."""
+    """Yield files, and folders after the files that they contain; do not follow links."""
     ephemeral = staging / EPHEMERAL
     if not ephemeral.is_symlink():
         for folder, names, files in os.walk(ephemeral, topdown=False):

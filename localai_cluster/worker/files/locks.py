@@ -1,4 +1,4 @@
-"""Locks of the files that are written or read completely."""
+"""Locks of files that are being written, or read completely."""
 
 import asyncio
 import contextlib
@@ -12,18 +12,18 @@ class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
     uploads: int = 0
-    """Number of uploads that write or wait."""
+    """Number of uploads that write the file or wait for its lock."""
 
 
 class PathLocks:
-    """Locks by the path without links, so that two keys of one file share a lock."""
+    """Locks by path without links, so that two keys of one file share a lock."""
 
     def __init__(self) -> None:
         self._entries: dict[Path, _Entry] = {}
 
     @contextlib.asynccontextmanager
     async def upload(self, path: Path) -> AsyncIterator[bool]:
-        """Lock the file for writing; yield True if another upload came before this one."""
+        """Lock the file for writing; yield True if another upload was writing or waiting before."""
         entry = self._entries.setdefault(path, _Entry())
         was_queued = entry.uploads > 0
         entry.uploads += 1
@@ -38,7 +38,7 @@ class PathLocks:
         return self._lock(path, self._entries.setdefault(path, _Entry()))
 
     def uploading(self, path: Path) -> bool:
-        """Return True if the file is being written or an upload waits to write it. Thread-safe."""
+        """Return True if an upload writes the file or waits to write it. Thread-safe."""
         entry = self._entries.get(path)
         return entry is not None and entry.uploads > 0
 

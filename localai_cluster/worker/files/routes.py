@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 
 FILES, LISTS, FETCHES = b"/v1/files/", b"/v1/files-list/", b"/v1/files-fetch/"
 CAN_FETCH = {"x-file-fetch": "1"}
-"""Header of each response to HEAD: this worker has the route of `fetches.py`, which stock workers lack."""
+"""Response header to HEAD: this worker has the route of `fetches.py`, which stock workers lack."""
 MOST_LISTED = 100_000
 SENT = 256 * 1024
-"""Bytes per piece that is read and sent."""
+"""Bytes of one piece that is read and sent."""
 SEND_LIMIT = 60.0
-"""Seconds within which a client must accept such a piece."""
+"""Seconds within which a client must accept a piece of a download."""
 LARGEST_BODY = 50 * 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A PUT request: `part` is None for a complete file, `target` is "" if the hash is unknown."""
+    """A PUT request. `part` is None for a complete file; `target` is the hash, "" if unknown."""
 
     key: ResolvedKey
     length: int
@@ -51,7 +51,7 @@ class Upload:
 
 
 def upload(exchange: Exchange, key: ResolvedKey) -> Upload:
-    """Parse the headers of an upload. Raise Refusal."""
+    """Return the upload that the headers describe. Raise Refusal."""
     length = exchange.length
     if length is None or not exchange.header(b"content-length"):
         raise Refusal(411, "Content-Length is required")
@@ -62,14 +62,14 @@ def upload(exchange: Exchange, key: ResolvedKey) -> Upload:
 
 
 class Uploads:
-    """Receives uploads, one at a time per file."""
+    """Receives uploads, one at a time for each file."""
 
     def __init__(self, threads: Threads, locks: PathLocks) -> None:
         self._threads = threads
         self._locks = locks
 
     async def receive(self, request: Upload, exchange: Exchange) -> Answer:
-        """Execute one upload. Raise Refusal or OSError."""
+        """Execute one upload; return the response. Raise Refusal or OSError."""
         async with self._locks.upload(request.key.real) as was_queued:
             if request.target:
                 # The sender has given its fetch up, and the disk may not have space beside that part.
@@ -133,9 +133,9 @@ class Uploads:
         return _success(request.key)
 
     async def _recover_complete(self, request: Upload, part: Part, state: State) -> bool:
-        """Record the hash of an upload that has all its bytes, but whose worker was killed before that.
+        """Record the hash of an upload that is complete, but whose hash was not recorded.
 
-        Return False if this is not such an upload.
+        This happens if the worker was killed in between. Return False if this is not such an upload.
         """
         path = request.key.real
         if not request.target or state.target != request.target or state.size != part.total:
@@ -170,7 +170,7 @@ class Uploads:
 def _continues(request: Upload, part: Part, state: State) -> bool:
     """Return True if the current content is a beginning of the requested file, or that file.
 
-    Unfinished content of the full length is not: its hash was wrong.
+    The result is False for unfinished content of the full length, because its hash was wrong.
     """
     if not request.target:
         return False
@@ -182,9 +182,9 @@ def _has_digest(request: Upload, state: State) -> bool:
 
 
 def _discard_state(was_queued: bool, part: Part, state: State) -> State:
-    """Return the empty state, as the file will be replaced.
+    """Return the empty state, because the upload replaces the file.
 
-    Raise Refusal 416 if this upload waited for another one.
+    Raise Refusal 416 if this upload has waited for another one.
     """
     if was_queued:
         raise _wrong_offset(part, state)
@@ -202,7 +202,7 @@ def _success(key: ResolvedKey) -> Answer:
 
 
 def failed(error: OSError) -> Refusal:
-    """Translate an error of the disk into a refusal."""
+    """Return the Refusal for an error of the disk."""
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return Refusal(507, f"not enough disk space: {reason}; what was received of a part is kept")
@@ -223,7 +223,7 @@ class FileServer:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Create the folders, and remove the files staged for single requests, now and every hour."""
+        """Create the folders; remove old files of single requests at once and then every hour."""
         await self._threads.run(self._create_folders)
         cleaning_up = asyncio.create_task(self._clean(), name="staged files")
         try:
@@ -280,7 +280,7 @@ class FileServer:
         await exchange.answer(answer)
 
     async def _answer(self, exchange: Exchange) -> Answer | None:
-        """Handle one request; return None if the response was already sent."""
+        """Handle one request; return the response, None if it was already sent."""
         method, path = exchange.method, exchange.raw_path
         if path.startswith(LISTS):
             if method != "GET":
@@ -347,8 +347,9 @@ class FileServer:
     async def _send_bytes(self, file: BinaryIO, remaining: int, exchange: Exchange) -> None:
         """Send `remaining` bytes of the file.
 
-        It sends fewer if the file became shorter, or the client disconnects or stops reading. The server
-        drops data for a disconnected client without an error, so this waits for the disconnect as well.
+        Send fewer bytes if the file has become shorter, or if the client disconnects or stops reading. The
+        HTTP server drops data for a disconnected client without an error, so this also waits for the
+        disconnect.
         """
         disconnect = asyncio.create_task(exchange.wait_disconnected())
         try:
@@ -384,12 +385,12 @@ def _open(path: Path) -> tuple[BinaryIO, int]:
 
 
 def _header_text(path: Path) -> str:
-    """Encode a path as UTF-8 bytes in a header, like the reference implementation."""
+    """Encode a path as UTF-8 bytes in a header, as the reference does."""
     return os.fsencode(path).decode("latin-1")
 
 
 def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
-    """Return the files below a folder, sorted; links to folders are not followed."""
+    """Return the files below a folder, sorted; do not follow links to folders."""
     if not key.real.is_dir():
         raise Refusal(404, "not a directory")
     paths: list[str] = []
