@@ -50,7 +50,7 @@ from nodes.dialects import audio
 from nodes.dialects import routes as inference
 from nodes.live import shapes as live
 
-_ONE_AT_A_TIME = threading.Lock()
+_GENERATION_LOCK = threading.Lock()
 """Lock for generating the document: the library fills its tables on first use, in one thread only."""
 
 
@@ -156,7 +156,7 @@ class SchemaView(APIView):
     def get(self, request: Request) -> Response:
         """This document."""
         generator: Any = SchemaGenerator  # untyped by its library
-        with _ONE_AT_A_TIME:
+        with _GENERATION_LOCK:
             return Response(generator().get_schema(request=request, public=True))
 
 
@@ -198,14 +198,16 @@ def _as_json(refusal: Response) -> HttpResponseBase:
     return answer
 
 
-_COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}
+_RETRY_AFTER_HEADER: Operation = {
+    "Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}
+}
 
 
 _TOO_MANY_KEYS = "Too many wrong API keys from this address; Retry-After says when to come back."
 _HEADERS: dict[str, Operation] = {
     "401": {"WWW-Authenticate": {"schema": {"type": "string", "enum": ["Bearer"]}, "required": True}},
-    "429": _COME_BACK,
-    "503": _COME_BACK,
+    "429": _RETRY_AFTER_HEADER,
+    "503": _RETRY_AFTER_HEADER,
 }
 
 

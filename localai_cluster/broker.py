@@ -25,7 +25,7 @@ from localai_cluster.metrics import passes
 
 log = logging.getLogger(__name__)
 
-PAUSE = 1.0
+POLL_RETRY_SECONDS = 1.0
 """Seconds after a failed poll until the queue is polled again."""
 
 
@@ -45,8 +45,8 @@ class PatientBroker(ORM):
         try:
             tasks: list[tuple[int, str]] | None = super().dequeue()
         except (OperationalError, InterfaceError) as error:
-            log.warning("cannot take tasks off the queue, again in %.0f s: %s", PAUSE, error)
-            time.sleep(PAUSE)
+            log.warning("cannot take tasks off the queue, again in %.0f s: %s", POLL_RETRY_SECONDS, error)
+            time.sleep(POLL_RETRY_SECONDS)
             return None
         return tasks
 

@@ -99,7 +99,7 @@ ROUTES: tuple[RawRoute, ...] = (
     ),
 )
 
-_SLASHED = (
+_PATHS_WITH_SLASH = (
     "/api/",
     "/v1/",
     "/ws/",
@@ -164,8 +164,8 @@ class Edge:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        identify(scope)
-        scope = without_slash(scope)
+        set_request_id(scope)
+        scope = strip_slash(scope)
         if scope["type"] == "websocket":
             await websocket_application(scope, receive, send)
         else:
@@ -194,7 +194,9 @@ class Edge:
             if not answer.status:
                 await wire.send_answer(answer, refused(_FAILED))
         finally:
-            metrics.request_ended(scope["path"], answer.status or metrics.LEFT, clock.monotonic() - began)
+            metrics.request_ended(
+                scope["path"], answer.status or metrics.CLIENT_LEFT, clock.monotonic() - began
+            )
 
 
 _FAILED = ClusterError("internal error")
@@ -231,7 +233,7 @@ class _Tagged:
         await self._send(message)
 
 
-def identify(scope: wire.Scope) -> None:
+def set_request_id(scope: wire.Scope) -> None:
     """Set the request's id in the logging context: the caller's own id if it is safe, otherwise a new id."""
     offered = b""
     for name, value in scope["headers"]:
@@ -240,12 +242,12 @@ def identify(scope: wire.Scope) -> None:
     logs.request_id.set(logs.new_request_id(offered.decode("latin-1")))
 
 
-def without_slash(scope: wire.Scope) -> wire.Scope:
+def strip_slash(scope: wire.Scope) -> wire.Scope:
     """Return the scope without one trailing slash, on paths where clients may send one (§0.1)."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
     # An escaped slash at the end is a part of the name.
-    if not path.endswith("/") or not raw.endswith(b"/") or not path.startswith(_SLASHED):
+    if not path.endswith("/") or not raw.endswith(b"/") or not path.startswith(_PATHS_WITH_SLASH):
         return scope
     return {**scope, "path": path[:-1], "raw_path": raw[:-1]}
 

@@ -37,7 +37,7 @@ GITHUB_URL = "https://raw.githubusercontent.com"
 _GITHUB = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)
 _REF_LIMIT = 1024
 """Maximum bytes of a `.ref` file, which holds the name of an index."""
-CLUSTER = "cluster:"
+CLUSTER_PREFIX = "cluster:"
 """Prefix of a URL of the control plane's own gallery."""
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 """File name suffixes of archives."""
@@ -219,7 +219,7 @@ def public_url(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
-def stem(name: str) -> str | None:
+def archive_stem(name: str) -> str | None:
     """Return the file name of an archive without its suffix; None for other file names."""
     suffix = next((suffix for suffix in reversed(SUFFIXES) if name.lower().endswith(suffix)), None)
     return name[: -len(suffix)] if suffix else None
@@ -231,8 +231,8 @@ def name_of(uri: str) -> str:
     The name is the last segment of the path, without the suffix of an archive or the tag or digest of an
     image.
     """
-    last = uri.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2].removeprefix(CLUSTER)
-    if archive := stem(last):
+    last = uri.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2].removeprefix(CLUSTER_PREFIX)
+    if archive := archive_stem(last):
         return archive
     scheme = uri.partition(":")[0] if "://" in uri else ""
     if uri.startswith("/") or scheme in ("file", "http", "https"):
@@ -242,9 +242,9 @@ def name_of(uri: str) -> str:
 
 def served_name(url: str) -> str | None:
     """Return the file name in a `cluster:` URL, None for any other URL. Raise ValueError."""
-    if not url.startswith(CLUSTER):
+    if not url.startswith(CLUSTER_PREFIX):
         return None
-    name = url.removeprefix(CLUSTER)
+    name = url.removeprefix(CLUSTER_PREFIX)
     if not is_served_name(name):
         raise ValueError("only letters, digits and . _ + - may follow cluster:")
     return name
@@ -276,17 +276,17 @@ def resolve_source(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
     if not uri or urlsplit(uri).scheme or uri.startswith("/") or references.parse(uri):
         return web_address(uri, github_url)
     index = web_address(index, github_url)
-    if index.startswith(CLUSTER):
-        return CLUSTER + uri.removeprefix("./")
+    if index.startswith(CLUSTER_PREFIX):
+        return CLUSTER_PREFIX + uri.removeprefix("./")
     path = local_path(index)
     return str(path.parent / uri) if path is not None else urljoin(index, uri)
 
 
-PLAIN = {"Accept-Encoding": "identity"}
-"""Request headers that prevent an encoded response; `body_bounded` requires them."""
+UNENCODED_HEADERS = {"Accept-Encoding": "identity"}
+"""Request headers that prevent an encoded response; `read_bounded_body` requires them."""
 
 
-async def body_bounded(answer: httpx.Response) -> bytes:
+async def read_bounded_body(answer: httpx.Response) -> bytes:
     """Return the body of an open response: status 200, no encoding, at most `INDEX_LIMIT` bytes.
 
     Raise ValueError for any other response. An encoded body could unpack to gigabytes.
@@ -311,8 +311,8 @@ async def read_url(url: str, client: WebClient, resolve: ResolvePath) -> bytes:
     if not url.startswith(("http://", "https://")):
         raise ValueError("only cluster:, github:, file://, http:// and https:// URLs are supported")
     _ = urlsplit(url).port  # ValueError for an invalid port
-    async with client.stream("GET", url, headers=PLAIN, follow_redirects=True) as answer:
-        return await body_bounded(answer)
+    async with client.stream("GET", url, headers=UNENCODED_HEADERS, follow_redirects=True) as answer:
+        return await read_bounded_body(answer)
 
 
 def _bounded(text: bytes) -> bytes:
@@ -381,7 +381,7 @@ def text_of(value: Any) -> str:
 
 
 # Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.
-_NEEDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
+_HARDWARE_WORDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("darwin", "mlx", "metal"), ("metal", "darwin-x86")),
     (("l4t",), ("nvidia-l4t",)),
     (("cuda", "nvidia"), ("nvidia",)),
@@ -419,7 +419,7 @@ def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice
 
 def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str) -> Choice | None:
     if not build.is_meta:
-        return Choice(build) if compatible(build, capability) else None
+        return Choice(build) if is_compatible(build, capability) else None
     concrete = lookup(build.capabilities or {}, capability)
     for candidate in builds:
         if concrete and not candidate.is_meta and folded(candidate.name) == folded(concrete):
@@ -435,7 +435,7 @@ def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
 
 
-def reason(build: GalleryEntry, capability: str) -> str:
+def install_reason(build: GalleryEntry, capability: str) -> str:
     """Return the reason why `build` can be installed on a node with this capability; "" if it cannot."""
     if build.is_meta:
         offered = build.capabilities or {}
@@ -444,25 +444,25 @@ def reason(build: GalleryEntry, capability: str) -> str:
         if "default" in offered:
             return f"{capability} is not listed, so the default"
         return f"neither {capability} nor a default is listed, so cpu" if "cpu" in offered else ""
-    if not compatible(build, capability):
+    if not is_compatible(build, capability):
         return ""
     words = f"{build.name} {build.uri}".lower()
-    needed = next((word for listed, _ in _NEEDS for word in listed if word in words), "")
+    needed = next((word for listed, _ in _HARDWARE_WORDS for word in listed if word in words), "")
     return f"named for {needed}, as {capability} is" if needed else "named for no hardware"
 
 
-def compatible(build: GalleryEntry, capability: str) -> bool:
+def is_compatible(build: GalleryEntry, capability: str) -> bool:
     """Return True if a build can run with this capability, by the words in its name and source."""
     if capability == "disable":
         return True
     words = f"{build.name} {build.uri}".lower()
-    for needed, capabilities in _NEEDS:
+    for needed, capabilities in _HARDWARE_WORDS:
         if any(word in words for word in needed):
             return capability.startswith(capabilities)
     return True
 
 
-def within(path: Path, roots: Sequence[Path]) -> Path:
+def check_inside(path: Path, roots: Sequence[Path]) -> Path:
     """Return `path` with all links resolved. Raise ValueError if it is outside of `roots`."""
     real = path.resolve()
     if not any(real.is_relative_to(root.resolve()) for root in roots):

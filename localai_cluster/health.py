@@ -100,7 +100,7 @@ def _database() -> None:
 def _disk() -> None:
     usage = disk.read(conf.cluster().data_dir)
     if usage.is_full:
-        raise NotReady(f"{disk.IS_FULL}: the database cannot write if it lies there")
+        raise NotReady(f"{disk.DISK_FULL_MESSAGE}: the database cannot write if it lies there")
 
 
 def _channel_layer() -> None:

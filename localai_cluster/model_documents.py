@@ -56,7 +56,7 @@ async def model_document(
     if isinstance(inner, str):
         inner = await asyncio.to_thread(_load, inner.encode("utf-8", "replace"), entry.name)
     return ModelDocument(
-        _overlaid(_overlaid(settings_of(inner), entry.config), entry.overrides),
+        _merge_settings(_merge_settings(settings_of(inner), entry.config), entry.overrides),
         (*files_of(document.get("files")), *entry.files),
         entry.license or text_of(document.get("license")),
         entry.description or text_of(document.get("description")),
@@ -70,10 +70,12 @@ def _load(text: bytes, name: str) -> Any:
         raise GalleryUnreadable(f"the document of model {name} {error}") from error
 
 
-def _overlaid(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+def _merge_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings with these overrides: sections are merged, other values are replaced."""
     merged = dict(settings)
     for key, value in overrides.items():
         old = merged.get(key)
-        merged[key] = _overlaid(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            _merge_settings(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return merged

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 SCRAPE_LIMIT = 5.0
 """Maximum seconds to read the metrics from the rows; a scraper waits for ten by default."""
-RECENTLY = timedelta(hours=1)
-HEARD_WITHIN = timedelta(seconds=30)
+RECENT_PERIOD = timedelta(hours=1)
+HEARTBEAT_MAX_AGE = timedelta(seconds=30)
 """Maximum age of a running controller's heartbeat."""
 
 
@@ -58,11 +58,11 @@ class RowFigure:
         return family
 
 
-READABLE = RowFigure("rows_readable", "1 if the database could be read for this scrape.")
+ROWS_READABLE = RowFigure("rows_readable", "1 if the database could be read for this scrape.")
 NODES = RowFigure("nodes", "Nodes.", ("status", "node_type"))
-TOTAL = RowFigure("vram_total_bytes", "VRAM of the nodes that are healthy.")
-AVAILABLE = RowFigure("vram_available_bytes", "What of it was free at the last heartbeats.")
-RESERVED = RowFigure("vram_reserved_bytes", "What of that is reserved for loads.")
+VRAM_TOTAL = RowFigure("vram_total_bytes", "VRAM of the nodes that are healthy.")
+VRAM_AVAILABLE = RowFigure("vram_available_bytes", "What of it was free at the last heartbeats.")
+VRAM_RESERVED = RowFigure("vram_reserved_bytes", "What of that is reserved for loads.")
 REPLICAS = RowFigure("replicas", "Replicas.", ("model", "state"))
 IN_FLIGHT = RowFigure(
     "requests_in_flight", "Requests that run on replicas, of all web processes.", ("model",)
@@ -72,8 +72,8 @@ OPERATIONS = RowFigure(
     "Operations that have not ended, and failures that are not dismissed (`failed`).",
     ("kind", "status"),
 )
-OLDEST = RowFigure("operation_oldest_age_seconds", "Age of the oldest of them.", ("kind", "status"))
-ENDED = RowFigure(
+OLDEST_OPERATION = RowFigure("operation_oldest_age_seconds", "Age of the oldest of them.", ("kind", "status"))
+ENDED_OPERATIONS = RowFigure(
     "operations_ended_last_hour", "Operations that ended within the last hour.", ("kind", "outcome")
 )
 INTENTS = RowFigure(
@@ -83,27 +83,27 @@ OLDEST_INTENT = RowFigure("intent_oldest_age_seconds", "Age of the oldest of it.
 PROCESSES = RowFigure(
     "processes", "Server processes that were heard lately (`web`, `controller`).", ("process",)
 )
-TASKS = RowFigure("tasks_waiting", "Scheduled tasks on the queue, running ones included.")
+TASKS_WAITING = RowFigure("tasks_waiting", "Scheduled tasks on the queue, running ones included.")
 FIGURES = (
-    READABLE,
+    ROWS_READABLE,
     NODES,
-    TOTAL,
-    AVAILABLE,
-    RESERVED,
+    VRAM_TOTAL,
+    VRAM_AVAILABLE,
+    VRAM_RESERVED,
     REPLICAS,
     IN_FLIGHT,
     OPERATIONS,
-    OLDEST,
-    ENDED,
+    OLDEST_OPERATION,
+    ENDED_OPERATIONS,
     INTENTS,
     OLDEST_INTENT,
     PROCESSES,
-    TASKS,
+    TASKS_WAITING,
 )
 
 
 def read(now: datetime) -> list[Metric]:
-    """Return all metrics of the cluster from the rows, except `READABLE`, in eight queries."""
+    """Return all metrics of the cluster from the rows, except `ROWS_READABLE`, in eight queries."""
     return [*_nodes(), *_replicas(), *_operations(now), *_intents(now), *_processes(now)]
 
 
@@ -117,7 +117,7 @@ def _nodes() -> Iterator[Metric]:
         if status == NodeStatus.HEALTHY:
             total, available, reserved = total + memory[0], available + memory[1], reserved + memory[2]
     yield NODES.of(*((*key, number) for key, number in counts.items()))
-    yield from (TOTAL.of((total,)), AVAILABLE.of((available,)), RESERVED.of((reserved,)))
+    yield from (VRAM_TOTAL.of((total,)), VRAM_AVAILABLE.of((available,)), VRAM_RESERVED.of((reserved,)))
 
 
 def _replicas() -> Iterator[Metric]:
@@ -134,9 +134,9 @@ def _operations(now: datetime) -> Iterator[Metric]:
     listed = Operation.objects.listed().order_by().values_list("kind", "status")
     counts = list(listed.annotate(Count("pk"), Min("created_at")))
     yield OPERATIONS.of(*((kind, status, number) for kind, status, number, _ in counts))
-    yield OLDEST.of(*((kind, status, _age(since, now)) for kind, status, _, since in counts))
-    ended = Operation.objects.filter(finished_at__gt=now - RECENTLY, status__in=TERMINAL)
-    yield ENDED.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
+    yield OLDEST_OPERATION.of(*((kind, status, _age(since, now)) for kind, status, _, since in counts))
+    ended = Operation.objects.filter(finished_at__gt=now - RECENT_PERIOD, status__in=TERMINAL)
+    yield ENDED_OPERATIONS.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
 
 
 def _intents(now: datetime) -> Iterator[Metric]:
@@ -151,9 +151,9 @@ def _intents(now: datetime) -> Iterator[Metric]:
 def _processes(now: datetime) -> Iterator[Metric]:
     earliest = now - timedelta(seconds=conf.cluster().web_stale_after)
     web = WebProcess.objects.filter(seen_at__gte=earliest).count()
-    controllers = ControllerBeat.objects.filter(seen_at__gte=now - HEARD_WITHIN).count()
+    controllers = ControllerBeat.objects.filter(seen_at__gte=now - HEARTBEAT_MAX_AGE).count()
     yield PROCESSES.of(("web", web), ("controller", controllers))
-    yield TASKS.of((OrmQ.objects.count(),))
+    yield TASKS_WAITING.of((OrmQ.objects.count(),))
 
 
 def _age(since: datetime, now: datetime) -> float:
@@ -161,7 +161,7 @@ def _age(since: datetime, now: datetime) -> float:
 
 
 NODE_LABELS, GPU_LABELS = ("node",), ("node", "gpu")
-LEFT_OUT = RowFigure("nodes_left_out", "Approved backend nodes beyond the limit of this path.")
+OMITTED_NODES = RowFigure("nodes_left_out", "Approved backend nodes beyond the limit of this path.")
 _NODE_FIGURES = (
     RowFigure("node_up", "1 if the node is healthy or draining.", NODE_LABELS),
     RowFigure("node_last_heartbeat_timestamp_seconds", "Time of the last heartbeat.", NODE_LABELS),
@@ -182,7 +182,7 @@ _GPU_FIGURES = {
         "gpu_ecc_errors", "Uncorrected memory errors since the driver was loaded.", GPU_LABELS
     ),
 }
-NODE_FIGURES = (READABLE, LEFT_OUT, *_NODE_FIGURES, *_GPU_FIGURES.values())
+NODE_FIGURES = (ROWS_READABLE, OMITTED_NODES, *_NODE_FIGURES, *_GPU_FIGURES.values())
 MOST_NODES = 2000
 """Maximum number of nodes in one scrape: 100,000 samples with eight GPUs each.
 
@@ -217,7 +217,7 @@ def read_nodes(now: datetime) -> list[Metric]:
                     number = gpu[key] / 100 if key == "utilization" else gpu[key]
                     of_gpus[key].append((name, gpu["index"], number))
     return [
-        LEFT_OUT.of((len(rows) - len(shown),)),
+        OMITTED_NODES.of((len(rows) - len(shown),)),
         *(figure.of(*samples) for figure, samples in zip(_NODE_FIGURES, of_nodes, strict=True)),
         *(figure.of(*of_gpus[key]) for key, figure in _GPU_FIGURES.items()),
     ]
@@ -237,7 +237,7 @@ class RowReader:
         self._task: asyncio.Task[Sequence[Metric]] | None = None
 
     async def families(self) -> Iterable[Metric]:
-        """Return the row metrics; only `READABLE` with 0 if they cannot be read in time."""
+        """Return the row metrics; only `ROWS_READABLE` with 0 if they cannot be read in time."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(in_thread(self._read, clock.now()))
             # By the time it fails, no scrape may wait for it any more.
@@ -249,15 +249,15 @@ class RowReader:
             log.warning(
                 "figures of the cluster left out: %s", error or f"no answer within {SCRAPE_LIMIT:.0f} s"
             )
-            return [READABLE.of((0,))]
-        return [READABLE.of((1,)), *metrics]
+            return [ROWS_READABLE.of((0,))]
+        return [ROWS_READABLE.of((1,)), *metrics]
 
 
 PATH, NODES_PATH = "/metrics", "/metrics/nodes"
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
-class OnlyGet(ClusterError):
+class MetricsMethodNotAllowed(ClusterError):
     """The request has another method than GET."""
 
     status = 405
@@ -296,7 +296,7 @@ class MetricsApplication:
             raise NotFound(f"only {self._path} is here")
         await admit(scope)
         if scope["method"] != "GET":
-            raise OnlyGet("only GET is accepted here")
+            raise MetricsMethodNotAllowed("only GET is accepted here")
         additional = await self._source.families() if self._source else ()
         # In a thread: a hundred models make thousands of lines, and requests must not wait for them.
         body = await asyncio.to_thread(registries.text, self._process, tuple(additional))

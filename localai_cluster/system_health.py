@@ -80,7 +80,7 @@ HEALTH = Shape(
     ],
 )
 _PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
-_noticed: dict[str, tuple[str, datetime]] = {}
+_last_results: dict[str, tuple[str, datetime]] = {}
 """Last result of each probe, and the time since which the result is unchanged."""
 
 
@@ -120,7 +120,7 @@ def read(now: datetime) -> Facts:
         try:
             return _read_rows(now, probes)
         except (OperationalError, InterfaceError) as error:
-            probe = _notice("database", f"{health.NOT_REACHABLE} ({type(error).__name__})", now)
+            probe = _store_result("database", f"{health.NOT_REACHABLE} ({type(error).__name__})", now)
             probes = {**probes, "database": probe}
     return Facts(
         version=__version__,
@@ -167,15 +167,15 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
 def _probe_dependencies(now: datetime) -> dict[str, tuple[str, datetime]]:
     results = health.check_dependencies(set(_PROBES.values()))
     for id, name in _PROBES.items():
-        _notice(id, results.get(name, "not asked"), now)
-    return dict(_noticed)
+        _store_result(id, results.get(name, "not asked"), now)
+    return dict(_last_results)
 
 
-def _notice(id: str, result: str, now: datetime) -> tuple[str, datetime]:
+def _store_result(id: str, result: str, now: datetime) -> tuple[str, datetime]:
     """Store the result of a part's probe; return it and the time since which it is unchanged."""
-    if _noticed.get(id, ("", now))[0] != result:
-        _noticed[id] = (result, now)
-    return _noticed[id]
+    if _last_results.get(id, ("", now))[0] != result:
+        _last_results[id] = (result, now)
+    return _last_results[id]
 
 
 def _processes() -> list[Process]:

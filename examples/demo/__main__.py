@@ -26,7 +26,7 @@ from examples.demo.client import Target, ask, stream
 from examples.demo.figures import Figure, compare, rows
 from localai_cluster.embedded.layout import EXAMPLES
 from localai_cluster.embedded.resources import SetupError, free_port
-from localai_cluster.embedded.run import Cluster, answers, one_line
+from localai_cluster.embedded.run import Cluster, is_ok, one_line
 from localai_cluster.embedded.server import last_line
 from localai_cluster.embedded.terminal import Log
 
@@ -46,7 +46,7 @@ def running_cluster(environ: Mapping[str, str]) -> Target | None:
     data_dir = Path(environ.get("CLUSTER_DATA_DIR") or "data")
     with suppress(OSError):
         key = environ.get("LOCALAI_API_KEY") or (data_dir / "secrets" / "admin_api_key").read_text()
-        if answers(f"{url}/readyz"):
+        if is_ok(f"{url}/readyz"):
             return Target(url, key.partition(",")[0].strip())
     return None
 

@@ -30,7 +30,7 @@ MOST_KEYS = 100
 """Maximum number of a user's keys that are not revoked."""
 
 
-def keys_of(user_id: int) -> list[ApiKey]:
+def list_keys(user_id: int) -> list[ApiKey]:
     """Return the user's keys that are not revoked, the newest first, at most twice `MOST_KEYS`."""
     return list(ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MOST_KEYS])
 
@@ -94,7 +94,7 @@ class NewApiKeySerializer(NullIsAbsent):
 
     def validate_name(self, name: str) -> str:
         """Require a printable name."""
-        if not name.strip() or any(names.unprintable(character) for character in name):
+        if not name.strip() or any(names.find_unprintable(character) for character in name):
             raise serializers.ValidationError("must be a name without control characters")
         return name.strip()
 
@@ -147,7 +147,7 @@ class ApiKeysView(_KeysView):
     )
     def get(self, request: Request) -> Response:
         """Lists the keys that are not revoked."""
-        own_keys = keys_of(self.person(request).pk)
+        own_keys = list_keys(self.person(request).pk)
         return Response({"keys": [_render(key, request) for key in own_keys]})
 
     @extend_schema(

@@ -28,7 +28,7 @@ from localai_cluster.kit.logs import request_id
 PEOPLE = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
 """Kinds of actors whose changes are audited."""
 _MAX_LENGTH = 255
-_FLAGS: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
+_ADMIN_CHANGES: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
 _COLUMNS = (
     "id",
     "at",
@@ -131,7 +131,7 @@ def record_admin_edit(sender: type[LogEntry], instance: LogEntry, created: bool,
 def admin_change(entry: LogEntry) -> Change:
     """Return the change that an entry of the admin's own log describes."""
     of = entry.content_type.name if entry.content_type else "row"
-    action = _FLAGS.get(entry.action_flag, "changed")
+    action = _ADMIN_CHANGES.get(entry.action_flag, "changed")
     return Change(
         f"admin.{action}", f"{of} {entry.object_repr}", str(entry.object_id), entry.get_change_message()
     )

@@ -25,7 +25,7 @@ Options = Mapping[str, Any]
 """Arguments of a verb by name; `out` is the command's output stream."""
 AddVerb = Callable[[str, Callable[[Options], str], str], CommandParser]
 """Adds a verb by name, function and help text; returns the verb's parser."""
-NOTHING = "-"
+EMPTY_CELL = "-"
 SHORT_ID = 8
 """Number of characters of an id in a list."""
 MAX_MATCHES = 5
@@ -113,9 +113,9 @@ def as_json(value: Any) -> str:
     return orjson.dumps(value, option=orjson.OPT_UTC_Z | orjson.OPT_INDENT_2).decode()
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return the rows as text with aligned columns, without trailing spaces."""
-    lines = [list(heads), *([printable(cell) or NOTHING for cell in row] for row in rows)]
+    lines = [list(heads), *([printable(cell) or EMPTY_CELL for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -128,7 +128,7 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def age(at: str | None, now: datetime) -> str:
+def format_age(at: str | None, now: datetime) -> str:
     """Format the time since `at` (ISO 8601): in seconds up to two minutes, then in larger units.
 
     The result is `never` if `at` is None or in the year 1.
@@ -143,6 +143,6 @@ def age(at: str | None, now: datetime) -> str:
     return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")
 
 
-def moment(at: datetime) -> str:
+def format_time(at: datetime) -> str:
     """Format a time in UTC, to the second."""
     return f"{at:%Y-%m-%d %H:%M:%S}Z"

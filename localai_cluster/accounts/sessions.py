@@ -8,7 +8,7 @@ The caller of a websocket authenticates by the same headers as over REST, or by 
 middleware sets the principal in the scope, and each consumer decides before it accepts. A session whose
 generated password was not changed is recognized and may open no socket.
 
-The database notifies when a caller's access may have ended (`ACCESS`, by triggers on users, keys and
+The database notifies when a caller's access may have ended (`ACCESS_CHANNEL`, by triggers on users, keys and
 sessions). The web process wakes its open sockets, which then read their principal again; they also do so
 periodically.
 """
@@ -166,7 +166,7 @@ def _read_session(scope: Scope) -> Principal:
     return owner
 
 
-ACCESS = "cluster_access"
+ACCESS_CHANNEL = "cluster_access"
 """NOTIFY channel. A payload is `user <id>` or `session <MD5 of its key>`, as in `access_names`."""
 
 
@@ -178,7 +178,7 @@ class PrincipalMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Read the principal, in at most two queries. Count a wrong key like one over REST."""
-        principal = without_newcomers(await principal_of_socket(scope))
+        principal = anonymous_if_newcomer(await principal_of_socket(scope))
         offered = principals.offered_credential(principals.credential_headers(scope))
         if offered and not principal.is_authenticated:
             await throttle.api_keys().noted(principals.WrongKey(), wire.client_of(scope))
@@ -191,13 +191,13 @@ class PrincipalMiddleware:
 
 
 def access_names(scope: Any, principal: Principal) -> frozenset[str]:
-    """Return the payloads of `ACCESS` notifications that concern this caller."""
+    """Return the payloads of `ACCESS_CHANNEL` notifications that concern this caller."""
     key = scope["session"].session_key or ""
     session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
     return frozenset({f"user {principal.user_id}", f"session {session}"})
 
 
-def without_newcomers(principal: Principal) -> Principal:
+def anonymous_if_newcomer(principal: Principal) -> Principal:
     """Return the principal for websockets: anonymous while the user has the generated password."""
     return ANONYMOUS if principal.kind == "newcomer" else principal
 
@@ -216,4 +216,4 @@ async def principal_of_socket(scope: Any) -> Principal:
 async def current_principal(scope: Any) -> Principal:
     """Read the session again and return the caller's present principal."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
-    return without_newcomers(await principal_of_socket({**scope, "session": session}))
+    return anonymous_if_newcomer(await principal_of_socket({**scope, "session": session}))

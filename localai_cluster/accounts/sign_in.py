@@ -339,7 +339,7 @@ class PasswordView(SessionView):
                 throttle.sign_ins().log_failure(address, now)
             else:
                 throttle.sign_ins().forgive(address, now)
-            body = envelopes.flat(refused.message, refused.field) | {"fields": refused.problems}
+            body = envelopes.flat_error(refused.message, refused.field) | {"fields": refused.problems}
             return Response(body, status=refused.status)
         throttle.sign_ins().forgive(address, now)
         update_session_auth_hash(request._request, user)

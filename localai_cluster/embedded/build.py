@@ -39,11 +39,11 @@ BUDGET = 250 * 1024
 
 _LOCK = "package-lock.json"
 _SETTINGS = ("package.json", _LOCK, "vite.config.ts", "tsconfig.json")
-_WORTH_COMPRESSING = {".js", ".css", ".svg", ".json"}
+_COMPRESSED_SUFFIXES = {".js", ".css", ".svg", ".json"}
 _NPM = Path("lib/node_modules/npm/bin/npm-cli.js")
 
 
-_STAND_INS = {
+_STAND_IN_SETTINGS = {
     "DJANGO_SETTINGS_MODULE": "localai_cluster.settings",
     "DATABASE_URL": "postgresql:///nowhere",
     "SECRET_KEY": "not-used-to-print-a-document",
@@ -64,7 +64,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
 
 
-def node(*words: str, quiet: bool = False) -> str:
+def run_node(*words: str, quiet: bool = False) -> str:
     """Run Node.js in `static/`; return its output if `quiet`. Raise BuildFailed if it fails."""
     argv = [str(_wheel() / "bin" / "node"), *words]
     done = subprocess.run(
@@ -81,14 +81,14 @@ def node(*words: str, quiet: bool = False) -> str:
     return done.stdout or ""
 
 
-def tool(name: str, *words: str, quiet: bool = False) -> None:
+def run_node_tool(name: str, *words: str, quiet: bool = False) -> None:
     """Run the program of an npm package with these arguments. Raise BuildFailed if it fails."""
     package = json.loads((MODULES / name / "package.json").read_text(encoding="utf-8"))
     programs = package["bin"]
     program = programs if isinstance(programs, str) else next(iter(programs.values()))
     if name == "typescript":
         program = "bin/tsc"
-    node(str(MODULES / name / program), *words, quiet=quiet)
+    run_node(str(MODULES / name / program), *words, quiet=quiet)
 
 
 def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
@@ -100,7 +100,7 @@ def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
     return total.hexdigest()
 
 
-def sources() -> list[Path]:
+def list_sources() -> list[Path]:
     """Return the source files of a build: without tests and without the generated types of the API."""
     left_out = (".test.ts", ".test.tsx", SCHEMA.name)
     inside = [
@@ -115,7 +115,7 @@ def install() -> bool:
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     say("installing the packages of static/package-lock.json")
-    node(str(_wheel() / _NPM), "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
+    run_node(str(_wheel() / _NPM), "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
     stamp.write_text(wanted, encoding="utf-8")
     return True
 
@@ -123,14 +123,14 @@ def install() -> bool:
 def build_pages() -> bool:
     """Build `static/dist` if its sources have changed; return True if they had."""
     write_actions()
-    stamp, wanted = PAGES / ".built", fingerprint(sources())
+    stamp, wanted = PAGES / ".built", fingerprint(list_sources())
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     install()
     say("building static/dist")
     draft, old = STATIC / "dist.new", STATIC / "dist.old"
     shutil.rmtree(draft, ignore_errors=True)
-    tool("vite", "build", "--outDir", str(draft), "--emptyOutDir", "--logLevel", "warn")
+    run_node_tool("vite", "build", "--outDir", str(draft), "--emptyOutDir", "--logLevel", "warn")
     compress(draft)
     (draft / ".built").write_text(wanted, encoding="utf-8")
     shutil.rmtree(old, ignore_errors=True)
@@ -144,7 +144,7 @@ def build_pages() -> bool:
 def compress(folder: Path) -> None:
     """Write a `.gz` beside every text file; equal content gives equal bytes."""
     for file in folder.rglob("*"):
-        if file.suffix in _WORTH_COMPRESSING:
+        if file.suffix in _COMPRESSED_SUFFIXES:
             file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
 
 
@@ -193,22 +193,22 @@ def write_actions() -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def types() -> bool:
+def write_types() -> bool:
     """Write `actions.ts`, and `schema.ts` if the API's sources have changed. Return True if they had."""
     write_actions()
-    stamp, wanted = MODULES / ".schema", _describers()
+    stamp, wanted = MODULES / ".schema", _document_fingerprint()
     if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     install()
     api, draft = MODULES / ".openapi.json", MODULES / ".schema.ts"
     api.write_text(document(), encoding="utf-8")
-    tool("openapi-typescript", str(api), "-o", str(draft), "--alphabetize", quiet=True)
+    run_node_tool("openapi-typescript", str(api), "-o", str(draft), "--alphabetize", quiet=True)
     draft.replace(SCHEMA)
     stamp.write_text(wanted, encoding="utf-8")
     return True
 
 
-def _describers() -> str:
+def _document_fingerprint() -> str:
     """Return a hash of all files that can change the OpenAPI document."""
     packages = ("localai_cluster", "nodes", "operations")
     modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
@@ -218,12 +218,12 @@ def _describers() -> str:
 def check() -> None:
     """Run all checks of the pages' sources that need no browser. Raise BuildFailed."""
     install()
-    types()
+    write_types()
     with ThreadPoolExecutor() as pool:
         # ESLint takes as long as the other two together.
-        lint = pool.submit(tool, "eslint", "--max-warnings", "0", "src", "vite.config.ts")
-        tool("typescript", "--noEmit")
-        tool("vitest", "run", "--reporter=dot")
+        lint = pool.submit(run_node_tool, "eslint", "--max-warnings", "0", "src", "vite.config.ts")
+        run_node_tool("typescript", "--noEmit")
+        run_node_tool("vitest", "run", "--reporter=dot")
         lint.result()
     build_pages()
     size = first_page_bytes()
@@ -239,28 +239,28 @@ def say(text: str) -> None:
 
 
 WHEELS = ROOT / "dist"
-_IN_WHEEL = ("localai_cluster", "nodes", "operations", "templates", "static/site", "static/dist")
-_FILES_IN_WHEEL = ("pyproject.toml", "README.md", "requirements/wheel.py", "requirements/worker.txt")
+_WHEEL_FOLDERS = ("localai_cluster", "nodes", "operations", "templates", "static/site", "static/dist")
+_WHEEL_FILES = ("pyproject.toml", "README.md", "requirements/wheel.py", "requirements/worker.txt")
 
 
 def build_wheel() -> bool:
     """Build the wheel if it is missing or its sources have changed; return True if so. Raise SetupError."""
     inside = [
         path
-        for folder in _IN_WHEEL
+        for folder in _WHEEL_FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
     stamp, wanted = (
         WHEELS / ".built",
-        fingerprint([*inside, *(ROOT / name for name in _FILES_IN_WHEEL)], ROOT),
+        fingerprint([*inside, *(ROOT / name for name in _WHEEL_FILES)], ROOT),
     )
     found = set(WHEELS.glob("localai_cluster-*.whl"))
     if found and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     WHEELS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WHEELS, prefix=".draft-") as draft:
-        (wheel,) = _built(Path(draft))
+        (wheel,) = _build_with_pip(Path(draft))
         wheel.replace(WHEELS / wheel.name)
     for other in found - {WHEELS / wheel.name}:
         other.unlink(missing_ok=True)
@@ -268,7 +268,7 @@ def build_wheel() -> bool:
     return True
 
 
-def _built(folder: Path) -> list[Path]:
+def _build_with_pip(folder: Path) -> list[Path]:
     """Build the wheel in `folder` with pip, from installed packages and without a network."""
     words = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
     done = subprocess.run(
@@ -286,7 +286,7 @@ def _built(folder: Path) -> list[Path]:
 
 def print_document() -> None:
     """Write the OpenAPI document to standard output, without a server or a database."""
-    os.environ.update(_STAND_INS)
+    os.environ.update(_STAND_IN_SETTINGS)
     import django
 
     django.setup()
@@ -305,7 +305,7 @@ def package() -> None:
 
 STEPS: Mapping[str, Callable[[], object]] = {
     "build": build_pages,
-    "types": types,
+    "types": write_types,
     "check": check,
     "document": print_document,
     "package": package,

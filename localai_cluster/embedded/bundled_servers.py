@@ -31,9 +31,9 @@ MAJOR = 18
 USER = "cluster"
 DATABASE = "cluster"
 _NOBODY = 65534
-_TOO_EARLY = ("is starting up", "not yet accepting connections", "Consistent recovery state")
+_TOO_EARLY_MESSAGES = ("is starting up", "not yet accepting connections", "Consistent recovery state")
 """Parts of PostgreSQL's messages about connections during its start; our readiness checks cause them."""
-_WORTH_SAYING = ("terminated by signal", "interrupted", "recovery", "is shut down", "No space left")
+_SHOWN_MESSAGES = ("terminated by signal", "interrupted", "recovery", "is shut down", "No space left")
 """Parts of PostgreSQL's messages at level LOG that the common log shows."""
 _INITDB = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-instructions")
 
@@ -58,15 +58,15 @@ def user_prefix() -> tuple[str, ...]:
     Root, and a user id without a name (as in many containers), run PostgreSQL as a named user in a namespace.
     """
     own = os.geteuid()
-    if own and _known(own):
+    if own and _user_has_name(own):
         return ()
-    named = next((uid for uid in (1000, _NOBODY) if _known(uid)), None)
+    named = next((uid for uid in (1000, _NOBODY) if _user_has_name(uid)), None)
     namespace = ("unshare", "--user", f"--map-user={named}", f"--map-group={named}")
     if named and shutil.which("unshare") and _succeeds(*namespace, "true"):
         return namespace
     other_user = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups")
     reach = ("test", "-x", str(binaries() / "postgres"))
-    if not own and _known(_NOBODY) and shutil.which("setpriv") and _succeeds(*other_user, *reach):
+    if not own and _user_has_name(_NOBODY) and shutil.which("setpriv") and _succeeds(*other_user, *reach):
         return other_user
     who = "as a user without a name" if own else "as root"
     raise SetupError(
@@ -75,7 +75,7 @@ def user_prefix() -> tuple[str, ...]:
     )
 
 
-def _known(uid: int) -> bool:
+def _user_has_name(uid: int) -> bool:
     try:
         pwd.getpwuid(uid)
     except KeyError:
@@ -153,9 +153,9 @@ class EmbeddedPostgres(EmbeddedServer):
 
     def keeps_line(self, line: str) -> bool:
         """Return False for routine messages of start and stop."""
-        if any(words in line for words in _TOO_EARLY):
+        if any(words in line for words in _TOO_EARLY_MESSAGES):
             return False
-        return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _WORTH_SAYING)
+        return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _SHOWN_MESSAGES)
 
     def end_leftovers(self) -> None:
         """Stop servers that a killed run left on the data directory, and remove their stale pid files.

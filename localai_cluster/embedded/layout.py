@@ -28,7 +28,7 @@ from localai_cluster.embedded.resources import (
     private_directory,
     runtime_directory,
 )
-from localai_cluster.embedded.secrets import Secrets, ensure
+from localai_cluster.embedded.secrets import Secrets, ensure_secret
 from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.kit import addresses, conf
 
@@ -101,7 +101,7 @@ WORKER_PORT = 50051
 Further workers use blocks of higher ports.
 """
 
-_NOT_FOR_WORKERS = (
+_HIDDEN_FROM_WORKERS = (
     "SECRET_KEY",
     "DATABASE_URL",
     "REDIS_URL",
@@ -302,7 +302,7 @@ class Layout:
         has whether the admin's password was generated and whether the data folder was copied.
         """
         home = private_directory(self.data_dir / "worker")
-        ensure(home / "node-secret")
+        ensure_secret(home / "node-secret")
         self.join_command.unlink(missing_ok=True)  # its token may have expired
         return {
             "CLUSTER_ADMIN_PASSWORD_GENERATED": str(not self.secrets.given("admin_password")).lower(),
@@ -318,7 +318,7 @@ class Layout:
         The registration provides the bus's address and the credentials for it.
         """
         private_directory(home)
-        hidden = {hidden for name in _NOT_FOR_WORKERS for hidden in (name, f"{name}_FILE")}
+        hidden = {hidden for name in _HIDDEN_FROM_WORKERS for hidden in (name, f"{name}_FILE")}
         own = {
             "LOCALAI_REGISTER_TO": self.base_url,
             "LOCALAI_NODE_NAME": name,
@@ -350,7 +350,7 @@ class Layout:
             shutil.rmtree(draft, ignore_errors=True)
             shutil.copytree(EXAMPLES / "models", draft)
             for file in MODEL_FILES.glob("*.gguf"):
-                linked(file, draft / file.name)
+                link_or_copy(file, draft / file.name)
             draft.rename(models)
 
     def check_port(self) -> None:
@@ -362,7 +362,7 @@ class Layout:
             )
 
 
-def linked(file: Path, place: Path) -> None:
+def link_or_copy(file: Path, place: Path) -> None:
     """Link the file under another name; copy it where the file system has no links."""
     try:
         place.hardlink_to(file)

@@ -26,14 +26,14 @@ from localai_cluster.embedded.resources import SetupError
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.errors import InvalidInput
 
-SECONDS = 5
+CHECK_SECONDS = 5
 """Seconds that a server may take to respond to a check."""
 
 
 def check_database(url: str) -> None:
     """Raise SetupError unless a connection to the database succeeds."""
     try:
-        psycopg.connect(url, connect_timeout=SECONDS).close()
+        psycopg.connect(url, connect_timeout=CHECK_SECONDS).close()
     except psycopg.Error as error:
         raise SetupError(
             f"DATABASE_URL: cannot connect to PostgreSQL: {_one_line(error)}.",
@@ -46,7 +46,9 @@ def check_redis(url: str) -> None:
     import redis
 
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=SECONDS, socket_timeout=SECONDS) as client:
+        with redis.Redis.from_url(
+            url, socket_connect_timeout=CHECK_SECONDS, socket_timeout=CHECK_SECONDS
+        ) as client:
             client.ping()
     except (redis.RedisError, ValueError, OSError) as error:
         raise SetupError(
@@ -66,7 +68,9 @@ def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
         credentials = mint_service(
             nkeys.from_seed(account_seed, "account"), "check", now=clock.now().timestamp()
         )
-        complaint = asyncio.run(nats.complaint(replace(parse_url(url), credentials=credentials, tls=tls)))
+        complaint = asyncio.run(
+            nats.connection_problem(replace(parse_url(url), credentials=credentials, tls=tls))
+        )
     except InvalidInput as error:
         complaint = error.message
     except ValueError as error:
@@ -167,7 +171,7 @@ def _failure(output: str) -> SetupError:
     )
 
 
-def complaint(said: str) -> str:
+def error_line(said: str) -> str:
     """Return the line of a command's output that names the error: a failed check, else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for index, line in enumerate(lines):
@@ -203,7 +207,7 @@ def main() -> int:
         name = "bootstrap"
         call_command("bootstrap")
     except (CommandError, DatabaseError, OSError) as error:
-        sys.stdout.write(f"`manage.py {name}` failed: {complaint(str(error))}\n")
+        sys.stdout.write(f"`manage.py {name}` failed: {error_line(str(error))}\n")
         return 1
     return 0
 

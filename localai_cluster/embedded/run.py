@@ -49,7 +49,7 @@ NEEDED_BYTES = 512 * 1024 * 1024
 
 SERVERS_SECONDS = 30.0
 READY_SECONDS = 120.0
-MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
+MAKE_BEGAN_VARIABLE = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
 _COPIED_NOTICE = (
     "this data folder is a copy of another one: this cluster gets new keys for its message bus, and its nodes"
@@ -116,7 +116,7 @@ class Cluster:
         self._launch(supervisor, [worker])
         self._settle(supervisor, [worker])
         url, trust = f"{self.layout.probe_url}/readyz", self.layout.probe_trust
-        if not wait_for(lambda: self.stopping.is_set() or answers(url, trust), READY_SECONDS):
+        if not wait_for(lambda: self.stopping.is_set() or is_ok(url, trust), READY_SECONDS):
             raise SetupError(f"{url} does not become ready.", "See the output above.")
         self._raise_if_cancelled()
         self._wait_registered(before)
@@ -222,7 +222,7 @@ class Cluster:
         wait = self._wait_for_servers
         return [
             Program(
-                "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health, trust)
+                "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: is_ok(health, trust)
             ),
             Program("controller", manage("controller", "--tasks"), product, rank=11, prepare=wait),
             Program("worker", WORKER_COMMAND, worker, rank=13),
@@ -268,7 +268,7 @@ def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
     return httpx.Client(timeout=2, trust_env=False, verify=trust, limits=limits)
 
 
-def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
+def is_ok(url: str, trust: ssl.SSLContext | bool = True) -> bool:
     """Return True if a GET of the URL returns 200."""
     try:
         return _client(trust).get(url).status_code == 200
@@ -287,7 +287,7 @@ def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True
     return next((node for node in nodes if node.get("name") == name), {})
 
 
-def announce(cluster: Cluster, seconds: float) -> None:
+def print_instructions(cluster: Cluster, seconds: float) -> None:
     """Print the address, the sign-in and example requests."""
     layout, log = cluster.layout, cluster.log
     log.say("run", f"ready in {seconds:.1f} s: open {layout.base_url} in a browser")
@@ -347,7 +347,7 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
     with Foreground() as foreground:
         try:
             cluster.start()
-            announce(cluster, clock.monotonic() - begun)
+            print_instructions(cluster, clock.monotonic() - begun)
             while not cluster.stopping.wait(0.5):
                 if foreground.orphaned():
                     log.say("run", "make has ended, stopping")
@@ -364,7 +364,7 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
 def seconds_before(environ: Mapping[str, str]) -> float:
     """Return the seconds that `make` spent on installing and building before this process started."""
     with suppress(ValueError):
-        return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN, "")), 0.0)
+        return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN_VARIABLE, "")), 0.0)
     return 0.0
 
 

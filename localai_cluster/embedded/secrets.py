@@ -14,7 +14,7 @@ from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.kit import nkeys
 from localai_cluster.kit.env import weak_secret
 
-GIVEN_BY = {
+SECRET_VARIABLES = {
     "secret_key": "SECRET_KEY",
     "admin_password": "CLUSTER_ADMIN_PASSWORD",
     "admin_api_key": "LOCALAI_API_KEY",
@@ -25,10 +25,10 @@ GIVEN_BY = {
 }
 """Variable that replaces each generated secret, by the secret's name."""
 
-INTERNAL = ("valkey",)
+INTERNAL_SECRETS = ("valkey",)
 """Names of secrets between the bundled servers and our processes. No setting replaces them."""
 
-_KEYS: dict[str, nkeys.Role] = {
+_NKEY_ROLES: dict[str, nkeys.Role] = {
     "nats_account": "account",
     "nats_operator": "operator",
     "nats_system": "account",
@@ -46,18 +46,18 @@ class Secrets:
         self.directory = private_directory(directory)
         self._environ = environ
         own_nats = bool(environ.get("LOCALAI_NATS_URL") or environ.get("LOCALAI_NATS_URL_FILE"))
-        for name in (*GIVEN_BY, *INTERNAL):
-            if not self.given(name) and not (own_nats and name in _KEYS):
-                ensure(self.directory / name, _KEYS.get(name))
+        for name in (*SECRET_VARIABLES, *INTERNAL_SECRETS):
+            if not self.given(name) and not (own_nats and name in _NKEY_ROLES):
+                ensure_secret(self.directory / name, _NKEY_ROLES.get(name))
 
     def given(self, name: str) -> bool:
         """Return True if the operator has set this secret."""
-        variable = GIVEN_BY.get(name, "")
+        variable = SECRET_VARIABLES.get(name, "")
         return bool(variable) and bool(self._environ.get(variable) or self._environ.get(f"{variable}_FILE"))
 
     def path(self, name: str) -> Path | None:
         """Return the secret's file, ours or the operator's; None if only the environment has the secret."""
-        variable = GIVEN_BY.get(name, "")
+        variable = SECRET_VARIABLES.get(name, "")
         if variable and self._environ.get(variable):
             return None
         if variable and (file := self._environ.get(f"{variable}_FILE")):
@@ -68,7 +68,7 @@ class Secrets:
         """Return the secret. Raise SetupError if its file cannot be read or is empty."""
         path = self.path(name)
         if path is None:
-            return self._environ[GIVEN_BY[name]]
+            return self._environ[SECRET_VARIABLES[name]]
         try:
             value = path.read_text(encoding="utf-8").strip()
         except OSError as error:
@@ -81,24 +81,24 @@ class Secrets:
         """Return a variable `NAME_FILE` for every secret that children read from our files."""
         return {
             f"{variable}_FILE": str(self.directory / name)
-            for name, variable in GIVEN_BY.items()
+            for name, variable in SECRET_VARIABLES.items()
             if not self.given(name) and (self.directory / name).exists()
         }
 
     def renew_bus_keys(self) -> None:
         """Replace the generated keys of the bundled NATS server; keep keys that the operator has set."""
-        for name, role in _KEYS.items():
+        for name, role in _NKEY_ROLES.items():
             path = self.directory / name
             if not self.given(name) and path.exists():
                 path.unlink()
-                ensure(path, role)
+                ensure_secret(path, role)
 
     def weak(self) -> list[str]:
         """Return the variables whose secrets are too weak for a cluster that other machines can reach."""
         given = {
             variable: self.value(name)
-            for name, variable in GIVEN_BY.items()
-            if name not in _KEYS and self.given(name)
+            for name, variable in SECRET_VARIABLES.items()
+            if name not in _NKEY_ROLES and self.given(name)
         }
         return [
             variable
@@ -109,10 +109,10 @@ class Secrets:
 
 def _separated(variable: str, value: str) -> list[str]:
     """Return the secrets in the value of a variable. Only the variable of the API key may hold several."""
-    return value.split(",") if variable == GIVEN_BY["admin_api_key"] else [value]
+    return value.split(",") if variable == SECRET_VARIABLES["admin_api_key"] else [value]
 
 
-def ensure(path: Path, role: nkeys.Role | None = None) -> str:
+def ensure_secret(path: Path, role: nkeys.Role | None = None) -> str:
     """Return the secret in `path`; generate it if the file does not exist.
 
     The file has mode 0600. If two processes generate the secret at the same time, both return the same one.

@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 LONGEST_HOST = 253
 """Maximum characters of a host name; DNS resolves no longer one."""
 LONGEST_URL = 512
-EXPECTED = "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
+EXPECTED_FORM = (
+    "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
+)
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
 _PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
 
@@ -44,13 +46,13 @@ def parse(text: str) -> Address:
     """Parse `host:port`. Raise ValueError, whose message completes a sentence about the text."""
     name, colon, number = text.rpartition(":")
     if not colon or not _PORT.match(number) or int(number) > 65535:
-        raise ValueError(f"is not {EXPECTED}")
+        raise ValueError(f"is not {EXPECTED_FORM}")
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
-        raise ValueError(f"is not {EXPECTED}")
+        raise ValueError(f"is not {EXPECTED_FORM}")
     try:
         return Address(host(name), int(number))
     except ValueError:
-        raise ValueError(f"is not {EXPECTED}") from None
+        raise ValueError(f"is not {EXPECTED_FORM}") from None
 
 
 def host(text: str) -> str:

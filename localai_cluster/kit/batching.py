@@ -14,7 +14,7 @@ V = TypeVar("V")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_RETRY_AFTER = 1.0
+_RETRY_SECONDS = 1.0
 """Seconds after which a batch that could not be written is written again."""
 
 
@@ -102,7 +102,7 @@ class Batcher(Generic[K, V]):
             left = await self._write(self._batch)
         except self._retry_on as error:
             log.warning("a batch of %d waits: %s", len(self._batch), error or type(error).__name__)
-            left, self._next_at = self._batch, clock.monotonic() + _RETRY_AFTER
+            left, self._next_at = self._batch, clock.monotonic() + _RETRY_SECONDS
         except Exception:  # a defect; the next batch must still be written
             log.exception("a batch of %d is lost", len(self._batch))
             return

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-_ASK_AGAIN = 2.0
+_REPEAT_SECONDS = 2.0
 """Seconds until a task that is still running is cancelled again."""
 
 
@@ -12,7 +12,7 @@ async def end(*tasks: "asyncio.Future[Any]") -> None:
     while running := {task for task in tasks if not task.done()}:
         for task in running:
             task.cancel()
-        await asyncio.wait(running, timeout=_ASK_AGAIN)
+        await asyncio.wait(running, timeout=_REPEAT_SECONDS)
     for task in tasks:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not report it as never retrieved

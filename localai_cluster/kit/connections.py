@@ -225,13 +225,13 @@ class WatchingSocket(WebSocketsSansIOProtocol):
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS = 256
+CONNECTION_LIMIT = 256
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
-FAREWELL = 1.0
+SHUTDOWN_SECONDS = 1.0
 """Seconds for running responses to end at the shutdown."""
 LARGEST_MESSAGE = 4096
 """Maximum bytes of a websocket client's message; its content is ignored."""
-AGAIN = 30.0
+LISTEN_RETRY_SECONDS = 30.0
 """Seconds until the next attempt to listen on an address that is in use."""
 
 
@@ -251,7 +251,7 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
         log_level="warning",
         access_log=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=CONNECTION_LIMIT,
     )
     config.load()
     state = ServerState()
@@ -265,14 +265,14 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
         for connection in list(state.connections):
             connection.shutdown()
         if state.tasks:
-            await asyncio.wait(state.tasks, timeout=FAREWELL)
+            await asyncio.wait(state.tasks, timeout=SHUTDOWN_SECONDS)
         for task in list(state.tasks):
             task.cancel()
         for connection in list(state.connections):
             connection.transport.abort()
 
 
-async def serve(address: Address, application: Any, again: float = AGAIN) -> NoReturn:
+async def serve(address: Address, application: Any, again: float = LISTEN_RETRY_SECONDS) -> NoReturn:
     """Serve on an address until cancelled.
 
     While the address cannot be used, the process runs without this server and retries every `again` seconds.

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from localai_cluster.kit import clock, conf
 
-FULL_BELOW = 32 * 1024 * 1024
+FULL_BELOW_BYTES = 32 * 1024 * 1024
 """Free bytes below which PostgreSQL can no longer add a file to its write-ahead log."""
 MAX_AGE = 5.0
 """Seconds for which a reading is cached."""
-IS_FULL = "the disk of the server's data folder is full"
+DISK_FULL_MESSAGE = "the disk of the server's data folder is full"
 """Message for any user; administrators also get the name of the disk."""
 
 
@@ -30,8 +30,8 @@ class DiskUsage:
 
     @property
     def is_full(self) -> bool:
-        """True if less than `FULL_BELOW` is free."""
-        return self.free < FULL_BELOW
+        """True if less than `FULL_BELOW_BYTES` is free."""
+        return self.free < FULL_BELOW_BYTES
 
     def __str__(self) -> str:
         sizes = f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB free"
@@ -68,4 +68,4 @@ def current() -> DiskUsage | None:
 def with_disk_full_hint(problem: str) -> str:
     """Return the problem; add the full disk as its likely cause if the disk is full."""
     usage = current()
-    return f"{problem}: {IS_FULL}" if usage is not None and usage.is_full else problem
+    return f"{problem}: {DISK_FULL_MESSAGE}" if usage is not None and usage.is_full else problem

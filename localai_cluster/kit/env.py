@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from localai_cluster.kit import addresses, nkeys
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.tls import trust_besides
+from localai_cluster.kit.tls import context_with_ca
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
@@ -207,7 +207,7 @@ SERVER_URL = "the URL of the control plane, such as http://cluster.example:8080"
 _HIGHEST = 2**63 - 1
 Secret = Annotated[str, Format("a text", secret=True)]
 Pem = Annotated[str, Format(_PEM)]
-MoreCAs = Annotated[ssl.SSLContext, Format(_PEM, trust_besides)]
+MoreCAs = Annotated[ssl.SSLContext, Format(_PEM, context_with_ca)]
 Folder = Annotated[Path, Format("a path", _folder)]
 Folders = Annotated[tuple[Path, ...], Format("paths", _folders)]
 BaseUrl = Annotated[str, Format("a URL such as http://192.0.2.10:8080", addresses.parse_base_url)]
@@ -292,7 +292,7 @@ class Table:
         return ()
 
 
-def declared(table: type[Table]) -> tuple[Setting, ...]:
+def declared_settings(table: type[Table]) -> tuple[Setting, ...]:
     """Return the settings of a table in the order of its fields."""
     settings: list[Setting] = []
     hints, group = get_type_hints(table, include_extras=True), ""
@@ -322,7 +322,7 @@ def _format_of(base: Any, extras: Iterable[Any]) -> Format:
     return next((Format(text) for text in texts), TEXT)
 
 
-def texts(table: type[Table]) -> dict[str, str]:
+def read_field_docstrings(table: type[Table]) -> dict[str, str]:
     """Return the docstrings of a table's fields by field name.
 
     They come from the source, because Python does not store docstrings of fields.
@@ -347,7 +347,7 @@ class Environment:
     def read(self, table: type[T], flags: Mapping[str, str | None] | None = None) -> T:
         """Read all settings of a table; a flag (by field name) takes precedence over a variable."""
         values: Values = {}
-        for entry in declared(table):
+        for entry in declared_settings(table):
             given = ((flags or {}).get(entry.key) or "").strip()
             values[entry.key] = self._value(entry, given or self._text(entry), values)
         settings = table(**values)

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 KILL_AT, KILL_TEST = "CLUSTER_KILL_AT", "CLUSTER_KILL_TEST"
-KILLED = "killed at the point "
+KILL_MESSAGE_PREFIX = "killed at the point "
 """Beginning of the line that a process writes to standard error before it kills itself; the point follows."""
 
 _sending: ContextVar[str] = ContextVar("leaving", default="")
@@ -41,7 +41,7 @@ class _Kill:
             self._gate.unlink()
         except FileNotFoundError:
             return  # another process passed the point first and was killed
-        sys.stderr.write(f"{KILLED}{self.point}\n")
+        sys.stderr.write(f"{KILL_MESSAGE_PREFIX}{self.point}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -110,7 +110,7 @@ def _joined_values(
     return columns, f"unnest({', '.join(types)}) AS v ({', '.join(varying)})", constants + arrays
 
 
-def among(ids: Iterable[UUID]) -> RawSQL:
+def as_array(ids: Iterable[UUID]) -> RawSQL:
     """Return the ids as one array parameter for an `in` lookup; a list would send a parameter for each id."""
     return RawSQL("SELECT unnest(%s::uuid[])", [list(ids)])
 
@@ -120,7 +120,7 @@ Attempt = tuple[UUID, int]
 MOST_LOST_LEASES = 10
 """Number of lost leases after which a row is given up."""
 COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
-"""Columns that `claim`, `end_lease` and `lock_expired` change; the caller saves them."""
+"""Columns that `claim`, `end_lease` and `lock_expired_rows` change; the caller saves them."""
 
 
 class LeaseLost(Exception):
@@ -169,16 +169,16 @@ def renew(
 
     Pass only the ids of running attempts, so that all other leases expire. A locked row, whose progress or
     outcome is being written, is skipped: otherwise one blocked row would cost all others their leases.
-    `owner` keeps the skipped row, because `lock_expired` skips locked rows too.
+    `owner` keeps the skipped row, because `lock_expired_rows` skips locked rows too.
     """
-    mine = leased.filter(pk__in=among(ids), lease_owner=owner)
+    mine = leased.filter(pk__in=as_array(ids), lease_owner=owner)
     free = mine.select_for_update(no_key=True, skip_locked=True).values("pk")
     with transaction.atomic(savepoint=False):
         leased.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
     return dict(mine.values_list("id", "fence"))
 
 
-def lock_held(leased: "QuerySet[L]", owner: str) -> list[L]:
+def lock_owned_rows(leased: "QuerySet[L]", owner: str) -> list[L]:
     """Lock the rows of `owner`, which is stopping, in the order of their ids; return the rows."""
     return list(leased.filter(lease_owner=owner).order_by("pk").select_for_update(no_key=True))
 
@@ -192,7 +192,7 @@ def _expired(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
     return leased.filter(lease_until__lt=now)
 
 
-def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list[L]]:
+def lock_expired_rows(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list[L]]:
     """Lock the rows with expired leases; return the rows to retry and the rows to give up.
 
     Locked rows are skipped. Each row to retry counts one more lost lease.
@@ -205,15 +205,15 @@ def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list
     return retried, given_up
 
 
-def lock_attempts(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> dict[UUID, L]:
+def lock_attempt_rows(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> dict[UUID, L]:
     """Lock the rows that these attempts still own, in the order of their ids; return the rows by id."""
     named = leased.filter(pk__in={id for id, _ in attempts}).order_by("pk")
     return {row.id: row for row in named.select_for_update(no_key=True) if (row.id, row.fence) in attempts}
 
 
-def lock_attempt(leased: "QuerySet[L]", attempt: Attempt) -> L:
+def lock_attempt_row(leased: "QuerySet[L]", attempt: Attempt) -> L:
     """Lock and return the row of the attempt. Raise LeaseLost if the attempt no longer owns the row."""
-    row = lock_attempts(leased, [attempt]).get(attempt[0])
+    row = lock_attempt_rows(leased, [attempt]).get(attempt[0])
     if row is None:
         raise LeaseLost(str(attempt[0]))
     return row

@@ -63,7 +63,7 @@ class OneLine(logging.Formatter):
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
-def handler(stream: TextIO) -> logging.Handler:
+def create_handler(stream: TextIO) -> logging.Handler:
     """Return a handler with our log format for `stream`, for a process without Django's settings."""
     stream_handler = logging.StreamHandler(stream)
     stream_handler.setFormatter(OneLine(LINE, TIME, style="{"))

@@ -15,7 +15,7 @@ Format characters include the bidirectional controls and characters of zero widt
 """
 _BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
 """Letters and symbols without a visible glyph."""
-_UNSEEN_MARKS = frozenset(
+_INVISIBLE_MARKS = frozenset(
     map(
         chr, (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
     )
@@ -24,7 +24,7 @@ _UNSEEN_MARKS = frozenset(
 
 Names that differ only in such marks look alike.
 """
-_UNPRINTABLE = _BLANKS | _UNSEEN_MARKS
+_UNPRINTABLE = _BLANKS | _INVISIBLE_MARKS
 
 
 def key(name: str) -> str:
@@ -35,17 +35,17 @@ def key(name: str) -> str:
     characters are never replaced: `gpu-l` and `gpu-1`, `m` and `rn` are different names, because operators
     number their machines.
     """
-    folded = _folded(name)
+    folded = _fold_case(name)
     # A letter that was replaced may join an accent that follows it.
     while not folded.isascii():
-        replaced = _folded(unicodedata.normalize("NFD", folded).translate(_look_alikes()))
+        replaced = _fold_case(unicodedata.normalize("NFD", folded).translate(_look_alikes()))
         if replaced == folded:
             break
         folded = replaced
     return folded
 
 
-def _folded(name: str) -> str:
+def _fold_case(name: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
 
 
@@ -64,7 +64,7 @@ def _look_alikes() -> dict[int, str]:
     return look_alikes
 
 
-def unprintable(text: str) -> str:
+def find_unprintable(text: str) -> str:
     """Return the first character that a name must not contain, in the form `U+200B`; "" if there is none."""
     for character in text:
         if unicodedata.category(character) in _REFUSED or character in _UNPRINTABLE:
@@ -72,12 +72,12 @@ def unprintable(text: str) -> str:
     return ""
 
 
-def plain(text: str) -> str:
+def to_single_line(text: str) -> str:
     """Return the text on one line and without invisible characters, for a record."""
-    return "".join(" " if unprintable(character) else character for character in text).strip()
+    return "".join(" " if find_unprintable(character) else character for character in text).strip()
 
 
-def readable(text: str) -> str:
+def to_readable_text(text: str) -> str:
     """Return a client's text for storage and display. Cut the middle of a long text; keep line breaks.
 
     The error is usually at the beginning, and an engine's last output at the end.
@@ -85,13 +85,13 @@ def readable(text: str) -> str:
     if len(text) > LONGEST_TEXT:
         text = f"{text[: LONGEST_TEXT // 4]} … {text[-3 * LONGEST_TEXT // 4 :]}"
     return "".join(
-        " " if character not in "\n\t" and unprintable(character) else character for character in text
+        " " if character not in "\n\t" and find_unprintable(character) else character for character in text
     )
 
 
 def check_text(text: str, field: str) -> None:
     """Raise InvalidInput naming `field` for control, bidi, zero-width and unassigned characters."""
-    if character := unprintable(text):
+    if character := find_unprintable(text):
         raise errors.InvalidInput(f"{field} must not contain the character {character}", field=field)
 
 

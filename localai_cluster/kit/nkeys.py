@@ -129,6 +129,6 @@ def _encode(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
-def grouped(fingerprint: str) -> str:
+def group_characters(fingerprint: str) -> str:
     """Return a fingerprint in groups of four characters, for people who read it aloud."""
     return " ".join(fingerprint[at : at + 4] for at in range(0, len(fingerprint), 4))

@@ -109,7 +109,7 @@ def _is_about_outage(record: logging.LogRecord) -> bool:
     return any(is_outage(error) or is_disk_full(error) for error in errors)
 
 
-def left_out_in_an_outage(task: Callable[[], None]) -> Callable[[], None]:
+def skip_during_outage(task: Callable[[], None]) -> Callable[[], None]:
     """Decorate a recurring task: an outage ends the run with one log line, without an error.
 
     The next run does the work.

@@ -45,7 +45,7 @@ LONGEST_RETRY_AFTER = 3600.0
 _WORDS_BYTES = 16 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEMPORARY = (408, 425, 429)
-_TO_OTHERS = ("accept", "range", "if-range", "if-none-match")
+_REDIRECTED_HEADERS = ("accept", "range", "if-range", "if-none-match")
 """Headers of the caller that are kept in a redirect to another origin."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
 _NUMBER = re.compile(r"\d{1,18}")
@@ -244,7 +244,7 @@ class Outbound:
             if _origin(target) != _origin(url):
                 # Nor back to the first host: whoever redirects there chooses the path.
                 authorization, was_redirected = "", True
-                headers = {name: headers[name] for name in headers if name.lower() in _TO_OTHERS}
+                headers = {name: headers[name] for name in headers if name.lower() in _REDIRECTED_HEADERS}
             url = target
         else:
             raise SourceError(f"{_site(url)}: more than {MOST_REDIRECTS} redirects")
@@ -278,7 +278,9 @@ def body_of(response: httpx.Response, offset: int) -> SourceBody:
     return SourceBody(pieces, offset, total, validator, has_ranges=True)
 
 
-async def paced(body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMIT) -> AsyncIterator[bytes]:
+async def read_pieces(
+    body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMIT
+) -> AsyncIterator[bytes]:
     """Yield the body in pieces of `size` bytes; the last piece may be shorter.
 
     Raise TimeoutError after `stall` seconds without data, or if the data arrives too slowly. Received bytes
@@ -353,7 +355,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         try:
             name = addresses.host(host)
         except ValueError as error:
-            raise AddressRefused(f"{names.plain(host[:100])} {error}") from None
+            raise AddressRefused(f"{names.to_single_line(host[:100])} {error}") from None
         # A thread of its own: a resolver that hangs must not occupy those of the database.
         lookup = untrusted.in_daemon_thread(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
@@ -465,7 +467,7 @@ async def _words_of(response: httpx.Response, authorization: str) -> str:
     text = words if isinstance(words, str) else ""
     for secret in {authorization, authorization.rpartition(" ")[2]} - {""}:
         text = text.replace(secret, "…")
-    return names.plain(" ".join(text.split())[:LONGEST_WORDS])
+    return names.to_single_line(" ".join(text.split())[:LONGEST_WORDS])
 
 
 async def _read_at_most(response: httpx.Response, limit: int) -> bytes:
@@ -486,7 +488,7 @@ def _retry_after(response: httpx.Response) -> float:
 def _site(url: httpx.URL) -> str:
     """Return the host and path of a URL, for a message."""
     host = url.raw_host.decode("ascii", "replace")
-    return names.plain(f"{host}{url.path}"[:200])
+    return names.to_single_line(f"{host}{url.path}"[:200])
 
 
 def _reason(error: Exception) -> str:

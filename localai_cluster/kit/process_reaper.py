@@ -79,7 +79,7 @@ def processes() -> Iterator[Stat]:
             yield process
 
 
-def same(process: Stat) -> bool:
+def is_still_running(process: Stat) -> bool:
     """Return True if this process still runs; another process with the same id does not count."""
     now = stat(process.pid)
     return now is not None and now.running and now.start == process.start
@@ -129,7 +129,7 @@ def reaper_of(mark: str) -> int | None:
     return next((process.pid for process in processes() if _is_reaper(process.pid, mark)), None)
 
 
-def ask(group: Group, number: int) -> None:
+def send_group_signal(group: Group, number: int) -> None:
     """Send the signal `number` to the leader.
 
     If `group.whole` is set or the leader is dead, the whole group gets the signal.
@@ -145,7 +145,7 @@ def ask(group: Group, number: int) -> None:
 def kill(victims: set[Stat], number: int = signal.SIGKILL) -> None:
     """Send a signal to each of these processes, and to no process that has reused an id."""
     for victim in victims:
-        if same(victim):
+        if is_still_running(victim):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(victim.pid, number)
 
@@ -159,12 +159,12 @@ def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
     members = group_with_descendants(group)
     if not members:
         return True
-    ask(group, group.polite)
+    send_group_signal(group, group.polite)
     polls, orphaned = round(group.seconds / POLL_SECONDS), False
     while polls > 0 and not hurry():
         # Read again at each poll: a member may have started further processes.
         members |= group_with_descendants(group)
-        members = {process for process in members if same(process)}
+        members = {process for process in members if is_still_running(process)}
         if not members:
             return True
         if not orphaned and group.pgid not in {process.pid for process in members}:
@@ -176,7 +176,7 @@ def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
         sleep(POLL_SECONDS)
     for _ in range(50):
         kill(members | group_with_descendants(group))
-        if not any(same(process) for process in members):
+        if not any(is_still_running(process) for process in members):
             break
         sleep(POLL_SECONDS)
     return False

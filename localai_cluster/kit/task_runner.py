@@ -22,7 +22,7 @@ from django_q.worker import worker
 
 log = logging.getLogger(__name__)
 
-_STOP = "STOP"
+_STOP_ITEM = "STOP"
 """Item of a queue at which django-q2's worker and monitor return."""
 
 
@@ -89,7 +89,7 @@ class TaskRunner:
             timer.value = -1
             # A task that was cut may have left a statement running and locks taken.
             connections.close_all()
-        self._results.put(_STOP)
+        self._results.put(_STOP_ITEM)
         saving.join()
 
     def _push(self) -> None:
@@ -99,7 +99,7 @@ class TaskRunner:
             except Exception:
                 log.exception("a task could not be read")
         self._has_ended = True
-        self._tasks.put(_STOP)
+        self._tasks.put(_STOP_ITEM)
 
     def _save(self) -> None:
         while True:

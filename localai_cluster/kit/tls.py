@@ -95,7 +95,7 @@ def _check_certificate(name: str, now: datetime) -> None:
         )
 
 
-def trust_besides(ca: str) -> ssl.SSLContext | None:
+def context_with_ca(ca: str) -> ssl.SSLContext | None:
     """Return a context that trusts the system's CAs and the CAs in the PEM file; None for no file.
 
     Raise ValueError if the file cannot be used.

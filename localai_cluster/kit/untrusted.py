@@ -220,10 +220,10 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
 
 MOST_NODES = 100_000
 """Maximum number of values in one text, counting each copy that a merge (`<<`) makes."""
-_FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
+_LOADER_BASES: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
+class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
     """Loader of safe YAML with bounded depth and size.
 
     libyaml splits the text into events and Python composes the nodes: libyaml's own composer recurses on the
@@ -232,7 +232,7 @@ class BoundedLoader(LocatedErrors, *_FAST):  # type: ignore[misc]
 
     def __init__(self, stream: str | bytes) -> None:
         super().__init__()
-        _FAST[-1].__init__(self, stream)
+        _LOADER_BASES[-1].__init__(self, stream)
         self._level, self._left = 0, MOST_NODES
 
     def compose_node(self, parent: Any, index: Any) -> Any:

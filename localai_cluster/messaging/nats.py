@@ -120,7 +120,7 @@ class NatsBus:
             await client.publish(subject, payload)
             await failpoints.pass_sent(client.flush)
         except nats.errors.Error as error:
-            raise translate(error, subject) from error
+            raise translate_nats_error(error, subject) from error
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
         """Return the reply received within `timeout` seconds.
@@ -130,7 +130,7 @@ class NatsBus:
         try:
             reply = await self._live_link().request(subject, payload, inbox, timeout)
         except nats.errors.Error as error:
-            raise translate(error, subject) from error
+            raise translate_nats_error(error, subject) from error
         if reply is None:
             raise NotConnected(f"the connection was lost while waiting for the reply on {subject}")
         return reply
@@ -375,7 +375,7 @@ async def _drain(carrier: NatsSubscription) -> None:
     await drain()
 
 
-async def complaint(servers: Servers) -> str:
+async def connection_problem(servers: Servers) -> str:
     """Connect to these servers once; return the reason of a failure, "" on success."""
     link = Link(lambda text: None)
     try:
@@ -391,7 +391,7 @@ def _reason(error: Exception) -> str:
     return "no connection within 5 s" if isinstance(error, TimeoutError) else str(error)
 
 
-def translate(error: nats.errors.Error, subject: str) -> ClusterError:
+def translate_nats_error(error: nats.errors.Error, subject: str) -> ClusterError:
     """Return the product's error for an error of the NATS library."""
     match error:
         case nats.errors.NoRespondersError():

@@ -98,7 +98,7 @@ FIGURES = (
 _readers: dict[Gauge, Callable[[], float]] = {}
 
 
-def follow(figure: Gauge, read: Callable[[], float]) -> None:
+def set_reader(figure: Gauge, read: Callable[[], float]) -> None:
     """Make a gauge read its value from `read()` at each scrape.
 
     In a scrape of another process, the value is that of the last `refresh`.
@@ -113,7 +113,7 @@ def refresh() -> None:
         figure.set(read())
 
 
-LEFT = "left"
+CLIENT_LEFT = "left"
 _SURFACES = {
     "v1": "inference",
     "v2": "inference",

@@ -20,8 +20,13 @@ _STOCK_CONTEXT = "exceeds the available context size"
 
 # gRPC reports a refused connection and a broken one by the same status; only its text distinguishes them.
 # Refused: the request never left. Broken: it may have reached the engine.
-_REFUSED = ("failed to connect", "connections to all backends failing", "errors resolving", "lookup failed")
-_BROKEN = (
+_REFUSED_MESSAGES = (
+    "failed to connect",
+    "connections to all backends failing",
+    "errors resolving",
+    "lookup failed",
+)
+_BROKEN_MESSAGES = (
     "socket closed",
     "connection reset",
     "broken pipe",
@@ -173,8 +178,8 @@ def translate(status: grpc.StatusCode, details: str) -> BackendError:
 
 
 def _unavailable(text: str) -> type[BackendError]:
-    if any(phrase in text for phrase in _REFUSED):
+    if any(phrase in text for phrase in _REFUSED_MESSAGES):
         return Refused
-    if any(phrase in text for phrase in _BROKEN):
+    if any(phrase in text for phrase in _BROKEN_MESSAGES):
         return Lost
     return Busy

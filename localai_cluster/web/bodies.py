@@ -1,6 +1,6 @@
 """Request bodies: read in two steps on raw routes, spooled as forms, bounded in front of Django.
 
-An unauthenticated caller's body is read up to `FIRST_PART` bytes only. A `Budget` limits the memory of all
+Of an unauthenticated caller's body only `FIRST_PART_BYTES` are read. A `Budget` limits the memory of all
 bodies of a process while they arrive; the first part of a body is always admitted, so that callers without a
 key cannot exhaust the budget of others.
 
@@ -24,7 +24,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Receive
 
-FIRST_PART = 16 * 1024
+FIRST_PART_BYTES = 16 * 1024
 """Bytes of a body that are read before its sender is authenticated."""
 MOST_HELD = 256 * 1024 * 1024
 """Maximum bytes of all bodies that one process holds while they arrive."""
@@ -117,11 +117,11 @@ class Body:
         return size
 
     async def read_first_part(self) -> None:
-        """Read to the end or to `FIRST_PART` bytes. Read nothing if the declared size is larger."""
+        """Read to the end or to `FIRST_PART_BYTES` bytes. Read nothing if the declared size is larger."""
         declared = self.declared_size()
-        if declared is not None and declared > FIRST_PART:
+        if declared is not None and declared > FIRST_PART_BYTES:
             return
-        while not self.is_complete and self._size < FIRST_PART:
+        while not self.is_complete and self._size < FIRST_PART_BYTES:
             await self._read_part()
 
     async def read_all(self) -> bytes:
@@ -139,7 +139,7 @@ class Body:
             if self._too_large is not None:
                 raise self._too_large(self._limit)
             raise InvalidInput(f"the request body exceeds {self._limit} bytes", field="input")
-        if self._size > FIRST_PART and self._budget.is_exceeded:
+        if self._size > FIRST_PART_BYTES and self._budget.is_exceeded:
             raise too_many_bodies()
         self._parts.append(part)
 
@@ -154,7 +154,7 @@ class Body:
         if self.is_complete:
             return False
         declared = self.declared_size()
-        return declared is None or declared > FIRST_PART
+        return declared is None or declared > FIRST_PART_BYTES
 
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
         """Send a response. If much of the body is unread, which means an error, close the connection.
@@ -182,9 +182,9 @@ class Body:
 
 LARGEST_DJANGO_BODY = 1024 * 1024
 """Maximum bytes of a body on most routes. A body far above a route's limit is read and dropped."""
-_ABOVE = 64 * 1024
+_BYTES_ABOVE_LIMIT = 64 * 1024
 """Bytes above the limit that are passed on, so that the route itself refuses the body."""
-FREE_BODY = 64 * 1024
+ADMITTED_BYTES = 64 * 1024
 """Bytes of a body that are always admitted, because Django reads the body before it knows the caller."""
 MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
 """Maximum bytes of all larger bodies of one process together."""
@@ -204,7 +204,7 @@ class BoundedBody:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on with a bounded body."""
         passed, counted, refused = 0, 0, False
-        most = self._larger.get(scope.get("path", ""), LARGEST_DJANGO_BODY) + _ABOVE
+        most = self._larger.get(scope.get("path", ""), LARGEST_DJANGO_BODY) + _BYTES_ABOVE_LIMIT
 
         async def bounded() -> Any:
             nonlocal passed, counted, refused
@@ -214,7 +214,7 @@ class BoundedBody:
             if message["type"] == "http.request" and passed > most:
                 return {**message, "body": b""}
             passed += len(message.get("body", b""))
-            if passed > FREE_BODY:
+            if passed > ADMITTED_BYTES:
                 self._budget.take(passed - counted)
                 counted = passed
                 refused = self._budget.is_exceeded

@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 
-def nested(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
+def nested_error(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
     """Return the nested envelope; `field` is the wrong field of the request, if any."""
     return {"error": {"code": code, "message": message, "type": kind} | ({"field": field} if field else {})}
 
 
-def flat(message: str, field: str | None = None) -> Body:
+def flat_error(message: str, field: str | None = None) -> Body:
     """Return the flat envelope; `field` is the wrong field of the body, if any."""
     return {"error": message} | ({"field": field} if field else {})
 
 
 def flat_refusal(error: errors.ClusterError) -> Body:
     """Return the body of a worker's 401 in the flat envelope. `rotate` requests a new secret."""
-    return flat(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
+    return flat_error(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
 
 
 def field_message(detail: Any, path: str = "") -> str:
@@ -83,7 +83,7 @@ def translate_error(exc: Exception) -> errors.ClusterError | None:
 def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
     if isinstance(exc, exceptions.ValidationError):
         # It may quote a key of the body, whose unprintable characters cannot be sent back.
-        return errors.InvalidInput(names.plain(field_message(exc.detail)), field=_field(exc.detail))
+        return errors.InvalidInput(names.to_single_line(field_message(exc.detail)), field=_field(exc.detail))
     if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
         return errors.InvalidInput(MALFORMED)
     return _with_status(exc.status_code, str(exc.detail))
@@ -102,7 +102,7 @@ _OTHER_ERRORS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], 
 def _field(detail: Any) -> str | None:
     """Return the field that `field_message` names; None if the error concerns the whole body."""
     key = next(iter(detail), None) if isinstance(detail, Mapping) else None
-    return None if key in (None, "non_field_errors") else names.plain(str(key))
+    return None if key in (None, "non_field_errors") else names.to_single_line(str(key))
 
 
 def _with_status(status: int, message: str) -> errors.ClusterError:
@@ -122,7 +122,7 @@ def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
 
 def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
     """Return the nested envelope for an error."""
-    return nested(error.status, error.message, kind)
+    return nested_error(error.status, error.message, kind)
 
 
 def body_of(error: errors.ClusterError, view: Any) -> Body:
@@ -133,12 +133,12 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
     if is_auth_error and not getattr(view, "flat_auth", False):
         # A page must distinguish this error from others with the same status: its code is a word (§0.4).
         code = error.code if error.code_on_wire else error.status
-        return nested(code, error.message, _REFUSALS[error.status])
+        return nested_error(code, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":
-        return flat(error.message, error.field) | {
+        return flat_error(error.message, error.field) | {
             key: error.data[key] for key in _FLAT_KEYS if key in error.data
         }
-    body = nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
+    body = nested_error(error.status, error.message, getattr(view, "error_type", ""), error.field)
     if refusals := error.data.get("refusals"):
         body["error"]["refusals"] = refusals
     return body
@@ -151,14 +151,14 @@ _REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
 
 def not_found(request: HttpRequest, exception: Exception) -> JsonResponse:
     """Return the 404 of Django's `handler404`."""
-    return JsonResponse(nested(404, "resource not found"), status=404)
+    return JsonResponse(nested_error(404, "resource not found"), status=404)
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> JsonResponse:
     """Return the 400 of Django's `handler400`."""
-    return JsonResponse(nested(400, "bad request"), status=400)
+    return JsonResponse(nested_error(400, "bad request"), status=400)
 
 
 def server_error(request: HttpRequest) -> JsonResponse:
     """Return the 500 of Django's `handler500`; the log has the cause under the request id."""
-    return JsonResponse(nested(500, "internal error"), status=500)
+    return JsonResponse(nested_error(500, "internal error"), status=500)

@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 30
 """Default maximum of failures per address and window: those of five workers with default retries."""
-SIGN_INS = 5
+SIGN_IN_LIMIT = 5
 """Maximum of wrong passwords per address and window (§5.4)."""
 WINDOW = 60
 """Seconds of a window. Windows follow each other without a gap and are the same for all addresses."""
 MOST_ADDRESSES = 10_000
-_PAUSE = 5
+_OUTAGE_PAUSE_SECONDS = 5
 """Seconds during which Valkey is not used after it did not respond."""
-_PATIENCE = 0.5
+_TIMEOUT_SECONDS = 0.5
 """Seconds until a call to Valkey times out."""
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class TooManyFailures(errors.ClusterError):
         self.retry_after = retry_after
 
 
-def source(address: str) -> str:
+def counter_key(address: str) -> str:
     """Return the key under which an address's failures are counted; "" for no IP address.
 
     The key is the IPv4 address, or the /64 of an IPv6 address.
@@ -90,7 +90,7 @@ class Failures:
 
     def check(self, address: str, now: datetime) -> None:
         """Raise TooManyFailures if the address must not try another credential in this window."""
-        if (key := source(address)) and self._count(key, _window(now)) >= self._limit:
+        if (key := counter_key(address)) and self._count(key, _window(now)) >= self._limit:
             raise TooManyFailures(_seconds_left(now), self._credentials)
 
     def note(self, address: str, now: datetime) -> None:
@@ -103,12 +103,12 @@ class Failures:
         if count > self._limit:
             if len(self._refused) >= MOST_ADDRESSES:
                 self._refused.clear()
-            self._refused[source(address)] = _window(now)
+            self._refused[counter_key(address)] = _window(now)
         self._judge(count, now)
 
     def was_refused(self, address: str, now: datetime) -> bool:
         """Return True if `note` of this process refused the address in this window. No I/O."""
-        return self._refused.get(source(address)) == _window(now)
+        return self._refused.get(counter_key(address)) == _window(now)
 
     async def noted(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
         """Count one failure in a thread; return the error for the caller, `refusal` or TooManyFailures."""
@@ -128,18 +128,18 @@ class Failures:
 
     def forgive(self, address: str, now: datetime) -> None:
         """Subtract the attempt that began at `now`, because it succeeded."""
-        if key := source(address):
+        if key := counter_key(address):
             self._call(lambda counts: _decrement(counts, f"{key}|{_window(now)}"))
 
     def log_failure(self, address: str, now: datetime) -> None:
         """Log a failure that was counted, with the sum, at most once a minute per address."""
-        key, window = source(address), _window(now)
+        key, window = counter_key(address), _window(now)
         if key and self._call(lambda counts: counts.add(f"{key}|told", 1, WINDOW)):
             recently = self._count(key, window) + self._count(key, window - 1)
             log.warning("failed %s from %s within two minutes: %d", self._credentials, key, recently)
 
     def _add(self, address: str, now: datetime) -> int:
-        key = source(address)
+        key = counter_key(address)
         return self._call(lambda counts: _increment(counts, f"{key}|{_window(now)}")) if key else 0
 
     def _judge(self, count: int, now: datetime) -> None:
@@ -158,7 +158,7 @@ class Failures:
         try:
             return operation(self._shared)
         except (RedisError, OSError) as error:
-            self._local.set("away", 1, _PAUSE)
+            self._local.set("away", 1, _OUTAGE_PAUSE_SECONDS)
             log.warning(
                 "failed %s are counted by this process alone: %s", self._credentials, type(error).__name__
             )
@@ -188,7 +188,7 @@ def _seconds_left(now: datetime) -> float:
     return WINDOW - now.timestamp() % WINDOW
 
 
-def process_counts(name: str, addresses: int) -> LocMemCache:
+def in_memory_counters(name: str, addresses: int) -> LocMemCache:
     """Return counts in the memory of this process; the least recently used addresses are dropped first."""
     return LocMemCache(name, {"OPTIONS": {"MAX_ENTRIES": 3 * addresses}})
 
@@ -208,7 +208,7 @@ def api_keys() -> Failures:
 @cache
 def sign_ins() -> Failures:
     """Return the counts of wrong passwords."""
-    return Failures(*_caches("sign-ins"), SIGN_INS, "sign-ins")
+    return Failures(*_caches("sign-ins"), SIGN_IN_LIMIT, "sign-ins")
 
 
 def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
@@ -217,7 +217,7 @@ def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
 
     url = conf.cluster().redis_url
     common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _options()}) if url else None
-    return common, process_counts(name, MOST_ADDRESSES)
+    return common, in_memory_counters(name, MOST_ADDRESSES)
 
 
 def _options() -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _options() -> dict[str, Any]:
     from redis.retry import Retry
 
     return {
-        "socket_timeout": _PATIENCE,
-        "socket_connect_timeout": _PATIENCE,
+        "socket_timeout": _TIMEOUT_SECONDS,
+        "socket_connect_timeout": _TIMEOUT_SECONDS,
         "retry": Retry(NoBackoff(), 0),
     }

@@ -30,7 +30,7 @@ class _GroupedHelp(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each group of settings."""
-        texts = env.texts(Config)
+        texts = env.read_field_docstrings(Config)
         for group in dict.fromkeys(entry.group for entry in SETTINGS):
             with formatter.section(group):
                 formatter.write_dl(
@@ -65,7 +65,9 @@ def main(command: str, **given: str | None) -> None:
 
 def _check(config: Config) -> int:
     own_identity = identity.NodeIdentity(config.data_dir, read_only=True)
-    lines = asyncio.run(check.report(config, own_identity)) + asyncio.run(check.machine(config))
+    lines = asyncio.run(check.report_connections(config, own_identity)) + asyncio.run(
+        check.report_machine(config)
+    )
     for line in lines:
         is_problem = isinstance(line, check.Problem)
         click.echo(f"error: {line}" if is_problem else line, err=is_problem)
@@ -77,7 +79,7 @@ def _run(options: dict[str, Any], *, check_only: bool) -> int:
         config = build(options)
         if check_only:
             return _check(config)
-        logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
+        logging.basicConfig(level=logging.INFO, handlers=[logs.create_handler(sys.stderr)])
         # It would log one line per heartbeat.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         with identity.claim(config.data_dir):

@@ -171,7 +171,7 @@ def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
         # Neither follows a link nor waits for a pipe.
         descriptor = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as raw:
-            plain = _plain(raw)
+            plain = _unpacked_file(raw)
             size = os.fstat(raw.fileno()).st_size if plain is raw else None
             forward = _ForwardReader(plain, size, stopped)
             with tarfile.TarFile(fileobj=cast(Any, forward), mode="r", errorlevel=2) as tar:
@@ -197,7 +197,7 @@ def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         yield entry
 
 
-def _plain(raw: IO[bytes]) -> IO[bytes]:
+def _unpacked_file(raw: IO[bytes]) -> IO[bytes]:
     """Return a file object of the unpacked content; the first bytes of the file determine the format."""
     first = raw.read(4)
     raw.seek(0)

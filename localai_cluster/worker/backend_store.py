@@ -18,7 +18,12 @@ from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput, Not
 from localai_cluster.messaging.messages import decode, omitted
 from localai_cluster.worker.hardware import preferred_tokens
 
-STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"
+STAGED_SUFFIX, BACKUP_SUFFIX, REMOVED_PREFIX, PARTIAL_PREFIX = (
+    ".install-tmp",
+    ".install-backup",
+    ".leaving-",
+    ".partial-",
+)
 MAX_NAME_BYTES = 200
 """Maximum bytes of a backend's folder name; a model id may have twice as many characters."""
 
@@ -36,7 +41,7 @@ def folder_name(name: str) -> str:
     is_too_long = len(folder.encode()) > MAX_NAME_BYTES
     if folder.startswith(".") or "\\" in folder or not folder.isprintable() or is_too_long:
         raise InvalidInput(f"not a backend name: {name[:80]!r}", field="backend")
-    if folder.lower().endswith((STAGED, BACKUP)):
+    if folder.lower().endswith((STAGED_SUFFIX, BACKUP_SUFFIX)):
         raise InvalidInput(f"not a backend name: {name[:80]!r} is reserved", field="backend")
     return folder
 
@@ -60,7 +65,7 @@ log = logging.getLogger(__name__)
 
 START_FILE = "run.sh"
 METADATA_FILE = "metadata.json"
-PARTIAL_KEPT_FOR = 86400.0
+PARTIAL_KEEP_SECONDS = 86400.0
 """Seconds for which a partial download is kept, so that a later install can resume it."""
 
 
@@ -177,11 +182,11 @@ class BackendStore:
         """
         remove_old_partials(self.backends)
         for path in list(self.backends.iterdir()):
-            if path.name.startswith(LEAVING) or path.name.endswith(STAGED):
+            if path.name.startswith(REMOVED_PREFIX) or path.name.endswith(STAGED_SUFFIX):
                 log.info("removing unfinished install %s", path.name)
                 discard(path)
-            elif path.name.endswith(BACKUP):
-                target = path.with_name(path.name.removesuffix(BACKUP))
+            elif path.name.endswith(BACKUP_SUFFIX):
+                target = path.with_name(path.name.removesuffix(BACKUP_SUFFIX))
                 if target.exists():
                     discard(path)
                 else:
@@ -219,8 +224,8 @@ class BackendStore:
 
 def remove_old_partials(folder: Path) -> None:
     """Remove partial downloads that no install has resumed for a day. Raise OSError."""
-    cutoff = clock.now().timestamp() - PARTIAL_KEPT_FOR
-    for path in folder.glob(f"{PARTIAL}*"):
+    cutoff = clock.now().timestamp() - PARTIAL_KEEP_SECONDS
+    for path in folder.glob(f"{PARTIAL_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another install may have completed its file
             if path.lstat().st_mtime < cutoff:
                 log.info("removing an old part of a download: %s", path.name)
@@ -247,7 +252,7 @@ def _warn_once(text: str) -> None:
 
 def discard(path: Path) -> None:
     """Remove a file or a folder. Rename it first, so that readers never see a part. Raise OSError."""
-    renamed = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
+    renamed = path.with_name(f"{REMOVED_PREFIX}{secrets.token_hex(6)}")
     try:
         path.rename(renamed)
     except FileNotFoundError:
@@ -264,5 +269,9 @@ def _folders(base: Path) -> Iterator[Path]:
     except FileNotFoundError:
         return
     for path in paths:
-        if not path.name.startswith(".") and not path.name.endswith((STAGED, BACKUP)) and path.is_dir():
+        if (
+            not path.name.startswith(".")
+            and not path.name.endswith((STAGED_SUFFIX, BACKUP_SUFFIX))
+            and path.is_dir()
+        ):
             yield path

@@ -15,7 +15,7 @@ import httpx
 from localai_cluster import gallery_index
 from localai_cluster.kit.addresses import is_local
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.messaging.nats import complaint
+from localai_cluster.messaging.nats import connection_problem
 from localai_cluster.worker import hardware, identity, ports
 from localai_cluster.worker.config import Config, InvalidSettings
 from localai_cluster.worker.control_plane import (
@@ -35,9 +35,9 @@ class Problem(str):
     """A line of the report that states a problem and its fix."""
 
 
-async def machine(config: Config) -> list[str]:
+async def report_machine(config: Config) -> list[str]:
     """Return the lines of the report on this machine: hardware, folders, addresses and ports."""
-    gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or hardware.Gpus()
+    gpus = await hardware.read_gpus(hardware.create_reader(config.test_gpus, tuple)) or hardware.Gpus()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     count = f"{len(gpus.each)} GPUs" if gpus.each is not None else "GPUs"
     found = f"{count} with {gpus.total / GIB:.0f} GiB" if gpus.total else "no GPU"
@@ -93,14 +93,14 @@ def _ports(config: Config) -> Iterator[str]:
     listener.close()
     yield f"ports: {found.http_bind[1]} for files, logs and probes"
     yield f"ports: {found.base_port} to {found.max_port} for engines"
-    if not ports.bindable(found.base_port):
+    if not ports.is_bindable(found.base_port):
         yield Problem(
             f"ports: another program has port {found.base_port}, the first one for engines; set LOCALAI_ADDR "
             "or LOCALAI_WORKER_FIND_PORTS=true"
         )
 
 
-async def report(config: Config, identity: NodeIdentity) -> list[str]:
+async def report_connections(config: Config, identity: NodeIdentity) -> list[str]:
     """Return the lines of the report on server, bus and galleries. A line of type Problem needs a fix."""
     async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True) as client:
         control_plane = ControlPlane(
@@ -143,7 +143,7 @@ async def _bus(config: Config) -> str:
     if config.nats is None:
         return "bus: not checked, since its address comes with the registration"
     where = ", ".join(config.nats.urls)
-    reason = await complaint(replace(config.nats, tls=config.nats_tls))
+    reason = await connection_problem(replace(config.nats, tls=config.nats_tls))
     if not reason:
         return f"bus: connected to {where}"
     if "authorization violation" in reason.lower() and not config.nats.has_login:
@@ -160,7 +160,7 @@ async def _gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) 
             gallery,
             client,
             served=refuse_served,
-            resolve=lambda path: gallery_index.within(path, config.source_roots),
+            resolve=lambda path: gallery_index.check_inside(path, config.source_roots),
             timeout=CALL_LIMIT,
             github_url=config.github_url,
         )

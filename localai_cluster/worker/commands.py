@@ -37,7 +37,7 @@ PAUSE_THRESHOLD = 15.0
 
 No sender gives up within this time.
 """
-CATCHES_UP = 5.0
+CATCH_UP_SECONDS = 5.0
 """Seconds after a pause within which the process has received all messages from before its end."""
 _TICK = 1.0
 
@@ -82,7 +82,7 @@ class Pauses:
     def may_precede(self, arrived_at: float) -> bool:
         """Return True if a message that arrived then may have been sent before the last pause ended."""
         is_tick_overdue = arrived_at - self._ticked_at > PAUSE_THRESHOLD  # the first tick has not come yet
-        return is_tick_overdue or arrived_at <= self._over_at + CATCHES_UP
+        return is_tick_overdue or arrived_at <= self._over_at + CATCH_UP_SECONDS
 
 
 CONCURRENT = 64

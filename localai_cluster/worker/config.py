@@ -18,7 +18,7 @@ from localai_cluster.kit.settings_table import WorkerSettings, base_port
 from localai_cluster.messaging.messages import Gallery, decode_galleries
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.registries.access import Access, default_config
-from localai_cluster.worker.gpu_drivers import Simulation, simulation
+from localai_cluster.worker.gpu_drivers import Simulation, parse_simulation
 
 HIGHEST_PORT = 65535
 _BOTH = "Set both, or neither to have the control plane give them."
@@ -34,7 +34,7 @@ class Config(WorkerSettings):
     nats_url: Bus | None
     backend_galleries: Galleries
     galleries: Galleries
-    test_gpus: Annotated[Simulation, Format(_GPUS, simulation)] | None
+    test_gpus: Annotated[Simulation, Format(_GPUS, parse_simulation)] | None
 
     @property
     def without_effect(self) -> list[str]:
@@ -104,7 +104,7 @@ class Config(WorkerSettings):
         yield from super().problems()
 
 
-SETTINGS = env.declared(Config)
+SETTINGS = env.declared_settings(Config)
 
 
 def flag(entry: env.Setting) -> str:

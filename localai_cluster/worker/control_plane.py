@@ -27,7 +27,7 @@ import httpx
 
 from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.nkeys import grouped
+from localai_cluster.kit.nkeys import group_characters
 from localai_cluster.worker.identity import SECRET_BYTES, IdentityError, NodeIdentity
 
 log = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class ControlPlane:
 
     async def _promote(self) -> None:
         await asyncio.to_thread(self._identity.promote)
-        log.info("secret replaced fingerprint=%s", grouped(self._identity.fingerprint))
+        log.info("secret replaced fingerprint=%s", group_characters(self._identity.fingerprint))
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
         headers = {**headers, INSTANCE_HEADER: self._instance}
@@ -375,7 +375,7 @@ def _reason(response: httpx.Response, content: Any) -> str:
     if response.is_redirect:
         return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
     error = content.get("error", "") if isinstance(content, dict) else ""
-    return names.plain(str(error.get("message", "") if isinstance(error, dict) else error)[:300])
+    return names.to_single_line(str(error.get("message", "") if isinstance(error, dict) else error)[:300])
 
 
 def _kind(content: Any) -> str:

@@ -27,11 +27,11 @@ import httpx
 from localai_cluster import gallery_index
 from localai_cluster.kit import failpoints
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.outbound import paced
+from localai_cluster.kit.outbound import read_pieces
 from localai_cluster.registries.access import RegistryError
 from localai_cluster.registries.client import Descriptor, Image, Registries
 from localai_cluster.registries.references import ImageReference
-from localai_cluster.worker.backend_store import PARTIAL, remove_old_partials
+from localai_cluster.worker.backend_store import PARTIAL_PREFIX, remove_old_partials
 from localai_cluster.worker.cancellation import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.source_files import (
@@ -43,7 +43,7 @@ from localai_cluster.worker.source_files import (
     Stopped,
     Throttle,
     check_free_space,
-    raising_disk_full,
+    translate_disk_full,
 )
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
 """Seconds until the headers of a response must have arrived, and without a byte of its body."""
 MOST_BYTES = 64 * 1024**3
 """Maximum bytes of an archive, packed or unpacked."""
-PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
+RETRY_PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
 """Seconds before each retry. After an attempt that received a mebibyte, the list starts again."""
-AT_ONCE = 4
+PARALLEL_DOWNLOADS = 4
 """Maximum number of parallel downloads."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
 _LENGTH = re.compile(r"\d{1,15}")
@@ -118,7 +118,7 @@ class _Progress:
 def partial_path(folder: Path, name: str, url: str, sha256: str) -> Path:
     """Return the path of the partial file; each backend, address and hash has its own file."""
     key = hashlib.sha256(f"{name}\n{url}\n{sha256}".encode()).hexdigest()[:32]
-    return folder / f"{PARTIAL}{key}"
+    return folder / f"{PARTIAL_PREFIX}{key}"
 
 
 class Downloads:
@@ -128,7 +128,7 @@ class Downloads:
         self._client = client
         self._served = served
         self._throttle = throttle
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(PARALLEL_DOWNLOADS)
 
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
@@ -139,7 +139,7 @@ class Downloads:
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
         try:
             async with self._slots:
-                with raising_disk_full(archive.partial.parent):
+                with translate_disk_full(archive.partial.parent):
                     await self._fetch(archive, on_bytes, halt)
         except BaseException as error:
             # A later attempt cannot resume it, or the disk must not stay full until then.
@@ -174,10 +174,10 @@ class Downloads:
                     raise DownloadFailed(f"{_public_url(archive)}: {problem}") from error
             size = await asyncio.to_thread(_resume_size, archive)
             retries, size_before = (0 if size >= size_before + CHUNK else retries), size
-            if retries == len(PAUSES):
+            if retries == len(RETRY_PAUSES):
                 raise DownloadFailed(f"{_public_url(archive)}: {problem}", can_retry=True)
             log.warning("%s: %s; trying again at byte %d", _public_url(archive), problem, size)
-            await asyncio.sleep(PAUSES[retries])
+            await asyncio.sleep(RETRY_PAUSES[retries])
             retries += 1
 
     async def _resume(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
@@ -205,7 +205,7 @@ class Downloads:
             writing = asyncio.get_running_loop().create_future()
             writing.set_result(None)
             try:
-                async for piece in paced(answer.aiter_raw(), self._throttle.piece, STALL_LIMIT):
+                async for piece in read_pieces(answer.aiter_raw(), self._throttle.piece, STALL_LIMIT):
                     if offset + len(piece) > (archive.size or MOST_BYTES):
                         await wait_for_thread(writing)
                         archive.partial.unlink(missing_ok=True)
@@ -434,7 +434,7 @@ class Images:
 
     async def _image(self, reference: ImageReference) -> Image:
         """Read the image's manifest; retry transient failures."""
-        for pause in (*PAUSES[:3], None):
+        for pause in (*RETRY_PAUSES[:3], None):
             try:
                 return await self._registries.image(reference)
             except RegistryError as error:

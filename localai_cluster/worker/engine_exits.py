@@ -16,7 +16,7 @@ MAX_REPORTS = 32
 """Maximum number of reports in one heartbeat; a control plane accepts twice as many."""
 REPEAT_SECONDS = 15.0
 """Seconds after an engine's end during which every heartbeat repeats the report."""
-GIVEN_UP_AFTER = 300.0
+REPORT_MAX_AGE_SECONDS = 300.0
 """Seconds after an engine's end at which its report is dropped.
 
 By then the control plane has detected the end itself, or it does not accept reports.
@@ -57,7 +57,7 @@ class Exits:
         self._exits.append(Exit(key, f"{self._host}:{port}", clock.monotonic()))
         self._wake_up.set()
 
-    async def news_within(self, seconds: float) -> bool:
+    async def wait_for_exit(self, seconds: float) -> bool:
         """Wait at most `seconds` for an exit to report at once; return True if there is one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(seconds, 0.0)):
@@ -68,7 +68,7 @@ class Exits:
 
     def due(self) -> list[Exit]:
         """Return the exits for the next heartbeat; exits without an answered report come first."""
-        limit = clock.monotonic() - GIVEN_UP_AFTER
+        limit = clock.monotonic() - REPORT_MAX_AGE_SECONDS
         self._exits = [ended for ended in self._exits if ended.at > limit]
         return sorted(self._exits, key=lambda ended: ended.is_reported)[:MAX_REPORTS]
 

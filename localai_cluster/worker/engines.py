@@ -22,20 +22,20 @@ from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.engine_exits import Exits
-from localai_cluster.worker.gpu_drivers import visible_gpus
-from localai_cluster.worker.log_rings import LogLine, LogRings, lines, shown
-from localai_cluster.worker.ports import PortAllocator, bindable
+from localai_cluster.worker.gpu_drivers import visible_gpu_variables
+from localai_cluster.worker.log_rings import LogLine, LogRings, clean_line, read_lines
+from localai_cluster.worker.ports import PortAllocator, is_bindable
 
 log = logging.getLogger(__name__)
 
-LOCAL = "127.0.0.1"
-EVERYWHERE = "0.0.0.0"
-READY_EVERY = 0.2
-READY_PROBE = 2.0
-READY_LIMIT = 30.0
-FREE_LIMIT = 5.0
-GRACE = 15.0
-LAST_LINES = 20
+LOOPBACK = "127.0.0.1"
+ALL_INTERFACES = "0.0.0.0"
+READY_POLL_SECONDS = 0.2
+READY_PROBE_SECONDS = 2.0
+START_SECONDS = 30.0
+FREE_SECONDS = 5.0
+GRACE_SECONDS = 15.0
+LAST_OUTPUT_LINES = 20
 PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
 
@@ -83,12 +83,12 @@ class Engine:
     stopping: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_OUTPUT_LINES))
 
     @property
     def address(self) -> str:
         """Address of the engine on this machine."""
-        return f"{LOCAL}:{self.port}"
+        return f"{LOOPBACK}:{self.port}"
 
     @property
     def alive(self) -> bool:
@@ -126,7 +126,7 @@ class StopOutcome:
 
 def bind_host_for(advertised: str) -> str:
     """Return the host on which engines listen: loopback if `advertised` is loopback, else all interfaces."""
-    return LOCAL if advertised in (LOCAL, "localhost") else EVERYWHERE
+    return LOOPBACK if advertised in (LOOPBACK, "localhost") else ALL_INTERFACES
 
 
 class EngineSupervisor:
@@ -144,7 +144,7 @@ class EngineSupervisor:
         rings: LogRings,
         exits: Exits,
         *,
-        bind_host: str = EVERYWHERE,
+        bind_host: str = ALL_INTERFACES,
     ) -> None:
         self._bind_host = bind_host
         self._ports = ports
@@ -243,7 +243,7 @@ class EngineSupervisor:
             outcome = await self.stop(key, force=force)
             if not outcome.terminated and engine.stopping:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FREE_LIMIT + 2 * GRACE):
+                    async with asyncio.timeout(FREE_SECONDS + 2 * GRACE_SECONDS):
                         await engine.ended.wait()
             if not engine.ended.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
@@ -270,7 +270,7 @@ class EngineSupervisor:
     def _allocate_port(self, key: str) -> int:
         while True:
             port = self._ports.allocate(key, clock.monotonic())
-            if bindable(port):
+            if is_bindable(port):
                 return port
             log.warning("port %d is in use by another program; trying another", port)
             self._ports.release(port, clock.monotonic())
@@ -284,15 +284,15 @@ class EngineSupervisor:
         if not os.access(program, os.X_OK):
             os.chmod(program, 0o700)
         token = self.token
-        variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus)
+        variables = environment(token) | vulkan_driver_variables(folder) | visible_gpu_variables(gpus)
         variables[processes.MARK_VARIABLE] = mark = f"{self._reaper.mark}/{secrets.token_hex(8)}"
         launched = self._launching[key] = asyncio.Event()
         try:
             process, output = await _spawn(
                 [program, "--addr", f"{self._bind_host}:{port}"], folder, variables
             )
-            group = self._reaper.add(process.pid, seconds=GRACE)
-            client = BackendClient(f"{LOCAL}:{port}", token)
+            group = self._reaper.add(process.pid, seconds=GRACE_SECONDS)
+            client = BackendClient(f"{LOOPBACK}:{port}", token)
             engine = Engine(
                 key,
                 port,
@@ -317,10 +317,10 @@ class EngineSupervisor:
         return engine
 
     async def _wait_ready(self, engine: Engine) -> None:
-        deadline = clock.monotonic() + READY_LIMIT
+        deadline = clock.monotonic() + START_SECONDS
         while clock.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(READY_EVERY):
+                async with asyncio.timeout(READY_POLL_SECONDS):
                     await engine.ended.wait()
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
@@ -328,16 +328,16 @@ class EngineSupervisor:
                 raise StartFailed(_failure_with_output(engine, f"died during startup ({_exit_text(engine)})"))
             with contextlib.suppress(BackendError):
                 if (
-                    await engine.client.health(READY_PROBE)
+                    await engine.client.health(READY_PROBE_SECONDS)
                     and not engine.stopping
                     and not engine.ended.is_set()
                 ):
                     return
-        raise StartFailed(_failure_with_output(engine, f"was not ready within {READY_LIMIT:g} s"))
+        raise StartFailed(_failure_with_output(engine, f"was not ready within {START_SECONDS:g} s"))
 
     async def _free(self, engine: Engine, *, must: bool = True) -> tuple[bool, str]:
         try:
-            result = await engine.client.free(FREE_LIMIT)
+            result = await engine.client.free(FREE_SECONDS)
         except BackendError as error:
             if isinstance(error, Unimplemented) and not must:
                 return False, ""
@@ -346,14 +346,14 @@ class EngineSupervisor:
         return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
 
     async def _end(self, engine: Engine) -> bool:
-        """Send SIGTERM to the process group, and SIGKILL after `GRACE` seconds.
+        """Send SIGTERM to the process group, and SIGKILL after `GRACE_SECONDS` seconds.
 
         Return True if the process has ended.
         """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FREE_LIMIT):
+            async with asyncio.timeout(FREE_SECONDS):
                 await engine.ended.wait()
         return engine.ended.is_set()
 
@@ -387,8 +387,8 @@ class EngineSupervisor:
         await engine.client.close()
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
-        async for line in lines(stream):
-            text = shown(line, engine.token)
+        async for line in read_lines(stream):
+            text = clean_line(line, engine.token)
             if name == "stderr":
                 engine.errors.append(text)
             self._rings.append(engine.key, LogLine(clock.now(), name, text))
@@ -459,7 +459,7 @@ def environment(token: str) -> dict[str, str]:
     return plain | ({TOKEN_VARIABLE: token} if token else {})
 
 
-def vulkan_drivers(folder: Path) -> dict[str, str]:
+def vulkan_driver_variables(folder: Path) -> dict[str, str]:
     """Return the variables that make an engine use the Vulkan drivers in its folder (worker.md §10.2)."""
     drivers = os.pathsep.join(sorted(str(path) for path in folder.glob("vulkan/icd.d/*.json")))
     return {"VK_DRIVER_FILES": drivers, "VK_ICD_FILENAMES": drivers} if drivers else {}

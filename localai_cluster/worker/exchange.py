@@ -156,7 +156,7 @@ class Part:
         return self.end - self.start + 1
 
 
-def content_range(text: str) -> Part | None:
+def parse_content_range(text: str) -> Part | None:
     """Parse the `Content-Range` of an upload; return None for a complete file. Raise Refusal 400."""
     if not text:
         return None
@@ -169,7 +169,7 @@ def content_range(text: str) -> Part | None:
     return part
 
 
-def wanted(text: str, size: int) -> Part | None:
+def requested_part(text: str, size: int) -> Part | None:
     """Return the part that the header `Range` requests of a file of `size` bytes; None for the complete file.
 
     The result is also None if the client requests several ranges. Raise Refusal 416 for a range beyond the
@@ -188,7 +188,7 @@ def wanted(text: str, size: int) -> Part | None:
     return Part(start, end, size)
 
 
-def digest(text: str) -> str:
+def validate_digest(text: str) -> str:
     """Return a valid SHA-256 in lower case; "" for no text. Raise Refusal 400 for an invalid text."""
     if text and not is_digest(text.lower()):
         raise Refusal(400, "invalid X-Content-SHA256: 64 hex digits are needed")

@@ -15,14 +15,14 @@ from localai_cluster.gallery_index import Choice, GalleryEntry, GalleryUnreadabl
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import NotFound
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.worker.backend_store import PARTIAL, remove_old_partials
+from localai_cluster.worker.backend_store import PARTIAL_PREFIX, remove_old_partials
 from localai_cluster.worker.download import OpenServed
 
 log = logging.getLogger(__name__)
 
-SKIPPED_FOR = 600.0
+SKIP_SECONDS = 600.0
 """Seconds for which an address is not tried after it has failed slowly."""
-SLOW = 5.0
+SLOW_SECONDS = 5.0
 """Seconds after which a failure counts as slow. An address that fails at once may be tried again."""
 
 
@@ -80,23 +80,23 @@ class Galleries:
 
     async def _fetch(self, gallery: Gallery, skip: Collection[str]) -> gallery_index.Index:
         def note(url: str, seconds: float) -> None:
-            if seconds >= SLOW:
-                self._skipped_until[url] = clock.monotonic() + SKIPPED_FOR
+            if seconds >= SLOW_SECONDS:
+                self._skipped_until[url] = clock.monotonic() + SKIP_SECONDS
 
         return await gallery_index.fetch(
             gallery,
             self._client,
             served=self._read_served,
-            resolve=lambda path: gallery_index.within(path, self._roots),
+            resolve=lambda path: gallery_index.check_inside(path, self._roots),
             github_url=self._github_url,
             skip=skip,
             on_failure=note,
         )
 
     async def _read_served(self, name: str) -> bytes:
-        answer = await self._served(name, gallery_index.PLAIN)
+        answer = await self._served(name, gallery_index.UNENCODED_HEADERS)
         try:
-            return await gallery_index.body_bounded(answer)
+            return await gallery_index.read_bounded_body(answer)
         finally:
             await answer.aclose()
 
@@ -113,7 +113,7 @@ class Galleries:
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             remove_old_partials(copy.parent)
-            with tempfile.NamedTemporaryFile(dir=copy.parent, prefix=PARTIAL, delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=copy.parent, prefix=PARTIAL_PREFIX, delete=False) as file:
                 try:
                     file.write(text)
                     file.flush()

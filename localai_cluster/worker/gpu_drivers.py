@@ -312,7 +312,7 @@ class Simulation:
     engine: int = 0
 
 
-def simulation(text: str) -> Simulation:
+def parse_simulation(text: str) -> Simulation:
     """Parse `2x24GiB`, `1x24GiB+1x48GiB`, or `2x24GiB:6GiB` with an engine's memory. Raise ValueError."""
     groups, colon, engine = text.partition(":")
     sizes: list[int] = []
@@ -363,7 +363,7 @@ class SimulatedGpus:
         return (f"GPU-00000000-0000-0000-0000-{index:012x}" for index in range(len(self._simulation.sizes)))
 
 
-def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
+def visible_gpu_variables(ids: Sequence[str]) -> dict[str, str]:
     """Return the environment that limits CUDA or ROCm to these GPUs, in this order.
 
     It is empty for all GPUs. With it, CUDA and NVML number the GPUs alike. AMD's unique ids have no dashes.

@@ -93,7 +93,7 @@ class GpuReader:
             log.warning("%s", reason)
 
 
-def reader(simulated: Simulation | None, users: Callable[[], Iterable[GpuUser]]) -> GpuReader:
+def create_reader(simulated: Simulation | None, users: Callable[[], Iterable[GpuUser]]) -> GpuReader:
     """Return the reader of the machine's GPUs, or of simulated GPUs.
 
     `users` returns the running engines, which use memory of the simulated GPUs.
@@ -167,7 +167,7 @@ class Figures:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def figures(models: Path) -> Figures:
+def measure_figures(models: Path) -> Figures:
     """Measure main memory, and the disk of `models` or of its nearest existing parent folder."""
     ram_total = ram_free = disk_total = disk_free = None
     with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-async def gpus(reader: GpuReader) -> Gpus | None:
+async def read_gpus(reader: GpuReader) -> Gpus | None:
     """Return the GPUs, with each GPU if the driver is known; None if they cannot be read at present."""
     try:
         readings = await reader.read()

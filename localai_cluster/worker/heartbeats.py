@@ -28,10 +28,12 @@ COPIED_NOTICE = (
 )
 
 
-async def figures(models: Path, reader: GpuReader) -> dict[str, Any]:
+async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """Measure the figures for the body of a heartbeat."""
-    measured: dict[str, Any] = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
-    gpus = await hardware.gpus(reader)
+    measured: dict[str, Any] = hardware.measure_figures(models).known(
+        "available_ram", "total_disk", "available_disk"
+    )
+    gpus = await hardware.read_gpus(reader)
     if gpus is None or gpus == Gpus() or gpus.free is None:
         return measured
     measured["available_vram"] = gpus.free
@@ -81,7 +83,7 @@ class HeartbeatLoop:
         """
         due_at = clock.monotonic() + self._interval
         while True:
-            hurried = await self._exits.news_within(due_at - clock.monotonic())
+            hurried = await self._exits.wait_for_exit(due_at - clock.monotonic())
             try:
                 await self.send(hurried=hurried)
             except GaveUp:

@@ -36,7 +36,7 @@ from localai_cluster.worker.cancellation import Command
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
-from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore
+from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore_tick
 from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,9 @@ class InstallCommands:
         stream = self._progress(request.op_id, request.backend) if request.op_id else None
         try:
             with command.interruptible():
-                return await self._ensure_installed(request, command, stream.report if stream else ignore)
+                return await self._ensure_installed(
+                    request, command, stream.report if stream else ignore_tick
+                )
         except Stopped:
             raise
         except (ClusterError, OSError) as error:
@@ -253,7 +255,7 @@ class InstallCommands:
                     with command.uninterruptible():
                         stopped += await self._supervisor.ensure_stopped(keys, force=True)
                     source = self._source(request, name)
-                    report = stream.report if stream else ignore
+                    report = stream.report if stream else ignore_tick
                     await self._installer.install(source, report, command.halt)
             return report_stopped(stopped)
         except Stopped:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import SUFFIXES, stem
+from localai_cluster.gallery_index import SUFFIXES, archive_stem
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.messages import Gallery, encode
@@ -31,9 +31,9 @@ from localai_cluster.registries.client import Registries
 from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker.archives import unpack
 from localai_cluster.worker.backend_store import (
-    BACKUP,
+    BACKUP_SUFFIX,
     METADATA_FILE,
-    STAGED,
+    STAGED_SUFFIX,
     START_FILE,
     BackendStore,
     Metadata,
@@ -59,7 +59,7 @@ from localai_cluster.worker.source_files import (
     Stopped,
     Throttle,
     copy_tree,
-    raising_disk_full,
+    translate_disk_full,
 )
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Installer:
         uri = source.uri
         if uri and (uri.startswith("/") or ":" in uri or references.parse(uri)):
             file_source = _Source(uri, gallery_index.web_address(uri, self._github_url))
-            name = source.name or stem(file_source.file_name) or file_source.file_name
+            name = source.name or archive_stem(file_source.file_name) or file_source.file_name
             return await self._install_source(
                 file_source,
                 Metadata(name=name, alias=source.alias, uri=gallery_index.public_url(uri)),
@@ -195,7 +195,7 @@ class Installer:
         except NotFound as error:
             raise InstallFailed(error.message) from error
         chosen_from = choice.meta or choice.build
-        why = gallery_index.reason(chosen_from, self._capability)
+        why = gallery_index.install_reason(chosen_from, self._capability)
         log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
         folder = await self._install_build(choice.build, context)
         if choice.meta is not None:
@@ -295,12 +295,12 @@ class Installer:
 
     def _archive(self, source: _Source, folder: str) -> Archive:
         """Return the archive to download. Raise InstallFailed for a source that cannot be downloaded."""
-        if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER)):
+        if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER_PREFIX)):
             raise InstallFailed(
                 f"{gallery_index.public_url(source.location)} is not a source that this worker knows: use a"
                 f" folder, {', '.join(SUFFIXES)} as a file or over http:// or https://, or an image as oci://"
             )
-        if stem(source.file_name) is None:
+        if archive_stem(source.file_name) is None:
             raise InstallFailed(
                 f"{gallery_index.public_url(source.location)} is not an archive ({', '.join(SUFFIXES)})"
             )
@@ -318,14 +318,14 @@ class Installer:
                 f"{source.uri or 'an empty source'} is not the path of a folder or an archive"
             )
         try:
-            real = gallery_index.within(path, self._roots)
+            real = gallery_index.check_inside(path, self._roots)
         except (ValueError, OSError) as error:
             raise InstallFailed(str(error)) from error
 
         def show(done: int, total: int, name: str) -> None:
             context.report(Tick("downloading", done, total, name))
 
-        if real.is_file() and stem(real.name) is not None:
+        if real.is_file() and archive_stem(real.name) is not None:
             digest_hex = sha256_of(real, context.halt)
             if problem := hash_problem(digest_hex, source.sha256):
                 raise InstallFailed(f"{path}: {problem}")
@@ -356,10 +356,10 @@ class Installer:
 
     def _fill_and_swap(self, fill: Fill, folder: str, metadata: Metadata, halt: Halt) -> None:
         target = self._store.backends / folder
-        staged = target.with_name(folder + STAGED)
+        staged = target.with_name(folder + STAGED_SUFFIX)
         try:
             discard(staged)
-            with raising_disk_full(target.parent):
+            with translate_disk_full(target.parent):
                 fill(staged)
             start = staged / START_FILE
             if start.is_symlink() or not start.is_file():
@@ -382,7 +382,7 @@ class Installer:
     def _write_meta(self, meta: gallery_index.GalleryEntry, concrete: str) -> None:
         folder = folder_name(meta.name)
         target = self._store.backends / folder
-        staged = target.with_name(folder + STAGED)
+        staged = target.with_name(folder + STAGED_SUFFIX)
         metadata = Metadata(
             name=meta.name,
             meta_backend_for=concrete,
@@ -413,7 +413,7 @@ def _unpack_into(
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
     """Replace `target` with `staged`; on failure restore the old version. Raise OSError."""
-    backup = target.with_name(target.name + BACKUP)
+    backup = target.with_name(target.name + BACKUP_SUFFIX)
     discard(backup)
     if target.is_symlink() or target.is_file():
         target.unlink()

@@ -13,7 +13,7 @@ import httpx
 from localai_cluster.kit import cancellation, processes
 from localai_cluster.kit.connections import serving
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.nkeys import grouped
+from localai_cluster.kit.nkeys import group_characters
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.messages import ProgressEvent, encode
 from localai_cluster.messaging.nats import NatsBus
@@ -36,7 +36,7 @@ from localai_cluster.worker.files.fetches import Fetches, outbound_of
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.hardware import Gpus
-from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
+from localai_cluster.worker.heartbeats import HeartbeatLoop, measure_figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
@@ -134,7 +134,7 @@ class Worker:
         self._supervisor = EngineSupervisor(
             ports, self._engine_token, reaper, self._rings, exits, bind_host=bind_host
         )
-        self._gpus = hardware.reader(
+        self._gpus = hardware.create_reader(
             config.test_gpus,
             lambda: ((engine.process.pid, engine.gpus) for engine in self._supervisor.engines()),
         )
@@ -195,7 +195,7 @@ class Worker:
             self._off_bus,
             config.heartbeat_interval,
             lambda: self._node_id,
-            lambda: figures(config.models_path, self._gpus),
+            lambda: measure_figures(config.models_path, self._gpus),
             self._register,
             self._register_once,
             self._commands.unsubscribe,
@@ -314,8 +314,8 @@ class Worker:
 
     async def _registration_body(self) -> dict[str, Any]:
         # Fall back to the last reading: a node does not lose its GPUs because the driver does not respond.
-        gpus = await hardware.gpus(self._gpus) or Gpus.of(self._gpus.last)
-        measured = hardware.figures(self._config.models_path)
+        gpus = await hardware.read_gpus(self._gpus) or Gpus.of(self._gpus.last)
+        measured = hardware.measure_figures(self._config.models_path)
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
         if self._supervisor.running() and gpus.total:
@@ -357,7 +357,7 @@ async def run(config: Config, identity: NodeIdentity) -> None:
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
-    gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or Gpus()
+    gpus = await hardware.read_gpus(hardware.create_reader(config.test_gpus, tuple)) or Gpus()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
@@ -376,6 +376,6 @@ async def run(config: Config, identity: NodeIdentity) -> None:
             config.node_name,
             capability,
             config.advertise_addr,
-            grouped(identity.fingerprint),
+            group_characters(identity.fingerprint),
         )
         await Worker(config, identity, capability, client, downloads, reaper, listener).run()

@@ -22,7 +22,7 @@ LINE_LIMIT = 8192
 _RAW_LINE_LIMIT = 2 * LINE_LIMIT
 """Maximum bytes of a line that are kept before the line is shortened."""
 _CUT = " [cut]"
-ENDED_KEPT = 32
+MAX_ENDED_RINGS = 32
 """Maximum number of ended engines whose rings are stored."""
 
 
@@ -80,7 +80,7 @@ class Cursor:
 
 
 class LogRings:
-    """The rings of all process keys, each of at most `lines` lines and `size` bytes of text.
+    """The rings of all process keys, each of at most `read_lines` lines and `size` bytes of text.
 
     The rings of the engines that ended first are dropped first.
     """
@@ -98,11 +98,11 @@ class LogRings:
         self._notify_followers(key)
 
     def ended(self, key: str) -> None:
-        """Mark the engine of `key` as ended: its ring is dropped after `ENDED_KEPT` later ends."""
+        """Mark the engine of `key` as ended: its ring is dropped after `MAX_ENDED_RINGS` later ends."""
         if key in self._rings:
             self._ended.pop(key, None)
             self._ended[key] = None
-        while len(self._ended) > ENDED_KEPT:
+        while len(self._ended) > MAX_ENDED_RINGS:
             oldest = next(iter(self._ended))
             del self._ended[oldest], self._rings[oldest]
             self._notify_followers(oldest)  # a cursor keeps references to the rings that it has read
@@ -155,7 +155,7 @@ def _size(line: LogLine) -> int:
     return len(line.text.encode())
 
 
-def shown(line: bytes, token: str) -> str:
+def clean_line(line: bytes, token: str) -> str:
     """Return a line for storage: without the token, overwritten terminal text, and text over the limit.
 
     Output is copied into operations, replies and logs, and an engine may print its environment.
@@ -167,7 +167,7 @@ def shown(line: bytes, token: str) -> str:
     return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
 
 
-async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def read_lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the lines of a stream; cut each, so that an endless line cannot fill the memory."""
     buffer = b""
     while piece := await stream.read(64 * 1024):

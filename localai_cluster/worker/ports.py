@@ -17,9 +17,9 @@ from localai_cluster.kit.addresses import split_host_port
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.config import HIGHEST_PORT, Config, refuse
 
-QUARANTINE = 15.0
+QUARANTINE_SECONDS = 15.0
 """Seconds after its release for which a port is not used."""
-RESERVATION = 300.0
+RESERVATION_SECONDS = 300.0
 """Seconds after its release for which a port is reserved for its last key."""
 
 
@@ -59,7 +59,8 @@ class PortAllocator:
         if port is None:
             raise NoFreePort(
                 f"no free port between {self.base} and {self.highest}: {len(self._used)} in use, "
-                f"{len(self._quarantined)} in quarantine for {QUARANTINE:g} s. Raise LOCALAI_GRPC_MAX_PORT"
+                f"{len(self._quarantined)} in quarantine for {QUARANTINE_SECONDS:g} s. "
+                "Raise LOCALAI_GRPC_MAX_PORT"
             )
         self._free.discard(port)
         self._reserved.pop(port, None)
@@ -70,8 +71,8 @@ class PortAllocator:
         """Return a port to the pool after its quarantine; ignore a port that is not in use."""
         key = self._used.pop(port, None)
         if key is not None:
-            self._quarantined[port] = now + QUARANTINE
-            self._reserved[port] = (key, now + RESERVATION)
+            self._quarantined[port] = now + QUARANTINE_SECONDS
+            self._reserved[port] = (key, now + RESERVATION_SECONDS)
 
     def _choose(self, key: str) -> int | None:
         reserved = [port for port in self._free if self._reserved.get(port, ("", 0.0))[0] == key]
@@ -98,7 +99,7 @@ BLOCK = 100
 """Number of ports of a block."""
 ENGINE_PORTS = 10
 """Number of engine ports that must be free when a worker takes a block for the first time."""
-NOTE = "worker-port"
+BLOCK_FILE = "worker-port"
 """File name, in the data folder, of the stored block."""
 
 
@@ -115,7 +116,7 @@ def open_probe_listener(config: Config, *, store: bool = True) -> tuple[Config, 
         with contextlib.suppress(_Occupied):
             listener = _listen(block_config)
             # Engines of a killed worker may still be stopping, so its own block need not be free.
-            if base == stored_base or all(bindable(port) for port in range(base, base + ENGINE_PORTS)):
+            if base == stored_base or all(is_bindable(port) for port in range(base, base + ENGINE_PORTS)):
                 if store:
                     _write_note(config.data_dir, base)
                 return block_config, listener
@@ -123,7 +124,7 @@ def open_probe_listener(config: Config, *, store: bool = True) -> tuple[Config, 
     refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")
 
 
-def bindable(port: int) -> bool:
+def is_bindable(port: int) -> bool:
     """Return True if an engine could listen on this port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,7 +180,7 @@ def _listen(config: Config) -> socket.socket:
 def _read_note(folder: Path) -> int:
     """Return the first port of the stored block; 0 if there is no valid one."""
     with contextlib.suppress(OSError, ValueError):
-        base = int((folder / NOTE).read_text(encoding="utf-8"))
+        base = int((folder / BLOCK_FILE).read_text(encoding="utf-8"))
         if 1 < base <= HIGHEST_PORT - BLOCK:
             return base
     return 0
@@ -191,4 +192,4 @@ def _write_note(folder: Path, base: int) -> None:
     No other worker uses this folder.
     """
     if _read_note(folder) != base:
-        (folder / NOTE).write_text(f"{base}\n", encoding="utf-8")
+        (folder / BLOCK_FILE).write_text(f"{base}\n", encoding="utf-8")

@@ -57,7 +57,7 @@ async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
 
 
 def _resolver(config: Config) -> gallery_index.ResolvePath:
-    return lambda path: gallery_index.within(path, (config.models_path, *config.source_roots))
+    return lambda path: gallery_index.check_inside(path, (config.models_path, *config.source_roots))
 
 
 async def refuse_served(name: str, *_: object) -> NoReturn:
@@ -77,7 +77,7 @@ async def _fetch(entry: GalleryEntry, file: ModelFile, config: Config, downloads
     folders = keys.Folders.of_worker(
         config.models_path, config.data_dir, (config.backends_path, config.backends_system_path)
     )
-    target = (await asyncio.to_thread(keys.locate, folders, f"models/{file.name}")).real
+    target = (await asyncio.to_thread(keys.resolve_key, folders, f"models/{file.name}")).real
     halt = Halt()
     try:
         if await asyncio.to_thread(_is_complete, target, file.sha256, halt):

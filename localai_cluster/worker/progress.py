@@ -30,7 +30,7 @@ Report = Callable[[Tick], None]
 """Accepts ticks from any thread and returns immediately."""
 
 
-def ignore(_: Tick) -> None:
+def ignore_tick(_: Tick) -> None:
     """Drop a tick; for an operation without a progress stream."""
 
 
@@ -85,7 +85,7 @@ class ProgressStream:
             return
         self._seq += 1
         try:
-            await self._send(event(tick, self._seq, *self._ids))
+            await self._send(build_event(tick, self._seq, *self._ids))
         except ClusterError as error:
             log.debug("progress event not sent: %s", error)
         except asyncio.CancelledError:
@@ -94,7 +94,7 @@ class ProgressStream:
             raise
 
 
-def event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:
+def build_event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:
     """Build the event for `tick`."""
     has_total = tick.total > 0
     return ProgressEvent(

@@ -136,10 +136,10 @@ def hint(error: CallFailed) -> str:
     return f". {_HINTS[error.http_status]}" if error.http_status in _HINTS else ""
 
 
-REFRESH_AT = 0.75
+REFRESH_FRACTION = 0.75
 """Fraction of the credentials' lifetime after which the worker registers again."""
 RETRY_EVERY = 30.0
-AGAIN_AFTER_REFUSAL = 5.0
+REFUSAL_INTERVAL_SECONDS = 5.0
 """Minimum seconds between two registrations after refusals of the bus."""
 PENDING_FIRST, PENDING_LONGEST = 2.0, 10.0
 REFUSED_PAUSE = 60.0
@@ -219,7 +219,9 @@ class BusCredentials:
             self._not_before = clock.monotonic() + NO_CREDENTIALS_PAUSE
         self._lifetime = servers.credentials.lifetime if servers.credentials else None
         # Counted from the receipt: the clocks of this machine and of the control plane may differ.
-        self._due_at = None if self._lifetime is None else clock.monotonic() + REFRESH_AT * self._lifetime
+        self._due_at = (
+            None if self._lifetime is None else clock.monotonic() + REFRESH_FRACTION * self._lifetime
+        )
         self._bus.use(servers)
 
     def refused(self) -> None:
@@ -242,7 +244,7 @@ class BusCredentials:
             if is_refused_by_bus and not self._has_credentials and self._bus.connected:
                 continue  # the bus has changed its mind
             # A bus that refuses fresh credentials must not make this worker flood the control plane.
-            self._not_before = clock.monotonic() + AGAIN_AFTER_REFUSAL
+            self._not_before = clock.monotonic() + REFUSAL_INTERVAL_SECONDS
             try:
                 await self._register_once()
             except CallFailed as error:

@@ -49,7 +49,7 @@ def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
 
 
 @contextmanager
-def raising_disk_full(folder: Path) -> Iterator[None]:
+def translate_disk_full(folder: Path) -> Iterator[None]:
     """Convert the system's errors about a full disk or an exhausted quota to DiskFull."""
     try:
         yield

@@ -26,7 +26,7 @@ from django.utils.safestring import SafeString
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.kit.nkeys import grouped
+from localai_cluster.kit.nkeys import group_characters
 from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry import actions, bulk, lifecycle, resources
@@ -333,7 +333,7 @@ class BackendNodeAdmin(ModelAdmin):
         """Return the fingerprint in readable groups, or the name of another proof of identity."""
         if node.weak_identity:
             return "weak: the shared token only"
-        return grouped(node.fingerprint) or "none: the secret was revoked"
+        return group_characters(node.fingerprint) or "none: the secret was revoked"
 
     @admin.display(description="hardware")
     def hardware(self, node: BackendNode) -> str:

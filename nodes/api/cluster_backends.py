@@ -17,7 +17,7 @@ from rest_framework.views import APIView
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import counted
-from localai_cluster.web.envelopes import flat
+from localai_cluster.web.envelopes import flat_error
 from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
@@ -303,7 +303,7 @@ class BackendChangesSerializer(NullIsAbsent):
 
 def _refusal_row(command: BackendRequest, error: errors.ClusterError) -> dict[str, Any]:
     details = {name: error.data.get(name, []) for name in ("last_replicas", "refusals")}
-    return {"backend": command.backend} | flat(error.message, error.field) | details
+    return {"backend": command.backend} | flat_error(error.message, error.field) | details
 
 
 class ChangesView(_CommandView):

@@ -84,7 +84,7 @@ class DefinitionEntry:
             use_cases=list(definition.use_cases) if definition is not None else [],
             updated_at=self.updated_at,
             actor=actor,
-            problem=names.plain(str(self.error or "")),
+            problem=names.to_single_line(str(self.error or "")),
         )
 
 
@@ -131,7 +131,7 @@ def unusable_rows() -> list[Row]:
     return [
         UNUSABLE.of(
             file="" if source.startswith(SOURCE_PREFIX) else source,
-            name=names.plain(found.get(source, nothing).name),
+            name=names.to_single_line(found.get(source, nothing).name),
             line=found.get(source, nothing).line,
             column=found.get(source, nothing).column,
             error=reason,
@@ -165,7 +165,7 @@ def detail_of(name: str) -> Row:
         updated_at=entry.updated_at,
         actor=actors_of([entry]).get(name, ""),
         warnings=warnings,
-        error=names.plain(str(error or "")),
+        error=names.to_single_line(str(error or "")),
     )
 
 
@@ -188,10 +188,10 @@ def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem
     absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}
     return [
         MODEL_FILE.of(
-            path=names.plain(path.removeprefix(f"{base}/")),
+            path=names.to_single_line(path.removeprefix(f"{base}/")),
             size=present.get(path, 0),
             present=path in present and path not in at_source,
-            source=names.plain(_QUERY.sub("", at_source[path].source))
+            source=names.to_single_line(_QUERY.sub("", at_source[path].source))
             if path in at_source and not problem
             else "",
         )

@@ -21,7 +21,7 @@ from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
-from localai_cluster.web.envelopes import nested
+from localai_cluster.web.envelopes import nested_error
 from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
@@ -169,7 +169,7 @@ class LoadView(APIView):
         try:
             return self._load(request)
         except errors.ClusterError as error:
-            body = nested(error.status, error.message, field=error.field)
+            body = nested_error(error.status, error.message, field=error.field)
             return Response({"loaded": [], "message": error.message} | body, status=error.status)
 
     def _load(self, request: Request) -> Response:

@@ -255,7 +255,7 @@ def check_model_name(name: str) -> str:
     """Return the name; raise ValidationError for a text that cannot be one."""
     if not name or name != name.strip():
         raise serializers.ValidationError("must be a name without blanks around it")
-    if any(names.unprintable(character) for character in name):
+    if any(names.find_unprintable(character) for character in name):
         raise serializers.ValidationError("must not contain control characters")
     return name
 

@@ -100,7 +100,7 @@ class RejectionSerializer(ReasonSerializer):
     reason = Text(max_length=actions.LONGEST_REASON)
 
     def validate_reason(self, reason: str) -> str:
-        if not names.plain(reason):
+        if not names.to_single_line(reason):
             raise serializers.ValidationError("must not be empty")
         return reason
 

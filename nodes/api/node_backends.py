@@ -313,5 +313,5 @@ class NodeBackendsView(NodeView):
 
 def _age(node: BackendNode) -> dict[str, str]:
     headers = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
-    problem = names.plain(node.inventory_error).encode("ascii", "replace").decode()
+    problem = names.to_single_line(node.inventory_error).encode("ascii", "replace").decode()
     return headers | ({"X-Inventory-Error": problem} if problem else {})

@@ -29,7 +29,7 @@ from django.db import connection
 from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compatible, folded, lookup
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded, is_compatible, lookup
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
@@ -78,7 +78,7 @@ def last_good_copy(gallery: Gallery) -> CopiedIndex | None:
 
 
 def _has_copy(gallery: Gallery) -> bool:
-    is_own = gallery.url.startswith(gallery_index.CLUSTER)
+    is_own = gallery.url.startswith(gallery_index.CLUSTER_PREFIX)
     return not is_own and gallery_index.local_path(gallery.url) is None
 
 
@@ -372,7 +372,7 @@ def variants(
     """Return the build that nodes of each capability install; `names` are the case-folded names of builds."""
     chosen = []
     for capability in sorted(capabilities):
-        why = gallery_index.reason(build, capability)
+        why = gallery_index.install_reason(build, capability)
         name = lookup(build.capabilities or {}, capability) if build.is_meta else build.name
         if why and name and folded(name) in names:
             chosen.append(VARIANT.of(capability=capability, build=name, reason=why))
@@ -469,7 +469,7 @@ def runnable(builds: Sequence[GalleryEntry], capabilities: Collection[str]) -> l
 def _fits(build: GalleryEntry, capability: str) -> bool:
     if build.is_meta:
         return lookup(build.capabilities or {}, capability) is not None
-    return compatible(build, capability)
+    return is_compatible(build, capability)
 
 
 def choices(builds: Sequence[GalleryEntry]) -> dict[str, GalleryEntry]:

@@ -288,7 +288,7 @@ def release(owner: str, *, now: datetime) -> int:
     The workers continue their commands, and the next controller joins these.
     """
     with committed("intents.release"):
-        rows = leases.lock_held(PendingBackendOp.objects.leased(), owner)
+        rows = leases.lock_owned_rows(PendingBackendOp.objects.leased(), owner)
         _return_to_queue(rows, now, "its controller stopped; another one takes over")
     return len(rows)
 
@@ -300,7 +300,7 @@ def reap(*, now: datetime) -> tuple[int, int]:
     with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as locked:
         if not locked:
             return 0, 0
-        retried, hopeless = leases.lock_expired(PendingBackendOp.objects.leased(), now=now)
+        retried, hopeless = leases.lock_expired_rows(PendingBackendOp.objects.leased(), now=now)
         error = f"given up: {leases.MOST_LOST_LEASES} controllers fell silent while working on it"
         given_up = {row.id: Ended(error=error).change for row in hopeless}
         _return_to_queue(retried, now, "its controller fell silent; another one takes over", also=given_up)
@@ -379,7 +379,7 @@ def _rows_of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
 
 
 def _lock_owned_rows(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
-    return leases.lock_attempts(PendingBackendOp.objects.leased(), attempts)
+    return leases.lock_attempt_rows(PendingBackendOp.objects.leased(), attempts)
 
 
 def record_outcomes(

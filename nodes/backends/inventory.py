@@ -194,7 +194,7 @@ def store_error(query: InventoryRequest, error: str, *, asked_at: datetime, paus
 
     The rows of backends do not change.
     """
-    error = names.plain(error[:_ERROR_LENGTH])
+    error = names.to_single_line(error[:_ERROR_LENGTH])
     with transaction.atomic():
         node = _locked([query.id]).get(query.id)
         if node is None or _is_superseded(node, asked_at):

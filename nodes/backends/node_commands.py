@@ -107,7 +107,7 @@ def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
     """
     total = max(event.total_bytes, 0)
     current = min(max(event.current_bytes, 0), total or _MOST_BYTES)
-    file_name = names.plain(event.file_name[:_LONGEST_LABEL])
+    file_name = names.to_single_line(event.file_name[:_LONGEST_LABEL])
     return Tick(
         phase=event.phase if event.phase in _PHASES else "downloading",
         message=file_name or f"downloading to {node.name}",
@@ -151,7 +151,7 @@ def offer(listed: Sequence[messages.Gallery], *, same_machine: bool, own_identit
     sent, withheld = [], []
     for gallery in listed:
         name = gallery.name or gallery_index.public_url(gallery.url)
-        if gallery.url.startswith(gallery_index.CLUSTER) and not own_identity:
+        if gallery.url.startswith(gallery_index.CLUSTER_PREFIX) and not own_identity:
             withheld.append(f"gallery {name} was not sent, because the node has no secret of its own")
         elif gallery_index.local_path(gallery.url) is not None and not same_machine:
             withheld.append(

@@ -30,7 +30,7 @@ from django.db import transaction
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.locks import lock_name
-from localai_cluster.kit.names import plain
+from localai_cluster.kit.names import to_single_line
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, RegistryError, default_config
@@ -307,7 +307,9 @@ def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[s
     offers: dict[str, Offered] = {}
     for entry in entries:
         if (name := folded(entry.name)) in names:
-            offers.setdefault(name, Offered(plain(entry.version[:255]), plain(entry.uri[:2048])))
+            offers.setdefault(
+                name, Offered(to_single_line(entry.version[:255]), to_single_line(entry.uri[:2048]))
+            )
     return offers
 
 

@@ -370,7 +370,7 @@ class Worker:
         except DecodeError as error:
             outcome = Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
         else:
-            reason = names.readable(refusal(reply))
+            reason = names.to_readable_text(refusal(reply))
             outcome = Refused(reason, reply) if reason else Done(reply)
         metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
         return outcome

@@ -362,7 +362,7 @@ def _read_text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
         raise UnusableDefinition(f"does not say `{shown or key}`")
     if len(value) > MAX_NAME:
         raise UnusableDefinition(f"has a `{shown or key}` of more than {MAX_NAME} characters")
-    if character := names.unprintable(value):
+    if character := names.find_unprintable(value):
         raise UnusableDefinition(f"has a `{shown or key}` with the character {character}")
     return value.strip()
 

@@ -477,14 +477,14 @@ def _index_definitions(files: _Files) -> tuple[dict[str, Definition], dict[str, 
 
 def _make_displayable(text: str) -> str:
     """Return the text in a displayable form for pages and logs."""
-    return names.plain(text[:1000])
+    return names.to_single_line(text[:1000])
 
 
 def _displayable_name(name: str) -> str:
     """Return a displayable form of a file's name; different names, even undecodable ones, stay different."""
     return "".join(
         "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
-        if character == "\\" or names.unprintable(character)
+        if character == "\\" or names.find_unprintable(character)
         else character
         for character in name
     )

@@ -172,7 +172,7 @@ def _parser_problem(error: UnusableDefinition, tree: yaml.Node | None) -> TextPr
     """Return the parser's error with the position of the key that its message names."""
     match = _QUOTED_NAME.search(str(error))
     path: Path = tuple(match[1].split(".")) if match else ()
-    return TextProblem(names.plain(str(error)), ".".join(map(str, path)), *_position_of(tree, path))
+    return TextProblem(names.to_single_line(str(error)), ".".join(map(str, path)), *_position_of(tree, path))
 
 
 def _find_violations(document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
@@ -226,7 +226,7 @@ def _find_misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
     unknown = [key for key in document if isinstance(key, str) and key not in known]
     for key in unknown[:_MOST_UNKNOWN]:
         if close := difflib.get_close_matches(key[:MAX_NAME], known, 1, 0.85):
-            yield f"`{names.plain(key[:64])}` is not used; did you mean `{close[0]}`?"
+            yield f"`{names.to_single_line(key[:64])}` is not used; did you mean `{close[0]}`?"
 
 
 def _position_of(tree: yaml.Node | None, path: Path) -> tuple[int, int]:
@@ -281,7 +281,7 @@ def _find_secrets(text: str, document: object, tree: yaml.Node | None) -> Iterat
             if isinstance(name, str) and is_stated and _SECRET_KEY.fullmatch(name.strip()):
                 shown = ".".join(map(str, (*path, key)))
                 yield TextProblem(
-                    f"`{names.plain(shown[:64])}` {_SECRET_PROBLEM}", shown, *_position_of(tree, (*path, key))
+                    f"`{names.to_single_line(shown[:64])}` {_SECRET_PROBLEM}", shown, *_position_of(tree, (*path, key))
                 )
             elif isinstance(child, _CONTAINERS):
                 pending.append(((*path, key), child))

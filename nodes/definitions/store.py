@@ -261,7 +261,7 @@ def prune_deleted(*, before: datetime, limit: int) -> int:
 
 def find(name: str) -> ModelDefinition | None:
     """Return the stored definition; None if it does not exist."""
-    if names.unprintable(name):
+    if names.find_unprintable(name):
         return None  # PostgreSQL rejects NUL
     return ModelDefinition.objects.filter(name=name, deleted_at__isnull=True).first()
 
@@ -294,7 +294,7 @@ def require_no_file(name: str) -> None:
 def revisions_of(name: str) -> Any:
     """Return the revisions of the stored definition, newest first."""
     rows = DefinitionRevision.objects.filter(definition__name=name, definition__deleted_at__isnull=True)
-    return rows.none() if names.unprintable(name) else rows.order_by("-number")
+    return rows.none() if names.find_unprintable(name) else rows.order_by("-number")
 
 
 def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
@@ -338,7 +338,7 @@ def _check_name(name: str) -> None:
 
 
 def _require_row(name: str) -> ModelDefinition:
-    row = None if names.unprintable(name) else _lock_row(name)
+    row = None if names.find_unprintable(name) else _lock_row(name)
     if row is None:
         raise NotFound(f"there is no stored definition of {name}")
     return row

@@ -48,7 +48,8 @@ class Modelfile:
                 pass  # they do not change what an engine does
             case _:
                 raise InvalidInput(
-                    f"modelfile: {names.plain(instruction[:32])!r} is no instruction", field="modelfile"
+                    f"modelfile: {names.to_single_line(instruction[:32])!r} is no instruction",
+                    field="modelfile",
                 )
 
 
@@ -77,7 +78,9 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             continue
         match = _LINE.fullmatch(line)
         if match is None:
-            raise InvalidInput(f"modelfile: {names.plain(line[:64])!r} has no value", field="modelfile")
+            raise InvalidInput(
+                f"modelfile: {names.to_single_line(line[:64])!r} has no value", field="modelfile"
+            )
         instruction, value = match[1], match[2].strip()
         if value.startswith(_QUOTES):
             parts = [value.removeprefix(_QUOTES)]

@@ -200,7 +200,7 @@ async def _recorded_path(text: str) -> str | None:
 
 def _find_file(text: str) -> str | None:
     """Return `text` as the path of an existing file or folder in the models folder, otherwise None."""
-    if not text or len(text) > MAX_NAME or names.unprintable(text):
+    if not text or len(text) > MAX_NAME or names.find_unprintable(text):
         return None
     models = folder().path
     path = path_inside(models, text)

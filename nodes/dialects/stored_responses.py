@@ -300,7 +300,7 @@ def _identity(request: InferenceRequest) -> str:
 
 
 def _not_found(request: InferenceRequest) -> NotFound:
-    message = f"Response with id '{names.plain(_identity(request)[:100])}' not found."
+    message = f"Response with id '{names.to_single_line(_identity(request)[:100])}' not found."
     if Store.of(request) is None:
         message += " This cluster stores no responses for this caller (CLUSTER_RESPONSE_RETENTION)."
     return NotFound(message, field="id")

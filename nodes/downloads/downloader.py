@@ -21,7 +21,7 @@ from localai_cluster.kit.outbound import (
     SourceBusy,
     SourceChanged,
     SourceError,
-    paced,
+    read_pieces,
 )
 from nodes.definitions.recorded_files import FileConflict
 from nodes.downloads.partial_files import (
@@ -290,7 +290,7 @@ class Download:
                 self._has_many_connections = True
                 for _ in range(min(self._connections - 1, len(self._pending))):
                     group.create_task(self._run_connection(partial, group))
-            async for piece in paced(body.pieces, CHUNK, STALL_LIMIT):
+            async for piece in read_pieces(body.pieces, CHUNK, STALL_LIMIT):
                 piece = piece if span.missing is None else piece[: span.missing]
                 await in_staging_thread(partial.write, span, piece)
                 self._meter.add_received(self._file.path, len(piece))

@@ -74,7 +74,7 @@ def _files(models: Path) -> Iterator[UnusedFile]:
         with suppress(OSError), os.scandir(pending.pop()) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
         for entry in entries:
-            if entry.name.startswith(".") or names.unprintable(entry.name):
+            if entry.name.startswith(".") or names.find_unprintable(entry.name):
                 continue
             with suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
@@ -120,7 +120,7 @@ class Selection:
             listed = {file.path: file for file in files}
             if missing := next((path for path in self.paths if path not in listed), None):
                 raise errors.NotFound(
-                    f"{names.plain(missing[:200])} is not among the unused files", field="paths"
+                    f"{names.to_single_line(missing[:200])} is not among the unused files", field="paths"
                 )
             return [listed[path] for path in dict.fromkeys(self.paths)][:MOST_REMOVED]
         old = [file for file in files if self.before is None or file.modified_at < self.before]

@@ -174,7 +174,9 @@ class Endpoint:
         finally:
             request.form.close()
             body.release()
-            metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - started_at)
+            metrics.inference_ended(
+                request.model, status or metrics.CLIENT_LEFT, clock.monotonic() - started_at
+            )
 
     async def _answer(
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send

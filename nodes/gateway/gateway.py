@@ -14,7 +14,7 @@ from types import TracebackType
 from django.db import Error as DatabaseError
 
 from localai_cluster.accounts.authentication import recent_sessions
-from localai_cluster.accounts.sessions import ACCESS
+from localai_cluster.accounts.sessions import ACCESS_CHANNEL
 from localai_cluster.kit import cancellation, clock, conf, database_pool
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
@@ -259,8 +259,8 @@ async def start() -> None:
     connection, wake_ups = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(wake_ups)
-    metrics.follow(metrics.IN_FLIGHT, picker.in_flight)
-    metrics.follow(metrics.WAITING, loads.waiting)
+    metrics.set_reader(metrics.IN_FLIGHT, picker.in_flight)
+    metrics.set_reader(metrics.WAITING, loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
     if by_prefix is not None:
@@ -292,7 +292,7 @@ async def stop() -> None:
 
 
 async def _listen(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
-    async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL, rows.CHANNEL):
+    async for channel, payload in listen(OPERATIONS, NODES, ACCESS_CHANNEL, hooks.CHANNEL, rows.CHANNEL):
         try:
             _handle_notification(channel, payload, wake_ups, prefixes)
         except Exception:
@@ -310,7 +310,7 @@ def _handle_notification(
         wake_ups.notify(payload.partition(" ")[0])
     if channel in (rows.CHANNEL, ""):
         folder.folder().rows_changed()
-    if channel in (ACCESS, ""):
+    if channel in (ACCESS_CHANNEL, ""):
         sockets.recheck_sockets(payload)
         recent_sessions.clear()
         if _running is not None:

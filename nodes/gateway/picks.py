@@ -200,7 +200,7 @@ class Picker:
             outcome = "refused"
             raise
         except asyncio.CancelledError:
-            outcome = metrics.LEFT
+            outcome = metrics.CLIENT_LEFT
             # The cancellation may coincide with a picked replica, which no other code would count out.
             replica, request.replica = request.replica, None
             if replica is not None:

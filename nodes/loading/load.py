@@ -248,7 +248,7 @@ class LoadModel:
         if not result.success:
             raise NodeRefused(
                 f"{attempt.definition.backend} refused to load:"
-                f" {names.readable(result.message) or 'no reason given'}"
+                f" {names.to_readable_text(result.message) or 'no reason given'}"
             )
 
 

@@ -182,7 +182,7 @@ MAX_RECORDS = 20
 
 def explain_model(model_name: str, now: datetime) -> Row:
     """Return the explanation; raise NotFound for a model without a definition, replicas or records."""
-    if names.unprintable(model_name):
+    if names.find_unprintable(model_name):
         raise errors.NotFound("there is no such model")
     wanted = needs_of(model_name)
     replicas = REPLICA.rows(NodeModel.objects.of(model_name).order_by("node__name", "replica_index"))
@@ -294,7 +294,7 @@ def node_fit(model_name: str) -> Row:
 
     The number of queries is the same for any number of nodes.
     """
-    wanted = None if names.unprintable(model_name) else needs_of(model_name)
+    wanted = None if names.find_unprintable(model_name) else needs_of(model_name)
     if wanted is None:
         raise errors.NotFound("there is no such model")
     return fit_of(wanted)

@@ -96,7 +96,7 @@ async def find_definitions(models: Folder, model_names: Collection[str]) -> dict
 
 
 def _last_definition(name: str, unreadable: frozenset[str] | None) -> Definition | None:
-    if names.unprintable(name):
+    if names.find_unprintable(name):
         return None
     return next(iter(_read_definitions(ModelLoadInfo.objects.filter(model_name=name), unreadable)), None)
 

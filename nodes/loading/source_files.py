@@ -67,7 +67,7 @@ def key_of(model: str, relative: str) -> str:
     if "\\" in model or "\\" in relative:
         raise InvalidPath("has a backslash in its name")
     for text in (model, relative):
-        if character := names.unprintable(text):
+        if character := names.find_unprintable(text):
             raise InvalidPath(f"has the character {character} in its name")
     return "/".join(("models", *parts))
 

@@ -159,7 +159,7 @@ class FileRefused(Exception):
     """The worker refuses the file; the text contains the worker's reason."""
 
     def __init__(self, file: str, status: int, reason: str) -> None:
-        words = names.readable(reason).strip() or "no reason given"
+        words = names.to_readable_text(reason).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
         is_full = status == _INSUFFICIENT_STORAGE or any(text in reason.lower() for text in _FULL_DISK_TEXTS)
         self.is_token_refusal = status in _TOKEN_REFUSALS
@@ -190,8 +190,10 @@ class Unreachable(Exception):
 def root_of(local_path: str, relative: str) -> str:
     """Derive the model's folder on the worker from the path of a file. Raise FileRefused without a match."""
     root = local_path.removesuffix("/" + relative)
-    if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
-        reason = f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it"
+    if root == local_path or not PurePosixPath(root).is_absolute() or names.find_unprintable(root):
+        reason = (
+            f"is kept by its worker at {names.to_single_line(local_path[:200])!r}, which is no place for it"
+        )
         raise FileRefused(relative, 200, reason)
     return root
 

@@ -190,4 +190,4 @@ def _parse_line(line: bytes) -> _AnswerLine:
 
 def _readable_reason(text: str) -> str:
     """Return the worker's reason on one line, without query strings of URLs: they may be signatures."""
-    return names.readable(_QUERY.sub("", text))[:_LONGEST_WORDS].strip() or "no reason given"
+    return names.to_readable_text(_QUERY.sub("", text))[:_LONGEST_WORDS].strip() or "no reason given"

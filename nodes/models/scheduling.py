@@ -289,7 +289,7 @@ def check_label(key: Any, value: Any, field: str) -> None:
 
 
 def _check_text(text: str, subject: str, field: str) -> None:
-    if character := names.unprintable(text):
+    if character := names.find_unprintable(text):
         raise errors.InvalidInput(
             f"{field}: {subject} must not contain the character {character}", field=field
         )

@@ -9,7 +9,7 @@ from asgiref.sync import async_to_sync
 from localai_cluster.accounts import audit
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
-from localai_cluster.kit.outage import left_out_in_an_outage
+from localai_cluster.kit.outage import skip_during_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
 from nodes.definitions import store
@@ -50,7 +50,7 @@ PACK_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def liveness() -> None:
     """Run one liveness pass (R5.1); return at once if another process holds the lock."""
     with try_lock(Lock.LIVENESS) as locked:
@@ -68,7 +68,7 @@ def liveness() -> None:
         log.warning("liveness: marked %d nodes offline, removed %d dead web processes", nodes, processes)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def state_pass() -> None:
     """Make controllers check doubtful engines, correct request counts, report engines that do not stop, and
     learn from the readings of nodes.
@@ -90,7 +90,7 @@ def state_pass() -> None:
         log.warning("counts of running requests corrected on %d replicas", corrected)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def finish_drains() -> None:
     """End the drains that are over; return at once if another process holds the lock."""
     with try_lock(Lock.DRAINS) as locked:
@@ -99,26 +99,26 @@ def finish_drains() -> None:
         log.info("drains: the replicas of %d nodes have gone", ended)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def scale() -> None:
     """Run one tick of the replica pass (R4.1); return at once if another process holds the lock (R4.2)."""
     replicas.run_pass(tick=True)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def sample_figures() -> None:
     """Store a sample of all nodes; a second process would write the same rows."""
     now = clock.now()
     figures.store_samples(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def pack_figures() -> None:
     """Pack past hours and days, and drop old figures; return at once if another process holds the lock."""
     figures.maintain(now=clock.now(), limit=PACK_SECONDS)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def prune_timeline() -> None:
     """Delete events, join tokens, audit entries, decision records and their snapshots past their retention.
 
@@ -162,7 +162,7 @@ def remove_old_partials(now: datetime) -> None:
         log.info("%d downloads that nobody has resumed are removed", removed)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def check_upgrades() -> None:
     """Request an upgrade check (R6.35); it merges with a check that is requested already."""
     with try_lock(Lock.UPGRADE_CHECK) as locked:
@@ -175,7 +175,7 @@ def _prune_chunk(prune: Callable[..., int], before: datetime) -> int:
         return prune(before=before, limit=PRUNED_AT_ONCE) if locked else 0
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def clean_intents() -> None:
     """End backend work whose node cannot take it; return at once if another process holds the lock."""
     intents.clean(now=clock.now())

@@ -96,7 +96,7 @@ class Change:
 
         A `routine` event is recorded only if a fact changes.
         """
-        before, reason = facts_of(self.node), names.plain(reason)
+        before, reason = facts_of(self.node), names.to_single_line(reason)
         after = states.apply(event, before)
         if isinstance(after, states.Refusal):
             raise errors.Conflict(after.reason, field="status")
@@ -131,7 +131,7 @@ class Change:
                 self.node.name,
                 kind,
                 actor,
-                names.plain(cause),
+                names.to_single_line(cause),
                 *statuses,
                 detail or {},
                 self._request,
@@ -291,7 +291,15 @@ def remove_all(nodes: BackendNodeQuerySet, actor: Actor, *, now: datetime, reaso
             get_user_model().objects.filter(pk__in=users).delete()
         statuses = [states.status_of(facts_of(node)) for node in removed]
         entries = [
-            Entry(node.id, node.name, NodeEvent.Kind.DEREGISTERED, actor, names.plain(reason), status, status)
+            Entry(
+                node.id,
+                node.name,
+                NodeEvent.Kind.DEREGISTERED,
+                actor,
+                names.to_single_line(reason),
+                status,
+                status,
+            )
             for node, status in zip(removed, statuses, strict=True)
         ]
         timeline.record(*entries, at=now)

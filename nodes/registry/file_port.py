@@ -115,7 +115,7 @@ def record_check(node_id: UUID, error: str, *, now: datetime) -> None:
 def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
     pause = backoff.delay(node.file_port_failures + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
     BackendNode.objects.filter(pk=node.pk).update(
-        file_port_error=names.plain(reason)[:_ERROR_LENGTH],
+        file_port_error=names.to_single_line(reason)[:_ERROR_LENGTH],
         file_port_failed_at=node.file_port_failed_at or now,
         file_port_failures=node.file_port_failures + 1,
         file_port_next_check_at=now + timedelta(seconds=pause),

@@ -42,7 +42,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 def _check(key: str, value: str) -> None:
     field = f"labels.{key[:LONGEST_KEY]}"
-    if character := names.unprintable(key):
+    if character := names.find_unprintable(key):
         raise errors.InvalidInput(f"labels: a key must not contain the character {character}", field="labels")
     if not key.strip() or len(key) > LONGEST_KEY:
         raise errors.InvalidInput(f"labels: a key must have 1 to {LONGEST_KEY} characters", field="labels")

@@ -243,7 +243,7 @@ def drain(
         if change.apply(Event.DRAINED, actor, reason=reason, detail={"deadline_seconds": seconds}):
             change.set(drain_deadline=now + timedelta(seconds=seconds))
         else:
-            _update_drain(change, actor, names.plain(reason), deadline)
+            _update_drain(change, actor, names.to_single_line(reason), deadline)
     return change.node
 
 

@@ -13,7 +13,7 @@ from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextFi
 from django.db.models.expressions import RawSQL
 
 from localai_cluster import __version__
-from localai_cluster.kit.leases import among
+from localai_cluster.kit.leases import as_array
 from localai_cluster.web.shapes import TEXT, Row, Shape, Time, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
@@ -70,7 +70,7 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
     known = [(id, _cached.get(id, ("", ""))) for id in parts]
     current = {id: cached for id, cached in known if cached[0] == parts[id][0]}
     if len(current) < len(parts):
-        changed = BackendNode.objects.filter(pk__in=among(map(UUID, parts.keys() - current.keys())))
+        changed = BackendNode.objects.filter(pk__in=as_array(map(UUID, parts.keys() - current.keys())))
         version = RawSQL(_VERSION.format("backend_nodes"), (), TextField())
         for *values, written in changed.values_list(*shape.NODE.columns.values(), version):
             row = shape.NODE.row(values)

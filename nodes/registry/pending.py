@@ -47,8 +47,8 @@ def check_limits(newcomers: Collection[BackendNode]) -> None:
     addresses = list(undecided.values_list("source_address", flat=True))
     if len(addresses) > limits.pending_nodes:
         raise _refusal(f"{limits.pending_nodes} nodes await approval", "CLUSTER_PENDING_NODES")
-    per_source = Counter(map(throttle.source, addresses))
-    for source in {throttle.source(node.source_address) for node in newcomers} - {""}:
+    per_source = Counter(map(throttle.counter_key, addresses))
+    for source in {throttle.counter_key(node.source_address) for node in newcomers} - {""}:
         if per_source[source] > limits.pending_nodes_per_address:
             raise _refusal(
                 f"{limits.pending_nodes_per_address} nodes from {source} await approval",

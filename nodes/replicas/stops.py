@@ -195,7 +195,7 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
         engines.apply_event(
             rows,
             ReplicaEvent.STOP_FAILED,
-            stop_error=names.plain(error[:_LONGEST_ERROR]),
+            stop_error=names.to_single_line(error[:_LONGEST_ERROR]),
             next_stop_at=now + timedelta(seconds=pause),
             claimed_until=None,
         )
@@ -333,7 +333,7 @@ def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
 
     `error` states why the engines on the node are unknown; it is empty while engines stop.
     """
-    error = names.plain(error[:_ERROR_LENGTH])
+    error = names.to_single_line(error[:_ERROR_LENGTH])
     nodes = _same_drain(node)
     with transaction.atomic():
         if nodes.exclude(engines_error=error).update(engines_error=error):

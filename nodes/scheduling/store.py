@@ -184,7 +184,7 @@ def rules_revision() -> str:
 def _rules_of(model_name: str) -> QuerySet[ModelSchedulingConfig]:
     # No rule has an unprintable name, and PostgreSQL rejects NUL.
     matching_rules = ModelSchedulingConfig.objects.filter(model_name=model_name)
-    return matching_rules.none() if names.unprintable(model_name) else matching_rules
+    return matching_rules.none() if names.find_unprintable(model_name) else matching_rules
 
 
 def _publish_change(kind: str, rule_id: str, model_name: str, detail: str, now: datetime) -> None:

@@ -384,7 +384,7 @@ def _hub_file(repository: Repository, folder: str, file: RepositoryFile) -> Sour
 
 def _no_variant(model: str, wanted: str, listed: Sequence[Variant]) -> InvalidInput:
     offered = ", ".join(variant.id for variant in listed[:20]) or "none"
-    shown = names.plain(wanted[:100])
+    shown = names.to_single_line(wanted[:100])
     return InvalidInput(f"{model} has no variant {shown!r}; it has: {offered}", field="variant")
 
 

@@ -75,7 +75,7 @@ def find(reference: GalleryRef | NameRef) -> GalleryEntry:
     for entry in found.builds:
         if gallery_index.folded(entry.name) == name and gallery in ("", entry.gallery.name):
             return entry
-    shown = names.plain(f"{gallery}@{name}" if gallery else name)
+    shown = names.to_single_line(f"{gallery}@{name}" if gallery else name)
     reasons = [f"no gallery has a model {shown!r}", *found.problems.values()]
     if not configured():
         reasons.append("no gallery is configured")
@@ -121,7 +121,7 @@ async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.
     except GalleryUnreadable as error:
         raise SourceError(error.message) from error
     except (OSError, ValueError, httpx.HTTPError) as error:
-        reason = names.plain(str(error)[:200]) or type(error).__name__
+        reason = names.to_single_line(str(error)[:200]) or type(error).__name__
         raise SourceError(f"the document of model {entry.name} cannot be read: {reason}") from error
 
 
@@ -148,7 +148,7 @@ def _source_file(file: ModelFile, index: str) -> SourceFile:
         found = references.recognise(uri, mirror=settings.hugging_face_url)
     except InvalidInput as error:
         raise InvalidInput(
-            f"the file {names.plain(file.name[:100])!r}: {error.message}", field="text"
+            f"the file {names.to_single_line(file.name[:100])!r}: {error.message}", field="text"
         ) from None
     return SourceFile(file.name, _address(found, file), sha256=file.sha256)
 
@@ -158,7 +158,7 @@ def _address(found: references.Reference, file: ModelFile) -> str:
         case HubRef(repo=repo, revision=revision, path=path) if path:
             return f"hf://{repo}@{revision or 'main'}/{path}"
         case WebRef(url=url) if urlsplit(url).query:
-            shown = names.plain(gallery_index.public_url(url)[:200])
+            shown = names.to_single_line(gallery_index.public_url(url)[:200])
             raise InvalidInput(
                 f"{shown} has a query, which may be a signature or a secret; use an address without one",
                 field="text",
@@ -169,7 +169,7 @@ def _address(found: references.Reference, file: ModelFile) -> str:
             return f"s3://{bucket}/{key}"
         case ImageRef(reference=reference) if reference.is_pinned:
             return f"oci://{reference.host}/{reference.path}@{reference.version}"
-    shown = names.plain(gallery_index.public_url(file.uri)[:200])
+    shown = names.to_single_line(gallery_index.public_url(file.uri)[:200])
     raise InvalidInput(f"{shown} is no source of a model's file", field="text")
 
 

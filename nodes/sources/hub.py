@@ -161,7 +161,7 @@ def _parse_unpinned_address(url: str) -> HubRef | None:
 def _pin_to_commit(file: SourceFile, place: HubRef, repository: Repository) -> SourceFile:
     listed = next((each for each in repository.files if each.path == place.path), None)
     if listed is None:
-        raise SourceMissing(f"{names.plain(str(place)[:200])} does not exist")
+        raise SourceMissing(f"{names.to_single_line(str(place)[:200])} does not exist")
     address = f"{HUB}{place.repo}@{repository.commit}/{place.path}"
     return replace(file, url=address, size=listed.size, sha256=file.sha256 or listed.sha256)
 
@@ -187,7 +187,7 @@ def _repository(found: _Repository) -> Repository:
     return Repository(
         _displayable_text(found.id),
         commit,
-        tuple(_file(sibling) for sibling in found.siblings if not names.unprintable(sibling.rfilename)),
+        tuple(_file(sibling) for sibling in found.siblings if not names.find_unprintable(sibling.rfilename)),
         bool(found.gated),
         found.private,
         _displayable_text(found.pipeline_tag),
@@ -222,4 +222,4 @@ def _first_text(value: str | list[str] | None) -> str:
 
 
 def _displayable_text(text: str) -> str:
-    return names.plain(text[:_LONGEST_TEXT])
+    return names.to_single_line(text[:_LONGEST_TEXT])

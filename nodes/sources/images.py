@@ -118,7 +118,9 @@ async def _ollama_model(
         {file.path: _blob_address(reference, f"sha256:{file.sha256}") for file in files},
         _parameters(texts.get("params", b"")),
         texts.get("system", b"").decode("utf-8", "replace").strip(),
-        names.plain(texts.get("license", b"").decode("utf-8", "replace").strip().partition("\n")[0][:200]),
+        names.to_single_line(
+            texts.get("license", b"").decode("utf-8", "replace").strip().partition("\n")[0][:200]
+        ),
         ("an adapter",) if _ADAPTER in by_type else (),
     )
 
@@ -130,7 +132,7 @@ def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> Regist
         title = (layer.annotations or {}).get(_TITLE_ANNOTATION, "")
         if not title and layer.media_type == _DOCKER_MODEL:
             title = f"model-{index}.gguf" if index else "model.gguf"
-        if not isinstance(title, str) or not title or names.unprintable(title):
+        if not isinstance(title, str) or not title or names.find_unprintable(title):
             continue
         files.append(RepositoryFile(title, layer.size, layer.digest.removeprefix("sha256:")))
         addresses[title] = _blob_address(reference, layer.digest)

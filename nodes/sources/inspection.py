@@ -99,7 +99,7 @@ def inspect(text: str, now: datetime) -> Row:
     best = found.wanted or variants.recommend((choice.variant for choice in found.choices), fitting)
     return INSPECTION.of(
         kind=found.kind,
-        title=names.plain(found.title[:300]),
+        title=names.to_single_line(found.title[:300]),
         description=found.description,
         licence=found.licence,
         gated=found.gated,
@@ -128,7 +128,8 @@ def plan_import(
     reference = _parse_reference(text)
     if isinstance(reference, NameRef):
         raise InvalidInput(
-            f"text: {names.plain(reference.term)!r} may mean several models: inspect it and choose one",
+            f"text: {names.to_single_line(reference.term)!r} may mean several models:"
+            " inspect it and choose one",
             field="text",
         )
     found = _find(reference)

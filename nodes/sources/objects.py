@@ -97,7 +97,8 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
         found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
         if len(found) > MOST_OBJECTS:
             raise SourceError(
-                f"{names.plain(key[:100])} has more than {MOST_OBJECTS} objects: name a folder below it"
+                f"{names.to_single_line(key[:100])} has more than {MOST_OBJECTS} objects:"
+                " name a folder below it"
             )
     if not found:
         raise FileNotFoundError
@@ -109,7 +110,7 @@ def translate_errors(url: str) -> Iterator[None]:
     """Translate the library's exceptions into SourceError."""
     from obstore import exceptions
 
-    shown = names.plain(url[:200])
+    shown = names.to_single_line(url[:200])
     try:
         yield
     except FileNotFoundError:
@@ -120,5 +121,5 @@ def translate_errors(url: str) -> Iterator[None]:
     except TimeoutError:
         raise SourceError(f"{shown}: no answer within {REQUEST_WITHIN:.0f} s", can_retry=True) from None
     except exceptions.BaseError as error:
-        reason = names.plain(" ".join(str(error).split())[:200])
+        reason = names.to_single_line(" ".join(str(error).split())[:200])
         raise SourceError(f"{shown}: {reason}", can_retry=True) from error

@@ -128,5 +128,5 @@ def _check_folders(files: tuple[SourceFile, ...]) -> None:
 
 
 def _invalid_path(path: str, problem: str) -> errors.InvalidInput:
-    shown = names.plain(path[:100])
+    shown = names.to_single_line(path[:100])
     return errors.InvalidInput(f"the file {shown!r} {problem}", field="text")

@@ -131,7 +131,7 @@ def recognise(text: str, *, mirror: str = "") -> Reference:
         return _parse_definition(text)
     if len(text) > LONGEST_LINE:
         raise _invalid_text(f"has more than {LONGEST_LINE} characters on one line")
-    if character := names.unprintable(text):
+    if character := names.find_unprintable(text):
         raise _invalid_text(f"must not contain the character {character}")
     if (command := _COMMAND.fullmatch(text)) is not None:
         return _parse_command(command, mirror)
@@ -235,21 +235,21 @@ def _parse_hub_path(path: str) -> HubRef:
 def _parse_repository(text: str) -> HubRef:
     match = _REPOSITORY.fullmatch(text.strip("/"))
     if match is None or not {".", ".."}.isdisjoint(match["repo"].split("/")) or ".." in match["repo"]:
-        raise _invalid_text(f"is not a repository such as owner/name: {names.plain(text[:100])!r}")
+        raise _invalid_text(f"is not a repository such as owner/name: {names.to_single_line(text[:100])!r}")
     path = _check_path(match["path"]) if match["path"] else ""
     return HubRef(match["repo"], match["revision"] or "", path, match["quantization"] or "")
 
 
 def _check_revision(text: str) -> str:
     if not re.fullmatch(_REVISION, text):
-        raise _invalid_text(f"has a revision that is no commit, branch or tag: {names.plain(text[:60])!r}")
+        raise _invalid_text(f"has a revision that is no commit, branch or tag: {names.to_single_line(text[:60])!r}")
     return text
 
 
 def _check_path(text: str) -> str:
     if not {"", ".", ".."}.isdisjoint(text.split("/")) or "\\" in text or len(text) > 1024:
         raise _invalid_text("has the path of a file that leads out of its repository")
-    if character := names.unprintable(text):
+    if character := names.find_unprintable(text):
         raise _invalid_text(f"must not contain the character {character}")
     return text
 
@@ -263,7 +263,7 @@ def _parse_ollama_name(text: str) -> ImageRef:
     else:
         reference = images.parse(f"oci://{text}") if "." in text.partition("/")[0] and "/" in text else None
     if reference is None:
-        raise _invalid_text(f"is not a model such as llama3.2:3b: {names.plain(text[:100])!r}")
+        raise _invalid_text(f"is not a model such as llama3.2:3b: {names.to_single_line(text[:100])!r}")
     return ImageRef(reference, is_ollama=True)
 
 
@@ -271,7 +271,7 @@ def _parse_image(text: str) -> ImageRef:
     reference = images.parse(text)
     if reference is None:
         raise _invalid_text(
-            f"is not an image such as oci://registry.example/group/model:tag: {names.plain(text[:100])!r}"
+            f"is not an image such as oci://registry.example/group/model:tag: {names.to_single_line(text[:100])!r}"
         )
     return ImageRef(reference, is_ollama=reference.host == OLLAMA_REGISTRY)
 

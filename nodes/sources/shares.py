@@ -110,4 +110,4 @@ def _file(base: Path, path: Path) -> RepositoryFile:
 
 
 def _invalid_path(path: str, problem: str) -> InvalidInput:
-    return InvalidInput(f"text: {names.plain(path[:200])} {problem}", field="text")
+    return InvalidInput(f"text: {names.to_single_line(path[:200])} {problem}", field="text")

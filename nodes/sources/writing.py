@@ -128,7 +128,7 @@ class _Copier:
 
 def model_name(text: str) -> str:
     """Derive a model's name from the text: printable, without blanks, and without `.` or `..` parts."""
-    plain = names.plain(text).strip().strip("/.").replace("\\", "-").replace(" ", "-")
+    plain = names.to_single_line(text).strip().strip("/.").replace("\\", "-").replace(" ", "-")
     parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:MAX_NAME] or "model"
 

@@ -38,7 +38,7 @@ def leased() -> OperationQuerySet:
 
 def owned(operation_id: UUID, fence: int) -> Operation:
     """Return the operation of the attempt, locked; raise LeaseLost if the attempt does not own it."""
-    return leases.lock_attempt(leased(), (operation_id, fence))
+    return leases.lock_attempt_row(leased(), (operation_id, fence))
 
 
 def target_done(
@@ -217,7 +217,7 @@ def confirm(operation_id: UUID, fence: int) -> None:
 def release(owner: str, *, now: datetime) -> int:
     """Release all operations of `owner`, which is stopping; return their number."""
     with committed("ledger.release"):
-        mine = leases.lock_held(leased(), owner)
+        mine = leases.lock_owned_rows(leased(), owner)
         _hand_back(mine, Event.RELEASE, now, "its controller stopped; another one takes over")
     return len(mine)
 
@@ -228,7 +228,7 @@ def reap(*, now: datetime) -> tuple[int, int]:
     Return (requeued, failed).
     """
     with committed("ledger.reap"):
-        requeued, hopeless = leases.lock_expired(leased(), now=now)
+        requeued, hopeless = leases.lock_expired_rows(leased(), now=now)
         _hand_back(requeued, Event.LOSE, now, "its controller fell silent; another one takes over")
         for operation in hopeless:
             finish(

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from localai_cluster.accounts.command_line import NOTHING, SHORT_ID, age, moment, printable, table
+from localai_cluster.accounts.command_line import (
+    EMPTY_CELL,
+    SHORT_ID,
+    format_age,
+    format_table,
+    format_time,
+    printable,
+)
 from localai_cluster.kit.quantities import counted
 from operations.models import Status, TargetStatus
 
@@ -53,14 +60,14 @@ def reason(part: Part) -> str:
     waits = "" if part.get("attempts") else wait(part)
     said = part.get("error") or waits or part.get("reason") or file or ""
     at = part.get("nextLookAt") if part["status"] == TargetStatus.QUEUED and part.get("attempts") else None
-    return printable(f"{said} (next attempt {moment(datetime.fromisoformat(at))})" if at else said)
+    return printable(f"{said} (next attempt {format_time(datetime.fromisoformat(at))})" if at else said)
 
 
 def wait(entry: Entry | Part) -> str:
     """Return the reason and the start of its wait; "" if unknown."""
     since = entry.get("waitsSince")
     said = str(entry.get("waitsFor", ""))
-    return f"{said} since {moment(datetime.fromisoformat(since))}" if since else said
+    return f"{said} since {format_time(datetime.fromisoformat(since))}" if since else said
 
 
 def size(part: Part) -> str:
@@ -80,14 +87,14 @@ def line(part: Part) -> str:
 
 def operations(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
     """Return the list, one operation per line."""
-    return table(_LIST, [_operation(entry, now) for entry in entries]) if entries else none
+    return format_table(_LIST, [_operation(entry, now) for entry in entries]) if entries else none
 
 
 def record(entries: Sequence[Entry], cursor: str) -> str:
     """Return a page of the history, one operation per line, and the command for the next page."""
     if not entries:
         return "nothing has ended that matches"
-    listed = table(_RECORD, [_ended(entry) for entry in entries])
+    listed = format_table(_RECORD, [_ended(entry) for entry in entries])
     return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
 
 
@@ -99,7 +106,7 @@ def _ended(entry: Entry) -> tuple[str, ...]:
         node_text(entry),
         entry["outcome"],
         entry["actor"],
-        moment(datetime.fromisoformat(entry["finishedAt"])),
+        format_time(datetime.fromisoformat(entry["finishedAt"])),
         _said(entry),
     )
 
@@ -118,7 +125,7 @@ def _operation(entry: Entry, now: datetime) -> tuple[str, ...]:
         _status(entry),
         f"{entry['progress']} %",
         entry["actor"],
-        age(entry["createdAt"], now),
+        format_age(entry["createdAt"], now),
         _said(entry),
     )
 
@@ -157,7 +164,7 @@ def detail(entry: Entry) -> str:
         )
         for part in entry.get("nodes", ())
     ]
-    return "\n".join([*lines, "", table(_PARTS, parts)] if parts else lines)
+    return "\n".join([*lines, "", format_table(_PARTS, parts)] if parts else lines)
 
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
@@ -185,7 +192,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("gives up", "givesUpAt"),
         ("dismissed", "dismissedAt"),
     ):
-        yield name, moment(datetime.fromisoformat(entry[key])) if entry.get(key) else ""
+        yield name, format_time(datetime.fromisoformat(entry[key])) if entry.get(key) else ""
     yield "dismissed by", entry.get("dismissedBy", "")
     yield "comment", entry.get("dismissedComment", "")
 
@@ -195,4 +202,4 @@ def counts(parts: Sequence[Part]) -> str:
     found: dict[str, int] = {}
     for part in parts:
         found[state(part)] = found.get(state(part), 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in found.items()) or NOTHING
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or EMPTY_CELL

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from localai_cluster.kit import clock, conf, leases
 from localai_cluster.kit.locks import Lock, try_lock
-from localai_cluster.kit.outage import left_out_in_an_outage
+from localai_cluster.kit.outage import skip_during_outage
 from localai_cluster.kit.periodic import Recurring
 from operations.ledger import attempts, retention
 
@@ -20,7 +20,7 @@ SCHEDULES = [
 log = logging.getLogger(__name__)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def reap_expired_leases() -> None:
     """Requeue operations with expired leases; the schedule runs this function."""
     reap()
@@ -38,7 +38,7 @@ def reap() -> None:
         log.warning("expired operation leases: %d requeued, %d given up", requeued, failed)
 
 
-@left_out_in_an_outage
+@skip_during_outage
 def prune_record() -> None:
     """Delete operations that ended before the retention (O100), and cap the size of history and inbox."""
     now = clock.now()

@@ -20,7 +20,7 @@ import httpx
 import psycopg
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.failpoints import KILL_AT, KILL_TEST, KILLED
+from localai_cluster.kit.failpoints import KILL_AT, KILL_MESSAGE_PREFIX, KILL_TEST
 from localai_cluster.messaging.messages import InstalledBackend
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process
@@ -455,7 +455,7 @@ def _killed(sweep: Sweep, one: Round, name: str) -> None:
         eventually(lambda: not victim.alive, seconds=VISITED_WITHIN, what=f"{one.point} is visited")
     except AssertionError as error:
         raise NotVisited(str(error)) from None
-    said = f"{KILLED}{one.point.partition('@')[0]}"
+    said = f"{KILL_MESSAGE_PREFIX}{one.point.partition('@')[0]}"
     assert said in victim.output(), f"the victim ended by itself: {victim.story()[-500:]}"
 
 

@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from examples.demo.figures import compare
-from localai_cluster.embedded.layout import linked
+from localai_cluster.embedded.layout import link_or_copy
 from tests.conftest import eventually
 from tests.support import wheel
 from tests.support.effort import EFFORT, swept
@@ -58,7 +58,7 @@ class Site:
         self.settings = {"LOCALAI_REGISTRIES": plain, **SOON}
         (home / "gallery").mkdir()
         for file in (ROOT / "build" / "gallery").glob("*.*"):
-            linked(file, home / "gallery" / file.name)
+            link_or_copy(file, home / "gallery" / file.name)
         galleries = [{"name": name, "url": f"cluster:{name}.yaml"} for name in ("index", "images")]
         index = f"- name: {IMAGE}\n  uri: oci://{self.registry}/{IMAGE}:latest\n"
         (home / "gallery" / "images.yaml").write_text(index)

@@ -21,7 +21,7 @@ TABLES: dict[str, type[env.Table]] = {
 
 def table(settings: type[env.Table], *, flags: bool) -> str:
     """Return the settings of a table in Markdown, a section for each group."""
-    entries, texts = env.declared(settings), env.texts(settings)
+    entries, texts = env.declared_settings(settings), env.read_field_docstrings(settings)
     parts = []
     for group in dict.fromkeys(entry.group for entry in entries):
         rows = [_row(entry, texts[entry.key], flags=flags) for entry in entries if entry.group == group]

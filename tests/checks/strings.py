@@ -53,7 +53,7 @@ def of_pages() -> Iterator[str]:
         for path in (static / "src").rglob("*.ts*")
         if ".test." not in path.name and path.name not in ("schema.ts", "fixtures.ts")
     )
-    yield from build.node("-e", _PAGES, *files, quiet=True).splitlines()
+    yield from build.run_node("-e", _PAGES, *files, quiet=True).splitlines()
 
 
 def of_module(path: Path) -> Iterator[str]:

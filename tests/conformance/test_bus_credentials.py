@@ -14,7 +14,7 @@ from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import UNQUEUED, BusError, Message, NoResponders, RequestTimeout
-from localai_cluster.messaging.nats import NatsBus, complaint
+from localai_cluster.messaging.nats import NatsBus, connection_problem
 from localai_cluster.messaging.servers import (
     Credentials,
     Servers,
@@ -103,8 +103,8 @@ async def test_no_one_is_let_in_without_credentials_of_the_account(server: Embed
     swapped = Credentials(minted(server, NODE).jwt, forged.seed)
     tried = [url, replace(url, user="worker", password="x")]
     tried += [replace(url, credentials=one) for one in (forged, expired, swapped)]
-    assert [bool(await complaint(one)) for one in tried] == [True] * len(tried)
-    assert await complaint(as_node(server, NODE)) == ""
+    assert [bool(await connection_problem(one)) for one in tried] == [True] * len(tried)
+    assert await connection_problem(as_node(server, NODE)) == ""
 
 
 @pytest.mark.rule("T-JWT-1", "T-JWT-2", "nats-5", "nats-9.2", "W35")
@@ -219,8 +219,8 @@ async def test_a_revoked_user_is_out_at_once_and_others_stay(
     assert (good.connected, good.generation, controller.generation) == (True, 1, 1)
     server.stop()
     server.start()
-    assert await complaint(servers), "the server remembers it over a restart"
-    assert await complaint(as_node(server, NODE)) == "", "the node's next credentials are good"
+    assert await connection_problem(servers), "the server remembers it over a restart"
+    assert await connection_problem(as_node(server, NODE)) == "", "the node's next credentials are good"
     for bus in (bad, good):
         await bus.close()
 

@@ -17,7 +17,7 @@ from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.messages import Gallery, encode_galleries
-from localai_cluster.messaging.nats import NatsBus, complaint
+from localai_cluster.messaging.nats import NatsBus, connection_problem
 from localai_cluster.messaging.servers import Servers, mint_service, mint_worker, parse_url
 from localai_cluster.worker.config import InvalidSettings, build
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually
@@ -65,7 +65,7 @@ async def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_ca(
     mutual: EmbeddedNats, authority: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path / "other", "another CA")
-    assert await complaint(dialled(mutual, files_of(authority, "controller"))) == ""
+    assert await connection_problem(dialled(mutual, files_of(authority, "controller"))) == ""
     refused = {
         "no certificate of its own": files_of(authority),
         "a certificate of another CA": TlsFiles(
@@ -74,8 +74,10 @@ async def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_ca(
         "another CA for the server": files_of(stranger, "stranger"),
     }
     for case, files in refused.items():
-        assert await complaint(dialled(mutual, files)), case
-    assert await complaint(dialled(mutual, TlsFiles(), "tls")), "the system's CAs do not know this server"
+        assert await connection_problem(dialled(mutual, files)), case
+    assert await connection_problem(dialled(mutual, TlsFiles(), "tls")), (
+        "the system's CAs do not know this server"
+    )
 
 
 @pytest.mark.rule("nats-9.1")
@@ -85,9 +87,9 @@ async def test_a_server_that_offers_no_tls_gets_nothing(
 ) -> None:
     """Setting any TLS file forces TLS, and so does `tls://`: it cannot be switched off in between."""
     with server_of(tmp_path / "nats", None) as server:
-        assert await complaint(dialled(server, TlsFiles())) == ""
+        assert await connection_problem(dialled(server, TlsFiles())) == ""
         files = files_of(authority) if scheme == "nats" else TlsFiles()
-        assert await complaint(dialled(server, files, scheme))
+        assert await connection_problem(dialled(server, files, scheme))
 
 
 @pytest.fixture

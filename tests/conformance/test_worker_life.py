@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.nkeys import grouped
+from localai_cluster.kit.nkeys import group_characters
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.nats import NatsBus
@@ -80,7 +80,7 @@ async def test_registration_tells_what_the_contract_says(
     assert call.headers["x-localai-node-secret"] == secret
     await eventually(lambda: control_plane.seen("/heartbeat"))
     text = worker.log.read_text()
-    assert f"fingerprint={grouped(hashlib.sha256(secret.encode()).hexdigest())}" in text
+    assert f"fingerprint={group_characters(hashlib.sha256(secret.encode()).hexdigest())}" in text
     assert TOKEN not in text
     assert secret not in text
     assert body["engine_token"] not in text

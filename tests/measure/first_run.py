@@ -25,7 +25,7 @@ from websockets.sync.client import connect
 from examples.demo.client import Target, ask
 from localai_cluster.embedded.layout import EXAMPLES, ROOT
 from localai_cluster.embedded.resources import SetupError
-from localai_cluster.embedded.run import answers
+from localai_cluster.embedded.run import is_ok
 from localai_cluster.embedded.server import last_line, wait_for
 from localai_cluster.kit import clock, processes
 from tests.measure.table import Measured, show
@@ -176,7 +176,7 @@ def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
     stop.set()
     os.kill(run.pid("web"), signal.SIGKILL)
     begun = clock.monotonic()
-    wait_for(lambda: answers(f"{target.url}/readyz") and in_flight(target) == 0, 2 * IN_FLIGHT)
+    wait_for(lambda: is_ok(f"{target.url}/readyz") and in_flight(target) == 0, 2 * IN_FLIGHT)
     return Measured("in-flight count correct after kill -9 of web", clock.monotonic() - begun, IN_FLIGHT)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo.client import Target
-from localai_cluster.embedded.run import answers, find_node
+from localai_cluster.embedded.run import find_node, is_ok
 from localai_cluster.kit import processes
 from tests.conftest import eventually
 
@@ -66,7 +66,7 @@ class Run:
     def works(self) -> bool:
         """Return True if it is ready and its worker is healthy."""
         url, key = self.target.url, self.target.key
-        return answers(f"{url}/readyz") and find_node(url, key, "local").get("status") == "healthy"
+        return is_ok(f"{url}/readyz") and find_node(url, key, "local").get("status") == "healthy"
 
     def leaders(self) -> dict[str, int]:
         """Return the first process of each child, found by its mark and its session."""

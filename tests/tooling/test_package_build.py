@@ -12,7 +12,7 @@ from localai_cluster.embedded.resources import SetupError
 @pytest.fixture
 def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A project of its own; each build is a wheel with the content of one of its modules."""
-    for name in (*build._FILES_IN_WHEEL, *(f"{folder}/some.py" for folder in build._IN_WHEEL)):
+    for name in (*build._WHEEL_FILES, *(f"{folder}/some.py" for folder in build._WHEEL_FOLDERS)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
     made: list[str] = []
@@ -25,7 +25,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "WHEELS", tmp_path / "dist")
-    monkeypatch.setattr(build, "_built", built)
+    monkeypatch.setattr(build, "_build_with_pip", built)
     return made
 
 
@@ -66,7 +66,7 @@ def test_a_build_that_fails_leaves_the_old_one(
         raise SetupError("The worker package cannot be built: no space.", "Run `make install ui`.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(build, "_built", fails)
+        patched.setattr(build, "_build_with_pip", fails)
         with pytest.raises(SetupError, match="no space"):
             build.build_wheel()
     assert offered(tmp_path) == {"localai_cluster-0.1.0-py3-none-any.whl": "first"}
@@ -78,7 +78,7 @@ def test_what_is_wrong_is_one_line_with_a_hint(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(build, "ROOT", tmp_path)
     shutil.rmtree(tmp_path / "dist", ignore_errors=True)
     with pytest.raises(SetupError) as failed:
-        build._built(tmp_path / "dist")
+        build._build_with_pip(tmp_path / "dist")
     assert str(failed.value).startswith("The worker package cannot be built: ")
     assert str(failed.value).endswith("Run `make install ui`.")
     assert "\n" not in str(failed.value)

@@ -28,7 +28,7 @@ def static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "MODULES", folder / "node_modules")
     monkeypatch.setattr(build, "PAGES", folder / "dist")
     monkeypatch.setattr(build, "SCHEMA", folder / "src/api/schema.ts")
-    monkeypatch.setattr(build, "node", lambda *words, quiet=False: None)
+    monkeypatch.setattr(build, "run_node", lambda *words, quiet=False: None)
     return folder
 
 
@@ -42,7 +42,7 @@ def built(static: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         draft = Path(words[words.index("--outDir") + 1])
         written(draft, {"assets/main.js": (static / "src/main.tsx").read_text(encoding="utf-8")})
 
-    monkeypatch.setattr(build, "tool", vite)
+    monkeypatch.setattr(build, "run_node_tool", vite)
     return builds
 
 
@@ -77,14 +77,14 @@ def test_types_are_written_when_the_product_has_changed(
 
     monkeypatch.setattr(build, "ROOT", static)
     monkeypatch.setattr(build, "document", lambda: module.read_text(encoding="utf-8"))
-    monkeypatch.setattr(build, "tool", copied)
-    assert build.types()
-    assert not build.types()
+    monkeypatch.setattr(build, "run_node_tool", copied)
+    assert build.write_types()
+    assert not build.write_types()
     module.write_text("A = 2", encoding="utf-8")
-    assert build.types()
+    assert build.write_types()
     assert build.SCHEMA.read_text(encoding="utf-8") == "A = 2"
     build.SCHEMA.unlink()
-    assert build.types()
+    assert build.write_types()
 
 
 def test_a_build_writes_the_sentences_of_actions_and_builds_again_when_they_change(
@@ -109,7 +109,7 @@ def test_a_build_that_fails_leaves_the_former_one(
     def broken(name: str, *words: str, quiet: bool = False) -> None:
         raise build.BuildFailed("it does not compile")
 
-    monkeypatch.setattr(build, "tool", broken)
+    monkeypatch.setattr(build, "run_node_tool", broken)
     (static / "src/main.tsx").write_text("changed", encoding="utf-8")
     with pytest.raises(build.BuildFailed):
         build.build_pages()

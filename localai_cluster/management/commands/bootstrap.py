@@ -29,12 +29,12 @@ from nodes.registry import claims, identity, joining, lifecycle
 from nodes.scheduling import rules, store
 from nodes.scheduling.rules import Rule
 
-ADMIN = "admin"
-JOINING = 10
+ADMIN_NAME = "admin"
+JOIN_TOKEN_USES = 10
 """Number of machines that may join with one join command of `make run`."""
 
 
-def settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
+def read_settings() -> tuple[settings_table.Bootstrap, list[Rule]]:
     """Read the settings and the scheduling rules. Raise CommandError, which names a wrong setting."""
     environment = Environment(os.environ)
     bootstrap, scheduling = environment.read(settings_table.Bootstrap), rules.rules_from_settings(environment)
@@ -54,7 +54,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Create everything whose settings are present."""
-        wanted, scheduling = settings()
+        wanted, scheduling = read_settings()
         if options["check"]:
             return
         if wanted.copied:
@@ -71,17 +71,17 @@ class Command(BaseCommand):
         users = get_user_model().objects
         if not password:
             return
-        if admin := users.filter(username=ADMIN).first():
+        if admin := users.filter(username=ADMIN_NAME).first():
             # To compare passwords takes half a second, and a generated one that was changed has no row.
             is_initial = generated and InitialPassword.objects.filter(user=admin).exists()
             if not (is_initial or admin.check_password(password)):
                 self.stdout.write(PASSWORD_CHANGED)
             return
         with transaction.atomic():
-            user = users.create_superuser(username=ADMIN, email=None, password=password)
+            user = users.create_superuser(username=ADMIN_NAME, email=None, password=password)
             if generated:
                 InitialPassword.objects.create(user=user)
-        self.stdout.write(f"user {ADMIN!r} created")
+        self.stdout.write(f"user {ADMIN_NAME!r} created")
 
     def _node(self, name: str, secret: str) -> None:
         if not name:
@@ -97,6 +97,6 @@ class Command(BaseCommand):
 
     @staticmethod
     def _join_command(path: Path, url: str) -> None:
-        _, token = joining.make(actor=actors.MAKE_RUN, now=clock.now(), note="make run", uses=JOINING)
+        _, token = joining.make(actor=actors.MAKE_RUN, now=clock.now(), note="make run", uses=JOIN_TOKEN_USES)
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
         write_private(path, join_script.command(url, token, wheel) + "\n")

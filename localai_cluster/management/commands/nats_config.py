@@ -13,7 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.embedded.resources import SetupError, private_directory, write_private
-from localai_cluster.embedded.secrets import ensure
+from localai_cluster.embedded.secrets import ensure_secret
 from localai_cluster.kit.nkeys import Role
 
 _SEEDS: dict[str, tuple[Role, str]] = {
@@ -47,7 +47,7 @@ class Command(BaseCommand):
         folder = folder.absolute()
         try:
             private_directory(folder)
-            seeds = {name: ensure(folder / f"{name}.seed", role) for name, (role, _) in _SEEDS.items()}
+            seeds = {name: ensure_secret(folder / f"{name}.seed", role) for name, (role, _) in _SEEDS.items()}
             keys = BusKeys.of(seeds["operator"], seeds["system"], seeds["account"])
             keys.write_accounts(folder / "accounts")
             server_folder = options["seen_as"] or folder

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from localai_cluster.kit import failpoints, untrusted
 from localai_cluster.worker.cancellation import wait_for_thread
 from localai_cluster.worker.exchange import Refusal, is_digest
-from localai_cluster.worker.files.keys import HASH, TARGET
+from localai_cluster.worker.files.keys import HASH_SUFFIX, TARGET_SUFFIX
 from localai_cluster.worker.source_files import HEADROOM
 
 T = TypeVar("T")
@@ -60,8 +60,8 @@ _READ_BYTES = 1024 * 1024
 SYNC_EVERY = 256 * 1024 * 1024
 """Bytes of an upload between two syncs to disk, so that the last sync is short."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class HashStopped(Exception):
@@ -88,7 +88,7 @@ class State:
         return self.exists and not (self.target or self.digest)
 
 
-def look(path: Path) -> State:
+def read_state(path: Path) -> State:
     """Return the state of a file at a path without links. Raise Refusal 400 if it is not a regular file."""
     try:
         status = path.lstat()
@@ -97,8 +97,8 @@ def look(path: Path) -> State:
     if not stat.S_ISREG(status.st_mode):
         problem = "is a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
         raise Refusal(400, problem)
-    target, _ = _read_side(path, TARGET)
-    digest, written_at = _read_side(path, HASH)
+    target, _ = _read_side(path, TARGET_SUFFIX)
+    digest, written_at = _read_side(path, HASH_SUFFIX)
     is_current = written_at >= max(status.st_mtime_ns, status.st_ctime_ns)
     return State(True, status.st_size, target, digest if is_current else "")
 
@@ -123,7 +123,7 @@ def _side(path: Path, ending: str) -> Path:
 def _write_side(path: Path, ending: str, digest: str) -> None:
     side = _side(path, ending)
     side.unlink(missing_ok=True)
-    with os.fdopen(os.open(side, _NEW, FILE_MODE), "w") as file:
+    with os.fdopen(os.open(side, _CREATE_FLAGS, FILE_MODE), "w") as file:
         file.write(digest)
         file.flush()
         os.fsync(file.fileno())
@@ -131,13 +131,13 @@ def _write_side(path: Path, ending: str, digest: str) -> None:
 
 def remove(path: Path) -> None:
     """Remove the file and its side files, but not the folder."""
-    for file in (_side(path, HASH), _side(path, TARGET), path):
+    for file in (_side(path, HASH_SUFFIX), _side(path, TARGET_SUFFIX), path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             file.unlink()
     sync_folder(path.parent)
 
 
-def make_room(path: Path, needed: int, freed_bytes: int = 0) -> None:
+def prepare_folder(path: Path, needed: int, freed_bytes: int = 0) -> None:
     """Create the parent folders of `path`, after a check that `needed` bytes fit on the disk.
 
     The caller frees `freed_bytes` later. Raise Refusal 507 if the bytes do not fit, 400 if a parent is a
@@ -167,23 +167,23 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def vouch(path: Path, digest: str) -> None:
+def record_hash(path: Path, digest: str) -> None:
     """Record the hash of a complete file whose bytes are on disk."""
-    _write_side(path, HASH, digest)
+    _write_side(path, HASH_SUFFIX, digest)
     sync_folder(path.parent)
     # Last: as long as this file exists, the upload counts as unfinished.
-    _side(path, TARGET).unlink(missing_ok=True)
+    _side(path, TARGET_SUFFIX).unlink(missing_ok=True)
 
 
-def adopt(source: Path, path: Path, digest: str) -> None:
+def move_complete_file(source: Path, path: Path, digest: str) -> None:
     """Move a complete file with this hash to `path`; replace a former file there."""
     source.chmod(FILE_MODE)
     sync(source)
-    for ending in (HASH, TARGET):
+    for ending in (HASH_SUFFIX, TARGET_SUFFIX):
         _side(path, ending).unlink(missing_ok=True)
     os.replace(source, path)
     failpoints.passed("worker.fetch:moved")
-    vouch(path, digest)
+    record_hash(path, digest)
 
 
 def hash_file(path: Path, stopped: threading.Event) -> str:
@@ -204,7 +204,7 @@ def cached_hash(path: Path, stopped: threading.Event) -> str:
     new = path.lstat()
     if all(getattr(old, field) == getattr(new, field) for field in ("st_ino", "st_size", "st_ctime_ns")):
         with contextlib.suppress(OSError):  # a read-only folder has no side files
-            _write_side(path, HASH, digest)
+            _write_side(path, HASH_SUFFIX, digest)
     return digest
 
 
@@ -221,11 +221,11 @@ class PartialUpload:
         if size == 0:
             remove(path)
         else:
-            _side(path, HASH).unlink(missing_ok=True)
-        self._file = io.FileIO(os.open(path, _APPEND if size else _NEW, FILE_MODE), "wb")
+            _side(path, HASH_SUFFIX).unlink(missing_ok=True)
+        self._file = io.FileIO(os.open(path, _APPEND_FLAGS if size else _CREATE_FLAGS, FILE_MODE), "wb")
         try:
             if target and not (size and known == target):
-                _write_side(path, TARGET, target)
+                _write_side(path, TARGET_SUFFIX, target)
                 sync_folder(path.parent)
         except OSError:
             self._file.close()

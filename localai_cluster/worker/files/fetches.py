@@ -101,7 +101,7 @@ class Fetches:
         if key.folder != folders.models:
             raise Refusal(400, "invalid key: only files of models are fetched")
         fetch = await self._request(key, exchange)
-        await threads.run(disk.look, key.real)  # refuses what is no file before the answer has begun
+        await threads.run(disk.read_state, key.real)  # refuses what is no file before the answer has begun
         await exchange.start(200, {"content-type": "application/x-ndjson"})
         running = asyncio.create_task(self._run(fetch, threads, locks), name="fetch of a model's file")
         disconnect = asyncio.create_task(exchange.wait_disconnected())
@@ -159,7 +159,7 @@ class Fetches:
         try:
             async with locks.upload(path):
                 if not await _is_there(fetch, threads):
-                    await threads.run(disk.make_room, path, 0)
+                    await threads.run(disk.prepare_folder, path, 0)
                     await self._download(fetch, threads)
         except Refusal as refusal:
             return {"error": refusal.answer.text.strip()}
@@ -201,7 +201,7 @@ class Fetches:
             await threads.run(partial.unlink, True)
             raise
         failpoints.passed("worker.fetch:verified")
-        await threads.run(disk.adopt, partial, fetch.key.real, fetch.sha256)
+        await threads.run(disk.move_complete_file, partial, fetch.key.real, fetch.sha256)
         log.info("fetched %s bytes=%d", fetch.key.local, fetch.size)
 
 
@@ -213,7 +213,7 @@ def partial_of(key: ResolvedKey, sha256: str) -> Path:
 async def _is_there(fetch: _Fetch, threads: Threads) -> bool:
     """Return True if the file is complete and has the hash."""
     path = fetch.key.real
-    state = await threads.run(disk.look, path)
+    state = await threads.run(disk.read_state, path)
     if state.size != fetch.size or state.target:
         return False
     digest = state.digest or await threads.hash(disk.cached_hash, path, threads.stopped)

@@ -2,8 +2,9 @@
 
 An invalid key is refused, never corrected. No key leads out of its folder, not even through links. No key
 leads to a side file, through which a sender could record a false hash, or to the worker's own files inside of
-a served folder. `clean` removes files that were staged for single requests after a day; without it (as in the
-reference) the disk fills. All functions except `decoded` read the disk and run in a thread.
+a served folder. `remove_old_staged_files` removes files that were staged for single requests after a day;
+without it (as in the reference) the disk fills. All functions except `decode_key` read the disk and run in a
+thread.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ from urllib.parse import unquote_to_bytes
 
 from localai_cluster.worker.exchange import Refusal
 
-HASH, TARGET = ".sha256", ".sha256.target"
-LONGEST_NAME = 255 - len(TARGET)
+HASH_SUFFIX, TARGET_SUFFIX = ".sha256", ".sha256.target"
+LONGEST_NAME = 255 - len(TARGET_SUFFIX)
 """Maximum bytes of a file name: the names of its side files must fit as well."""
 EPHEMERAL = "ephemeral"
 _HIDDEN = (b"%2f", b"%5c", b"%00")
@@ -72,7 +73,7 @@ class ResolvedKey:
     folder: Path
 
 
-def decoded(raw: bytes) -> str:
+def decode_key(raw: bytes) -> str:
     """Decode the key in a URL path. Raise Refusal 400 for an encoding that proxies read differently."""
     if not raw:
         raise Refusal(400, "key is required")
@@ -84,7 +85,7 @@ def decoded(raw: bytes) -> str:
         raise Refusal(400, "invalid key: not UTF-8") from None
 
 
-def locate(folders: Folders, key: str) -> ResolvedKey:
+def resolve_key(folders: Folders, key: str) -> ResolvedKey:
     """Resolve a key. Raise Refusal 400 for a forbidden path or if the served folder does not exist."""
     parts = key.split("/")
     _check(parts)
@@ -106,7 +107,7 @@ def locate(folders: Folders, key: str) -> ResolvedKey:
 
 def is_side_file(name: str) -> bool:
     """Return True if this is the name of a side file. Ignore case, as some file systems do."""
-    return name.lower().endswith((HASH, TARGET))
+    return name.lower().endswith((HASH_SUFFIX, TARGET_SUFFIX))
 
 
 def _check(parts: Sequence[str]) -> None:
@@ -121,19 +122,19 @@ def _check(parts: Sequence[str]) -> None:
             raise Refusal(400, "invalid key: a side file")
 
 
-KEEP_FOR = timedelta(days=1)
+STAGED_FILE_AGE = timedelta(days=1)
 REMOVAL_INTERVAL = 3600.0
-TEMPORARY, TEMPORARY_END = "localai-output-", ".tmp"
+TEMPORARY_PREFIX, TEMPORARY_SUFFIX = "localai-output-", ".tmp"
 
 
-def clean(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
-    """Remove files and empty folders unchanged for `KEEP_FOR`; return the number of removed files.
+def remove_old_staged_files(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
+    """Remove files and empty folders unchanged for `STAGED_FILE_AGE`; return the number of removed files.
 
     Only the file server's own files are removed, `ephemeral/…` and temporary output files: a folder called
     `staging` beside the models may hold files of other programs. A file that is being uploaded stays. A
     folder whose last file is removed stays for another day.
     """
-    cutoff, removed, staging = (now - KEEP_FOR).timestamp(), 0, staging.resolve()
+    cutoff, removed, staging = (now - STAGED_FILE_AGE).timestamp(), 0, staging.resolve()
     for path in _candidates(staging):
         with contextlib.suppress(OSError):  # in use, not permitted, or already removed: the next pass retries
             status = path.lstat()
@@ -155,5 +156,5 @@ def _candidates(staging: Path) -> Iterator[Path]:
             yield from (Path(folder, name) for name in (*files, *names))
     with contextlib.suppress(OSError):
         for path in staging.iterdir():
-            if path.name.startswith(TEMPORARY) and not path.is_dir():
+            if path.name.startswith(TEMPORARY_PREFIX) and not path.is_dir():
                 yield path

@@ -19,11 +19,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from localai_cluster.kit import cancellation, clock, untrusted
-from localai_cluster.worker.exchange import Answer, Exchange, Part, Refusal, content_range, digest, wanted
+from localai_cluster.worker.exchange import (
+    Answer,
+    Exchange,
+    Part,
+    Refusal,
+    parse_content_range,
+    requested_part,
+    validate_digest,
+)
 from localai_cluster.worker.files import disk, keys
 from localai_cluster.worker.files.disk import HashStopped, PartialUpload, State, Threads
 from localai_cluster.worker.files.fetches import Fetches, partial_of
-from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
+from localai_cluster.worker.files.keys import Folders, ResolvedKey, decode_key, is_side_file, resolve_key
 from localai_cluster.worker.files.locks import PathLocks
 
 log = logging.getLogger(__name__)
@@ -32,7 +40,7 @@ FILES, LISTS, FETCHES = b"/v1/files/", b"/v1/files-list/", b"/v1/files-fetch/"
 CAN_FETCH = {"x-file-fetch": "1"}
 """Response header to HEAD: this worker has the route of `fetches.py`, which stock workers lack."""
 MOST_LISTED = 100_000
-SENT = 256 * 1024
+PIECE_BYTES = 256 * 1024
 """Bytes of one piece that is read and sent."""
 SEND_LIMIT = 60.0
 """Seconds within which a client must accept a piece of a download."""
@@ -57,8 +65,8 @@ def upload(exchange: Exchange, key: ResolvedKey) -> Upload:
         raise Refusal(411, "Content-Length is required")
     if length > LARGEST_BODY:
         raise Refusal(413, f"the body is larger than {LARGEST_BODY} bytes: send it in several parts")
-    part = content_range(exchange.header(b"content-range"))
-    return Upload(key, length, part, digest(exchange.header(b"x-content-sha256")))
+    part = parse_content_range(exchange.header(b"content-range"))
+    return Upload(key, length, part, validate_digest(exchange.header(b"x-content-sha256")))
 
 
 class Uploads:
@@ -80,8 +88,8 @@ class Uploads:
 
     async def _receive_whole(self, request: Upload, exchange: Exchange) -> Answer:
         path, run = request.key.real, self._threads.run
-        state = await run(disk.look, path)
-        await run(disk.make_room, path, request.length, state.size)
+        state = await run(disk.read_state, path)
+        await run(disk.prepare_folder, path, request.length, state.size)
         writing, complete = await run(PartialUpload, path, 0, ""), False
         try:
             if await self._append(writing, request.length, exchange) < request.length:
@@ -98,7 +106,7 @@ class Uploads:
         self, request: Upload, part: Part, exchange: Exchange, was_queued: bool
     ) -> Answer:
         path, run = request.key.real, self._threads.run
-        state = await run(disk.look, path)
+        state = await run(disk.read_state, path)
         reclaimed = 0
         if part.start == 0 and state.size:
             if await self._recover_complete(request, part, state):
@@ -112,7 +120,7 @@ class Uploads:
             raise Refusal(409, f"X-Content-SHA256 mismatch with in-progress upload {reason}")
         if part.start != state.size:
             raise _wrong_offset(part, state)
-        await run(disk.make_room, path, part.total - state.size, reclaimed)
+        await run(disk.prepare_folder, path, part.total - state.size, reclaimed)
         writing = await run(lambda: PartialUpload(path, state.size, request.target, known=state.target))
         try:
             return await self._append_part(request, part, writing, exchange)
@@ -143,7 +151,7 @@ class Uploads:
         await self._threads.run(disk.sync, path)
         if await self._threads.hash(disk.hash_file, path, self._threads.stopped) != request.target:
             return False
-        await self._threads.run(disk.vouch, path, request.target)
+        await self._threads.run(disk.record_hash, path, request.target)
         return True
 
     async def _append(self, writing: PartialUpload, limit: int, exchange: Exchange) -> int:
@@ -163,7 +171,7 @@ class Uploads:
         if request.target and actual != request.target:
             await run(disk.remove, path)
             raise Refusal(400, f"sha256 mismatch: expected {request.target} got {actual}")
-        await run(disk.vouch, path, actual)
+        await run(disk.record_hash, path, actual)
         log.info("received %s bytes=%d", request.key.local, writing.size)
 
 
@@ -201,7 +209,7 @@ def _success(key: ResolvedKey) -> Answer:
     return Answer(200, json.dumps({"local_path": str(key.local)}), "application/json")
 
 
-def failed(error: OSError) -> Refusal:
+def translate_disk_error(error: OSError) -> Refusal:
     """Return the Refusal for an error of the disk."""
     reason = error.strerror or str(error)
     if error.errno in _FULL:
@@ -243,7 +251,9 @@ class FileServer:
         while True:
             staging = self._folders.staging
             try:
-                removed = await self._threads.run(keys.clean, staging, clock.now(), self._locks.uploading)
+                removed = await self._threads.run(
+                    keys.remove_old_staged_files, staging, clock.now(), self._locks.uploading
+                )
                 if removed:
                     log.info("removed %d files of former requests from %s", removed, staging)
             except Exception:
@@ -268,7 +278,7 @@ class FileServer:
         except Refusal as refusal:
             answer = refusal.answer
         except OSError as error:
-            answer = failed(error).answer
+            answer = translate_disk_error(error).answer
         except HashStopped:
             answer = Refusal(503, "the worker is shutting down").answer
         except asyncio.CancelledError:
@@ -305,15 +315,15 @@ class FileServer:
         return await self._head(key)
 
     async def _locate(self, raw: bytes) -> ResolvedKey:
-        return await self._threads.run(locate, self._folders, decoded(raw))
+        return await self._threads.run(resolve_key, self._folders, decode_key(raw))
 
     async def _head(self, key: ResolvedKey) -> Answer:
         path = key.real
-        state, digest = await self._threads.run(disk.look, path), ""
+        state, digest = await self._threads.run(disk.read_state, path), ""
         if state.unknown and not self._locks.uploading(path):
             async with self._locks.reading(path):
                 # Another request may have stored the hash meanwhile, or an upload may have replaced the file.
-                state = await self._threads.run(disk.look, path)
+                state = await self._threads.run(disk.read_state, path)
                 if state.unknown:
                     digest = await self._threads.hash(disk.cached_hash, path, self._threads.stopped)
         if not state.exists:
@@ -327,12 +337,12 @@ class FileServer:
         return Answer(200, kind="application/octet-stream", headers=headers)
 
     async def _send(self, key: ResolvedKey, exchange: Exchange) -> None:
-        state = await self._threads.run(disk.look, key.real)
+        state = await self._threads.run(disk.read_state, key.real)
         if not state.exists:
             raise Refusal(404, "file not found")
         file, size = await self._threads.run(_open, key.real)
         try:
-            part = wanted(exchange.header(b"range"), size)
+            part = requested_part(exchange.header(b"range"), size)
             length = size if part is None else part.length
             headers = {"content-type": "application/octet-stream", "content-length": str(length)}
             headers["accept-ranges"] = "bytes"
@@ -356,7 +366,7 @@ class FileServer:
             while (
                 remaining
                 and not disconnect.done()
-                and (piece := await self._threads.run(file.read, min(SENT, remaining)))
+                and (piece := await self._threads.run(file.read, min(PIECE_BYTES, remaining)))
             ):
                 remaining -= len(piece)
                 async with asyncio.timeout(SEND_LIMIT):
@@ -406,7 +416,7 @@ def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
 
 
 def _create_temporary(staging: Path) -> str:
-    descriptor, name = tempfile.mkstemp(keys.TEMPORARY_END, keys.TEMPORARY, staging)
+    descriptor, name = tempfile.mkstemp(keys.TEMPORARY_SUFFIX, keys.TEMPORARY_PREFIX, staging)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), disk.FILE_MODE)
     return name

@@ -18,8 +18,8 @@ from localai_cluster.accounts.command_line import (
     as_json,
     confirm,
     current_actor,
+    format_table,
     printable,
-    table,
 )
 from localai_cluster.kit import errors
 from nodes.api.cluster_backends import (
@@ -119,7 +119,7 @@ def list_backends(options: Options) -> str:
     if options["json"]:
         return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
     rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
-    return table(_LIST, rows) if rows else "no backends"
+    return format_table(_LIST, rows) if rows else "no backends"
 
 
 def _line(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:

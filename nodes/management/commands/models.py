@@ -16,11 +16,11 @@ from localai_cluster.accounts.command_line import (
     AddVerb,
     Options,
     VerbCommand,
-    age,
     as_json,
     current_actor,
+    format_age,
+    format_table,
     printable,
-    table,
 )
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
@@ -119,7 +119,9 @@ def list_models(options: Options) -> str:
     if options["json"]:
         return as_json({"definitions": rows, "unusable": unusable})
     lines = (
-        [table(_LIST, [_line(entry, row) for entry, row in zip(entries, rows, strict=True)])] if rows else []
+        [format_table(_LIST, [_line(entry, row) for entry, row in zip(entries, rows, strict=True)])]
+        if rows
+        else []
     )
     lines += [
         f"unusable: {printable(row['file'] or row['name'])}: {printable(row['error'])}" for row in unusable
@@ -128,7 +130,7 @@ def list_models(options: Options) -> str:
 
 
 def _line(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
-    changed = age(entry.updated_at.isoformat(), clock.now())
+    changed = format_age(entry.updated_at.isoformat(), clock.now())
     revision = str(row["revision"]) if row["revision"] else ""
     return (
         row["name"],
@@ -247,11 +249,11 @@ def show_history(options: Options) -> str:
         return as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
     now = clock.now()
     lines = [
-        (str(row.number), age(row.at.isoformat(), now), row.actor, row.origin, row.reason)
+        (str(row.number), format_age(row.at.isoformat(), now), row.actor, row.origin, row.reason)
         for row in revisions
     ]
     return "\n\n".join(
-        [table(_HISTORY, lines), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
+        [format_table(_HISTORY, lines), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
     )
 
 
@@ -289,10 +291,10 @@ def _shown(found: Row) -> str:
     lines = [printable(f"{found['title']} ({found['kind']})")]
     lines += [printable(f"{name}: {found[name]}") for name in ("licence", "commit", "problem") if found[name]]
     if found["variants"]:
-        lines.append(table(_VARIANTS, [_variant(variant) for variant in found["variants"]]))
+        lines.append(format_table(_VARIANTS, [_variant(variant) for variant in found["variants"]]))
     if found["candidates"]:
         rows = [(each["text"], each["kind"], each["description"][:60]) for each in found["candidates"]]
-        lines.append(table(_CANDIDATES, rows))
+        lines.append(format_table(_CANDIDATES, rows))
     return "\n".join(lines)
 
 

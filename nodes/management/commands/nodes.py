@@ -11,18 +11,18 @@ from django.http import QueryDict
 
 from localai_cluster import join_script
 from localai_cluster.accounts.command_line import (
-    NOTHING,
+    EMPTY_CELL,
     SHORT_ID,
     AddVerb,
     Options,
     VerbCommand,
-    age,
     as_json,
     confirm,
     current_actor,
-    moment,
+    format_age,
+    format_table,
+    format_time,
     printable,
-    table,
     verb_adder,
 )
 from localai_cluster.kit import addresses, clock, conf, errors
@@ -78,7 +78,7 @@ _TIMES = {
 
 def nodes(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
     """Return one line per node."""
-    return table(_LIST, [_node(row, now) for row in rows]) if rows else "no nodes"
+    return format_table(_LIST, [_node(row, now) for row in rows]) if rows else "no nodes"
 
 
 def _node(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def _node(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
         vram if row["total_vram"] else "",
         str(row["model_count"]),
         str(row["in_flight_count"]),
-        age(row["last_heartbeat"], now),
+        format_age(row["last_heartbeat"], now),
         ", ".join(_notes(row)),
         str(row["id"])[:SHORT_ID],
     )
@@ -113,7 +113,7 @@ def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     labels = sorted(row["labels"].items())
     plain = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
     facts = [(name, text) for name, text in _flat(plain, "") if text]
-    facts += [(f"label {key}", text or NOTHING) for key, text in labels]
+    facts += [(f"label {key}", text or EMPTY_CELL) for key, text in labels]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
     return "\n".join([*lines, "", _events(events)])
@@ -136,14 +136,14 @@ def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 def _fact(value: Mapping[str, Any]) -> str:
     reason = f": {value['reason']}" if value["reason"] else ""
-    return f"{moment(datetime.fromisoformat(value['at']))} by {value['by'] or 'unknown'}{reason}"
+    return f"{format_time(datetime.fromisoformat(value['at']))} by {value['by'] or 'unknown'}{reason}"
 
 
 def _text(name: str, value: Any) -> str:
     if value is None or value == ZERO_TIME:
         return ""
     if name in _TIMES:
-        return moment(datetime.fromisoformat(value))
+        return format_time(datetime.fromisoformat(value))
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):
@@ -153,8 +153,8 @@ def _text(name: str, value: Any) -> str:
 
 
 def _events(events: Sequence[NodeEvent]) -> str:
-    rows = [(moment(event.at), event.kind, _change(event), event.actor, event.cause) for event in events]
-    return table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
+    rows = [(format_time(event.at), event.kind, _change(event), event.actor, event.cause) for event in events]
+    return format_table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
 
 
 def _change(event: NodeEvent) -> str:
@@ -174,7 +174,7 @@ def _conflict(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
         row.get("advertised_address", ""),
         row["node_source_address"],
         str(row["count"]),
-        age(row["last_at"], now),
+        format_age(row["last_at"], now),
         proof or "",
     )
 
@@ -313,7 +313,7 @@ def list_conflicts(options: Options) -> str:
     if options["json"]:
         return as_json(conflicts)
     now = clock.now()
-    return table(_CLAIMS, [_conflict(row, now) for row in conflicts]) if conflicts else "no conflicts"
+    return format_table(_CLAIMS, [_conflict(row, now) for row in conflicts]) if conflicts else "no conflicts"
 
 
 def approve(options: Options) -> str:
@@ -457,7 +457,7 @@ def make_join_token(options: Options) -> str:
     if options["json"]:
         (row,) = join.token_rows([token], clock.now())
         return as_json(row | {"token": plain, "command": command, "url": url, "warnings": warnings})
-    expires = moment(token.expires_at)
+    expires = format_time(token.expires_at)
     shown = "".join(f"warning: {warning}\n" for warning in warnings)
     return (
         f"{shown}valid until {expires} for {token.max_uses} new node(s); run on the other machine:\n{command}"
@@ -473,14 +473,14 @@ def list_join_tokens(options: Options) -> str:
             str(row["id"])[:SHORT_ID],
             row["state"],
             f"{row['uses']} of {row['max_uses']}",
-            moment(row["expires_at"]),
+            format_time(row["expires_at"]),
             row["created_by"],
             row.get("last_used_by", ""),
             row["note"],
         )
         for row in tokens
     ]
-    return table(_TOKEN_HEADS, lines) if lines else "no join tokens"
+    return format_table(_TOKEN_HEADS, lines) if lines else "no join tokens"
 
 
 def revoke_join_token(options: Options) -> str:

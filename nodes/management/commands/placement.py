@@ -18,10 +18,10 @@ from localai_cluster.accounts.command_line import (
     AddVerb,
     Options,
     VerbCommand,
-    age,
     as_json,
+    format_age,
+    format_table,
     printable,
-    table,
 )
 from localai_cluster.kit import clock, errors, untrusted
 from localai_cluster.kit.quantities import gib_rounded_up
@@ -197,9 +197,9 @@ def recompute(options: Options) -> str:
 def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
     parts = [f"next request: {printable(row['next']['says'])}"]
     if row["replicas"]:
-        parts.append(table(_REPLICAS, [_replica(replica, now) for replica in row["replicas"]]))
+        parts.append(format_table(_REPLICAS, [_replica(replica, now) for replica in row["replicas"]]))
     if row["records"]:
-        parts.append(table(_RECORDS, [_record(record, now) for record in row["records"]]))
+        parts.append(format_table(_RECORDS, [_record(record, now) for record in row["records"]]))
     if (placement := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
         parts.append(_memory_text(row["next"]["memory"]))
@@ -209,7 +209,7 @@ def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
 def _plan_text(row: Mapping[str, Any]) -> str:
     """Return the decisions, and the near misses of the last one."""
     decisions = row["decisions"]
-    lines = table(_PLAN, [[str(decision["replica"]), *_decision(decision)] for decision in decisions])
+    lines = format_table(_PLAN, [[str(decision["replica"]), *_decision(decision)] for decision in decisions])
     parts = [f"{row['placed']} of {row['wanted']} replicas placed", lines]
     if near := list(_node_lines(decisions[-1])):
         parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
@@ -235,7 +235,7 @@ def _rule_text(row: Mapping[str, Any]) -> str:
     changes = [["load", load["node"], load["why"]] for load in row["loads"]]
     changes += [["retire", replica["node"], replica["why"]] for replica in row["retires"]]
     if changes:
-        parts.append(table(_CHANGES, changes))
+        parts.append(format_table(_CHANGES, changes))
     if row["left_out"]:
         parts.append(f"and {row['left_out']} loads more")
     if row["unsatisfiable"]:
@@ -261,12 +261,12 @@ def _replica(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
         str(replica["replica_index"]),
         replica["state"],
         str(replica["in_flight"]),
-        age(replica["since"], now),
+        format_age(replica["since"], now),
     ]
 
 
 def _record(record: Mapping[str, Any], now: datetime) -> Sequence[str]:
-    return [str(record["id"]), age(record["last_at"], now), record["kind"], *_decision(record)]
+    return [str(record["id"]), format_age(record["last_at"], now), record["kind"], *_decision(record)]
 
 
 def _decision(decision: Mapping[str, Any]) -> Sequence[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, as_json, table
+from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, as_json, format_table
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig, RoutePolicy
 from nodes.scheduling import store
@@ -55,7 +55,7 @@ def list_rules(options: Options) -> str:
     rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
         return as_json(rows)
-    return table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
+    return format_table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
 
 
 def set_rule(options: Options) -> str:

@@ -74,7 +74,7 @@ def test_the_limit_holds_for_one_address_and_one_minute(own: LocMemCache) -> Non
 )
 def test_whose_failures_count_together(address: str, who: str) -> None:
     """An IPv6 host has a whole /64 to come from; what is no address has no count."""
-    assert throttle.source(address) == who
+    assert throttle.counter_key(address) == who
 
 
 def test_an_unknown_address_is_not_limited(own: LocMemCache) -> None:
@@ -104,7 +104,7 @@ def test_one_line_a_minute_with_a_count(
 
 def test_memory_is_bounded() -> None:
     """Many addresses push the oldest counts out, not the process."""
-    small = throttle.process_counts("throttle-small", 20)
+    small = throttle.in_memory_counters("throttle-small", 20)
     failures = Failures(None, small)
     addresses = [f"10.0.{number // 250}.{number % 250}" for number in range(400)]
     for address in addresses:

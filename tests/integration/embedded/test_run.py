@@ -326,7 +326,7 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
         "?: (cluster.E003) REDIS_URL must start with one of: redis://.\n\tHINT: See docs.\n\nmore"
     )
     assert (
-        preparation.complaint(said)
+        preparation.error_line(said)
         == "?: (cluster.E003) REDIS_URL must start with one of: redis://. HINT: See docs."
     )
 
@@ -337,7 +337,7 @@ def test_a_refused_row_is_not_printed() -> None:
         'null value in column "later" of relation "operations" violates not-null constraint\n'
         "DETAIL:  Failing row contains (7, secret, null).\n"
     )
-    assert preparation.complaint(said) == said.splitlines()[0]
+    assert preparation.error_line(said) == said.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_a_password_that_no_one_chose_is_only_the_first(
     said = io.StringIO()
     cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "PORT": "8123", **environ}, Log(said))
     assert cluster.layout.bootstrap_environment()["CLUSTER_ADMIN_PASSWORD_GENERATED"] == generated
-    run.announce(cluster, 1.25)
+    run.print_instructions(cluster, 1.25)
     first, second, *_ = said.getvalue().splitlines()
     assert first.endswith("| ready in 1.2 s: open http://127.0.0.1:8123 in a browser")
     assert "| sign in as admin; the initial password is " in second
@@ -368,7 +368,7 @@ def test_a_password_that_was_changed_is_not_announced(tmp_path: Path) -> None:
     said = io.StringIO()
     cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": "8123"}, Log(said))
     cluster.password_changed = True
-    run.announce(cluster, 1)
+    run.print_instructions(cluster, 1)
     cluster.stop()
     assert "sign in as admin; its password was changed since the first start" in said.getvalue()
     assert "admin_password" not in said.getvalue()
@@ -402,7 +402,7 @@ def test_the_line_that_adds_a_machine_is_in_a_file_and_never_in_a_log(
     assert (Path(given), path.exists()) == (path, False)
     if line:
         path.write_text(line + "\n")
-    run.announce(cluster, 1)
+    run.print_instructions(cluster, 1)
     cluster.stop()
     assert told.format(path=path) in said.getvalue()
     assert ("the line in" in said.getvalue()) is (line is not None and package)

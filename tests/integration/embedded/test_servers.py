@@ -30,7 +30,7 @@ from localai_cluster.embedded.resources import SetupError, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import clock, nkeys, processes
 from localai_cluster.kit.conf import load
-from localai_cluster.messaging.nats import complaint
+from localai_cluster.messaging.nats import connection_problem
 from localai_cluster.messaging.servers import Credentials, mint_service, mint_worker, parse_url
 from localai_cluster.settings import FILES
 from tests.support.ports import free_port
@@ -349,10 +349,13 @@ def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
     first = secret_files.Secrets(tmp_path / "secrets", {})
     again = secret_files.Secrets(tmp_path / "secrets", {})
     assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
-    for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL):
+    for name in (*secret_files.SECRET_VARIABLES, *secret_files.INTERNAL_SECRETS):
         assert first.value(name) == again.value(name)
         assert stat.S_IMODE((tmp_path / "secrets" / name).stat().st_mode) == 0o600
-    assert len({first.value(name) for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL)}) == 8
+    assert (
+        len({first.value(name) for name in (*secret_files.SECRET_VARIABLES, *secret_files.INTERNAL_SECRETS)})
+        == 8
+    )
 
 
 def test_what_the_operator_gives_wins(tmp_path: Path) -> None:
@@ -397,8 +400,8 @@ def test_a_server_of_your_own_runs_with_what_nats_config_writes(tmp_path: Path) 
     try:
         assert wait_for(lambda: listens(port), 30)
         servers = parse_url(server.url)
-        assert asyncio.run(complaint(servers))
-        assert asyncio.run(complaint(replace(servers, credentials=service_of(server)))) == ""
+        assert asyncio.run(connection_problem(servers))
+        assert asyncio.run(connection_problem(replace(servers, credentials=service_of(server)))) == ""
     finally:
         child.kill()
         child.wait()

@@ -138,7 +138,7 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated(caplog: pytest.LogCa
     async def report() -> None:
         async with hot.picker() as picker:
             metrics.inference_ended("m", 500, 0.1)
-            metrics.inference_ended("m", metrics.LEFT, 0.1)
+            metrics.inference_ended("m", metrics.CLIENT_LEFT, 0.1)
             await picker.report_counts()
             await hot.in_thread(partitions.ensure, [(store.SAMPLES, clock.now())])
             metrics.inference_ended("m", 200, 0.1)

@@ -71,12 +71,12 @@ async def test_an_engine_is_dialled_on_its_own_host_only(
         ended = await stage.play()
         assert isinstance(ended, Postpone), ended
         assert "127.0.0.1:1'" in ended.reason
-        assert names.plain(said) in ended.reason
+        assert names.to_single_line(said) in ended.reason
         assert not met(listening)
         assert not met(local)
     told = await hot.in_thread(NodeEvent.objects.get)
     assert (told.node_id, told.kind) == (stage.one.id, "address_refused")
-    assert told.detail == {"replied": names.plain(said), "registered": "127.0.0.1:1"}
+    assert told.detail == {"replied": names.to_single_line(said), "registered": "127.0.0.1:1"}
     assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine is stopped all the same"
 
 

@@ -48,7 +48,7 @@ TEXT = "name: m\nbackend: llama-cpp\nparameters: {model: a.gguf}\n"
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
-    monkeypatch.setattr(download, "PAUSES", ())
+    monkeypatch.setattr(download, "RETRY_PAUSES", ())
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.02)
     with started(files={"/a.gguf": DATA}) as source:
         yield source
@@ -263,7 +263,7 @@ async def test_an_unreached_source_is_noted_and_not_tried_again_for_a_while(
 ) -> None:
     """Nor by another controller; the file still arrives."""
     node = await in_thread(hot.node, "gpu")
-    monkeypatch.setattr(download, "PAUSES", (3600.0,))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (3600.0,))
     file = FileSource(source.url("/a.gguf"), DIGEST)
     source.stop()
     for _ in range(failures):
@@ -324,7 +324,7 @@ async def test_a_load_tries_a_source_that_its_node_does_not_reach_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The file that comes next in the same load is sent at once; all of them if the host was noted before."""
-    monkeypatch.setattr(download, "PAUSES", (3600.0,))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (3600.0,))
     monkeypatch.setattr(staging, "MAX_TRANSFERS_PER_NODE", 1)
     source.stop()
     sources = {

@@ -15,7 +15,7 @@ from django.contrib.staticfiles import finders
 from django.test import Client
 
 from localai_cluster.asgi import application
-from localai_cluster.edge import without_slash
+from localai_cluster.edge import strip_slash
 from localai_cluster.web import page
 from localai_cluster.web.page import accepts_gzip
 
@@ -232,7 +232,7 @@ def test_an_unknown_path_without_a_build_is_json(no_build: Path) -> None:
 @pytest.mark.parametrize("path", ["/app/", "/app/nodes/", "/login/", "/browse/", "/version/"])
 def test_a_trailing_slash_is_the_same_page(path: str) -> None:
     """§0.1: without a redirect."""
-    assert without_slash({"type": "http", "path": path})["path"] == path[:-1]
+    assert strip_slash({"type": "http", "path": path})["path"] == path[:-1]
 
 
 # Files, as the web process serves them

@@ -37,7 +37,7 @@ def root() -> Client:
 @pytest.fixture(autouse=True)
 def _probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every dependency answers."""
-    monkeypatch.setattr(system_health, "_noticed", {})
+    monkeypatch.setattr(system_health, "_last_results", {})
     monkeypatch.setattr(health, "CHECKS", dict.fromkeys(("database", "nats", "channel layer"), lambda: None))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.edge import without_slash
+from localai_cluster.edge import strip_slash
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
@@ -186,11 +186,11 @@ def test_the_body_limit_names_itself() -> None:
 )
 def test_trailing_slashes(given_path: str, path: str) -> None:
     """§0.1: accepted without a redirect on every API route, left alone elsewhere."""
-    scope = without_slash({"path": given_path, "raw_path": given_path.encode()})
+    scope = strip_slash({"path": given_path, "raw_path": given_path.encode()})
     assert (scope["path"], scope["raw_path"]) == (path, path.encode())
 
 
 def test_an_escaped_slash_at_the_end_belongs_to_the_name() -> None:
     """§0.1: decoded once, and not taken for the end of the path."""
     scope = {"path": "/api/nodes/x/labels/a/", "raw_path": b"/api/nodes/x/labels/a%2F"}
-    assert without_slash(scope) is scope
+    assert strip_slash(scope) is scope

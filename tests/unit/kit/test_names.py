@@ -61,7 +61,7 @@ def test_what_cannot_be_seen_is_refused_wherever_it_stands(
 
 @given(st.characters(categories=("Cc", "Cf", "Cs", "Co", "Zl", "Zp")))
 def test_no_control_or_format_character_gets_through(character: str) -> None:
-    assert names.unprintable(f"a{character}b") == f"U+{ord(character):04X}"
+    assert names.find_unprintable(f"a{character}b") == f"U+{ord(character):04X}"
 
 
 @pytest.mark.rule("R1.29")
@@ -69,7 +69,7 @@ def test_no_control_or_format_character_gets_through(character: str) -> None:
 def test_what_can_be_seen_is_a_name(name: str) -> None:
     """Also `/ : @ #`, accents and other scripts; nothing is changed on the way."""
     names.check_name(name)
-    assert names.plain(name) == name
+    assert names.to_single_line(name) == name
 
 
 @pytest.mark.rule("R1.29")
@@ -131,6 +131,6 @@ def test_every_spelling_has_the_key_of_the_name(name: str) -> None:
 @given(st.text(max_size=60))
 def test_a_record_is_one_line_that_can_be_seen(text: str) -> None:
     """What a person wrote as a reason is kept, but for what no one could see."""
-    plain = names.plain(text)
-    assert names.unprintable(plain) == ""
-    assert plain.split() == "".join(" " if names.unprintable(c) else c for c in text).split()
+    plain = names.to_single_line(text)
+    assert names.find_unprintable(plain) == ""
+    assert plain.split() == "".join(" " if names.find_unprintable(c) else c for c in text).split()

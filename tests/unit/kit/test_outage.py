@@ -12,7 +12,7 @@ from django.db import connections
 from django.utils.module_loading import import_string
 from psycopg import errors
 
-from localai_cluster.kit.outage import OneLineOutages, RepeatLimit, is_outage, left_out_in_an_outage
+from localai_cluster.kit.outage import OneLineOutages, RepeatLimit, is_outage, skip_during_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.reconcilers import tasks as node_schedules
 from operations.reconcilers import tasks as ledger_schedules
@@ -85,7 +85,7 @@ def test_a_recurring_task_leaves_a_run_out_in_an_outage_only() -> None:
     """django-q2 would keep the failed run and repeat it later; the next one does its work."""
     runs: list[Exception] = [OUTAGES[0], REFUSALS[0]]
 
-    @left_out_in_an_outage
+    @skip_during_outage
     def task() -> None:
         raise runs.pop(0)
 

@@ -347,7 +347,7 @@ async def test_the_body_of_a_slow_source_ends() -> None:
         yield b"some"
         await asyncio.Event().wait()
 
-    pieces = outbound.paced(body(), 1024, 0.05)
+    pieces = outbound.read_pieces(body(), 1024, 0.05)
     assert await anext(pieces) == b"some"
     with pytest.raises(TimeoutError):
         await anext(pieces)

@@ -201,7 +201,7 @@ def test_all_problems_are_reported_together_and_no_secret_is_quoted() -> None:
 
 
 def test_a_secret_never_shows_in_the_repr_of_its_table() -> None:
-    entries = env.declared(settings_table.ClusterSettings)
+    entries = env.declared_settings(settings_table.ClusterSettings)
     secrets = [entry for entry in entries if entry.format.secret and entry.format.parse is str]
     cluster, _ = conf.load({entry.names[0]: "hunter2" for entry in secrets})
     assert {getattr(cluster, entry.key) for entry in secrets} == {"hunter2"}

@@ -6,8 +6,8 @@ from localai_cluster.kit import env, settings_table
 from localai_cluster.worker import config
 from tests.checks import settings
 
-ALL = [(table, entry) for table in settings.TABLES.values() for entry in env.declared(table)]
-TEXTS = {table: env.texts(table) for table in settings.TABLES.values()}
+ALL = [(table, entry) for table in settings.TABLES.values() for entry in env.declared_settings(table)]
+TEXTS = {table: env.read_field_docstrings(table) for table in settings.TABLES.values()}
 NAMES = [entry.names[0] for _, entry in ALL]
 
 
@@ -32,7 +32,10 @@ def test_each_default_is_a_valid_value(entry: env.Setting) -> None:
 
 
 def test_no_two_settings_of_a_program_share_a_variable() -> None:
-    server = [*env.declared(settings_table.ClusterSettings), *env.declared(settings_table.Bootstrap)]
+    server = [
+        *env.declared_settings(settings_table.ClusterSettings),
+        *env.declared_settings(settings_table.Bootstrap),
+    ]
     for entries in (server, config.SETTINGS):
         names = [name for entry in entries for name in entry.names]
         assert len(set(names)) == len(names)

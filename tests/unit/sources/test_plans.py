@@ -39,7 +39,7 @@ def test_a_path_stays_in_the_folder_or_is_refused(path: str) -> None:
     except InvalidInput:
         return
     assert {"", ".", ".."}.isdisjoint(path.split("/"))
-    assert not names.unprintable(path)
+    assert not names.find_unprintable(path)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from localai_cluster.kit import clock, outbound
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import archives, backend_store, download, source_files
-from localai_cluster.worker.backend_store import PARTIAL, STAGED, BackendStore, read_metadata
+from localai_cluster.worker.backend_store import PARTIAL_PREFIX, STAGED_SUFFIX, BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
-from localai_cluster.worker.progress import Tick, ignore
+from localai_cluster.worker.progress import Tick, ignore_tick
 from localai_cluster.worker.source_files import BadSource, Stopped, Throttle
 from tests.support.effort import EFFORT
 
@@ -130,7 +130,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BackendStore:
-    monkeypatch.setattr(download, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (0.0, 0.0, 0.0))
     (tmp_path / "backends").mkdir()
     return BackendStore(tmp_path / "backends", tmp_path / "system", "default")
 
@@ -210,13 +210,13 @@ async def test_a_part_of_an_earlier_install_is_used_if_its_hash_is_right(
 
 
 async def test_an_old_part_is_removed_at_the_start(store: BackendStore) -> None:
-    for name, age in (("old", backend_store.PARTIAL_KEPT_FOR + 60), ("new", 60)):
-        (store.backends / f"{PARTIAL}{name}").touch()
-        then = (store.backends / f"{PARTIAL}{name}").stat().st_mtime - age
-        os.utime(store.backends / f"{PARTIAL}{name}", (then, then))
-    (store.backends / f"x{STAGED}").mkdir()
+    for name, age in (("old", backend_store.PARTIAL_KEEP_SECONDS + 60), ("new", 60)):
+        (store.backends / f"{PARTIAL_PREFIX}{name}").touch()
+        then = (store.backends / f"{PARTIAL_PREFIX}{name}").stat().st_mtime - age
+        os.utime(store.backends / f"{PARTIAL_PREFIX}{name}", (then, then))
+    (store.backends / f"x{STAGED_SUFFIX}").mkdir()
     store.recover()
-    assert left_over(store) == [f"{PARTIAL}new"]
+    assert left_over(store) == [f"{PARTIAL_PREFIX}new"]
 
 
 async def test_a_wrong_hash_is_refused_before_anything_is_unpacked(
@@ -308,7 +308,7 @@ async def test_a_byte_now_and_then_does_not_keep_a_download_alive(monkeypatch: p
                     await asyncio.sleep(0)
                     yield bytes(size)
 
-        pieces = outbound.paced(httpx.Response(200, stream=Drip()).aiter_raw(), 1024)
+        pieces = outbound.read_pieces(httpx.Response(200, stream=Drip()).aiter_raw(), 1024)
         return sum([len(piece) async for piece in pieces])
 
     assert (
@@ -367,7 +367,7 @@ async def test_the_gallery_of_the_control_plane_is_read_with_the_nodes_secret(
         work = Installer(
             store, (), Throttle(0), "default", client, lambda f, h: plane.open_gallery("n-1", f, h)
         )
-        await work.install(InstallSource("one", [Gallery("cluster:index.yaml", "local")]), ignore)
+        await work.install(InstallSource("one", [Gallery("cluster:index.yaml", "local")]), ignore_tick)
         secret = NodeIdentity(tmp_path / "identity").secret
     assert (store.backends / "one" / "data").stat().st_size == 3_000_000
     assert set(site.credentials) == {f"Bearer {secret}"}
@@ -397,7 +397,7 @@ async def test_the_bandwidth_limit_holds_for_downloads(store: BackendStore, site
     async with httpx.AsyncClient() as client:
         downloads = download.Downloads(client, unserved, Counting(200_000))
         url = f"{site.url}/one.tar"
-        target = download.Archive(url, "", store.backends / f"{PARTIAL}x")
+        target = download.Archive(url, "", store.backends / f"{PARTIAL_PREFIX}x")
         await downloads.fetch(target, lambda *_: None, Halt())
     assert sum(waited) == len(site.files["/one.tar"])
     assert max(waited) <= 10_000
@@ -489,7 +489,7 @@ async def test_what_is_no_archive_is_named(tmp_path: Path, store: BackendStore, 
         "http://[/x.tar",
     ):
         with pytest.raises(InstallFailed, match=r"archive|source that this worker knows"):
-            await work.install(InstallSource("one", (), uri=uri), ignore)
+            await work.install(InstallSource("one", (), uri=uri), ignore_tick)
     for uri in (
         "http://127.0.0.1:99999/x.tar",
         "http://exa mple/x.tar",
@@ -497,7 +497,7 @@ async def test_what_is_no_archive_is_named(tmp_path: Path, store: BackendStore, 
         "cluster:.x.tar",
     ):
         with pytest.raises(ClusterError):
-            await work.install(InstallSource("one", (), uri=uri), ignore)
+            await work.install(InstallSource("one", (), uri=uri), ignore_tick)
     assert left_over(store) == []
 
 
@@ -507,10 +507,10 @@ async def test_credentials_in_an_address_are_neither_shown_nor_kept(
     site.files["/one.tar"] = tar()
     url = site.url.replace("//", "//user:hidden-word@")
     work = Installer(store, (), Throttle(0), "default", httpx.AsyncClient(), unserved)
-    await work.install(InstallSource("one", (), uri=f"{url}/one.tar?key=hidden-word"), ignore)
+    await work.install(InstallSource("one", (), uri=f"{url}/one.tar?key=hidden-word"), ignore_tick)
     assert "hidden-word" not in read_metadata(store.backends / "one").uri
     with pytest.raises(ClusterError) as refused:
-        await work.install(InstallSource("one", (), uri=f"{url}/gone.tar?key=hidden-word"), ignore)
+        await work.install(InstallSource("one", (), uri=f"{url}/gone.tar?key=hidden-word"), ignore_tick)
     assert "hidden-word" not in refused.value.message
     assert "hidden-word" not in caplog.text
 

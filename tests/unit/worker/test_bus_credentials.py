@@ -70,7 +70,7 @@ async def settle() -> None:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal by the bus is acted upon without a pause."""
-    monkeypatch.setattr(registration, "AGAIN_AFTER_REFUSAL", 0.0)
+    monkeypatch.setattr(registration, "REFUSAL_INTERVAL_SECONDS", 0.0)
 
 
 @pytest.mark.rule("nats-9.3")

@@ -42,7 +42,7 @@ async def test_never_healthy_is_given_up_and_killed(
     supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W17, with the limit shortened: failure with the last words, the process and its children dead."""
-    monkeypatch.setattr(engines, "READY_LIMIT", 0.5)
+    monkeypatch.setattr(engines, "START_SECONDS", 0.5)
     start = script(tmp_path, f"echo waiting >&2; sleep 1000 & echo $! > {tmp_path}/child; wait")
     with pytest.raises(StartFailed, match=r"not ready within 0.5 s.*\n.*waiting"):
         await supervisor.start("m#0", "b", start)
@@ -141,7 +141,7 @@ async def test_a_stubborn_engine_is_killed_after_the_grace(
     supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W20, with the grace shortened: SIGTERM to the group, then SIGKILL."""
-    monkeypatch.setattr(engines, "GRACE", 0.3)
+    monkeypatch.setattr(engines, "GRACE_SECONDS", 0.3)
     start = script(tmp_path, f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 1; done")
     starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 
@@ -180,13 +180,13 @@ def test_the_environment_of_an_engine_is_plain(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.rule("worker-10", "worker-10.2")
 def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
-    assert engines.vulkan_drivers(tmp_path) == {}
+    assert engines.vulkan_driver_variables(tmp_path) == {}
     drivers = tmp_path / "vulkan" / "icd.d"
     drivers.mkdir(parents=True)
     for name in ("b.json", "a.json", "README"):
         (drivers / name).touch()
     found = f"{drivers}/a.json:{drivers}/b.json"
-    assert engines.vulkan_drivers(tmp_path) == {"VK_DRIVER_FILES": found, "VK_ICD_FILENAMES": found}
+    assert engines.vulkan_driver_variables(tmp_path) == {"VK_DRIVER_FILES": found, "VK_ICD_FILENAMES": found}
 
 
 @pytest.mark.rule("worker-6")

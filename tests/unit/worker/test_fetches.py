@@ -14,7 +14,7 @@ import pytest
 
 from localai_cluster.kit.outbound import Outbound, SourceUnreachable
 from localai_cluster.worker import download
-from localai_cluster.worker.backend_store import PARTIAL
+from localai_cluster.worker.backend_store import PARTIAL_PREFIX
 from localai_cluster.worker.config import build
 from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.fetches import LONGEST_REQUEST, outbound_of
@@ -32,7 +32,7 @@ TOKEN = "Bearer hf_secret"
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
-    monkeypatch.setattr(download, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (0.0, 0.0, 0.0))
     with started(files={"/w.gguf": DATA, HUB_PATH: DATA}) as source:
         yield source
 
@@ -69,7 +69,7 @@ def last_line(got: Got) -> dict[str, Any]:
 
 
 def partials(served: Served) -> list[Path]:
-    return list(served.folders.models.glob(f"{PARTIAL}*"))
+    return list(served.folders.models.glob(f"{PARTIAL_PREFIX}*"))
 
 
 def test_a_fetched_file_is_like_a_staged_one(served: Served, files: Files, source: Source) -> None:
@@ -129,7 +129,7 @@ def test_what_a_killed_worker_left_is_used(
     served: Served, files: Files, source: Source, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kill comes before the file is moved to its name, or before its hash is recorded."""
-    name = "adopt" if step == "moved" else "vouch"
+    name = "move_complete_file" if step == "moved" else "record_hash"
 
     def killed(*_: Any) -> None:
         raise OSError("killed")
@@ -287,7 +287,7 @@ def test_a_source_without_a_connection_is_tried_once(
     files: Files, source: Source, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client sends the file instead: waiting would only cost time."""
-    monkeypatch.setattr(download, "PAUSES", (3600.0,))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (3600.0,))
     url = source.url("/w.gguf")
     if problem == "refused":
         source.stop()
@@ -333,7 +333,7 @@ def test_a_source_that_is_lost_after_the_first_byte_is_asked_again(source: Sourc
 def test_a_fetch_that_fails_leaves_the_disk_to_the_file_that_is_sent_instead(
     served: Served, files: Files, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "PAUSES", ())
+    monkeypatch.setattr(download, "RETRY_PAUSES", ())
     source.drops = [2**20]
     assert "error" in last_line(fetch(files, source.url("/w.gguf")))
     assert source.sent == 2**20, "a part of it had come"

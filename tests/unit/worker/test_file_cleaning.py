@@ -9,7 +9,7 @@ import pytest
 
 from localai_cluster.kit import clock
 from localai_cluster.worker.files import keys
-from localai_cluster.worker.files.keys import KEEP_FOR, Folders, clean
+from localai_cluster.worker.files.keys import STAGED_FILE_AGE, Folders, remove_old_staged_files
 from localai_cluster.worker.files.locks import PathLocks
 from localai_cluster.worker.files.routes import FileServer
 from tests.support.worker_http import fetches
@@ -32,14 +32,21 @@ def test_what_was_for_one_request_goes_after_a_day(tmp_path: Path) -> None:
     (staging / "another.tmp").write_text("x")
     (request / "out").symlink_to(other)
     now = clock.now()
-    assert clean(staging, now + KEEP_FOR - timedelta(hours=1), lambda path: False) == 0
-    assert clean(staging, now + KEEP_FOR + timedelta(hours=1), lambda path: path.name == "a.wav") == 3
+    assert (
+        remove_old_staged_files(staging, now + STAGED_FILE_AGE - timedelta(hours=1), lambda path: False) == 0
+    )
+    assert (
+        remove_old_staged_files(
+            staging, now + STAGED_FILE_AGE + timedelta(hours=1), lambda path: path.name == "a.wav"
+        )
+        == 3
+    )
     kept = {"somebody", "somebody/s", "somebody/s/file", "another.tmp"}
     folders = {"ephemeral", "ephemeral/inputs", "ephemeral/inputs/12345678"}
     assert left(staging) == kept | folders | {"ephemeral/inputs/12345678/a.wav"}
-    assert clean(staging, now + 3 * KEEP_FOR, lambda path: False) == 1
+    assert remove_old_staged_files(staging, now + 3 * STAGED_FILE_AGE, lambda path: False) == 1
     for _ in range(3):
-        clean(staging, now + 3 * KEEP_FOR, lambda path: False)
+        remove_old_staged_files(staging, now + 3 * STAGED_FILE_AGE, lambda path: False)
     assert left(staging) == kept | {"ephemeral"}
     assert (other / "kept").exists()
 
@@ -51,8 +58,8 @@ def test_a_folder_that_is_a_link_is_not_entered(tmp_path: Path) -> None:
     other.mkdir()
     (other / "kept").write_text("x")
     (staging / "ephemeral").symlink_to(other)
-    assert clean(staging, clock.now() + 3 * KEEP_FOR, lambda path: False) == 0
-    assert clean(tmp_path / "missing", clock.now(), lambda path: False) == 0
+    assert remove_old_staged_files(staging, clock.now() + 3 * STAGED_FILE_AGE, lambda path: False) == 0
+    assert remove_old_staged_files(tmp_path / "missing", clock.now(), lambda path: False) == 0
     assert (other / "kept").exists()
 
 
@@ -84,7 +91,7 @@ async def test_a_cleaning_that_fails_is_told_and_comes_again(
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(keys, "REMOVAL_INTERVAL", 0.0)
-    monkeypatch.setattr(keys, "clean", broken)
+    monkeypatch.setattr(keys, "remove_old_staged_files", broken)
     async with FileServer(Folders.of_worker(tmp_path / "models", tmp_path / "own", ()), fetches()).running():
         async with asyncio.timeout(60):
             await third.wait()
@@ -101,7 +108,7 @@ async def test_folders_are_made_and_cleaned_at_start(tmp_path: Path, monkeypatch
     stale = folders.staging / "ephemeral" / "inputs" / "1" / "a"
     stale.parent.mkdir(parents=True)
     stale.write_text("x")
-    long_after = datetime.now(UTC) + 2 * KEEP_FOR  # noqa: TID251
+    long_after = datetime.now(UTC) + 2 * STAGED_FILE_AGE  # noqa: TID251
     monkeypatch.setattr(clock, "now", lambda: long_after)
 
     async def gone() -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import connections
 from localai_cluster.worker.exchange import Refusal
-from localai_cluster.worker.files.keys import LONGEST_NAME, Folders, decoded, locate
+from localai_cluster.worker.files.keys import LONGEST_NAME, Folders, decode_key, resolve_key
 from tests.support.file_client import BEARER, Files
 from tests.support.worker_http import Served, worker
 
@@ -150,7 +150,7 @@ def test_folders_and_files_do_not_take_each_other_s_place(served: Served, files:
 def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "models", tmp_path / "staging", tmp_path / "data")
     with pytest.raises(Refusal) as refused:
-        locate(folders, "models/m/f.bin")
+        resolve_key(folders, "models/m/f.bin")
     assert (refused.value.answer.status, "does not exist" in refused.value.answer.text) == (400, True)
 
 
@@ -167,13 +167,13 @@ def test_the_worker_s_own_folders_are_not_served(tmp_path: Path, own: str) -> No
     assert folders.data.name == ("data-files" if own.startswith("data") else "data")
     for key in ("models/own/node-secret", "models/sly/node-secret", "backends/x/run.sh", "data/node-secret"):
         with contextlib.suppress(Refusal):
-            real = locate(folders, key).real
+            real = resolve_key(folders, key).real
             assert not real.exists()
             assert not real.is_relative_to(private)
     with pytest.raises(Refusal):
-        locate(folders, "models/sly/node-secret")
+        resolve_key(folders, "models/sly/node-secret")
     with pytest.raises(Refusal):
-        locate(folders, "backends/x/run.sh")
+        resolve_key(folders, "backends/x/run.sh")
 
 
 PARTS = st.one_of(
@@ -190,7 +190,7 @@ PARTS = st.one_of(
 def test_no_key_leaves_its_folder(served: Served, parts: list[str]) -> None:
     folders = served.folders
     try:
-        place = locate(folders, decoded("/".join(parts).encode()))
+        place = resolve_key(folders, decode_key("/".join(parts).encode()))
     except Refusal:
         return
     homes = [path.resolve() for path in (folders.models, folders.staging, folders.data)]

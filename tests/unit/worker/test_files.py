@@ -11,7 +11,7 @@ import pytest
 
 from localai_cluster.worker.exchange import Exchange
 from localai_cluster.worker.files.keys import Folders
-from localai_cluster.worker.files.routes import SENT, FileServer
+from localai_cluster.worker.files.routes import PIECE_BYTES, FileServer
 from tests.support.file_client import BEARER, Files, files, on_disk, served, sha256
 from tests.support.worker_http import ENGINE_TOKEN, Served, fetches
 
@@ -298,7 +298,7 @@ async def test_a_reader_that_leaves_ends_the_reading(tmp_path: Path) -> None:
     folders = Folders.of_worker(tmp_path / "models", tmp_path / "own", ())
     folders.models.mkdir()
     (folders.models / "big").touch()
-    os.truncate(folders.models / "big", 1000 * SENT)
+    os.truncate(folders.models / "big", 1000 * PIECE_BYTES)
     sent: list[int] = []
     left = asyncio.Event()
 
@@ -312,4 +312,4 @@ async def test_a_reader_that_leaves_ends_the_reading(tmp_path: Path) -> None:
 
     scope = {"type": "http", "method": "GET", "path": "/v1/files/models/big", "headers": []}
     await FileServer(folders, fetches())(Exchange(scope, receive, send), True)
-    assert 0 < sum(sent) < 20 * SENT
+    assert 0 < sum(sent) < 20 * PIECE_BYTES

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import NotFound
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import galleries
-from localai_cluster.worker.backend_store import PARTIAL, PARTIAL_KEPT_FOR, remove_old_partials
+from localai_cluster.worker.backend_store import PARTIAL_KEEP_SECONDS, PARTIAL_PREFIX, remove_old_partials
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.galleries import Galleries
 
@@ -73,10 +73,10 @@ def test_a_file_that_another_install_completes_is_no_old_partial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the listing of the folder and the look at a file, that file may have gone."""
-    old = tmp_path / f"{PARTIAL}old"
+    old = tmp_path / f"{PARTIAL_PREFIX}old"
     old.touch()
-    os.utime(old, (then := clock.now().timestamp() - PARTIAL_KEPT_FOR - 60, then))
-    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / f"{PARTIAL}gone", old])
+    os.utime(old, (then := clock.now().timestamp() - PARTIAL_KEEP_SECONDS - 60, then))
+    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / f"{PARTIAL_PREFIX}gone", old])
     remove_old_partials(tmp_path)
     assert not old.exists()
 
@@ -105,7 +105,7 @@ async def test_a_source_that_failed_slowly_is_skipped_for_ten_minutes(
     site.up = {"mirror.test"}
     assert await site.choose("one") == ["gallery.test", "mirror.test"]
     assert await site.choose("one") == ["gallery.test", "mirror.test"], "it failed at once"
-    monkeypatch.setattr(galleries, "SLOW", 0.0)
+    monkeypatch.setattr(galleries, "SLOW_SECONDS", 0.0)
     await site.choose("one")
     assert await site.choose("one") == ["mirror.test"]
     site.up.clear()
@@ -113,5 +113,5 @@ async def test_a_source_that_failed_slowly_is_skipped_for_ten_minutes(
     assert await site.choose("one") == [], "from the copy"
     site.up, site.names = {"gallery.test"}, "one two"
     assert await site.choose("two") == ["gallery.test"]
-    now[0] += galleries.SKIPPED_FOR
+    now[0] += galleries.SKIP_SECONDS
     assert await site.choose("one") == ["gallery.test"]

@@ -31,11 +31,11 @@ from localai_cluster.worker.gpu_drivers import (
     Nvml,
     SimulatedGpus,
     Simulation,
-    simulation,
-    visible_gpus,
+    parse_simulation,
+    visible_gpu_variables,
 )
 from localai_cluster.worker.hardware import GpuReader, Gpus
-from localai_cluster.worker.heartbeats import figures
+from localai_cluster.worker.heartbeats import measure_figures
 
 GIB = 2**30
 UUIDS = ["GPU-5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11", "GPU-0c5f3c1a-1111-4f2f-9d0b-2f1f6a9f7c12"]
@@ -207,13 +207,17 @@ async def test_without_a_driver_there_are_none(library: Library, tmp_path: Path)
         reader = GpuReader(Nvml(library))
         with pytest.raises(NoDriver):
             await reader.read()
-        assert await hardware.gpus(reader) == Gpus()
-        assert set(await figures(tmp_path, reader)) == {"available_ram", "total_disk", "available_disk"}
+        assert await hardware.read_gpus(reader) == Gpus()
+        assert set(await measure_figures(tmp_path, reader)) == {
+            "available_ram",
+            "total_disk",
+            "available_disk",
+        }
 
 
 async def test_the_real_module_is_harmless_here(tmp_path: Path) -> None:
     """On a machine without a driver nothing is told and nothing raised."""
-    assert "available_disk" in await figures(tmp_path, GpuReader(Nvml()))
+    assert "available_disk" in await measure_figures(tmp_path, GpuReader(Nvml()))
 
 
 @pytest.mark.rule("R1.33", "worker-6")
@@ -222,15 +226,15 @@ async def test_a_driver_lost_meanwhile_leaves_nothing_free_and_comes_back(
 ) -> None:
     """After an upgrade of the driver no program can begin: nothing is free until it was loaded again."""
     reader = GpuReader(Nvml(library))
-    before = await figures(tmp_path, reader)
+    before = await measure_figures(tmp_path, reader)
     assert (before["available_vram"], len(before["gpus"])) == (41 * GIB, 2)
     library.errors["nvmlDeviceGetCount", None] = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
-    lost = await figures(tmp_path, reader)
+    lost = await measure_figures(tmp_path, reader)
     assert (lost["available_vram"], lost["gpus"]) == (0, [])
     library.errors = {("nvmlInit", None): pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
-    assert (await figures(tmp_path, reader))["gpus"] == []
+    assert (await measure_figures(tmp_path, reader))["gpus"] == []
     library.errors.clear()
-    assert await figures(tmp_path, reader) | {"available_ram": 0, "available_disk": 0} == before | {
+    assert await measure_figures(tmp_path, reader) | {"available_ram": 0, "available_disk": 0} == before | {
         "available_ram": 0,
         "available_disk": 0,
     }
@@ -242,7 +246,7 @@ async def test_an_error_of_the_moment_says_nothing_of_the_gpus(library: Library,
     reader = GpuReader(Nvml(library))
     await reader.read()
     library.errors["nvmlDeviceGetCount", None] = pynvml.NVML_ERROR_TIMEOUT
-    assert not {"gpus", "available_vram"} & set(await figures(tmp_path, reader))
+    assert not {"gpus", "available_vram"} & set(await measure_figures(tmp_path, reader))
     assert len(reader.last) == 2
 
 
@@ -254,13 +258,17 @@ async def test_a_driver_that_hangs_stops_no_heartbeat(
     reader, let_go, asked = hung
     monkeypatch.setattr(hardware, "READ_LIMIT", 0.05)
     for _ in range(3):
-        assert set(await figures(tmp_path, reader)) == {"available_ram", "total_disk", "available_disk"}
+        assert set(await measure_figures(tmp_path, reader)) == {
+            "available_ram",
+            "total_disk",
+            "available_disk",
+        }
     assert len(asked) == 1
     let_go()
     monkeypatch.setattr(hardware, "READ_LIMIT", 60.0)
     told: dict[str, Any] = {}
     while "gpus" not in told:  # its thread ends, then it is asked again
-        told = await figures(tmp_path, reader)
+        told = await measure_figures(tmp_path, reader)
         await asyncio.sleep(0)
     assert len(told["gpus"]) == 2
 
@@ -289,8 +297,8 @@ async def test_only_gpus_that_were_seen_are_known(library: Library) -> None:
 
 
 def test_cuda_is_told_in_its_order() -> None:
-    assert visible_gpus(()) == {}
-    assert visible_gpus(["GPU-b", "GPU-a"]) == {
+    assert visible_gpu_variables(()) == {}
+    assert visible_gpu_variables(["GPU-b", "GPU-a"]) == {
         "CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
@@ -305,7 +313,7 @@ def test_cuda_is_told_in_its_order() -> None:
     ids=["equal", "mixed"],
 )
 def test_the_test_setting_says_sizes(text: str, told: Simulation) -> None:
-    assert simulation(text) == told
+    assert parse_simulation(text) == told
     assert build({"register_to": "http://c", "test_gpus": text}, {}).test_gpus == told
 
 
@@ -318,7 +326,7 @@ def test_other_texts_are_wrong_settings(text: str) -> None:
 def test_simulated_engines_take_memory_where_they_were_put() -> None:
     """Evenly from the GPUs that they were given; one that was given none takes it from the first."""
     users: list[tuple[str, ...]] = []
-    source = SimulatedGpus(simulation("2x24GiB:6GiB"), lambda: list(enumerate(users)))
+    source = SimulatedGpus(parse_simulation("2x24GiB:6GiB"), lambda: list(enumerate(users)))
     one, two = (gpu.id for gpu in source.read())
 
     def free() -> list[int]:
@@ -496,12 +504,12 @@ async def test_intel_gpus_are_read_from_the_files_of_their_drivers(tmp_path: Pat
     assert Gpus.of(gpus) == Gpus(64 * GIB, None, "intel", "", None)
     assert hardware.detect_capability("", Gpus.of(gpus), tmp_path / "none") == "intel"
     reader = GpuReader(FirstDriver(AmdGpus(tmp_path), IntelGpus(tmp_path)))
-    assert not {"gpus", "available_vram"} & set(await figures(tmp_path, reader))
+    assert not {"gpus", "available_vram"} & set(await measure_figures(tmp_path, reader))
 
 
 def test_rocm_is_told_unique_ids() -> None:
-    assert visible_gpus(["GPU-9246a27d3e3c7102"]) == {"ROCR_VISIBLE_DEVICES": "GPU-9246a27d3e3c7102"}
-    assert "CUDA_VISIBLE_DEVICES" in visible_gpus(UUIDS)
+    assert visible_gpu_variables(["GPU-9246a27d3e3c7102"]) == {"ROCR_VISIBLE_DEVICES": "GPU-9246a27d3e3c7102"}
+    assert "CUDA_VISIBLE_DEVICES" in visible_gpu_variables(UUIDS)
 
 
 async def test_the_memory_of_an_apple_chip_is_that_of_the_machine(
@@ -510,7 +518,7 @@ async def test_the_memory_of_an_apple_chip_is_that_of_the_machine(
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     library.errors["nvmlInit", None] = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-    found = await hardware.gpus(GpuReader(Nvml(library)))
+    found = await hardware.read_gpus(GpuReader(Nvml(library)))
     assert found is not None
     assert found.total > (found.free or 0) > 0
     capability = hardware.detect_capability("", found, Path("/none"))

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localai_cluster.kit.nkeys import grouped
+from localai_cluster.kit.nkeys import group_characters
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.identity import IdentityError, NodeIdentity
 
@@ -115,7 +115,9 @@ async def test_a_beat_replaces_the_secret_when_an_admin_wants_it(
     assert former != registry.secret
     assert files(tmp_path) == {"node-secret": registry.secret}
     assert stat.S_IMODE((tmp_path / "node-secret").stat().st_mode) == 0o600
-    assert f"fingerprint={grouped(hashlib.sha256(registry.secret.encode()).hexdigest())}" in caplog.text
+    assert (
+        f"fingerprint={group_characters(hashlib.sha256(registry.secret.encode()).hexdigest())}" in caplog.text
+    )
     assert former not in caplog.text
     assert registry.secret not in caplog.text
 

@@ -21,7 +21,7 @@ import zstandard
 
 from localai_cluster.kit.env import RegistrySetting
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.tls import trust_besides
+from localai_cluster.kit.tls import context_with_ca
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import client, references
 from localai_cluster.registries.access import Access, RegistryError
@@ -75,7 +75,7 @@ async def _unserved(*_: Any) -> httpx.Response:
 
 @pytest_asyncio.fixture
 async def setup(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
-    monkeypatch.setattr(download, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (0.0, 0.0, 0.0))
     (tmp_path / "backends").mkdir()
     async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
         yield Setup(BackendStore(tmp_path / "backends", tmp_path / "system", "default"), client, registry)
@@ -363,7 +363,7 @@ async def test_a_registry_with_a_ca_of_its_own(setup: Setup, tmp_path: Path) -> 
         access = Access([RegistrySetting(secure.host, USER, PASSWORD, plain_http=False)])
         with pytest.raises(RegistryError, match="certificate"):
             await setup.install(access=access)
-        context = trust_besides(str(authority.file))
+        context = context_with_ca(str(authority.file))
         assert context is not None
         async with httpx.AsyncClient(timeout=10, trust_env=False, verify=context) as setup.client:
             assert (await setup.install(access=access) / "run.sh").exists()

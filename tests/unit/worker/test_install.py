@@ -29,7 +29,7 @@ from localai_cluster.worker.backend_store import (
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.install_commands import requested_name
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
-from localai_cluster.worker.progress import Tick, ignore
+from localai_cluster.worker.progress import Tick, ignore_tick
 from localai_cluster.worker.source_files import BadSource, Stopped, Throttle, copy_tree
 
 
@@ -207,7 +207,7 @@ async def test_a_source_is_read_only_inside_the_roots(tmp_path: Path, store: Bac
     (roots / "link").symlink_to(outside)
     for uri in (outside, roots / "link", roots / ".." / "outside", outside.as_uri()):
         with pytest.raises(InstallFailed, match="LOCALAI_WORKER_SOURCE_ROOTS"):
-            await installer(store, roots).install(InstallSource("x", (), uri=str(uri)), ignore)
+            await installer(store, roots).install(InstallSource("x", (), uri=str(uri)), ignore_tick)
     assert list(store.backends.iterdir()) == []
     inside = backend(roots / "inside")
     ticks: list[Tick] = []
@@ -230,7 +230,7 @@ async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, store: Bac
     (linked / "run.sh").symlink_to("/bin/sh")
     for source in (empty, linked, old, tmp_path):
         with pytest.raises(InstallFailed):
-            await installer(store, tmp_path).install(InstallSource("x", (), uri=str(source)), ignore)
+            await installer(store, tmp_path).install(InstallSource("x", (), uri=str(source)), ignore_tick)
     assert [path.name for path in store.backends.iterdir()] == ["x"]
     assert "old" in (old / "run.sh").read_text()
 
@@ -253,9 +253,9 @@ async def test_malformed_sources_are_named_not_crashed_on(
 ) -> None:
     """O37: galleries and sources come with the command to install."""
     with pytest.raises(InstallFailed, match="gallery odd cannot be read"):
-        await installer(store, tmp_path).install(InstallSource("d", [Gallery(url, "odd")]), ignore)
+        await installer(store, tmp_path).install(InstallSource("d", [Gallery(url, "odd")]), ignore_tick)
     with pytest.raises(InstallFailed):
-        await installer(store, tmp_path).install(InstallSource("d", [], url), ignore)
+        await installer(store, tmp_path).install(InstallSource("d", [], url), ignore_tick)
 
 
 async def test_mirrors_and_unreadable_galleries(tmp_path: Path, store: BackendStore) -> None:
@@ -268,12 +268,12 @@ async def test_mirrors_and_unreadable_galleries(tmp_path: Path, store: BackendSt
     good = Gallery(url=index.as_uri(), name="good")
     bad = Gallery(url=(tmp_path / "none.yaml").as_uri(), name="bad", mirrors=("ftp://x/y",))
     work = installer(store, tmp_path)
-    assert await work.install(InstallSource("good@a/B", (bad, good)), ignore) == "A__b"
-    assert await work.install(InstallSource("c", (good,)), ignore) == "c"
+    assert await work.install(InstallSource("good@a/B", (bad, good)), ignore_tick) == "A__b"
+    assert await work.install(InstallSource("c", (good,)), ignore_tick) == "c"
     with pytest.raises(InstallFailed, match=r"no backend called \"d\".*gallery bad cannot be read"):
-        await work.install(InstallSource("d", (bad, good)), ignore)
+        await work.install(InstallSource("d", (bad, good)), ignore_tick)
     with pytest.raises(InstallFailed, match="no gallery is configured"):
-        await work.install(InstallSource("d", ()), ignore)
+        await work.install(InstallSource("d", ()), ignore_tick)
 
 
 BUILDS = [
@@ -376,7 +376,7 @@ async def test_what_cannot_be_verified_is_refused_where_integrity_is_required(
     store: BackendStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, sha256: str, reason: str
 ) -> None:
     """LOCALAI_REQUIRE_BACKEND_INTEGRITY; what a hash or digest names goes on, here to a dead address."""
-    monkeypatch.setattr(download, "PAUSES", (0.0,))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (0.0,))
     (tmp_path / "index.yaml").write_text(f"- name: engine\n  uri: {uri}\n  sha256: '{sha256}'\n")
     gallery = Gallery(name="g", url=f"file://{tmp_path}/index.yaml")
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -384,7 +384,7 @@ async def test_what_cannot_be_verified_is_refused_where_integrity_is_required(
             store, (tmp_path,), Throttle(0), "default", client, unserved, require_integrity=True
         )
         with pytest.raises(InstallFailed) as failed:
-            await strict.install(InstallSource("engine", (gallery,)), ignore)
+            await strict.install(InstallSource("engine", (gallery,)), ignore_tick)
     assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is bool(reason)
     assert reason in str(failed.value)
 
@@ -395,7 +395,7 @@ async def test_signatures_that_a_gallery_demands_are_not_passed_over(
     store: BackendStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, is_strict: bool
 ) -> None:
     """D-SIGNATURES: refused where integrity is required, also if a digest names the image."""
-    monkeypatch.setattr(download, "PAUSES", (0.0,))
+    monkeypatch.setattr(download, "RETRY_PAUSES", (0.0,))
     (tmp_path / "index.yaml").write_text(f"- name: one\n  uri: oci://127.0.0.1:1/a@sha256:{'0' * 64}\n")
     (gallery,) = decode_galleries(
         f'[{{"url": "file://{tmp_path}/index.yaml", "verification": {{"issuer": "https://issuer.test"}}}}]'
@@ -405,7 +405,7 @@ async def test_signatures_that_a_gallery_demands_are_not_passed_over(
             store, (tmp_path,), Throttle(0), "default", client, unserved, require_integrity=is_strict
         )
         with pytest.raises(InstallFailed) as failed:
-            await work.install(InstallSource("one", (gallery,)), ignore)
+            await work.install(InstallSource("one", (gallery,)), ignore_tick)
     assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is is_strict
     assert ("demands signatures" in caplog.text) is not is_strict
 
@@ -416,5 +416,5 @@ async def test_folders_need_no_hash(store: BackendStore, tmp_path: Path) -> None
     strict = Installer(
         store, (tmp_path,), Throttle(0), "default", httpx.AsyncClient(), unserved, require_integrity=True
     )
-    await strict.install(InstallSource("engine", (), str(source)), ignore)
+    await strict.install(InstallSource("engine", (), str(source)), ignore_tick)
     assert (store.backends / "engine" / "run.sh").exists()

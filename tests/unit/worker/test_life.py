@@ -24,7 +24,7 @@ from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.engines import EngineSupervisor
 from localai_cluster.worker.hardware import Figures, Gpus, system_facts
 from localai_cluster.worker.install_commands import InstallCommands
-from localai_cluster.worker.progress import ProgressStream, Tick, event
+from localai_cluster.worker.progress import ProgressStream, Tick, build_event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
 
 
@@ -316,7 +316,7 @@ async def test_the_last_tick_is_sent_even_if_the_end_meets_it_on_its_way() -> No
 @given(st.integers(0, 10**15), st.integers(1, 10**15))
 def test_events_tell_real_figures(current: int, total: int) -> None:
     current = min(current, total)
-    told = event(Tick("downloading", current, total, "f"), 1, "o", "n", "b")
+    told = build_event(Tick("downloading", current, total, "f"), 1, "o", "n", "b")
     assert 0 <= told.percentage <= 100
     assert (told.current_bytes, told.total_bytes) == (current, total)
 

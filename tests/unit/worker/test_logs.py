@@ -26,7 +26,15 @@ from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
-from localai_cluster.worker.log_rings import BYTES, ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings, shown
+from localai_cluster.worker.log_rings import (
+    BYTES,
+    LINE_LIMIT,
+    LINES,
+    MAX_ENDED_RINGS,
+    LogLine,
+    LogRings,
+    clean_line,
+)
 from localai_cluster.worker.ports import PortAllocator
 from tests.support.worker_http import fetches
 
@@ -80,12 +88,12 @@ def test_a_ring_is_bounded_in_bytes_too() -> None:
 def test_the_output_of_engines_that_ended_stays_for_a_while() -> None:
     """The engine that ended first goes first; one that runs, or runs again, keeps its lines."""
     rings = LogRings()
-    for number in range(ENDED_KEPT + 2):
+    for number in range(MAX_ENDED_RINGS + 2):
         rings.append(f"m{number}#0", line("last words"))
     rings.append("runs#0", line("first"))
     rings.ended("m0#0")
     rings.append("m0#0", line("started again"))
-    for number in range(1, ENDED_KEPT + 2):
+    for number in range(1, MAX_ENDED_RINGS + 2):
         rings.ended(f"m{number}#0")
     assert rings.lines("m1#0") == []
     assert texts(rings.lines("m2#0")) == ["last words"]
@@ -125,7 +133,7 @@ async def test_a_slow_follower_keeps_nothing_and_learns_what_it_missed() -> None
     ],
 )
 def test_a_line_as_it_is_kept(raw: bytes, text: str) -> None:
-    assert shown(raw, TOKEN) == text
+    assert clean_line(raw, TOKEN) == text
 
 
 async def test_an_endless_line_is_one_line_and_tells_no_part_of_the_token(tmp_path: Path) -> None:

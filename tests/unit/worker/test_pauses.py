@@ -14,7 +14,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker import commands
-from localai_cluster.worker.commands import CATCHES_UP, PAUSE_THRESHOLD, Commands, Pauses
+from localai_cluster.worker.commands import CATCH_UP_SECONDS, PAUSE_THRESHOLD, Commands, Pauses
 from tests.support.bus import PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.message_faults import faulty
@@ -38,8 +38,8 @@ def ticked(*, after: float) -> tuple[Pauses, float]:
         (PAUSE_THRESHOLD, -0.5, False),
         (PAUSED, -0.5, True),
         (PAUSED, 0.5, True),
-        (PAUSED, CATCHES_UP, True),
-        (PAUSED, CATCHES_UP + 0.1, False),
+        (PAUSED, CATCH_UP_SECONDS, True),
+        (PAUSED, CATCH_UP_SECONDS + 0.1, False),
         (1.0, PAUSED, True),
     ],
     ids=[

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localai_cluster.worker.ports import QUARANTINE, RESERVATION, NoFreePort, PortAllocator
+from localai_cluster.worker.ports import QUARANTINE_SECONDS, RESERVATION_SECONDS, NoFreePort, PortAllocator
 
 
 class Ports(RuleBasedStateMachine):
@@ -22,13 +22,13 @@ class Ports(RuleBasedStateMachine):
         try:
             port = self.ports.allocate(key, self.now)
         except NoFreePort:
-            resting = [p for p, at in self.released.items() if self.now < at + QUARANTINE]
+            resting = [p for p, at in self.released.items() if self.now < at + QUARANTINE_SECONDS]
             assert len(set(self.used) | set(resting)) == 6
             return
         assert 100 <= port <= 105
         assert port not in self.used
         if port in self.released:
-            assert self.now >= self.released.pop(port) + QUARANTINE
+            assert self.now >= self.released.pop(port) + QUARANTINE_SECONDS
         self.used[port] = key
 
     @precondition(lambda self: self.used)
@@ -60,10 +60,10 @@ def test_the_first_gets_the_base_port_and_a_key_its_own_again() -> None:
     assert ports.allocate("b#0", 0) == 50052
     ports.release(50051, 0)
     ports.release(50052, 0)
-    assert ports.allocate("c#0", QUARANTINE - 0.1) == 50053
-    assert ports.allocate("b#0", QUARANTINE) == 50052
-    assert ports.allocate("d#0", QUARANTINE) == 50054, "50051 is still reserved for a#0"
-    assert ports.allocate("e#0", RESERVATION) == 50051
+    assert ports.allocate("c#0", QUARANTINE_SECONDS - 0.1) == 50053
+    assert ports.allocate("b#0", QUARANTINE_SECONDS) == 50052
+    assert ports.allocate("d#0", QUARANTINE_SECONDS) == 50054, "50051 is still reserved for a#0"
+    assert ports.allocate("e#0", RESERVATION_SECONDS) == 50051
 
 
 @pytest.mark.rule("worker-9", "W25")

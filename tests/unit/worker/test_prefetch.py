@@ -65,7 +65,7 @@ def model(name: str, uri: str, content: bytes = WEIGHTS, **more: Any) -> dict[st
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Site:
-    monkeypatch.setattr(download, "PAUSES", ())
+    monkeypatch.setattr(download, "RETRY_PAUSES", ())
     return Site()
 
 

@@ -11,7 +11,7 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, ServerKind
-from localai_cluster.worker.engine_exits import GIVEN_UP_AFTER, MAX_REPORTS, Exits
+from localai_cluster.worker.engine_exits import MAX_REPORTS, REPORT_MAX_AGE_SECONDS, Exits
 from localai_cluster.worker.heartbeats import EXIT_DELAY, HeartbeatLoop
 
 
@@ -214,13 +214,13 @@ async def test_figures_follow_soon_after_an_end(beating: Beating, monkeypatch: p
     """What it has given back would count as taken for an interval: its successor would wait as long."""
     waits, news = [], [True, False, False]
 
-    async def news_within(seconds: float) -> bool:
+    async def wait_for_exit(seconds: float) -> bool:
         waits.append(seconds)
         if not news:
             raise asyncio.CancelledError
         return news.pop(0)
 
-    monkeypatch.setattr(beating.exits, "news_within", news_within)
+    monkeypatch.setattr(beating.exits, "wait_for_exit", wait_for_exit)
     with contextlib.suppress(asyncio.CancelledError):
         await beating.heart.run()
     assert waits == [10, EXIT_DELAY, 10, 10]
@@ -250,18 +250,18 @@ async def test_what_no_one_takes_is_given_up(beating: Beating) -> None:
     """A control plane that refuses the field must not get it for ever: the figures of such beats are lost."""
     beating.error = CallFailed("ended_processes", 400)
     beating.exits.add("m#0", 7001)
-    await beating.live(int(GIVEN_UP_AFTER) + 10)
+    await beating.live(int(REPORT_MAX_AGE_SECONDS) + 10)
     assert reported(beating)[-3:] == [[REPORT], [], []]
 
 
 async def test_of_many_ends_every_beat_tells_some_that_were_not_told(beating: Beating) -> None:
     for number in range(MAX_REPORTS + 3):
         beating.exits.add(f"m#{number}", 7000 + number)
-    assert await beating.exits.news_within(0)
+    assert await beating.exits.wait_for_exit(0)
     await beating.heart.send(hurried=True)
-    assert await beating.exits.news_within(0)
+    assert await beating.exits.wait_for_exit(0)
     await beating.heart.send(hurried=True)
-    assert not await beating.exits.news_within(0)
+    assert not await beating.exits.wait_for_exit(0)
     first, second = reported(beating)
     assert (len(first), len(second)) == (MAX_REPORTS, MAX_REPORTS)
     assert len({one["process_key"] for one in first + second}) == MAX_REPORTS + 3

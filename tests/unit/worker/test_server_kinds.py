@@ -451,16 +451,16 @@ async def test_the_check_names_the_kind_of_the_server_and_registers_nothing(
 ) -> None:
     monkeypatch.setattr(check, "complaint", reached)
     given = {"registration_token": "tok", "nats_url": "nats://n:4222"}
-    lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
+    lines = await check.report_connections(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert f"server: stock LocalAI at {URL}; all nodes share the registration token" in lines
     assert not [line for line in lines if isinstance(line, check.Problem)]
     checked.kind = CLUSTER
-    lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
+    lines = await check.report_connections(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert f"server: LocalAI Cluster at {URL}; this node has its own secret" in lines
     assert checked.routes(200, 404) == ["models"]
     assert checked.routes(400) == ["register"] * 2, "without a name, so nothing is registered"
     given["registration_token"] = "other"
-    lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
+    lines = await check.report_connections(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert [line for line in lines if isinstance(line, check.Problem) and "refuses the reg" in line]
 
 
@@ -468,8 +468,8 @@ async def test_the_check_leaves_no_file(tmp_path: Path, checked: Server) -> None
     """Neither a secret nor a lock nor a folder: the first start makes them."""
     given = config(tmp_path / "new", find_ports="true", addr=f"127.0.0.1:{free_port(200) + 1}")
     checked.kind = CLUSTER
-    lines = await check.report(given, NodeIdentity(given.data_dir, read_only=True))
-    lines += await check.machine(given)
+    lines = await check.report_connections(given, NodeIdentity(given.data_dir, read_only=True))
+    lines += await check.report_machine(given)
     assert f"server: LocalAI Cluster at {URL}; this node has its own secret" in lines
     assert os.listdir(tmp_path) == []
 
@@ -477,7 +477,7 @@ async def test_the_check_leaves_no_file(tmp_path: Path, checked: Server) -> None
 async def test_the_check_names_what_is_wrong_on_a_stock_frontend(tmp_path: Path, checked: Server) -> None:
     identity = NodeIdentity(tmp_path)
     identity.record_acceptance(URL)
-    lines = await check.report(config(tmp_path), identity)
+    lines = await check.report_connections(config(tmp_path), identity)
     problems = " ".join(line for line in lines if isinstance(line, check.Problem))
     for text in (
         "--allow-stock-frontend",
@@ -486,7 +486,7 @@ async def test_the_check_names_what_is_wrong_on_a_stock_frontend(tmp_path: Path,
         "LOCALAI_NATS_URL",
     ):
         assert text in problems
-    lines = await check.report(config(tmp_path, allow_stock_frontend="true"), identity)
+    lines = await check.report_connections(config(tmp_path, allow_stock_frontend="true"), identity)
     assert not [line for line in lines if "--allow-stock-frontend" in line]
 
 
@@ -504,7 +504,7 @@ async def test_the_check_names_bus_folder_and_galleries_that_cannot_be_used(
         backends_system_path=str(index),
         backend_galleries=json.dumps([{"name": name, "url": url} for name, url in urls.items()]),
     )
-    lines = await check.report(given, NodeIdentity(tmp_path)) + await check.machine(given)
+    lines = await check.report_connections(given, NodeIdentity(tmp_path)) + await check.report_machine(given)
     problems = " ".join(line for line in lines if isinstance(line, check.Problem))
     assert "gallery: good has 1 entries" in lines
     assert "gallery: own comes from the control plane, for registered nodes only" in lines
@@ -517,7 +517,7 @@ async def test_the_check_names_bus_folder_and_galleries_that_cannot_be_used(
 
 
 async def test_the_check_names_a_server_that_does_not_answer(tmp_path: Path) -> None:
-    lines = await check.report(
+    lines = await check.report_connections(
         build({"register_to": "http://127.0.0.1:1", "data_dir": str(tmp_path)}, {}), NodeIdentity(tmp_path)
     )
     assert [line for line in lines if isinstance(line, check.Problem) and "no answer from" in line]

@@ -189,7 +189,7 @@ def problems(lines: list[str]) -> list[str]:
 
 
 async def test_the_check_of_a_machine_that_is_ready_finds_nothing(tmp_path: Path) -> None:
-    lines = await check.machine(on_machine(tmp_path, test_gpus="2x24GiB", capability="nvidia-cuda-12"))
+    lines = await check.report_machine(on_machine(tmp_path, test_gpus="2x24GiB", capability="nvidia-cuda-12"))
     assert problems(lines) == []
     assert "hardware: 2 GPUs with 48 GiB, capability nvidia-cuda-12" in lines
     assert not (tmp_path / "models").exists()
@@ -198,8 +198,8 @@ async def test_the_check_of_a_machine_that_is_ready_finds_nothing(tmp_path: Path
 async def test_the_check_names_ports_that_are_taken(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        busy = await check.machine(on_machine(tmp_path, http_addr=f"127.0.0.1:{port}"))
-        engines = await check.machine(on_machine(tmp_path, addr=f"127.0.0.1:{port}"))
+        busy = await check.report_machine(on_machine(tmp_path, http_addr=f"127.0.0.1:{port}"))
+        engines = await check.report_machine(on_machine(tmp_path, addr=f"127.0.0.1:{port}"))
     assert "LOCALAI_HTTP_ADDR (--http-addr): cannot listen" in problems(busy)[0]
     assert f"port {port}, the first one for engines" in problems(engines)[0]
 
@@ -207,20 +207,20 @@ async def test_the_check_names_ports_that_are_taken(tmp_path: Path) -> None:
 async def test_the_check_looks_at_no_ports_while_the_worker_runs(tmp_path: Path) -> None:
     given = on_machine(tmp_path, http_addr="192.0.2.1:1")
     with identity.claim(given.data_dir):
-        lines = await check.machine(given)
+        lines = await check.report_machine(given)
     assert problems(lines) == []
     assert any("a worker runs with" in line for line in lines)
 
 
 async def test_the_check_names_an_address_that_the_control_plane_cannot_reach(tmp_path: Path) -> None:
-    lines = await check.machine(on_machine(tmp_path, register_to="http://192.0.2.7:8080"))
+    lines = await check.report_machine(on_machine(tmp_path, register_to="http://192.0.2.7:8080"))
     (problem,) = problems(lines)
     assert "the control plane at 192.0.2.7 cannot reach 127.0.0.1:23051; set LOCALAI_ADDR" in problem
 
 
 async def test_the_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    lines = await check.machine(on_machine(tmp_path, models_path=str(tmp_path / "file" / "models")))
+    lines = await check.report_machine(on_machine(tmp_path, models_path=str(tmp_path / "file" / "models")))
     (problem,) = problems(lines)
     assert "set LOCALAI_MODELS_PATH" in problem
 
