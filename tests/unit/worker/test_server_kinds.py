@@ -449,7 +449,7 @@ async def reached(servers: Servers) -> str:
 async def test_the_check_names_the_kind_of_the_server_and_registers_nothing(
     tmp_path: Path, checked: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "complaint", reached)
+    monkeypatch.setattr(check, "connection_problem", reached)
     given = {"registration_token": "tok", "nats_url": "nats://n:4222"}
     lines = await check.report_connections(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert f"server: stock LocalAI at {URL}; all nodes share the registration token" in lines
