@@ -155,14 +155,14 @@ def test_whatever_a_kill_leaves_the_upload_ends_with_equal_bytes(
 
 
 STEPS: tuple[tuple[Any, str], ...] = (
-    (disk, "make_room"),
+    (disk, "prepare_folder"),
     (disk, "remove"),
     (disk, "_write_side"),
     (disk, "sync_folder"),
     (PartialUpload, "append"),
     (PartialUpload, "sync"),
     (PartialUpload, "digest"),
-    (disk, "vouch"),
+    (disk, "record_hash"),
     (os, "fsync"),
 )
 
