@@ -17,8 +17,10 @@ from operations.executor import controllers
 
 OVERDUE = timedelta(seconds=30)
 """Delay of a trigger after which its schedule counts as overdue."""
-LITTLE_DISK, NO_DISK = 0.10, 0.03
-"""Fractions of the disk that are free."""
+LITTLE_DISK = 0.10
+"""Free fraction of the disk below which the verdict is a warning."""
+NO_DISK = 0.03
+"""Free fraction of the disk below which the verdict is an error."""
 _MOST_NAMED = 3
 """Maximum number of files that one sentence names."""
 _TASKS_WAIT = timedelta(seconds=SILENT_AFTER)

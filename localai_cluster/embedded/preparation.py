@@ -94,8 +94,10 @@ def _one_line(error: Exception) -> str:
     return text.rstrip(".")[:300]
 
 
-CHECKED, MIGRATED = "checked", "migrated"
-"""The lines of the process after valid settings, and once the database has the schema of this version."""
+CHECKED = "checked"
+"""Line that the process prints when the settings are valid."""
+MIGRATED = "migrated"
+"""Line that the process prints when the database has the schema of this version."""
 PASSWORD_CHANGED = "user 'admin' has another password than the settings say"
 """Line that `bootstrap` prints if the admin no longer has the initial password."""
 COMMAND_SECONDS = 300.0

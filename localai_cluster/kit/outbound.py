@@ -33,8 +33,10 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 
 CONNECT_LIMIT, NEXT_ADDRESS_AFTER = 10.0, 2.0
 """Seconds until a connection must be open, and after which the next address of a name is tried."""
-HEADERS_LIMIT, STALL_LIMIT = 60.0, 60.0
-"""Seconds until the headers of a response must have arrived, and without a byte of its body."""
+HEADERS_LIMIT = 60.0
+"""Seconds until the headers of a response must have arrived."""
+STALL_LIMIT = 60.0
+"""Seconds without a byte of the body after which a response counts as stalled."""
 MIN_BYTES_PER_SECOND = 4096
 """Bytes per second that a server must send. A slower server uses up `STALL_LIMIT`."""
 BODY_LIMIT = 60.0

@@ -48,8 +48,10 @@ from localai_cluster.worker.source_files import (
 
 log = logging.getLogger(__name__)
 
-HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
-"""Seconds until the headers of a response must have arrived, and without a byte of its body."""
+HEADERS_LIMIT = 120.0
+"""Seconds until the headers of a response must have arrived."""
+STALL_LIMIT = 60.0
+"""Seconds without a byte of the body after which a response counts as stalled."""
 MOST_BYTES = 64 * 1024**3
 """Maximum bytes of an archive, packed or unpacked."""
 RETRY_PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
