@@ -167,10 +167,7 @@ class Outbound:
     async def open(
         self, url: str, headers: Mapping[str, str] | None = None, method: str = "GET"
     ) -> AsyncIterator[httpx.Response]:
-        """Yield the response after redirects: status below 300, 304 or 416, and a body without encoding.
-
-        Raise SourceError, also if the connection breaks while the caller reads the body.
-        """
+        """Yield an unencoded response after redirects: status below 300, 304 or 416. Raise SourceError."""
         target = parse_url(url)
         try:
             async with self.client() as client:

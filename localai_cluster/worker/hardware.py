@@ -82,7 +82,7 @@ class GpuReader:
             await self.read()
         return await self.read()
 
-    def known(self, ids: Sequence[str]) -> bool:
+    def has_all(self, ids: Sequence[str]) -> bool:
         """Return True if these ids are distinct and the last reading has all of them."""
         return len(set(ids)) == len(ids) and set(ids) <= {gpu.id for gpu in self.last}
 
@@ -162,7 +162,7 @@ class Figures:
     total_disk: int | None
     available_disk: int | None
 
-    def known(self, *names: str) -> dict[str, int]:
+    def measured_values(self, *names: str) -> dict[str, int]:
         """Return the values of these fields that could be measured, by field name."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -30,7 +30,7 @@ COPIED_NOTICE = (
 
 async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """Measure the figures for the body of a heartbeat."""
-    measured: dict[str, Any] = hardware.measure_figures(models).known(
+    measured: dict[str, Any] = hardware.measure_figures(models).measured_values(
         "available_ram", "total_disk", "available_disk"
     )
     gpus = await hardware.read_gpus(reader)

@@ -172,7 +172,7 @@ class Worker:
             copies=config.data_dir / "cache" / "gallery",
         )
         return InstallCommands(
-            config, store, installer, self._supervisor, self._open_progress, self._gpus.known
+            config, store, installer, self._supervisor, self._open_progress, self._gpus.has_all
         )
 
     def _create_commands(self, store: BackendStore, instance: str) -> Commands:

@@ -65,7 +65,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
         "system": system_facts(),
-        **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
+        **measured.measured_values("total_disk", "available_disk", "total_ram", "available_ram"),
     }
     if gpus.each is not None:
         values["gpus"] = [gpu.report for gpu in gpus.each]

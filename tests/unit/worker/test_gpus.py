@@ -287,13 +287,13 @@ async def test_two_who_ask_at_once_share_an_answer(
 
 async def test_only_gpus_that_were_seen_are_known(library: Library) -> None:
     reader = GpuReader(Nvml(library))
-    assert reader.known(())
-    assert not reader.known(UUIDS)
+    assert reader.has_all(())
+    assert not reader.has_all(UUIDS)
     await reader.read()
-    assert reader.known(UUIDS)
-    assert reader.known(UUIDS[1:])
-    assert not reader.known([UUIDS[0], UUIDS[0]])
-    assert not reader.known(["0"])
+    assert reader.has_all(UUIDS)
+    assert reader.has_all(UUIDS[1:])
+    assert not reader.has_all([UUIDS[0], UUIDS[0]])
+    assert not reader.has_all(["0"])
 
 
 def test_cuda_is_told_in_its_order() -> None:
