@@ -19,7 +19,7 @@ from django.db import IntegrityError, connection
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import among, insert_rows, update_rows
+from localai_cluster.kit.leases import as_array, insert_rows, update_rows
 from localai_cluster.kit.locks import lock_name
 from nodes.backends import intents, node_commands, wait_reasons, wave_requests, waves
 from nodes.backends.backend_requests import (
@@ -82,7 +82,7 @@ def _admit_once(request: BackendRequest, scope: RequestScope, now: datetime) -> 
     lock_name(request.backend)
     ids = [node.id for node in scope.nodes]
     _lock_nodes(scope.nodes)
-    current = PendingBackendOp.objects.filter(node__in=among(ids), backend=request.backend)
+    current = PendingBackendOp.objects.filter(node__in=as_array(ids), backend=request.backend)
     rows = list(current.order_by("id").select_for_update(no_key=True, of=("self",)))
     order = RequestOrder.of(request, rows)
     order.refuse(request, {node.id: node.name for node in scope.nodes}, is_load=scope.parent is not None)
@@ -103,7 +103,7 @@ def _admit_once(request: BackendRequest, scope: RequestScope, now: datetime) -> 
     replaced = _replace(
         _unopened_targets_to_replace(request, ids, active), _changes_to_replaced(active, order, end), end, now
     )
-    if current.exclude(pk__in=among(row.id for row in rows)).exists():
+    if current.exclude(pk__in=as_array(row.id for row in rows)).exists():
         raise _WaveOpened
     if active is not None:
         _refuse_unless_ended(active)

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import errors
-from localai_cluster.kit.leases import among
+from localai_cluster.kit.leases import as_array
 from nodes.backends import node_commands
 from nodes.backends.waves import Options, nodes_at_once
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
@@ -150,7 +150,7 @@ _NODE = ("name", "node_type", "status", "drained_at", "drain_is_own", "inventory
 
 def nodes_for_request(ids: Iterable[UUID]) -> dict[UUID, BackendNode]:
     """Return the registered nodes among `ids`, with the columns that admission reads."""
-    return {node.id: node for node in BackendNode.objects.filter(pk__in=among(ids)).only(*_NODE)}
+    return {node.id: node for node in BackendNode.objects.filter(pk__in=as_array(ids)).only(*_NODE)}
 
 
 def select_all_nodes(request: BackendRequest) -> tuple[list[BackendNode], list[ExcludedNode]]:
@@ -215,7 +215,7 @@ def refuse_by_name(request: BackendRequest, ids: Collection[UUID], *, field: str
     reasons = {id: GONE if id not in registered else node_commands.refusal(registered[id]) for id in set(ids)}
     nodes = [node for id, node in registered.items() if not reasons[id]]
     rows: dict[UUID, list[PendingBackendOp]] = {}
-    for intent in PendingBackendOp.objects.filter(node__in=among(registered), backend=request.backend):
+    for intent in PendingBackendOp.objects.filter(node__in=as_array(registered), backend=request.backend):
         rows.setdefault(intent.node_id, []).append(intent)
     orders = {node.id: RequestOrder.of(request, rows.get(node.id, ())) for node in nodes}
     for node in nodes_without_backend(request, [node for node in nodes if not orders[node.id].same]):

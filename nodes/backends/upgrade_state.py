@@ -125,7 +125,8 @@ def finish(
         row.completed = max(row.completed, own_claim.requested)
         row.claimed_by, row.claimed_until = "", None
         row.problems = {
-            names.to_single_line(name): names.to_single_line(reason[:_REASON_LENGTH]) for name, reason in problems.items()
+            names.to_single_line(name): names.to_single_line(reason[:_REASON_LENGTH])
+            for name, reason in problems.items()
         }
         row.checked_at, row.galleries = now, galleries
         row.save()

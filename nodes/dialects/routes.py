@@ -479,7 +479,9 @@ ROUTES: Mapping[str, Route] = {
 
 async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
     """Respond to an unknown route of `/v1` with 404, in the error form of the client's dialect."""
-    error = NotFound(f"Unknown request URL: {scope['method'][:16]} {names.to_single_line(scope['path'][:200])}")
+    error = NotFound(
+        f"Unknown request URL: {scope['method'][:16]} {names.to_single_line(scope['path'][:200])}"
+    )
     error.code = "unknown_url"
     render = anthropic.render_error if is_of_anthropic(scope) else wire.error_answer
     await wire.send_answer(send, render(error))

@@ -180,7 +180,7 @@ class PrefixService:
 
     async def start(self, pool: Pool, process: UUID) -> None:
         """Start to send and receive updates, without waiting for a connection."""
-        metrics.follow(metrics.PREFIX_ENTRIES, self.prefixes.entries)
+        metrics.set_reader(metrics.PREFIX_ENTRIES, self.prefixes.entries)
         hooks.on_removed.append(self._outbox.removed)
         await subscribe(self._bus, self.prefixes.apply_update)
         self._tasks = [
