@@ -281,7 +281,9 @@ def _find_secrets(text: str, document: object, tree: yaml.Node | None) -> Iterat
             if isinstance(name, str) and is_stated and _SECRET_KEY.fullmatch(name.strip()):
                 shown = ".".join(map(str, (*path, key)))
                 yield TextProblem(
-                    f"`{names.to_single_line(shown[:64])}` {_SECRET_PROBLEM}", shown, *_position_of(tree, (*path, key))
+                    f"`{names.to_single_line(shown[:64])}` {_SECRET_PROBLEM}",
+                    shown,
+                    *_position_of(tree, (*path, key)),
                 )
             elif isinstance(child, _CONTAINERS):
                 pending.append(((*path, key), child))

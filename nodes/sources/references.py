@@ -242,7 +242,9 @@ def _parse_repository(text: str) -> HubRef:
 
 def _check_revision(text: str) -> str:
     if not re.fullmatch(_REVISION, text):
-        raise _invalid_text(f"has a revision that is no commit, branch or tag: {names.to_single_line(text[:60])!r}")
+        raise _invalid_text(
+            f"has a revision that is no commit, branch or tag: {names.to_single_line(text[:60])!r}"
+        )
     return text
 
 
@@ -271,7 +273,8 @@ def _parse_image(text: str) -> ImageRef:
     reference = images.parse(text)
     if reference is None:
         raise _invalid_text(
-            f"is not an image such as oci://registry.example/group/model:tag: {names.to_single_line(text[:100])!r}"
+            "is not an image such as oci://registry.example/group/model:tag:"
+            f" {names.to_single_line(text[:100])!r}"
         )
     return ImageRef(reference, is_ollama=reference.host == OLLAMA_REGISTRY)
 
