@@ -1,1 +1,1 @@
-"""The ledger: durable, leased, observable units of work. Knows no node beyond an id."""
+"""Operations: durable, leased, observable units of work. This package knows nodes only by their ids."""

@@ -24,7 +24,7 @@ admin.site.unregister(Schedule)
 
 @admin.register(Schedule)
 class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
-    """The schedules; the library knows a pause only as "0 repeats"."""
+    """The schedules. The library represents a pause as "0 repeats"."""
 
     list_display: Any = ("name", "cron", "running", "next_run", "get_last_run", "get_success")
     list_display_links: Any = ("name",)
@@ -33,7 +33,7 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
 
     @admin.display(boolean=True, description="running")
     def running(self, row: Schedule) -> bool:
-        """Return True unless it is paused."""
+        """Return True unless the schedule is paused."""
         return bool(row.repeats)
 
     @admin.action(description="Pause the selected schedules", permissions=["change"])
@@ -45,7 +45,7 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
 
     @admin.action(description="Resume the selected schedules", permissions=["change"])
     def resume(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
-        """Resume the schedules: they run now, and then as planned."""
+        """Resume the schedules: each runs now, and then at its planned times."""
         rows = queryset.filter(repeats=0)
         self.message_user(
             request, f"Resumed: {_change_schedules('resumed', rows, repeats=-1, next_run=clock.now())}"
@@ -53,7 +53,7 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
 
 
 def _change_schedules(action: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
-    """Change the rows and record that in the audit; return their number."""
+    """Change the rows and write an audit entry; return the number of rows."""
     with transaction.atomic():
         schedules = list(rows.select_for_update(of=("self",)).order_by("pk"))
         Schedule.objects.filter(pk__in=[row.pk for row in schedules]).update(**columns)

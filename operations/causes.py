@@ -1,18 +1,21 @@
-"""Causes of failures: errors without the parts that differ from node to node. Pure."""
+"""Causes of failures: error texts without the parts that differ from node to node. Pure."""
 
 import re
 from collections.abc import Collection
 from functools import lru_cache
 
 LONGEST_ERROR = 500
-"""Characters of an error that are read: a worker may answer with a whole log."""
+"""Maximum characters of an error that are read, because a worker may send a whole log."""
 LONGEST_CAUSE = 200
 MOST_REMEMBERED = 16_384
-"""Errors whose cause a process remembers: more than a page reads at once. About 20 MB at the most."""
-UNKNOWN = "No reason given"
-_GAP = "…"
+"""Maximum number of errors with a cached cause, about 20 MB. A page reads fewer errors at once."""
+UNKNOWN_CAUSE = "No reason given"
+_PLACEHOLDER = "…"
 _SHORT_NAME = 3
-"""A name of fewer characters may be a word of the sentence; it counts only behind one of `_BEFORE_A_NAME`."""
+"""Minimum characters of a name that is replaced anywhere.
+
+A shorter name may be an ordinary word: it is replaced only after a word of `_BEFORE_A_NAME`.
+"""
 _BEFORE_A_NAME = ("node ", "worker ", "on ", "to ", "from ")
 _STATUS = (
     r"\b(?:HTTP(?:/\d(?:\.\d)?)?|status|code|answered|returned|signal)[ :=]{1,2}(?:code |status )?\d{1,3}\b"
@@ -39,14 +42,14 @@ _VARIABLE = re.compile(
     ),
     re.IGNORECASE,
 )
-_QUOTED_GAP = re.compile(rf"([\"']){_GAP}\1")
-_LIST = re.compile(rf"{_GAP}(?:, {_GAP})+")
+_QUOTED_GAP = re.compile(rf"([\"']){_PLACEHOLDER}\1")
+_LIST = re.compile(rf"{_PLACEHOLDER}(?:, {_PLACEHOLDER})+")
 
 
 def cause_of(error: str, names: Collection[str] = (), *, every_name: bool = False) -> str:
-    """Return the cause of an error, see `_cause_of`: rows are read far more often than they change.
+    """Return the cached cause of an error (`_cause_of`): rows are read far more often than they change.
 
-    `every_name`: names count also where they may be words.
+    With `every_name`, short names are replaced anywhere too.
     """
     longest_first = tuple(sorted(filter(None, names), key=len, reverse=True))
     return _cause_of(error[:LONGEST_ERROR], longest_first, every_name)
@@ -54,32 +57,32 @@ def cause_of(error: str, names: Collection[str] = (), *, every_name: bool = Fals
 
 @lru_cache(maxsize=MOST_REMEMBERED)
 def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
-    """Return the cause of an error, a sentence of one line: two errors with one sentence have one cause.
+    """Return the cause of an error as one line. Errors with the same text have the same cause.
 
-    Numbers, ids, times, addresses, paths and `names`, such as those of the node and the model, are replaced.
-    An HTTP status and an exit code are part of the cause.
+    Numbers, ids, times, addresses, paths and `names`, such as the names of the node and the model, are
+    replaced. HTTP statuses and exit codes stay, because they are part of the cause.
     """
     text = " ".join(error.split())
     for name in names:
         text = _without_name(text, name, 1 if every_name else _SHORT_NAME)
-    text = _VARIABLE.sub(lambda match: match["kept"] or _GAP, text)
-    text = _LIST.sub(_GAP, _QUOTED_GAP.sub(_GAP, text)).strip()
+    text = _VARIABLE.sub(lambda match: match["kept"] or _PLACEHOLDER, text)
+    text = _LIST.sub(_PLACEHOLDER, _QUOTED_GAP.sub(_PLACEHOLDER, text)).strip()
     if len(text) > LONGEST_CAUSE:
-        text = text[: LONGEST_CAUSE - 1] + _GAP
-    return text or UNKNOWN
+        text = text[: LONGEST_CAUSE - 1] + _PLACEHOLDER
+    return text or UNKNOWN_CAUSE
 
 
 def _without_name(text: str, name: str, shortest: int) -> str:
-    """Return the text with each occurrence of the name as a whole word replaced.
+    """Replace each occurrence of the name as a whole word.
 
-    One of fewer than `shortest` characters is replaced only behind one of `_BEFORE_A_NAME`.
+    A name of fewer than `shortest` characters is replaced only after a word of `_BEFORE_A_NAME`.
     """
     kept, start, at = [], 0, text.find(name)
     while at >= 0:
         end = at + len(name)
         is_name = len(name) >= shortest or text[:at].endswith(_BEFORE_A_NAME)
         if is_name and _is_whole_word(text, at, end):
-            kept += [text[start:at], _GAP]
+            kept += [text[start:at], _PLACEHOLDER]
             start = end
         at = text.find(name, end)
     return "".join([*kept, text[start:]])

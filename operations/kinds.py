@@ -1,7 +1,7 @@
-"""Registry of kinds of operations: what a kind adds to what all operations have in common.
+"""Registry of kinds of operations: the properties and functions that differ between kinds.
 
-An app registers its kinds when it starts, so that this package runs, cancels, retries and shows operations
-without knowing what they are about.
+An app registers its kinds when it starts. So this package runs, cancels, retries and shows operations without
+importing the code of their kinds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +19,14 @@ from operations.models import Operation
 
 @dataclass(frozen=True)
 class HandlerContext:
-    """The objects that all handlers of a controller share."""
+    """Objects that all handlers of a controller share."""
 
     bus: Bus
     wake_ups: WakeUps
 
 
 class Targets(Protocol):
-    """Cancellation and retry of an operation whose targets run on their own (`Operation.by_parts`)."""
+    """Cancellation and retry of operations whose targets run independently (`Operation.by_parts`)."""
 
     def cancel(self, operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None) -> Operation:
         """Cancel the operation, or its target on one node."""
@@ -34,32 +34,34 @@ class Targets(Protocol):
     def retry(
         self, operation_id: UUID, *, nodes: Sequence[UUID], requester: Requester, now: datetime
     ) -> Admission:
-        """Repeat the targets that failed, on these nodes or on all."""
+        """Repeat the failed targets, on these nodes or on all nodes."""
 
 
 @dataclass(frozen=True)
 class OperationKind(KindFacts):
-    """One kind of operation: what clients see of it, and how it runs."""
+    """One kind of operation: its properties for clients, and its functions."""
 
     handler: Callable[[HandlerContext], Handler] | None = None
-    """Makes the handler of a controller; None: each target runs as an intent."""
+    """Creates the handler of a controller. None: each target runs as an intent."""
     targets: Targets | None = None
-    """The rules of operations that run by their targets; None: it is cancelled and retried as a whole."""
+    """Cancellation and retry if the targets run independently. None: they concern the operation as a whole.
+    """
     retry_identity: Callable[[Operation, Sequence[UUID]], tuple[str, str]] | None = None
-    """Returns key and element of a retry on fewer nodes; None: those of the operation."""
+    """Returns key and element of a retry on fewer nodes. None: a retry has the operation's key and element.
+    """
     cancel: Callable[[Operation, str, datetime], Operation] | None = None
-    """Cancels an operation of this kind for an actor with what it has requested; None: it alone."""
+    """Cancels an operation of this kind, with its own requests, for an actor. None: only the operation."""
     expires: bool = False
-    """True if a retry is abandoned when no request has needed it within the install limit."""
+    """True if a retry is abandoned when no request needs it within the install limit."""
     attempt_keys: tuple[str, ...] = ()
-    """Keys of the payload that earlier attempts have left, which a retry begins without."""
+    """Payload keys that attempts write; a retry begins without them."""
 
 
 class Hooks(Protocol):
-    """The functions on nodes and waves that the API and command line of `operations` call."""
+    """Functions on nodes and waves that the API and command line of `operations` call."""
 
     def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
-        """Add to each entry of an operation the reason for its wait."""
+        """Add the reason of its wait to each entry."""
 
     def choose_waves(
         self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
@@ -67,7 +69,10 @@ class Hooks(Protocol):
         """Continue or stop an operation that runs in waves."""
 
     def find_node(self, text: str) -> UUID:
-        """Return the node with that name, id or id prefix; raise CommandError unless exactly one matches."""
+        """Return the id of the node with this name, id or id prefix.
+
+        Raise CommandError unless exactly one matches.
+        """
 
 
 _kinds: dict[str, OperationKind] = {}
@@ -75,7 +80,7 @@ _hooks: list[Hooks] = []
 
 
 def register(hooks: Hooks, *kinds: OperationKind) -> None:
-    """Set the hooks and add kinds; a later kind of the same name replaces the earlier one."""
+    """Set the hooks and add the kinds. A kind replaces an earlier kind of the same name."""
     _hooks[:] = [hooks]
     _kinds.update((kind.name, kind) for kind in kinds)
     KINDS.update(_kinds)
@@ -87,10 +92,10 @@ def hooks() -> Hooks:
 
 
 def kind_of(operation: Operation) -> OperationKind:
-    """Return the operation's kind; an unknown one has the common rules only."""
+    """Return the operation's kind; a default kind if it is not registered."""
     return _kinds.get(operation.kind, OperationKind(operation.kind))
 
 
 def handlers(context: HandlerContext) -> dict[str, Handler]:
-    """Make the handlers of a controller, by kind."""
+    """Create the handlers of a controller, by kind."""
     return {kind.name: kind.handler(context) for kind in _kinds.values() if kind.handler is not None}

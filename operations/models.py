@@ -3,7 +3,7 @@
 A row is claimed under a lease with a fencing token (`fence`); a write that carries an older fence changes
 nothing. Every change takes the next number of one counter (`seq`), and because the counter's row is locked
 until commit, numbers become visible in order: a reader that has read N misses nothing by reading from N + 1.
-Rows are never deleted while they matter; failures stay until dismissed (O32, O56).
+Rows are not deleted while an operation is active; failures stay until dismissed (O32, O56).
 
 `TRANSITIONS` is the state machine: event, source states, target state and a sentence. The ledger is the only
 caller. A claim matches only rows that are due; every other event needs the row to be processing under the
@@ -22,21 +22,24 @@ from django.db.models import Q
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeasedRow
 
-SHARE = "#"
+SUFFIX_SEPARATOR = "#"
 """Separator of owner and key suffix in a key such as `model:<name>#<suffix>`."""
 QUEUED = "queued"
-"""O4: the phase of an operation that no controller is running."""
+"""Phase of an operation that no controller is running (O4)."""
 
 
 class Status(models.TextChoices):
-    """Status of an operation (O32). The first three are active: at most one operation of a key is active."""
+    """Status of an operation (O32). The first three are active statuses.
+
+    A key has at most one active operation.
+    """
 
     PENDING = "pending"
-    """Waits for a controller, or for `next_attempt_at`; `message` says why."""
+    """It waits for a controller, or for `next_attempt_at`; `message` has the reason."""
     PROCESSING = "processing"
     """A controller holds the lease and is running it."""
     WAITING = "waiting_for_nodes"
-    """It waits for a node; retried at `next_attempt_at`, or when a node that could take it changes."""
+    """It waits for a node. It is retried at `next_attempt_at`, or when a node that could take it changes."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -56,21 +59,21 @@ class TargetStatus(models.TextChoices):
     ERROR = "error"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"
-    """A newer operation replaced it on this node before it began; `reason` names that operation."""
+    """A newer operation replaced it on this node before it began; `reason` names the newer operation."""
 
 
 class Waves(models.TextChoices):
-    """State of an operation that runs in waves over its nodes; an operator chooses the last two."""
+    """State of an operation that runs in waves. An operator chooses `continued` and `stopped`."""
 
     RUNNING = "running"
     ASKS = "asks"
-    """A target of the open wave failed: the remaining waves wait for an operator's decision."""
+    """A target of the open wave failed; the next waves wait for an operator's decision."""
     CONTINUED = "continued"
     STOPPED = "stopped"
 
 
-GOING_ON = (Waves.RUNNING, Waves.CONTINUED)
-"""The next wave opens when the open one has ended."""
+WAVES_IN_PROGRESS = (Waves.RUNNING, Waves.CONTINUED)
+"""States in which the next wave opens when the open wave has ended."""
 
 
 class OperationQuerySet(models.QuerySet["Operation"]):
@@ -86,10 +89,15 @@ class OperationQuerySet(models.QuerySet["Operation"]):
         A key without a suffix comes from a release that had no suffixes.
         """
         owner = owner_of(key)
-        return self.filter(models.Q(key__startswith=owner + SHARE) | models.Q(key=owner), element=element)
+        return self.filter(
+            models.Q(key__startswith=owner + SUFFIX_SEPARATOR) | models.Q(key=owner), element=element
+        )
 
     def due(self, *, at: datetime) -> Self:
-        """Return the unclaimed operations due at `at`; one with `by_parts` is never claimed itself."""
+        """Return the unclaimed operations that are due at `at`.
+
+        An operation with `by_parts` is never claimed.
+        """
 
         return self.filter(
             status__in=("pending", "waiting_for_nodes"), next_attempt_at__lte=at, by_parts=False
@@ -104,19 +112,20 @@ class OperationQuerySet(models.QuerySet["Operation"]):
 
 
 class Operation(LeasedRow):
-    """One unit of work; columns after O30, plus lease, fence and sequence."""
+    """One unit of work, with the columns of O30, a lease, a fence and a sequence number."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     kind = models.CharField(max_length=32)
-    """O31: `backend_install`, `model_load`, …; the handler registered under this name runs it."""
+    """Kind, such as `backend_install` or `model_load` (O31). The handler registered for the kind runs it."""
     key = models.CharField(max_length=512)
-    """O34: the resource it owns while active, e.g. `node:<id>:<backend>`; on backends, per kind.
+    """The resource that the operation owns while it is active, such as `node:<id>:<backend>` (O34).
 
-    `model:<name>#<suffix>` is shared ownership: several operations of one kind may be active, each with its
-    own suffix, while none of another kind is.
+    Operations of different kinds may own the same backend. `model:<name>#<suffix>` is shared ownership:
+    several operations of one kind may be active, each with its own suffix, while no operation of another kind
+    is.
     """
     element = models.CharField(max_length=255)
-    """The backend's or the model's name."""
+    """Name of the backend or the model."""
     node_id = models.UUIDField(null=True, blank=True)
     node_name = models.CharField(max_length=255, blank=True, default="")
     parent = models.ForeignKey(
@@ -125,11 +134,14 @@ class Operation(LeasedRow):
     payload = models.JSONField(default=dict)
     result = models.JSONField(default=dict)
     by_parts = models.BooleanField(default=False)
-    """Its targets run independently, each under the lease of its intent; its state is derived from theirs."""
+    """True if its targets run independently, each under the lease of its intent.
+
+    Its state is then derived from theirs.
+    """
     waves = models.CharField(max_length=16, choices=Waves, blank=True, default="")
-    """Empty: all targets at once."""
+    """State of the waves; empty if all targets run at once."""
     open_wave = models.SmallIntegerField(null=True, blank=True)
-    """The `wave` of the targets that run now, or that ended last."""
+    """Number of the open wave, or of the last one that ended."""
 
     status = models.CharField(max_length=24, choices=Status, default=Status.PENDING)
     phase = models.CharField(max_length=32, blank=True, default="")
@@ -145,19 +157,19 @@ class Operation(LeasedRow):
     """Recent transfer rate; 0 = unknown."""
 
     last_progress_at = models.DateTimeField(null=True, blank=True)
-    """Time at which this attempt began, or of its last progress."""
+    """Time of the last progress of this attempt; before that, the time of its start."""
     time_limit_at = models.DateTimeField(null=True, blank=True)
-    """Time at which the current step times out; null = it has no limit of its own."""
+    """Time at which the current step times out; null = the step has no time limit."""
 
     actor = models.CharField(max_length=150, default="system")
     client_address = models.CharField(max_length=64, blank=True, default="")
     request_id = models.CharField(max_length=64, blank=True, default="")
 
     attempts = models.IntegerField(default=0)
-    """Attempts that ended early with a reason; they determine the retry delay."""
+    """Number of attempts that ended early with a reason. It determines the retry delay."""
     next_attempt_at = models.DateTimeField(default=clock.now)
     needed_until = models.DateTimeField(null=True, blank=True)
-    """Latest time until which a request needs it; an operation that waits longer is abandoned.
+    """Time until which a request needs the operation; an operation that waits longer is abandoned.
 
     Null = without limit.
     """
@@ -168,7 +180,7 @@ class Operation(LeasedRow):
     finished_at = models.DateTimeField(null=True, editable=False)
     dismissed_at = models.DateTimeField(null=True, blank=True)
     dismissed_by = models.CharField(max_length=150, blank=True, default="")
-    """Actor that acknowledged the failure, or created the operation that supersedes it."""
+    """Actor that dismissed the failure, or that created the operation which supersedes it."""
     dismissed_comment = models.CharField(max_length=500, blank=True, default="")
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -236,13 +248,13 @@ class Operation(LeasedRow):
 
     @property
     def cancellable(self) -> bool:
-        """True if it is active, and not a deletion that a worker has begun (O57)."""
+        """True if the operation is active, and not a deletion that a worker has begun (O57)."""
         deletion_has_begun = self.kind.endswith("_delete") and self.status == Status.PROCESSING
         return self.status in ACTIVE and not deletion_has_begun
 
 
 class OperationTarget(models.Model):
-    """Target of an operation: its work on one node."""
+    """Target of an operation: the operation's work on one node."""
 
     operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="targets")
     node_id = models.UUIDField()
@@ -255,24 +267,27 @@ class OperationTarget(models.Model):
     file_name = models.CharField(max_length=512, blank=True, default="")
     error = models.TextField(blank=True, default="")
     reason = models.TextField(blank=True, default="")
-    """Reason why it waits, or a comment on its outcome."""
+    """Reason of the wait, or a comment on the outcome."""
     intent_id = models.UUIDField(null=True, blank=True)
-    """Intent that runs it on its node; several operations may share one."""
+    """Id of the intent that runs the target; several operations may share an intent."""
     wave = models.SmallIntegerField(null=True, blank=True)
-    """Number of its wave, 0 = the canary; it has no intent until the wave opens. Null = at once."""
+    """Number of the target's wave, 0 = the canary; null = without waves.
+
+    It has no intent until the wave opens.
+    """
     attempts = models.IntegerField(default=0)
-    """Attempts that failed; the next one is at `next_check_at`."""
+    """Number of failed attempts; the next attempt is at `next_check_at`."""
     next_check_at = models.DateTimeField(null=True, blank=True)
     waits_for_node = models.BooleanField(default=False)
     overdue_since = models.DateTimeField(null=True, blank=True)
-    """Time at which it exceeded its time limit, while the worker may still be running it (O19)."""
+    """Time at which the target exceeded its time limit; the worker may still be running it (O19)."""
     last_progress_at = models.DateTimeField(null=True, blank=True)
     time_limit_at = models.DateTimeField(null=True, blank=True)
-    """Like the columns of an operation."""
+    """As in `Operation`, like `last_progress_at`."""
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
     dismissed_at = models.DateTimeField(null=True, blank=True)
-    """Time at which this failure was dismissed or tried again, apart from those on other nodes."""
+    """Time at which this target's failure was dismissed or retried, separately from other nodes."""
 
     class Meta:
         db_table = "operation_targets"
@@ -301,7 +316,7 @@ class OperationTarget(models.Model):
 
 
 class Sequence(models.Model):
-    """The one counter behind `Operation.seq`: a single row, locked by the writer until its commit."""
+    """The counter for `Operation.seq`: one row, which the writer locks until its commit."""
 
     id = models.SmallIntegerField(primary_key=True, default=1)
     value = models.BigIntegerField(default=0)
@@ -333,12 +348,12 @@ class ControllerBeat(models.Model):
 
 
 def owner_of(key: str) -> str:
-    """Return the key without its suffix, "" if it has none."""
-    return key.rpartition(SHARE)[0]
+    """Return the key without its suffix; "" for a key without a suffix."""
+    return key.rpartition(SUFFIX_SEPARATOR)[0]
 
 
 def storable(text: str, longest: int = 64 * 1024) -> str:
-    """Return a worker's or an engine's text without null bytes, cut to `longest` characters, for a column.
+    """Return the text without null bytes, cut to `longest` characters, so that a column can store it.
 
     An outcome that cannot be written would be computed again after every lost lease.
     """
@@ -346,7 +361,7 @@ def storable(text: str, longest: int = 64 * 1024) -> str:
 
 
 class Event(StrEnum):
-    """Event that changes an operation's status."""
+    """An event that changes an operation's status."""
 
     CLAIM = "claim"
     POSTPONE = "postpone"

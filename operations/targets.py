@@ -1,8 +1,8 @@
 """Targets of an operation, one per node, and the aggregation of their states (O64 to O70).
 
 The progress of an operation on several nodes is the mean of its targets: a success counts 100, a queued
-target 0, and a failed one its last percentage. It never decreases within an attempt, and reaches 100 only at
-the end. `state_of` derives the complete state of an operation that runs by its targets.
+target 0, and a failed target its last percentage. The progress never decreases within an attempt, and reaches
+100 only at the end. `state_of` derives the complete state of an operation that runs by its targets.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,22 +13,22 @@ from uuid import UUID
 from operations.models import QUEUED, Operation, OperationTarget, Status, TargetStatus
 
 ENDED = (TargetStatus.SUCCESS, TargetStatus.ERROR, TargetStatus.CANCELLED, TargetStatus.SUPERSEDED)
-NO_NODE = "no eligible node"
-LAST_BEFORE_THE_END = 99.0
+NO_ELIGIBLE_NODE = "no eligible node"
+HIGHEST_RUNNING_PERCENT = 99.0
 _MOST_BYTES = 2**63 - 1
-"""Largest value of a column: each worker's figures fit, their sum may not."""
+"""Largest value of a column; the sum of the workers' figures may exceed it."""
 
 
-def share(target: OperationTarget) -> float:
-    """Return the progress of this target, in percent."""
+def target_progress(target: OperationTarget) -> float:
+    """Return the progress of the target in percent."""
     return 100.0 if target.status == TargetStatus.SUCCESS else target.percentage
 
 
-def add_up(operation: Operation, parts: Sequence[OperationTarget]) -> None:
-    """Set progress, bytes and message of an operation on several nodes from its parts."""
+def aggregate_progress(operation: Operation, parts: Sequence[OperationTarget]) -> None:
+    """Set progress, bytes and message of an operation from its targets."""
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
-    reach(operation, sum(map(share, parts)) / len(parts))
+    raise_progress(operation, sum(map(target_progress, parts)) / len(parts))
     reached = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
     operation.current_bytes = max(reached, operation.current_bytes)
     operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
@@ -58,10 +58,10 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     deletes = kind.endswith("_delete")
     if not parts:
         done = State(Status.COMPLETED, "completed", progress=100)
-        return done if deletes else State(Status.FAILED, f"error: {NO_NODE}", NO_NODE)
+        return done if deletes else State(Status.FAILED, f"error: {NO_ELIGIBLE_NODE}", NO_ELIGIBLE_NODE)
     unfinished = [part for part in parts if part.status not in ENDED]
     attempts = max(part.attempts for part in parts)
-    progress = min(sum(map(share, parts)) / len(parts), LAST_BEFORE_THE_END)
+    progress = min(sum(map(target_progress, parts)) / len(parts), HIGHEST_RUNNING_PERCENT)
     if not unfinished:
         return _end_of(parts, progress, attempts)
     running = [part for part in unfinished if part.status != TargetStatus.QUEUED]
@@ -95,18 +95,18 @@ def _end_of(parts: Sequence[OperationTarget], progress: float, attempts: int) ->
 
 
 def awaits_wave(part: OperationTarget) -> bool:
-    """Return True if its wave has not opened for it yet."""
+    """Return True if the target waits for its wave to open."""
     return part.wave is not None and part.intent_id is None and part.status not in ENDED
 
 
-def waves_in_words(parts: Iterable[OperationTarget]) -> dict[int, str]:
-    """Return the display text of each wave, counted from 1: the canary is the first."""
+def wave_texts(parts: Iterable[OperationTarget]) -> dict[int, str]:
+    """Return the display text of each wave by its number."""
     waves = sorted({part.wave for part in parts if part.wave is not None})
     return {wave: f"wave {number} of {len(waves)}" for number, wave in enumerate(waves, 1)}
 
 
 def _count(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarget]) -> str:
-    """Return the text that counts the nodes by outcome, with the current wave and the reason of the wait."""
+    """Return the text with the number of nodes by outcome, the current wave, and the reason of the wait."""
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     cancelled = sum(part.status == TargetStatus.CANCELLED for part in parts)
@@ -121,11 +121,11 @@ def _count(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarge
         return text
     # If all unfinished targets are held, the operation waits for the reason of the first.
     reason = f"; {unfinished[0].reason}" if all(map(awaits_wave, unfinished)) else ""
-    return f"{waves_in_words(parts)[min(waves)]}: {text}{reason}"
+    return f"{wave_texts(parts)[min(waves)]}: {text}{reason}"
 
 
-def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime) -> None:
-    """Set the state of an operation that runs by its targets to the state derived from them."""
+def set_derived_state(operation: Operation, parts: Sequence[OperationTarget], now: datetime) -> None:
+    """Set the operation's state to the state that follows from its targets."""
     state = state_of(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
@@ -140,9 +140,9 @@ def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime)
         operation.finished_at = now
 
 
-def reach(operation: Operation, percentage: float) -> None:
-    """Raise the progress to `percentage`; it never decreases, and stays below 100."""
-    operation.progress = min(max(percentage, operation.progress), LAST_BEFORE_THE_END)
+def raise_progress(operation: Operation, percentage: float) -> None:
+    """Raise the operation's progress to `percentage`, but below 100. It never decreases."""
+    operation.progress = min(max(percentage, operation.progress), HIGHEST_RUNNING_PERCENT)
 
 
 def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
@@ -154,13 +154,13 @@ def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
 
 
 def restart_targets(operations: Iterable[Operation]) -> None:
-    """Queue the unfinished targets of these operations for a new attempt; ended ones stay. Two queries."""
+    """Queue the unfinished targets of these operations for a new attempt. Ended targets stay. Two queries."""
     rows = {operation.id: operation for operation in operations}
     if not rows:
         return
     for operation_id, parts in of(rows.values()).items():
         ended = [part for part in parts if part.status in ENDED]
-        reach(rows[operation_id], sum(map(share, ended)) / len(parts))
+        raise_progress(rows[operation_id], sum(map(target_progress, ended)) / len(parts))
     OperationTarget.objects.filter(operation_id__in=rows).exclude(status__in=ENDED).update(
         status=TargetStatus.QUEUED, percentage=0, phase="", file_name="", current_bytes=0, total_bytes=0
     )

@@ -1,7 +1,6 @@
 """The registry in Django's admin: approval and overrides of nodes, join tokens, read-only lists.
 
-Everything else that changes a node, an operation or a rule is done on the pages, over REST or at the command
-line.
+All other changes of nodes, operations and rules are made on the pages, over REST or at the command line.
 """
 
 from nodes.admin import nodes, tables

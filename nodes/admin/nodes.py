@@ -1,7 +1,8 @@
-"""Django's admin for nodes: the list, their approval and their overrides.
+"""Django's admin for nodes: the list, approval and overrides.
 
-Each form carries the revision of the node that it shows. If the node has changed since, nothing is written,
-and the message names the last change. The services that REST calls write; the admin saves no row itself.
+Each form contains the revision of the node that it shows. If the node has changed since, nothing is written,
+and the error message describes the last change. The admin saves no row itself; it calls the same services as
+the REST API.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ _FACTS = (
     ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
     ("file_port_failed_at", "file_port_error"),
 )
-"""Lines of the page; each is shown while its first column has a value."""
+"""Rows of facts on the page. A row is shown while its first column has a value."""
 _IDENTITY = (
     *("identity", "fingerprint", "bound_at", "rotation_requested_at", "source_address", "instance"),
     *("joined_with", "joined_note", "joined_by"),
@@ -83,7 +84,7 @@ _OVERRIDES_HELP = (
 
 
 def _last_change(node_id: UUID) -> str:
-    """Return kind, actor and time of the node's last event, claims of other machines left out."""
+    """Return kind, actor and time of the node's last event, not counting claims of other machines."""
     events = NodeEvent.objects.filter(node_id=node_id).exclude(kind=NodeEvent.Kind.CONFLICT)
     event = events.order_by("-id").first()
     if event is None:
@@ -132,7 +133,7 @@ class NodeForm(NodeModelForm):
         )
 
     def clean(self) -> dict[str, Any]:
-        """Lock the node until the transaction ends; refuse an edit of another revision."""
+        """Lock the node until the transaction ends. Refuse an edit of an earlier revision."""
         values = super().clean() or self.cleaned_data
         revision = values.get("seen_revision")
         try:
@@ -222,9 +223,9 @@ class DecisionForm(forms.Form):
 
 
 def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Actor, reason: str) -> str:
-    """Run the action if the node still has this revision; return its name and the values shown only once.
+    """Run the action if the node still has this revision.
 
-    Raises NotFound, Conflict or InvalidInput.
+    Return the node's name and the values that are shown only once. Raises NotFound, Conflict or InvalidInput.
     """
     with transaction.atomic():
         node = lock_node(node_id, revision)
@@ -292,11 +293,11 @@ class BackendNodeAdmin(ModelAdmin):
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: the pages and REST remove nodes, with what runs on them."""
+        """Return False: the pages and REST remove nodes, together with their replicas."""
         return False
 
     def get_fieldsets(self, request: HttpRequest, obj: BackendNode | None = None) -> Any:
-        """Return the columns by topic; a user who may only view sees the overrides as facts."""
+        """Return the columns by topic. A user who may only view sees the overrides read-only."""
         overrides = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDDEN
         facts = [columns for columns in _FACTS if obj is None or getattr(obj, columns[0])]
         return (
@@ -330,14 +331,14 @@ class BackendNodeAdmin(ModelAdmin):
 
     @admin.display(description="identity", ordering="weak_identity")
     def identity(self, node: BackendNode) -> str:
-        """Return the fingerprint in readable groups, or the name of another proof of identity."""
+        """Return the fingerprint in groups, or the name of the node's other proof of identity."""
         if node.weak_identity:
             return "weak: the shared token only"
         return group_characters(node.fingerprint) or "none: the secret was revoked"
 
     @admin.display(description="hardware")
     def hardware(self, node: BackendNode) -> str:
-        """Return GPU and memory in a line."""
+        """Return the GPU and the memory in one line."""
         gpu = " ".join(filter(None, (node.gpu_vendor, node.gpu_compute_capability))) or "no GPU"
         vram, ram = filesizeformat(node.total_vram), filesizeformat(node.total_ram)
         return f"{gpu}, VRAM {vram}, RAM {ram}, disk {filesizeformat(node.total_disk)}"
@@ -392,7 +393,7 @@ class BackendNodeAdmin(ModelAdmin):
     def _confirmation(
         self, request: HttpRequest, nodes: list[BackendNode], action: Action, form: DecisionForm
     ) -> TemplateResponse:
-        """Return the page that shows the identity of each node, and why others are skipped."""
+        """Return the confirmation page, with each node's identity and the reasons why nodes are skipped."""
         lines = [
             (node, actions.refusal(action, node), self.identity(node), self.hardware(node)) for node in nodes
         ]
@@ -416,7 +417,7 @@ class BackendNodeAdmin(ModelAdmin):
     def render_change_form(
         self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        """Add the decisions that apply to the node, for users who may make them."""
+        """Add the actions that apply to the node, for users who may run them."""
         node = context["original"]
         may_decide = self.has_change_permission(request, node)
         context["decisions"] = [
@@ -427,7 +428,7 @@ class BackendNodeAdmin(ModelAdmin):
         return super().render_change_form(request, context, *args, **kwargs)
 
     def save_model(self, request: HttpRequest, obj: BackendNode, form: Any, change: bool) -> None:
-        """Write the overrides by their services."""
+        """Save the overrides through their service functions, not through the model."""
         form.write_overrides(of_principal(principals.of_user(request.user)), clock.now())
 
 

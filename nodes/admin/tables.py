@@ -1,4 +1,4 @@
-"""Read-only lists of what workers and the cluster write, and the join tokens, which can be edited."""
+"""Read-only lists of rows that workers and the control plane write, and editable join tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,11 @@ else:
     TokenModelForm = forms.ModelForm
 
 _SHOWN_BYTES = 4000
-"""Bytes of an entry of the placement log that its page shows."""
+"""Maximum bytes of a placement log entry that its page shows."""
 
 
 class JoinTokenForm(TokenModelForm):
-    """The note, the expiry and the number of nodes of a token."""
+    """Note, expiry and maximum number of nodes of a join token."""
 
     class Meta:
         model = JoinToken
@@ -39,7 +39,7 @@ class JoinTokenForm(TokenModelForm):
         return {name: self.cleaned_data[name] for name in self.changed_data if name in self.cleaned_data}
 
     def clean(self) -> dict[str, Any]:
-        """Lock the token until the transaction ends; show the registry's refusal at its field."""
+        """Lock the token until the transaction ends. Show a refusal of the registry at its field."""
         values = super().clean() or self.cleaned_data
         try:
             joining.check_change(self.instance.pk, self.changes(), clock.now())
@@ -78,7 +78,7 @@ class JoinTokenAdmin(Observed):
         return not is_revoked and request.user.has_perm("nodes.change_jointoken")
 
     def save_model(self, request: HttpRequest, obj: JoinToken, form: Any, change: bool) -> None:
-        """Write the changes by their service."""
+        """Save the changes through their service function."""
         actor = of_principal(principals.of_user(request.user))
         joining.change(obj.pk, form.changes(), actor=actor, now=clock.now())
 
@@ -144,7 +144,7 @@ class PlacementLogAdmin(Observed):
     ordering = ("-id",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[PlacementLog]:
-        """Leave out the entries, which may be large."""
+        """Exclude the column of the entries, which may be large."""
         rows: QuerySet[PlacementLog] = super().get_queryset(request)
         return rows.defer("body").annotate(bytes=Length("body"))
 

@@ -1,4 +1,4 @@
-"""Shared by the routes for admins: envelope, node ids, actor, and helpers for the API document."""
+"""Helpers of the routes for admins: error envelope, node ids, actor, and parts of the API document."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 
 class NodeView(APIView):
-    """A route whose errors are `node_error`s."""
+    """Base of routes whose errors have the type `node_error`."""
 
     error_type = "node_error"
 
@@ -44,9 +44,9 @@ def actor_of(request: Request) -> Actor:
 
 
 def edit_arguments(request: Request) -> dict[str, Any]:
-    """Return the actor, the time and the revision on which the edit is based, None if not given (UW35).
+    """Return the arguments of an edit: actor, time, and the revision on which it is based.
 
-    Raises InvalidInput for an invalid revision.
+    The revision is None if the request names none (UW35). Raises InvalidInput for an invalid revision.
     """
     revision = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
     return {"actor": actor_of(request), "now": clock.now(), "revision": revision}
@@ -99,7 +99,7 @@ def request_example(value: Any, name: str = "request") -> OpenApiExample:
 
 
 def job_example(message: str, route: str = "/api/backends/job") -> dict[str, Any]:
-    """Return what `job_fields` returns for a new operation."""
+    """Return an example of the body that `job_fields` builds for a new operation."""
     return {"jobID": JOB_ID, "statusUrl": f"{route}/{JOB_ID}", "message": message}
 
 

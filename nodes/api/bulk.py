@@ -1,6 +1,6 @@
-"""One request for many nodes: the verbs of an admin, and the install of a backend.
+"""Requests for many nodes: a verb of an admin, or the installation of a backend.
 
-Each is one operation with a target for each node, which goes on without its caller.
+Each request creates one operation with a target for each node. The operation does not depend on its caller.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from nodes.api.base import NODE_ID, NodeView, actor_of, job_example, request_exa
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request
 from nodes.api.node_settings import LABELS
-from nodes.api.waves import WaveOptionsSerializer, with_waves
+from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
 from nodes.backends.backend_requests import INSTALL, RequestScope, chosen_nodes
 from nodes.registry import bulk
@@ -65,7 +65,7 @@ class BulkSerializer(DrainRequestSerializer):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """Add how many labels there may be."""
+        """Add the maximum number of labels."""
         schema["properties"]["labels"] |= LABELS
         return super().described(schema)
 
@@ -85,7 +85,7 @@ class BulkSerializer(DrainRequestSerializer):
         return value or {}
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Check what one verb needs."""
+        """Check that the fields which the verb needs are present."""
         if attrs["verb"] == "reject" and not attrs.get("reason", "").strip():
             raise serializers.ValidationError({"reason": ["must not be empty"]})
         if attrs["verb"] == "label" and not (attrs.get("labels") or attrs.get("remove_labels")):
@@ -93,8 +93,8 @@ class BulkSerializer(DrainRequestSerializer):
         return attrs
 
 
-def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the verb that were given."""
+def _verb_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verb's arguments that the request contains."""
     names = ("reason", "deadline_seconds", "fingerprints", "labels", "remove_labels")
     return {name: fields[name] for name in names if fields.get(name) not in (None, "", {}, [])}
 
@@ -126,7 +126,7 @@ class BulkView(NodeView):
             _KINDS[fields["verb"]],
             fields["ids"],
             actor_of(request),
-            _options(fields),
+            _verb_arguments(fields),
             request_id=request_id.get(),
             client_address=client_address(request),
         )
@@ -158,6 +158,6 @@ class BulkInstallView(NodeView):
         fields = validate_body(BulkInstallSerializer, request)
         command, ids = install_request(fields), fields["ids"]
         nodes = chosen_nodes(command, ids, field="ids")
-        scope = with_waves(RequestScope(nodes, requester_of(request)), fields)
+        scope = add_wave_options(RequestScope(nodes, requester_of(request)), fields)
         admitted = admission.admit_on_nodes(command, scope, field="ids", now=clock.now())
         return Response(accepted_body(admitted, INSTALL), status=202)

@@ -1,7 +1,7 @@
-"""The catalogue: offers of the galleries, and where they are installed (`contract/http-api.md` §4.1 to §4.5).
+"""Catalogue of the galleries' backends, with the nodes that have them (`contract/http-api.md` §4.1 to §4.5).
 
-Answered from rows and from galleries read at most a minute ago, however slow a worker is. Controllers refresh
-old inventories meanwhile.
+Responses use stored rows and galleries read at most a minute ago, so a slow worker delays none. Controllers
+refresh old inventories in the background.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,11 @@ from nodes.api.base import JOB_ID, NODE_ID, enum_schema, query_parameter, respon
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
-CATALOGUE_OLD = 300.0
-"""Age in seconds at which a read of the catalogue refreshes the inventories."""
+INVENTORY_MAX_AGE = 300.0
+"""Seconds after which a request for the catalogue refreshes a node's inventory."""
 MOST_ITEMS, USUAL_ITEMS = 9999, 9
-SORTS, DIRECTIONS = ("name", "repository", "license", "status"), ("asc", "desc")
+SORTS = ("name", "repository", "license", "status")
+DIRECTIONS = ("asc", "desc")
 
 Entry = dict[str, Any]
 
@@ -147,21 +148,21 @@ class CatalogueQuery:
     sort: str
     descending: bool
 
-    def chosen(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the matching entries; without an order they stay as the galleries list them."""
-        matches = [entry for entry in entries if self._fits(entry)]
+    def filter_and_sort(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return the matching entries in the requested order, by default in the order of the galleries."""
+        matches = [entry for entry in entries if self._matches(entry)]
         if self.sort:
             matches.sort(key=_ORDERS["name"])
             matches.sort(key=_ORDERS[self.sort], reverse=self.descending)
         return matches
 
-    def _fits(self, entry: Entry) -> bool:
+    def _matches(self, entry: Entry) -> bool:
         text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
         tags = {tag.casefold() for tag in entry["tags"]}
         return self.term in text.casefold() and (not self.tag or self.tag in tags)
 
-    def page_of(self, entries: Sequence[Entry]) -> Entry:
-        """Return the page and the numbers of its neighbours, clipped to existing pages."""
+    def page_body(self, entries: Sequence[Entry]) -> Entry:
+        """Return the page as a response body, with the numbers of the neighbouring pages."""
         pages = -(-len(entries) // self.items)
         first = (self.page - 1) * self.items
         return {
@@ -182,7 +183,7 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
 
 
 def parse_query(request: Request) -> CatalogueQuery:
-    """Parse the parameters of a request; raise InvalidInput naming the parameter."""
+    """Parse the query parameters. Raise InvalidInput with the name of a wrong one."""
     parameters = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
     return CatalogueQuery(
         term=parameters.text("term", LONGEST_SEARCH).casefold(),
@@ -195,11 +196,11 @@ def parse_query(request: Request) -> CatalogueQuery:
 
 
 _checked_fingerprint = ""
-"""The fingerprint for which this process has requested a check; it requests only one."""
+"""Fingerprint of the galleries for which this process has already requested an upgrade check."""
 
 
-def _gallery_changed(fingerprint: str) -> None:
-    """Request an upgrade check, because the galleries have changed since the last one."""
+def _request_upgrade_check(fingerprint: str) -> None:
+    """Request an upgrade check for these changed galleries, once per fingerprint."""
     global _checked_fingerprint
     if fingerprint != _checked_fingerprint:
         _checked_fingerprint = fingerprint
@@ -207,18 +208,18 @@ def _gallery_changed(fingerprint: str) -> None:
 
 
 def read_galleries() -> catalogue.Offer:
-    """Return the offer of the galleries; one query. Raise Unavailable if none of them can be read."""
+    """Return the galleries' offer; one query. Raise Unavailable if no gallery can be read."""
     configured = node_commands.galleries()
     check_state = upgrade_state.read_state()
     offer = catalogue.reader.read(configured, check_state.completed)
     if not offer.problems and offer.fingerprint != check_state.galleries:
-        _gallery_changed(offer.fingerprint)
+        _request_upgrade_check(offer.fingerprint)
     if configured and len(offer.problems) == len(configured) and not offer.copied_at:
         raise errors.Unavailable("; ".join(offer.problems.values()))
     return offer
 
 
-def repositories() -> list[Entry]:
+def repository_rows() -> list[Entry]:
     return [
         REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
     ]
@@ -254,15 +255,15 @@ class BackendsView(APIView):
         """
         catalogue_query = parse_query(request)
         offer = read_galleries()
-        inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
+        inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
         nodes_by_capability = catalogue.count_by_capability()
         listed = catalogue.entries(offer.builds, installed, running, nodes_by_capability)
-        chosen = catalogue_query.chosen(listed)
+        chosen = catalogue_query.filter_and_sort(listed)
         return Response(
             CATALOGUE.of(
-                **catalogue_query.page_of(chosen),
-                repositories=repositories(),
+                **catalogue_query.page_body(chosen),
+                repositories=repository_rows(),
                 nodesByCapability=nodes_by_capability,
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),
                 processingBackends={operation.key: str(operation.id) for operation in running},
@@ -276,7 +277,7 @@ class BackendsView(APIView):
         )
 
 
-AVAILABLE = Shape(
+AVAILABLE_BACKEND = Shape(
     "AvailableBackend",
     "An entry as its gallery has it (§4.5).",
     [
@@ -290,7 +291,7 @@ AVAILABLE = Shape(
         field("capabilities", mapping(TEXT), "Capability to the name of a build.", optional=True),
     ],
 )
-KNOWN = Shape(
+KNOWN_BACKEND = Shape(
     "KnownBackend",
     "A backend that a model may be for (§4.5).",
     [
@@ -315,29 +316,29 @@ _AVAILABLE = {
 }
 
 
-class _List(APIView):
+class _CatalogueList(APIView):
     envelope = "flat"
 
 
-class AvailableView(_List):
+class AvailableView(_CatalogueList):
     """`/backends/available`."""
 
     @extend_schema(
         operation_id="backends_available",
         summary="List entries of the galleries",
         tags=["backends"],
-        responses={200: AVAILABLE.many, **flat_refusals()},
+        responses={200: AVAILABLE_BACKEND.many, **flat_refusals()},
         examples=[response_example([_AVAILABLE])],
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
         installed = catalogue.installed_names()
         builds = catalogue.runnable(read_galleries().builds, catalogue.cluster_capabilities())
-        return Response([_available(build, folded(build.name) in installed) for build in builds])
+        return Response([_available_row(build, folded(build.name) in installed) for build in builds])
 
 
-def _available(build: GalleryEntry, installed: bool) -> Row:
-    return AVAILABLE.of(
+def _available_row(build: GalleryEntry, installed: bool) -> Row:
+    return AVAILABLE_BACKEND.of(
         name=build.name,
         gallery=REPOSITORY.of(url=gallery_index.public_url(build.gallery.url), name=build.gallery.name),
         installed=installed,
@@ -355,14 +356,14 @@ def _available(build: GalleryEntry, installed: bool) -> Row:
     )
 
 
-class KnownView(_List):
+class KnownView(_CatalogueList):
     """`/backends/known`."""
 
     @extend_schema(
         operation_id="backends_known",
         summary="List backends that a model may be for",
         tags=["backends"],
-        responses={200: KNOWN.many, **flat_refusals()},
+        responses={200: KNOWN_BACKEND.many, **flat_refusals()},
         examples=[
             response_example(
                 [{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}]
@@ -374,7 +375,7 @@ class KnownView(_List):
         installed = catalogue.installed_names()
         offered = catalogue.choices(read_galleries().builds)
         backends = [
-            KNOWN.of(
+            KNOWN_BACKEND.of(
                 name=build.name,
                 modality=catalogue.modality(build.tags),
                 auto_detect=False,
@@ -384,14 +385,14 @@ class KnownView(_List):
             for name, build in offered.items()
         ]
         backends += [
-            KNOWN.of(name=name, modality="", auto_detect=False, installed=True)
+            KNOWN_BACKEND.of(name=name, modality="", auto_detect=False, installed=True)
             for key, name in installed.items()
             if key not in offered
         ]
         return Response(sorted(backends, key=lambda backend: (backend["modality"], folded(backend["name"]))))
 
 
-class GalleriesView(_List):
+class GalleriesView(_CatalogueList):
     """`/backends/galleries`."""
 
     @extend_schema(
@@ -403,10 +404,10 @@ class GalleriesView(_List):
     )
     def get(self, request: Request) -> Response:
         """The galleries of this cluster."""
-        return Response(repositories())
+        return Response(repository_rows())
 
 
-class UseCasesView(_List):
+class UseCasesView(_CatalogueList):
     """`/api/backends/usecases`."""
 
     @extend_schema(

@@ -1,7 +1,8 @@
-"""Commands on a backend of the whole cluster, or of chosen nodes (`contract/http-api.md` §4.2, §4.5).
+"""Commands on a backend for all nodes or for chosen nodes (`contract/http-api.md` §4.2, §4.5).
 
-Each is one operation with a target for each node. "All" means the nodes at the time of the request. The views
-below `/backends/` are the reference's other names for the same commands; one of them waits for the end (O38).
+Each command creates one operation with a target for each node; "all nodes" are the nodes at the time of the
+request. The views below `/backends/` are the reference's other URLs for the same commands;
+`DeleteAndWaitView` waits for the end of its operation (O38).
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from localai_cluster.web.envelopes import flat_error
 from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
-from nodes.api.models import HOLD, wait_for_end
+from nodes.api.models import WAIT_FOR_END, wait_for_end
 from nodes.api.node_backends import (
     BACKEND_NAME,
     COMMAND_TEXTS,
@@ -32,7 +33,7 @@ from nodes.api.node_backends import (
     check_backend_name,
     install_request,
 )
-from nodes.api.waves import WaveOptionsSerializer, last_replicas_field, with_waves
+from nodes.api.waves import WaveOptionsSerializer, add_wave_options, last_replicas_field
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit, admit_on_nodes
 from nodes.backends.backend_requests import (
@@ -52,7 +53,7 @@ from operations.ledger.admission import Admission
 from operations.models import Status
 
 MOST_BACKENDS = 200
-"""Backends in one request for changes."""
+"""Maximum number of backends in one request to `/api/backends/changes`."""
 
 
 def describe_command(
@@ -78,7 +79,7 @@ class UpgradeSerializer(NodesSerializer):
     last_replicas = last_replicas_field()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Require `waves` for confirmations: without them an upgrade needs none."""
+        """Refuse `last_replicas` without `waves`: only an upgrade in waves needs confirmations."""
         if attrs.get("last_replicas") and attrs.get("waves") is None:
             raise serializers.ValidationError({"last_replicas": ["needs waves"]})
         return attrs
@@ -110,18 +111,21 @@ def _scope_of_request(by: RequestScope, command: BackendRequest, fields: dict[st
 
 
 def check_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
-    """Return the scope for the nodes of `fields`. Raise a refusal, which names the nodes or the models."""
+    """Return the command's scope: the nodes of `fields` and the wave options.
+
+    Raises a refusal that names the nodes or models.
+    """
     origin = _scope_of_request(by, command, fields)
     if origin.all_nodes and command.kind == INSTALL and not command.uri:
         refuse_hardware_build(command)
-    origin = with_waves(origin, fields)
+    origin = add_wave_options(origin, fields)
     if origin.waves is not None:
         wave_requests.refuse_last_replicas(command.backend, origin.nodes, origin.last_replicas)
     return origin
 
 
 def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> Admission:
-    """Create the operation for the nodes of `fields`, or join the one that does the same."""
+    """Create the operation for the nodes of `fields`, or join an active operation that does the same."""
     return _admit(command, check_command(by, command, fields))
 
 
@@ -132,9 +136,9 @@ def _admit(command: BackendRequest, origin: RequestScope) -> Admission:
 
 
 def refuse_hardware_build(command: BackendRequest) -> None:
-    """Refuse a build for one kind of hardware on all nodes (O11); Conflict names the one to install instead.
+    """Raise Conflict if all nodes would get a build for one kind of hardware (O11).
 
-    A gallery that cannot be read now is no reason to refuse.
+    The error names the backend to install instead. An unreadable gallery raises nothing.
     """
     builds = catalogue.reader.read(node_commands.galleries()).builds
     name = folded(command.backend)
@@ -153,13 +157,13 @@ class _CommandView(APIView):
     envelope = "flat"
 
 
-class _Everywhere(_CommandView):
-    """A command on a backend that is named in the path."""
+class _NamedBackendView(_CommandView):
+    """Base of commands on the backend that the path names."""
 
     kind: str
     body: type[NodesSerializer] = NodesSerializer
 
-    def _answer(self, request: Request, name: str) -> Response:
+    def _admit_and_respond(self, request: Request, name: str) -> Response:
         fields = validate_body(self.body, request)
         command = self.backend_request(name, fields)
         return Response(
@@ -170,11 +174,11 @@ class _Everywhere(_CommandView):
         )
 
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
-        """Return the request for all its nodes."""
+        """Return the request for the backend in the path."""
         return BackendRequest(self.kind, backend_name_in(name))
 
 
-class InstallEverywhereView(_Everywhere):
+class InstallEverywhereView(_NamedBackendView):
     """`/api/backends/install/:id`."""
 
     kind = INSTALL
@@ -186,10 +190,10 @@ class InstallEverywhereView(_Everywhere):
 
         `nodes` limits it to these.
         """
-        return self._answer(request, name)
+        return self._admit_and_respond(request, name)
 
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
-        """Return the request; the gallery of `gallery@name` is kept."""
+        """Return the request with the gallery of `gallery@name`."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
         return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
@@ -214,7 +218,7 @@ class InstallExternalView(_CommandView):
         return Response(started_body(admit_command(by, command, fields), COMMAND_TEXTS[INSTALL]))
 
 
-class UpgradeEverywhereView(_Everywhere):
+class UpgradeEverywhereView(_NamedBackendView):
     """`/api/backends/upgrade/:name`."""
 
     kind = UPGRADE
@@ -229,10 +233,10 @@ class UpgradeEverywhereView(_Everywhere):
         model's last replica stops only if `last_replicas` names the model; otherwise the answer is 409 and
         names it.
         """
-        return self._answer(request, name)
+        return self._admit_and_respond(request, name)
 
 
-class DeleteEverywhereView(_Everywhere):
+class DeleteEverywhereView(_NamedBackendView):
     """`/api/backends/delete/:id`."""
 
     kind = DELETE
@@ -240,7 +244,7 @@ class DeleteEverywhereView(_Everywhere):
     @describe_command("delete", "Delete a backend where it is installed", NodesSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
-        return self._answer(request, name)
+        return self._admit_and_respond(request, name)
 
 
 NODE_REFUSAL = Shape(
@@ -289,7 +293,7 @@ class BackendChangesSerializer(NullIsAbsent):
     waves = WaveOptionsSerializer(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Refuse waves for other verbs, confirmations without waves, and a backend that is named twice."""
+        """Refuse `waves` for other verbs, confirmations without `waves`, and duplicate backends."""
         if attrs.get("waves") is not None and attrs["verb"] != "upgrade":
             raise serializers.ValidationError({"waves": ["only upgrades have waves"]})
         if attrs.get("waves") is None and any(entry.get("last_replicas") for entry in attrs["backends"]):
@@ -342,7 +346,7 @@ class ChangesView(_CommandView):
         return Response(CHANGE_OUTCOMES.of(results=results))
 
 
-SCHEDULED = Shape(
+JOB_SCHEDULED = Shape(
     "Scheduled",
     "An operation was admitted; `status_url` tells how it goes.",
     [
@@ -353,7 +357,7 @@ SCHEDULED = Shape(
         field("deduplicated", FLAG, optional=True),
     ],
 )
-REMOVED = Shape(
+BACKEND_REMOVED = Shape(
     "BackendRemoved",
     "Whether the backend is gone; `jobID` is the operation that removes it.",
     [
@@ -386,7 +390,7 @@ def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
     admission = admit_command(RequestScope((), requester_of(request)), command, {})
     job = str(admission.operation.id)
     return Response(
-        SCHEDULED.of(
+        JOB_SCHEDULED.of(
             id=job,
             jobID=job,
             status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
@@ -400,7 +404,7 @@ class ApplyView(_CommandView):
     """`/backends/apply`."""
 
     @describe_command(
-        "apply", "Install a backend on all nodes unless it is there", ApplySerializer, SCHEDULED
+        "apply", "Install a backend on all nodes unless it is there", ApplySerializer, JOB_SCHEDULED
     )
     def post(self, request: Request) -> Response:
         """Leaves nodes that have it as they are; with `force` they install it again.
@@ -417,7 +421,7 @@ class ApplyView(_CommandView):
 class PlainUpgradeView(_CommandView):
     """`/backends/upgrade/:name`."""
 
-    @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
+    @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, JOB_SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
         return _admit_scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
@@ -426,7 +430,7 @@ class PlainUpgradeView(_CommandView):
 class PlainDeleteView(_CommandView):
     """`/backends/delete/:name`."""
 
-    @describe_command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
+    @describe_command("delete_other_name", "Delete a backend where it is installed", None, JOB_SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
         return _admit_scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
@@ -441,8 +445,8 @@ class DeleteAndWaitView(_CommandView):
         tags=["backends"],
         request=None,
         responses={
-            200: OpenApiResponse(REMOVED.ref, "It is done."),
-            202: OpenApiResponse(REMOVED.ref, "The operation is recorded and goes on."),
+            200: OpenApiResponse(BACKEND_REMOVED.ref, "It is done."),
+            202: OpenApiResponse(BACKEND_REMOVED.ref, "The operation is recorded and goes on."),
             **flat_refusals(400, 409, 502),
         },
     )
@@ -453,15 +457,15 @@ class DeleteAndWaitView(_CommandView):
         """
         command = BackendRequest(DELETE, backend_name_in(name))
         operation = wait_for_end(
-            admit_command(RequestScope((), requester_of(request)), command, {}).operation, HOLD
+            admit_command(RequestScope((), requester_of(request)), command, {}).operation, WAIT_FOR_END
         )
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)
         is_completed = operation.status == Status.COMPLETED
         job = str(operation.id)
-        body = REMOVED.of(
+        body = BACKEND_REMOVED.of(
             success=is_completed,
-            message=_outcome(command.backend, operation.targets.count())
+            message=_deletion_message(command.backend, operation.targets.count())
             if is_completed
             else "the deletion goes on",
             jobID=job,
@@ -470,7 +474,7 @@ class DeleteAndWaitView(_CommandView):
         return Response(body, status=200 if is_completed else 202)
 
 
-def _outcome(backend: str, nodes: int) -> str:
+def _deletion_message(backend: str, nodes: int) -> str:
     if not nodes:
         return f"backend {backend} is on no node"
     return f"backend {backend} deleted; it was on {counted(nodes, 'node')}"

@@ -1,4 +1,4 @@
-"""Models that a file or a stored definition defines, as the REST API and the command line show them."""
+"""Definitions of models, from files and stored rows, as the REST API and the command line show them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from nodes.loading.files_in_use import in_folder_thread
 from nodes.models import DefinitionRevision, ModelDefinition
 
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
-"""The part of an address that may hold a key."""
+"""Query and fragment of a URL, which may contain a key."""
 MOST_FILES = 1000
-"""Files of one definition that are listed."""
+"""Maximum number of files listed for one definition."""
 
 
 class DefinitionEntry:
-    """One model of the list: the definition in force, and the row, either of which may be missing."""
+    """One model of the list: its definition in force and its stored row; one of the two may be missing."""
 
     def __init__(self, name: str, definition: Definition | None, stored: MergedRow | None) -> None:
         self.name, self.stored = name, stored
@@ -89,7 +89,7 @@ class DefinitionEntry:
 
 
 def read_entries() -> list[DefinitionEntry]:
-    """Return all models that a file or a row defines, by name; no query on this connection."""
+    """Return all models that a file or a row defines, sorted by name. Uses no query of this connection."""
     models = folder()
     in_force = {definition.name: definition for definition in async_to_sync(models.all)()}
     stored = {entry.row.name: entry for entry in async_to_sync(models.stored_rows)()}
@@ -100,7 +100,7 @@ def read_entries() -> list[DefinitionEntry]:
 
 
 def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
-    """Return one model, and its row as it is now; raise NotFound."""
+    """Return the entry of the model and its current row. Raise NotFound."""
     row, models = store.find(name), folder()
     definition = async_to_sync(models.find)(name)
     if row is None and (definition is None or definition.source.startswith(SOURCE_PREFIX)):
@@ -110,7 +110,7 @@ def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
 
 
 def actors_of(entries: Sequence[DefinitionEntry]) -> Mapping[str, str]:
-    """Return the user who saved the latest revision, by model name; one query."""
+    """Return the actors of the latest revisions by model name; one query."""
     latest = DefinitionRevision.objects.filter(
         definition__name__in=[entry.name for entry in entries if entry.stored is not None],
         definition__deleted_at__isnull=True,
@@ -119,8 +119,8 @@ def actors_of(entries: Sequence[DefinitionEntry]) -> Mapping[str, str]:
     return dict(latest.values_list("definition__name", "actor"))
 
 
-def unusable_rows() -> list[Row]:
-    """Return what cannot be used, files and rows, with line and reason."""
+def read_unusable_rows() -> list[Row]:
+    """Return the files and rows that cannot be used, each with line and reason."""
     models = folder()
     reasons = async_to_sync(models.problems)().files
     found: dict[str, UnusableDefinition] = dict(async_to_sync(models.unusable_files)())
@@ -140,7 +140,7 @@ def unusable_rows() -> list[Row]:
     ]
 
 
-def detail_of(name: str) -> Row:
+def definition_detail(name: str) -> Row:
     """Return the definition with its text; raise NotFound."""
     entry, row = find_entry(name)
     text = row.text if row is not None else store.text_in_force(name) or ""
@@ -169,20 +169,20 @@ def detail_of(name: str) -> Row:
     )
 
 
-async def _at_source(definition: Definition) -> RecordedFiles:
-    """Return the files that are not here, by path; none for a folder that cannot be read."""
+async def _files_at_source(definition: Definition) -> RecordedFiles:
+    """Return the files that are only at their sources, by path; none if a folder cannot be read."""
     with suppress(FolderUnresponsive, OSError):
         return await in_folder_thread(files_at_source, folder().path, definition.files)
     return {}
 
 
 def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem: str) -> list[Row]:
-    """Return the files that are there or at their sources, and those that are missing.
+    """Return rows of the definition's files: present, at their sources, or missing.
 
-    While the folder has a problem no source is named: a file that is absent may be in the folder.
+    While the folder has a problem no source is named, because an absent file may be in the folder.
     """
     base = folder().path
-    at_source = async_to_sync(_at_source)(definition) if files else {}
+    at_source = async_to_sync(_files_at_source)(definition) if files else {}
     present = dict(files)
     named = {str(part) for path in named_paths(base, definition) for part in shards(path)}
     absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}

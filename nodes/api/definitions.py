@@ -1,7 +1,7 @@
 """Routes of model definitions: list, check, create, edit, clone, disable, delete, revisions.
 
-Files of the models folder are listed too; a file wins over a stored definition of its name, which is then
-shadowed. A save from the pages has the origin `editor`, one with a key `api`.
+The list includes files of the models folder. A file takes precedence over a stored definition of the same
+name, which is then `shadowed`. The origin of a save is `editor` for a browser session and `api` for a key.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ from operations.api.serializers import job_fields, requester_of
 
 MOST_ITEMS, USUAL_ITEMS = 1000, 100
 MOST_REVISIONS, USUAL_REVISIONS = 50, 20
-"""Revisions on a page, each with its diff."""
+"""Maximum and default number of revisions on a page. Each revision has its diff."""
 _MODEL = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
@@ -67,7 +67,7 @@ class _DefinitionRoute(APIView):
     envelope = "flat"
 
     def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
-        """Save the text as the caller's; return the definition."""
+        """Save the text with the caller as its actor. Return the definition."""
         row = store.save(
             name,
             text,
@@ -77,11 +77,11 @@ class _DefinitionRoute(APIView):
             expected_revision=fields.get("revision"),
             now=clock.now(),
         )
-        return definition_entries.detail_of(row.name)
+        return definition_entries.definition_detail(row.name)
 
 
 def _origin(request: Request) -> DefinitionOrigin:
-    """Return the origin of a text: a page has no key, but a session."""
+    """Return the origin of a saved text: `editor` for a browser session, `api` for a key."""
     has_key = bool(principals.offered_credential(request.headers))
     return DefinitionOrigin.API if has_key else DefinitionOrigin.EDITOR
 
@@ -135,7 +135,7 @@ class DefinitionsView(_DefinitionRoute):
             total=len(entries),
             page=page,
             items=items,
-            unusable=definition_entries.unusable_rows(),
+            unusable=definition_entries.read_unusable_rows(),
         )
         return Response(body)
 
@@ -232,7 +232,7 @@ class DefinitionView(_DefinitionRoute):
     )
     def get(self, request: Request, name: str) -> Response:
         """With its YAML, the values of the form, and its files."""
-        return Response(definition_entries.detail_of(name))
+        return Response(definition_entries.definition_detail(name))
 
     @extend_schema(
         operation_id="definition_save",
@@ -326,7 +326,7 @@ class _SwitchView(_DefinitionRoute):
     def post(self, request: Request, name: str) -> Response:
         """Stored definitions only: the state of a file is its author's."""
         store.set_disabled(name, self.disables, now=clock.now())
-        return Response(definition_entries.detail_of(name))
+        return Response(definition_entries.definition_detail(name))
 
 
 def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[View], View]:
@@ -451,4 +451,4 @@ class DefinitionRestoreView(_DefinitionRoute):
             expected_revision=fields.get("revision"),
             now=clock.now(),
         )
-        return Response(definition_entries.detail_of(name))
+        return Response(definition_entries.definition_detail(name))

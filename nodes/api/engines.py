@@ -38,9 +38,9 @@ from nodes.api.base import (
     text_schema,
 )
 from nodes.api.models import (
-    HOLD,
     LONGEST_MODEL,
-    UNLOADED,
+    UNLOAD_MESSAGES,
+    WAIT_FOR_END,
     UnloadModelSerializer,
     check_model_name,
     describe_waiting_command,
@@ -62,13 +62,13 @@ from operations.api.serializers import requester_of
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, Status
 
-STATUS_WITHIN = 5.0
-"""Time limit in seconds for the status of an engine."""
+STATUS_TIMEOUT = 5.0
+"""Seconds within which an engine must report its status."""
 MOST_REPLICAS = 256
-"""Most engines of a model that one request queries and shows."""
+"""Maximum number of a model's engines that one request queries."""
 MOST_REQUESTED = 64
-"""Most replicas that one request loads."""
-LOADED = Shape(
+"""Maximum number of replicas that one request loads."""
+MODEL_LOADED = Shape(
     "ModelLoaded",
     "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",
     [
@@ -102,9 +102,9 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-_SENT = request_example({"model": "minilm"})
+_REQUEST_EXAMPLE = request_example({"model": "minilm"})
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
-_MONITORED = {
+_MONITOR_EXAMPLE = {
     "state": 2,
     "memory": _MEMORY,
     "replicas": [
@@ -151,12 +151,12 @@ class LoadView(APIView):
         tags=["nodes"],
         request=LoadModelSerializer,
         responses={
-            200: OpenApiResponse(LOADED.ref, "A replica serves."),
-            202: OpenApiResponse(LOADED.ref, "The loads are recorded and go on."),
+            200: OpenApiResponse(MODEL_LOADED.ref, "A replica serves."),
+            202: OpenApiResponse(MODEL_LOADED.ref, "The loads are recorded and go on."),
             **refusals(400, 401, 403, 404, 409, 413),
         },
         examples=[
-            _SENT,
+            _REQUEST_EXAMPLE,
             response_example({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID}),
         ],
     )
@@ -180,7 +180,7 @@ class LoadView(APIView):
         if fields.get("replicas") or fields.get("node_id"):
             return self._load_more(request, fields)
         if fleet_queries.is_served(model):
-            return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
+            return Response(MODEL_LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted_load = OperationRequest(
             load_request.KIND,
@@ -205,9 +205,9 @@ class LoadView(APIView):
 
 
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
-    """Return 200 after the end of the loads, 202 while one goes on; raise LoadFailed if one failed."""
+    """Return the response: 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
     if wait:
-        until = clock.monotonic() + HOLD
+        until = clock.monotonic() + WAIT_FOR_END
         operations = [
             wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
         ]
@@ -215,7 +215,7 @@ def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise LoadFailed(f"loading model {model} failed: {operation.error or operation.message}")
     finished = all(operation.status == Status.COMPLETED for operation in operations)
-    body = LOADED.of(
+    body = MODEL_LOADED.of(
         loaded=[model] if finished else [],
         message=f"model {model} is {'loaded' if finished else 'being loaded'}",
         jobID=str(operations[0].id),
@@ -227,12 +227,14 @@ def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -
 class ShutdownView(APIView):
     """`/backend/shutdown`."""
 
-    @describe_waiting_command("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
+    @describe_waiting_command(
+        "backend_shutdown", "Stop a model", BackendModelSerializer, _REQUEST_EXAMPLE, UNLOAD_MESSAGES
+    )
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
         fields = validate_body(BackendModelSerializer, request)
         return run_and_respond(
-            request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
+            request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOAD_MESSAGES
         )
 
 
@@ -245,17 +247,17 @@ class MonitorView(APIView):
         tags=["nodes"],
         parameters=[query_parameter("model", text_schema(LONGEST_MODEL), "Which model.", required=True)],
         responses={200: MONITOR.ref, **refusals(400, 401, 403, 404, 502)},
-        examples=[response_example(_MONITORED)],
+        examples=[response_example(_MONITOR_EXAMPLE)],
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
         model = Parameters(request.query_params, "model").text("model", LONGEST_MODEL)
         if not model:
             raise errors.InvalidInput("model is required", field="model")
-        engines = _engines(model)
+        engines = _find_engines(model)
         if not engines:
             raise errors.NotFound(f"model {model} is not loaded on any node")
-        statuses = async_to_sync(_statuses)(engines)
+        statuses = async_to_sync(_read_statuses)(engines)
         first = next((status for status in statuses if status["state"] is not None), None)
         if first is None:
             raise CommandFailed(f"no engine of model {model} answers: {statuses[0]['error']}")
@@ -272,21 +274,21 @@ class _Engine:
     token: str
 
 
-def _engines(model: str) -> list[_Engine]:
+def _find_engines(model: str) -> list[_Engine]:
     rows = NodeModel.objects.of(model).loaded().order_by("node__name", "replica_index")
     columns = ("node_id", "node__name", "replica_index", "in_flight", "address", "node__engine_token")
     return [_Engine(*row) for row in rows.values_list(*columns)[:MOST_REPLICAS]]
 
 
-async def _statuses(engines: Sequence[_Engine]) -> list[dict[str, Any]]:
-    return list(await asyncio.gather(*(_status(engine) for engine in engines)))
+async def _read_statuses(engines: Sequence[_Engine]) -> list[dict[str, Any]]:
+    return list(await asyncio.gather(*(_read_status(engine) for engine in engines)))
 
 
-async def _status(engine: _Engine) -> dict[str, Any]:
+async def _read_status(engine: _Engine) -> dict[str, Any]:
     client = BackendClient(engine.address, engine.token)
     state, memory, problem = None, None, ""
     try:
-        status = await client.status(STATUS_WITHIN)
+        status = await client.status(STATUS_TIMEOUT)
         state = int(status.state)
         memory = MEMORY.of(total=status.memory.total, breakdown=dict(status.memory.breakdown))
     except BackendError as error:
@@ -408,7 +410,7 @@ class LogLinesView(NodeView):
 
 
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
-    """Return the response of the worker; no connection to the database is held meanwhile."""
+    """Return the worker's response. No database connection is held during the request."""
     parsed_id = parse_node_id(node_id)
     if parsed_id is None:
         raise errors.NotFound("node not found")

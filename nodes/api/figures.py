@@ -1,4 +1,4 @@
-"""Figures over time of the cluster, a node or a model: `GET /api/figures`."""
+"""`GET /api/figures`: figures over time of the cluster, a node or a model."""
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -34,9 +34,9 @@ MOST_EVENTS = 100
 SCOPES = ("cluster", "node", "model")
 MAX_AGE = 366 * DAY
 _RETENTION_BY_STEP = {10: store.SAMPLES.kept, 60: store.HOURS.kept, 3600: store.DAYS.kept}
-"""By the least step: how long values of that step are kept."""
-_SLACK = 10 * MINUTE
-"""Additional time for which figures are kept."""
+"""Retention of stored values by their step in seconds."""
+_RETENTION_SLACK = 10 * MINUTE
+"""Time for which figures stay stored after their retention."""
 
 _UNITS = {
     "vram_used": "bytes",
@@ -144,16 +144,18 @@ class FiguresView(NodeView):
         scope = parameters.choice("scope", SCOPES)
         name, node_id, subjects = _subjects(scope, parameters.text("name", 255))
         now = clock.now()
-        span = _span(parameters, now)
-        columns: Columns = {} if scope == "node" else {name: [None] * span.count for name in series.COUNTS}
+        span = _parse_span(parameters, now)
+        columns: Columns = (
+            {} if scope == "node" else {name: [None] * span.count for name in series.COUNTED_FIGURES}
+        )
         for of_subject in store.read(subjects, span).values():
             columns |= of_subject
         body = FIGURES.of(
             scope=scope,
             name=name,
             step=span.step // SECOND,
-            figures=list(_figures(columns, _first_kept(span, now))),
-            events=[] if scope == "model" else _events(node_id, span),
+            figures=list(_figure_rows(columns, _first_kept_index(span, now))),
+            events=[] if scope == "model" else _event_rows(node_id, span),
         )
         return Response(body | {"from": span.start.isoformat()})
 
@@ -177,18 +179,18 @@ def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
     return node[1], node[0], [f"{series.NODE_PREFIX}{node[0]}"]
 
 
-def _span(parameters: listing.Parameters, now: datetime) -> Span:
-    """Return the grid of a request; raise InvalidInput naming the parameter."""
+def _parse_span(parameters: listing.Parameters, now: datetime) -> Span:
+    """Return the requested grid. Raise InvalidInput with the name of the wrong parameter."""
     until, since = parameters.moment("to"), parameters.moment("from")
     end = now if until is None or until > now else until
     start = end - HOUR if since is None else since
     if not now - MAX_AGE <= start < end:
         raise errors.InvalidInput("from must be before to and now, and at most a year ago", field="from")
-    seconds = parameters.number("step", STEPS[0], STEPS[-1]) or _usual_step(end - start, now - start)
+    seconds = parameters.number("step", STEPS[0], STEPS[-1]) or _default_step(end - start, now - start)
     if seconds not in STEPS:
         raise errors.InvalidInput(f"step must be one of {', '.join(map(str, STEPS))}", field="step")
     step = timedelta(seconds=seconds)
-    first = series.floor(start, step)
+    first = series.floor_to_step(start, step)
     span = Span(first, step, -((first - end) // step))
     if span.count > MOST_POINTS:
         raise errors.InvalidInput(f"step: more than {MOST_POINTS} steps; choose a longer one", field="step")
@@ -196,27 +198,27 @@ def _span(parameters: listing.Parameters, now: datetime) -> Span:
 
 
 def _retention_of(step: int) -> timedelta:
-    """Return how long values of that step are there at least."""
-    return _RETENTION_BY_STEP[max(least for least in _RETENTION_BY_STEP if least <= step)] + _SLACK
+    """Return the minimum time for which values of this step exist."""
+    return _RETENTION_BY_STEP[max(least for least in _RETENTION_BY_STEP if least <= step)] + _RETENTION_SLACK
 
 
-def _usual_step(length: timedelta, age: timedelta) -> int:
+def _default_step(length: timedelta, age: timedelta) -> int:
     usual = (step for step in STEPS if length <= USUAL_POINTS * step * SECOND and age <= _retention_of(step))
     return next(usual, STEPS[-1])
 
 
-def _first_kept(span: Span, now: datetime) -> int:
-    """Return the index of the first step whose values are still kept."""
+def _first_kept_index(span: Span, now: datetime) -> int:
+    """Return the index of the first step that is within the retention."""
     return max(-((span.start - now + _retention_of(span.step // SECOND)) // span.step), 0)
 
 
-def _figures(columns: Columns, first_kept: int) -> Iterator[Row]:
-    """Yield the figures; a count is zero in a step that is kept and has no sample."""
+def _figure_rows(columns: Columns, first_kept: int) -> Iterator[Row]:
+    """Yield the rows of the figures. Within the retention a count without a sample is zero."""
     counts: Columns = {
         name: [
             0 if value is None and index >= first_kept else value for index, value in enumerate(columns[name])
         ]
-        for name in series.COUNTS & columns.keys()
+        for name in series.COUNTED_FIGURES & columns.keys()
     }
     names = {series.split_name(name): name for name in columns if not name.startswith("first_token")}
     for gpu, figure in sorted(names, key=lambda key: (-1 if key[0] is None else key[0], key[1])):
@@ -229,12 +231,12 @@ def _figures(columns: Columns, first_kept: int) -> Iterator[Row]:
 
 
 def first_token_seconds(counts: Columns) -> list[float | None]:
-    """Return the mean time to the first token of each step, null without any."""
+    """Return the mean seconds to the first token for each step; None for a step without tokens."""
     pairs = zip(counts["first_token_ms"], counts["first_tokens"], strict=True)
     return [round((total or 0) / number / 1000, 3) if number else None for total, number in pairs]
 
 
-def _events(node_id: UUID | None, span: Span) -> list[Row]:
+def _event_rows(node_id: UUID | None, span: Span) -> list[Row]:
     rows = NodeEvent.objects.filter(at__gte=span.start, at__lt=span.end).order_by("-id")
     if node_id is not None:
         rows = rows.filter(node_id=node_id)
@@ -242,13 +244,13 @@ def _events(node_id: UUID | None, span: Span) -> list[Row]:
 
 
 def last_minute(now: datetime) -> Span:
-    """Return the minute before the last ten seconds, whose counts may still arrive."""
-    return Span(series.floor(now, series.SAMPLE_EVERY) - series.SAMPLE_EVERY - MINUTE, MINUTE, 1)
+    """Return the minute that ended ten seconds ago: later counts may not be stored yet."""
+    return Span(series.floor_to_step(now, series.SAMPLE_EVERY) - series.SAMPLE_EVERY - MINUTE, MINUTE, 1)
 
 
-def per_second(columns: Columns) -> dict[str, Any]:
-    """Return the fields of the rates of one minute."""
-    counts = {name: columns.get(name, [0]) for name in series.COUNTS}
+def rate_fields(columns: Columns) -> dict[str, Any]:
+    """Return the rates per second that follow from the counts of one minute."""
+    counts = {name: columns.get(name, [0]) for name in series.COUNTED_FIGURES}
     rates = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
     return {
         "requests_per_second": rates["requests"],
@@ -258,7 +260,7 @@ def per_second(columns: Columns) -> dict[str, Any]:
     }
 
 
-_RATES = [
+_RATE_FIELDS = [
     field("requests_per_second", {"type": "number"}),
     field("errors_per_second", {"type": "number"}),
     field("tokens_per_second", {"type": "number"}, "Of answers."),
@@ -267,14 +269,14 @@ _RATES = [
 TRAFFIC = Shape(
     "OverviewTraffic",
     "Requests for inference in the last minute that all web processes have reported.",
-    _RATES,
+    _RATE_FIELDS,
 )
 MOST_RATED = 2000
-"""Most models of one response."""
+"""Maximum number of models in one response."""
 RATE = Shape(
     "ModelRate",
     "Requests for a model in the last minute that all web processes have reported.",
-    [field("name", TEXT), *_RATES],
+    [field("name", TEXT), *_RATE_FIELDS],
 )
 RATES = Shape(
     "ModelRates", "The models that have replicas.", [field("models", RATE.many, f"At most {MOST_RATED}.")]
@@ -310,5 +312,5 @@ class ModelRatesView(NodeView):
         names = NodeModel.objects.order_by("model_name").values_list("model_name", flat=True).distinct()
         subjects = {series.MODEL_PREFIX + name: name for name in names[:MOST_RATED]}
         columns = store.read(list(subjects), last_minute(clock.now())) if subjects else {}
-        models = [RATE.of(name=subjects[subject], **per_second(columns[subject])) for subject in columns]
+        models = [RATE.of(name=subjects[subject], **rate_fields(columns[subject])) for subject in columns]
         return Response(RATES.of(models=models))

@@ -1,9 +1,9 @@
 """`GET /api/node/:id/gallery/:file`: a file of the gallery that this server offers to its workers.
 
-A raw ASGI application in front of Django: it proves the node by its own secret, opens the file and sends it
-in pieces that threads read, so a long archive costs no more memory than a short one and never holds the event
-loop. Only regular files directly in `CLUSTER_GALLERY_DIR` exist; pending nodes and nodes that are known by
-the shared token only get none. A part is sent for one range, so that a broken download goes on.
+A raw ASGI application in front of Django. It authenticates the node by its own secret, opens the file, and
+sends it in pieces that threads read. So a long archive needs no more memory than a short one and never blocks
+the event loop. Only regular files directly in `CLUSTER_GALLERY_DIR` are served; pending nodes, and nodes that
+have only the shared token, get none. A single range is supported, so that a worker can resume a download.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from nodes.registry import claims, identity
 
 PIECE_BYTES = 256 * 1024
 STALL_LIMIT = 60.0
-"""Seconds that a client may take for one piece."""
+"""Seconds within which a client must receive one piece."""
 _PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/gallery/(?P<file>[^/]+)\Z")
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _UNKNOWN = "there is no such file in the gallery"
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """An open file and the range of it to send: `length` bytes from `start`."""
+class _OpenFile:
+    """An open file, and the range to send: `length` bytes from `start`."""
 
     file: BinaryIO
     size: int
@@ -60,7 +60,7 @@ class _Opened:
 
 
 class NoSuchRange(errors.InvalidInput):
-    """The file has no such part."""
+    """The requested range is outside the file."""
 
     status = 416
 
@@ -74,7 +74,7 @@ class GalleryApplication:
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
-            opened = await self._opened(scope)
+            opened = await self._open_file(scope)
         except Exception as raised:
             error = translate_error(raised)
             if error is None:
@@ -85,7 +85,7 @@ class GalleryApplication:
         with opened.file:
             await _send(opened, receive, send)
 
-    async def _opened(self, scope: worker_routes.Scope) -> _Opened:
+    async def _open_file(self, scope: worker_routes.Scope) -> _OpenFile:
         if scope["method"] != "GET":
             raise worker_routes.method_not_allowed(scope["method"])
         headers = worker_routes.headers_of(scope)
@@ -103,11 +103,11 @@ class GalleryApplication:
             file = await asyncio.to_thread(gallery_index.open_served, folder, match["file"])
         except (ValueError, OSError) as error:
             raise errors.NotFound(_UNKNOWN) from error
-        return await asyncio.to_thread(_part, file, headers.get(b"range", ""))
+        return await asyncio.to_thread(_select_range, file, headers.get(b"range", ""))
 
 
 async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -> None:
-    """Raise unless the bearer is this node, approved and with a secret of its own."""
+    """Raise a refusal unless the secret belongs to this node and the node is approved."""
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
@@ -137,24 +137,24 @@ def _prove_row(node_id: UUID | None, secret: str, instance: str) -> None:
         raise errors.Forbidden("only a node with a secret of its own may read the gallery")
 
 
-def _part(file: BinaryIO, range_header: str) -> _Opened:
-    """Apply a Range header; without one, or with an unknown one, the whole file is sent."""
+def _select_range(file: BinaryIO, range_header: str) -> _OpenFile:
+    """Return the range of a Range header; the whole file without a header or with an unknown one."""
     size = file.seek(0, 2)
     match = _RANGE.fullmatch(range_header)
     if match is None:
         file.seek(0)
-        return _Opened(file, size, 0, size, partial=False)
+        return _OpenFile(file, size, 0, size, partial=False)
     start = int(match[1])
     end = min(int(match[2]) + 1 if match[2] else size, size)
     if start >= end:
         file.close()
         raise NoSuchRange(size)
     file.seek(start)
-    return _Opened(file, size, start, end - start, partial=True)
+    return _OpenFile(file, size, start, end - start, partial=True)
 
 
-async def _send(opened: _Opened, receive: Any, send: Any) -> None:
-    """Send the file at the client's pace, until it is complete, the client leaves, or it stops reading."""
+async def _send(opened: _OpenFile, receive: Any, send: Any) -> None:
+    """Send the file until it is complete, or the client disconnects or stops reading."""
     disconnection = asyncio.create_task(wire.wait_until_disconnected(receive))
     try:
         status = 206 if opened.partial else 200

@@ -1,11 +1,12 @@
 """`POST /api/node/:id/heartbeat`: a raw ASGI application in front of Django.
 
-The node gets its response when its heartbeat is authenticated, from the cache or by its row. Authenticated
-heartbeats wait for the next batch: one statement each second writes all of them, and the first one after a
-second without any is written at once. A batch that is lost costs each of its nodes one heartbeat. A body that
-cannot be parsed gets a 400, but the heartbeat counts, without figures: the node is alive. Engines that the
-worker reports as ended are stored before the response, so the worker need not repeat them. What follows a
-refusal (a counted failure, a recorded conflict) is done for this request alone, off the event loop.
+The node gets its response when its heartbeat is authenticated, by the identity cache or by its row.
+Authenticated heartbeats wait for the next batch: one statement each second writes all of them. The first
+heartbeat after a second without any is written at once. If a batch is lost, each of its nodes loses one
+heartbeat. A body that cannot be parsed gets a 400, but the heartbeat counts, without figures, because the
+node is alive. Engines that the worker reports as ended are stored before the response, so the worker need not
+report them again. After a refusal, the failure is counted or the conflict recorded for this request alone,
+outside the event loop.
 """
 
 import asyncio
@@ -37,36 +38,39 @@ from nodes.replicas.statements import StatementRunner
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 64 * 1024
-INTERVAL = 1.0
+MAX_BODY_BYTES = 64 * 1024
+BATCH_INTERVAL = 1.0
 _PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
 
 Verdict = errors.ClusterError | None
-"""Why a beat is refused, None if it is not."""
+"""The refusal of a heartbeat; None if it is accepted."""
 
 
 class HeartbeatAuthenticator:
-    """Authenticates heartbeats from the cache; those that it cannot decide share the next query."""
+    """Authenticates heartbeats by the identity cache.
 
-    def __init__(self, database: Callable[[], StatementRunner], known: IdentityCache) -> None:
+    Heartbeats that the cache cannot decide share a query.
+    """
+
+    def __init__(self, database: Callable[[], StatementRunner], identities: IdentityCache) -> None:
         self._database = database
-        self._known = known
+        self._identities = identities
         self._calls: CallBatcher[Beat, Verdict] = CallBatcher(self._prove_all)
 
     async def prove(self, beat: Beat) -> Verdict:
-        """Return the refusal of a heartbeat, or None; Unavailable while the database does not respond."""
-        return None if self._known.accepts(beat) else await self._calls.put(beat)
+        """Return the refusal of the heartbeat or None. A database outage is the refusal Unavailable."""
+        return None if self._identities.accepts(beat) else await self._calls.put(beat)
 
     async def _prove_all(self, beats: Sequence[Beat]) -> Sequence[Verdict]:
-        verdicts, away = await self._look({beat.key: beat for beat in beats})
+        verdicts, away = await self._check_batch({beat.key: beat for beat in beats})
         return [verdicts.get(beat.key, away) for beat in beats]
 
-    async def _look(
+    async def _check_batch(
         self, beats: Mapping[heartbeats.Key, Beat]
     ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
         away = errors.Unavailable("the database is unavailable")
         try:
-            return await self._verdicts(beats), away
+            return await self._check_beats(beats), away
         except errors.ClusterError as error:
             return {}, error
         except UNREACHABLE as error:
@@ -76,33 +80,33 @@ class HeartbeatAuthenticator:
             log.exception("%d heartbeats not proved", len(beats))
         return {}, away
 
-    async def _verdicts(self, beats: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
+    async def _check_beats(self, beats: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
         database = self._database()
-        if self._known.needs_refresh:
-            await self._known.refresh(database)
-        undecided = [beat for beat in beats.values() if not self._known.accepts(beat)]
+        if self._identities.needs_refresh:
+            await self._identities.refresh(database)
+        undecided = [beat for beat in beats.values() if not self._identities.accepts(beat)]
         return dict.fromkeys(beats) | await heartbeats.prove(database, undecided)
 
 
 class BeatWriter:
     """Collects authenticated heartbeats and writes them, at most once every `interval` seconds."""
 
-    def __init__(self, database: Callable[[], StatementRunner], interval: float = INTERVAL) -> None:
+    def __init__(self, database: Callable[[], StatementRunner], interval: float = BATCH_INTERVAL) -> None:
         self._database = database
         self._batches: Batcher[heartbeats.Key, Beat] = Batcher(
             self._write, merge=lambda earlier, later: later.after(earlier), interval=(interval, interval)
         )
 
-    def keep(self, beat: Beat) -> None:
-        """Add `beat` to the next batch. A batch that cannot be written is lost."""
+    def add(self, beat: Beat) -> None:
+        """Add the heartbeat to the next batch. A batch that cannot be written is lost."""
         self._batches.add(beat.key, beat)
 
-    async def settled(self) -> None:
-        """Wait until everything added so far has been written or lost."""
+    async def wait_until_written(self) -> None:
+        """Wait until every heartbeat added so far has been written or lost."""
         await self._batches.idle()
 
     async def _write(self, batch: Mapping[heartbeats.Key, Beat]) -> Mapping[heartbeats.Key, Beat]:
-        """Write the beats; return those of nodes that another transaction has changed meanwhile."""
+        """Write the heartbeats. Return the heartbeats to retry, whose node has changed meanwhile."""
         try:
             verdicts = await heartbeats.record(self._database(), list(batch.values()))
         except (errors.ClusterError, *UNREACHABLE) as error:
@@ -121,8 +125,8 @@ class BeatWriter:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One request: its heartbeat, the engines that have ended, and the error in its body."""
+class _HeartbeatRequest:
+    """A parsed request: its heartbeat, the ended engines, and the error of its body."""
 
     beat: Beat
     ended: Sequence[checks.ExitReport] = ()
@@ -132,18 +136,18 @@ class _Call:
 class HeartbeatApplication:
     """ASGI application; `database` returns the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], StatementRunner], known: IdentityCache) -> None:
+    def __init__(self, database: Callable[[], StatementRunner], identities: IdentityCache) -> None:
         self._database = database
-        self._gate = HeartbeatAuthenticator(database, known)
+        self._gate = HeartbeatAuthenticator(database, identities)
         self._writer = BeatWriter(database)
 
-    async def settled(self) -> None:
+    async def wait_until_written(self) -> None:
         """Wait until every accepted heartbeat has been written or lost."""
-        await self._writer.settled()
+        await self._writer.wait_until_written()
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
-            status, body, headers = await self._answer(scope, receive)
+            status, body, headers = await self._respond(scope, receive)
         except wire.Disconnected:
             return
         except Exception as raised:
@@ -154,7 +158,7 @@ class HeartbeatApplication:
         metrics.HEARTBEATS.labels(status).inc()
         await worker_routes.send_json(send, status, body, headers)
 
-    async def _answer(
+    async def _respond(
         self, scope: worker_routes.Scope, receive: Any
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
         if scope["method"] != "POST":
@@ -166,27 +170,27 @@ class HeartbeatApplication:
             raise await worker_routes.refusal_for_caller(error, scope) from error
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
-                await _note_copy(call.beat, worker_routes.client_of(scope))
+                await _record_conflict(call.beat, worker_routes.client_of(scope))
             if not call.beat.fingerprint:
                 # Over the limit a right guess at the shared token must not look different from a wrong one.
                 address = worker_routes.client_of(scope)
                 await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
             raise await worker_routes.refusal_for_caller(refusal, scope)
-        self._writer.keep(call.beat)
+        self._writer.add(call.beat)
         if call.problem is not None:
             raise call.problem
         if call.ended:
-            await self._note_exits(call)
+            await self._record_exits(call)
         return 200, {"message": "heartbeat recorded"}, {}
 
-    async def _note_exits(self, call: _Call) -> None:
+    async def _record_exits(self, call: _HeartbeatRequest) -> None:
         try:
             await checks.report_exits(self._database(), call.beat.id, call.ended)
         except UNREACHABLE as error:
             raise errors.Unavailable("the database is unavailable") from error
 
 
-async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
+async def _read(scope: worker_routes.Scope, receive: Any) -> _HeartbeatRequest:
     """Parse the request; raise NotAuthenticated for a text that cannot be a node's credential."""
     headers = worker_routes.headers_of(scope)
     secret = principals.bearer(headers.get(b"authorization", ""))
@@ -194,25 +198,25 @@ async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
     if (fingerprint := identity.node_fingerprint(secret)) == identity.UNKNOWN_FINGERPRINT:
         raise identity.WrongCredential("invalid node credential")
-    node_id, at, instance = _node_in(scope["path"]), clock.now(), _instance(headers)
+    node_id, at, instance = _parse_node_id(scope["path"]), clock.now(), _parse_instance(headers)
     try:
-        body = await wire.read_json_object(receive, headers.get(b"content-type", ""), MAX_BODY)
+        body = await wire.read_json_object(receive, headers.get(b"content-type", ""), MAX_BODY_BYTES)
         figures, ended = heartbeats.read(body), heartbeats.read_ended(body)
     except errors.ClusterError as problem:
-        return _Call(Beat(node_id, fingerprint, at, instance), problem=problem)
-    return _Call(Beat(node_id, fingerprint, at, instance, **figures), ended)
+        return _HeartbeatRequest(Beat(node_id, fingerprint, at, instance), problem=problem)
+    return _HeartbeatRequest(Beat(node_id, fingerprint, at, instance, **figures), ended)
 
 
-def _instance(headers: Mapping[bytes, str]) -> str:
-    """Return the process id; an invalid one is replaced by a text that is refused and harmless to write."""
+def _parse_instance(headers: Mapping[bytes, str]) -> str:
+    """Return the worker's process id. Replace an invalid one by a text that matches no node."""
     try:
         return identity.check_instance(headers.get(b"x-localai-node-instance", ""))
     except errors.InvalidInput:
         return identity.UNKNOWN_FINGERPRINT
 
 
-async def _note_copy(beat: Beat, source: str) -> None:
-    """Record a conflict for an admin; the refusal does not depend on it."""
+async def _record_conflict(beat: Beat, source: str) -> None:
+    """Record the conflict of two processes for an admin. A database error is only logged."""
     try:
         await database_sync_to_async(claims.record_other_process)(
             beat.id, beat.instance, source_address=source, now=beat.at
@@ -221,8 +225,8 @@ async def _note_copy(beat: Beat, source: str) -> None:
         log.warning("a second process of a node was not noted: %s", type(error).__name__)
 
 
-def _node_in(path: str) -> UUID:
-    """Return the node id in the URL; an invalid one becomes an id that no node has."""
+def _parse_node_id(path: str) -> UUID:
+    """Return the node id in the URL. Replace an invalid one by an id that no node has."""
     match = _PATH.match(path)
     return (parse_node_id(match["node_id"]) if match else None) or UUID(int=0)
 
@@ -233,7 +237,7 @@ def _refusal(error: errors.ClusterError) -> dict[str, Any]:
     return envelope_of(error, "node_error")
 
 
-def _figure(meaning: str) -> Operation:
+def _figure_schema(meaning: str) -> Operation:
     return {"type": "integer", "format": "int64", "minimum": 0, "nullable": True, "description": meaning}
 
 
@@ -259,11 +263,11 @@ HEARTBEAT: Operation = {
             {
                 "type": "object",
                 "properties": {
-                    "available_vram": _figure("Free bytes over all GPUs; ends the soft reservation."),
-                    "total_vram": _figure("Bytes over all GPUs; a budget in percent follows it."),
-                    "available_ram": _figure("Free bytes of memory."),
-                    "total_disk": _figure("Size of the filesystem of the models folder."),
-                    "available_disk": _figure("Free bytes there; 0 means full."),
+                    "available_vram": _figure_schema("Free bytes over all GPUs; ends the soft reservation."),
+                    "total_vram": _figure_schema("Bytes over all GPUs; a budget in percent follows it."),
+                    "available_ram": _figure_schema("Free bytes of memory."),
+                    "total_disk": _figure_schema("Size of the filesystem of the models folder."),
+                    "available_disk": _figure_schema("Free bytes there; 0 means full."),
                     "gpu_vendor": {"type": "string", "maxLength": 32, "nullable": True},
                     "gpus": resources.GPUS_SCHEMA,
                     "ended_processes": {

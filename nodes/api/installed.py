@@ -1,7 +1,7 @@
 """Installed backends of the cluster, and available upgrades (`contract/http-api.md` §4.2 to §4.5).
 
-Both come from rows: no worker and no gallery is waited for. A controller runs a check; its request returns
-the stored result, and the feed reports the end.
+Both come from rows: no request waits for a worker or a gallery. A controller runs an upgrade check. The
+request for a check returns the stored result, and the live feed reports the end of the check.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from localai_cluster.web.openapi import extend_schema, flat_refusals, name_operations
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, response_example
-from nodes.api.catalogue import CATALOGUE_OLD
+from nodes.api.catalogue import INVENTORY_MAX_AGE
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
 from nodes.backends.catalogue import WHERE
 from nodes.backends.installed import Upgrade
@@ -111,19 +111,19 @@ _LIST_EXAMPLE = response_example(
 
 
 def upgrades_by_backend(upgrades: Iterable[Upgrade]) -> dict[str, Row]:
-    return {upgrade.backend.name: _upgrade(upgrade) for upgrade in upgrades}
+    return {upgrade.backend.name: _upgrade_row(upgrade) for upgrade in upgrades}
 
 
 def installed_rows(picture: upgrade_check.UpgradeOverview) -> list[Row]:
-    """Return the backends by name, as §4.3 has them, with the number of pending operations of each."""
+    """Return the installed backends in the form of §4.3, by name, with their pending operations."""
     pending = intents.count_pending_by_backend()
     return [
-        _installed(backend, picture.upgrades.get(backend.name), pending.get(folded(backend.name), 0))
+        _installed_row(backend, picture.upgrades.get(backend.name), pending.get(folded(backend.name), 0))
         for backend in picture.backends
     ]
 
 
-def _upgrade(upgrade: Upgrade) -> Row:
+def _upgrade_row(upgrade: Upgrade) -> Row:
     build = upgrade.backend.majority
     return UPGRADE.of(
         backend_name=upgrade.backend.name,
@@ -138,7 +138,7 @@ def _upgrade(upgrade: Upgrade) -> Row:
     )
 
 
-def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None, pending: int) -> Row:
+def _installed_row(backend: installed.InstalledBackend, upgrade: Upgrade | None, pending: int) -> Row:
     metadata = backend.metadata
     return INSTALLED.of(
         Name=backend.name,
@@ -153,11 +153,11 @@ def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None, pen
     )
 
 
-class _Flat(APIView):
+class _FlatErrorView(APIView):
     envelope = "flat"
 
 
-class InstalledView(_Flat):
+class InstalledView(_FlatErrorView):
     """`/backends`."""
 
     @extend_schema(
@@ -172,11 +172,11 @@ class InstalledView(_Flat):
 
         Old lists are requested again meanwhile.
         """
-        inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
+        inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
         return Response(installed_rows(upgrade_check.read_overview()))
 
 
-class UpgradesView(_Flat):
+class UpgradesView(_FlatErrorView):
     """`/api/backends/upgrades`."""
 
     @extend_schema(
@@ -191,7 +191,7 @@ class UpgradesView(_Flat):
         return Response(upgrades_by_backend(upgrade_check.read_overview().upgrades.values()))
 
 
-class UpgradeCheckView(_Flat):
+class UpgradeCheckView(_FlatErrorView):
     """`/api/backends/upgrades/check`."""
 
     @extend_schema(

@@ -1,7 +1,7 @@
-"""Adding a machine: join tokens, and the script and package that it fetches.
+"""Join tokens, and the script and package that a joining machine downloads.
 
-A token is shown once, in the response that created it. `/join` and `/join/wheel` are open to anyone who may
-register (registration token, usable join token) and to admins.
+A token is shown once, in the response that created it. `/join` and `/join/wheel` are open to admins and to
+every holder of a registration token or a usable join token.
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # the framework's views import this module while they are bei
 
 USUAL_PAGE = 100
 JOIN_TOKEN_STATE = Named(
-    "JoinTokenState", {"type": "string", "enum": [one.value for one in joining.TokenState]}
+    "JoinTokenState", {"type": "string", "enum": [state.value for state in joining.TokenState]}
 )
 _FIELDS = [
     field("id", UUID_FORMAT),
@@ -120,10 +120,10 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
-    return [JOIN_TOKEN.of(**_facts(token, now)) for token in tokens]
+    return [JOIN_TOKEN.of(**_token_row(token, now)) for token in tokens]
 
 
-def _facts(token: JoinToken, now: datetime) -> Row:
+def _token_row(token: JoinToken, now: datetime) -> Row:
     columns = {name: getattr(token, name) for name in JOIN_TOKEN.fields if name != "state"}
     return columns | {"state": joining.state(token, now).value}
 
@@ -181,7 +181,7 @@ class JoinTokensView(NodeView):
             uses=body.get("uses", 1),
         )
         shown = CREATED_TOKEN.of(
-            **_facts(token, now),
+            **_token_row(token, now),
             token=plain,
             command=join_script.command(url, plain, wheel),
             url=url,
@@ -225,22 +225,28 @@ SCRIPT, WHEEL = "text/x-shellscript", "application/zip"
 
 
 class JoinAuthentication(BaseAuthentication):
-    """Authenticates by a token that lets a worker register; counts wrong ones. Others are for people."""
+    """Authenticates machines by a registration or join token, and counts wrong tokens.
+
+    Other credentials are left to the authentication of users.
+    """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return a joining machine, None for a person; 401 for a wrong token, 429 after too many of them."""
+        """Return the joining machine; None for a user's credential.
+
+        Raises the errors for 401 (wrong token) and 429 (too many wrong tokens).
+        """
         offered = principals.bearer(request.headers.get("authorization", ""))
         if not offered:
             return None
         throttle.token_failures().check(client_address(request), clock.now())
         try:
-            return self._admitted(request, offered)
+            return self._authenticate_machine(request, offered)
         except identity.WrongCredential:
             throttle.token_failures().note(client_address(request), clock.now())
             raise
 
     @staticmethod
-    def _admitted(request: Request, offered: str) -> tuple[Any, None] | None:
+    def _authenticate_machine(request: Request, offered: str) -> tuple[Any, None] | None:
         if joining.is_join_token(offered):
             joining.recognise(offered, "", clock.now())
             return principals.JOINING, None
@@ -266,7 +272,7 @@ class MayJoin(BasePermission):
 
 
 class JoinView(NodeView):
-    """Base of both routes."""
+    """Base of the routes for script and wheel."""
 
     authentication_classes = [JoinAuthentication, BearerAuthentication, CookieAuthentication]
     permission_classes = [MayJoin]
@@ -287,7 +293,9 @@ class ScriptView(JoinView):
         If the server has no worker package, the script says so and stops.
         """
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
-        return _private(HttpResponse(join_script.script(wheel), content_type=f"{SCRIPT}; charset=utf-8"))
+        return _forbid_caching(
+            HttpResponse(join_script.script(wheel), content_type=f"{SCRIPT}; charset=utf-8")
+        )
 
 
 class WheelView(JoinView):
@@ -310,9 +318,9 @@ class WheelView(JoinView):
             raise errors.Unavailable(join_script.NO_WHEEL)
         answer = HttpResponse(content, content_type=WHEEL)
         answer["Content-Disposition"] = f'attachment; filename="{wheel.path.name}"'
-        return _private(answer)
+        return _forbid_caching(answer)
 
 
-def _private(answer: HttpResponse) -> HttpResponse:
+def _forbid_caching(answer: HttpResponse) -> HttpResponse:
     answer["Cache-Control"] = "private, no-store"
     return answer

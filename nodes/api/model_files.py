@@ -1,4 +1,4 @@
-"""Files of models that nothing uses: their list by place, and their removal."""
+"""Unused files of models: their list by location, and their removal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class UnusedFilesView(APIView):
         On nodes only those that loads have sent; workers list no others. Shares are never listed. 503 while
         the models folder does not answer.
         """
-        return Response(FILES.of(places=[place.row for place in _places()]))
+        return Response(FILES.of(places=[place.row for place in _read_locations()]))
 
 
 class RemovalSerializer(NullIsAbsent):
@@ -164,16 +164,18 @@ class RemoveFilesView(APIView):
             fields.get("bytes_needed", 0),
         )
         node_id = require_node_id(str(fields["node_id"])) if "node_id" in fields else None
-        place = next((place for place in _places() if place.node_id == node_id), _FilesPlace(node_id))
+        place = next(
+            (place for place in _read_locations() if place.node_id == node_id), _StorageLocation(node_id)
+        )
         if place.problem:
             raise errors.Conflict(place.problem)
         selected = selection.of(place.files)
-        admissions = _request(requester_of(request), node_id, selected) if selected else []
-        return Response(_removal(selected, admissions), status=202 if admissions else 200)
+        admissions = _request_removal(requester_of(request), node_id, selected) if selected else []
+        return Response(_removal_body(selected, admissions), status=202 if admissions else 200)
 
 
 @dataclass(frozen=True)
-class _FilesPlace:
+class _StorageLocation:
     """Unused files of the control plane (None) or a node."""
 
     node_id: UUID | None
@@ -194,24 +196,24 @@ class _FilesPlace:
         )
 
 
-def _places() -> list[_FilesPlace]:
-    """Return the control plane and the nodes that have unused files. Raise FolderUnresponsive."""
-    in_use, files, defined = async_to_sync(_read)()
+def _read_locations() -> list[_StorageLocation]:
+    """Return the locations of unused files: the control plane and nodes. Raise FolderUnresponsive."""
+    in_use, files, defined = async_to_sync(_read_files)()
     nodes = unused_files.list_on_nodes(defined)
     return [
-        _FilesPlace(None, CONTROL_PLANE, files, in_use.problem),
-        *(_FilesPlace(id, name, models, in_use.problem) for (id, name), models in nodes.items()),
+        _StorageLocation(None, CONTROL_PLANE, files, in_use.problem),
+        *(_StorageLocation(id, name, models, in_use.problem) for (id, name), models in nodes.items()),
     ]
 
 
-async def _read() -> tuple[FilesInUse, list[UnusedFile], set[str]]:
+async def _read_files() -> tuple[FilesInUse, list[UnusedFile], set[str]]:
     in_use = await read_files_in_use()
     files = await in_folder_thread(unused_files.list_unused, conf.cluster().models_path, in_use)
     return in_use, files, {entry.name for entry in await folder().all_contents()}
 
 
-def _request(by: Requester, node_id: UUID | None, files: Sequence[UnusedFile]) -> list[Admission]:
-    """Request the removal. Raise Conflict."""
+def _request_removal(by: Requester, node_id: UUID | None, files: Sequence[UnusedFile]) -> list[Admission]:
+    """Request the removal of these files; return the operations. Raise Conflict."""
     now = clock.now()
     if node_id is None:
         return [unused_files.request_removal(files, by=by, now=now)]
@@ -222,7 +224,7 @@ def _request(by: Requester, node_id: UUID | None, files: Sequence[UnusedFile]) -
     ]
 
 
-def _removal(files: Sequence[UnusedFile], admissions: Sequence[Admission]) -> Row:
+def _removal_body(files: Sequence[UnusedFile], admissions: Sequence[Admission]) -> Row:
     jobs = [
         JOB.of(jobID=str(entry.operation.id), statusUrl=f"/api/backends/job/{entry.operation.id}")
         for entry in admissions

@@ -1,6 +1,6 @@
-"""Models of galleries under the reference's routes (`contract/http-api.md` §5.4), for its clients and pages.
+"""Models of galleries under the reference's routes (`contract/http-api.md` §5.4).
 
-Each command is an import as under the routes of this product; only shapes and names differ.
+Each command is the same import as under the routes of this product; only shapes and names differ.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from localai_cluster.web.shapes import (
 from nodes.api.base import JOB_ID, query_parameter, request_example, response_example
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
 from nodes.api.models import LONGEST_MODEL
-from nodes.api.sources import import_message, start
+from nodes.api.sources import import_message, start_import
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
@@ -46,7 +46,7 @@ from operations.ledger.admission import Admission
 MOST_ITEMS, USUAL_ITEMS = 9999, 21
 MOST_CONTEXTS = 16
 _CONTEXT = 8192
-AVAILABLE = Shape(
+AVAILABLE_MODEL = Shape(
     "AvailableModel",
     "An entry of a gallery as the reference lists it.",
     [
@@ -62,7 +62,7 @@ JOB_STARTED = Shape(
     "The operation was admitted.",
     [field("uuid", UUID), field("status", TEXT, "The address that tells how it goes.")],
 )
-LISTED = Shape(
+LISTED_MODEL = Shape(
     "ListedModel",
     "An entry of a gallery as the reference's pages list it (§5.4).",
     [
@@ -81,11 +81,11 @@ LISTED = Shape(
         field("has_variants", FLAG),
     ],
 )
-LIST = Shape(
+LISTED_MODELS = Shape(
     "ListedModels",
     "A page of the galleries' models (§5.4).",
     [
-        field("models", LISTED.many),
+        field("models", LISTED_MODEL.many),
         field("repositories", REPOSITORY.many),
         field("allTags", TEXTS),
         field("allBackends", TEXTS),
@@ -100,7 +100,7 @@ LIST = Shape(
         *(field(name, NUMBER) for name in ("ramTotal", "ramUsed", "ramUsagePercent")),
     ],
 )
-AT_CONTEXT = Shape(
+MEMORY_AT_CONTEXT = Shape(
     "MemoryAtContext",
     "The GPU memory of one replica with a context.",
     [field("contextLength", count()), field("vramBytes", BYTES), field("vramDisplay", TEXT)],
@@ -111,7 +111,7 @@ ESTIMATE = Shape(
     [
         field("sizeBytes", BYTES),
         field("sizeDisplay", TEXT),
-        field("estimates", mapping(AT_CONTEXT.ref), "By the tokens of context."),
+        field("estimates", mapping(MEMORY_AT_CONTEXT.ref), "By the tokens of context."),
         field("modelMaxContext", count(), optional=True),
     ],
 )
@@ -139,14 +139,16 @@ class AvailableModelsView(_GalleryView):
     """`/models/available`."""
 
     @_describe(
-        "models_available", "List entries of the model galleries", {200: AVAILABLE.many, **flat_refusals()}
+        "models_available",
+        "List entries of the model galleries",
+        {200: AVAILABLE_MODEL.many, **flat_refusals()},
     )
     def get(self, request: Request) -> Response:
         """Entries as their galleries have them."""
         installed = catalogue.installed_names()
         return Response(
             [
-                AVAILABLE.of(
+                AVAILABLE_MODEL.of(
                     name=entry.name,
                     gallery=REPOSITORY.of(
                         url=gallery_index.public_url(entry.gallery.url), name=entry.gallery.name
@@ -214,7 +216,7 @@ class ImportUriSerializer(NullIsAbsent):
     preferences = PreferencesSerializer(required=False)
 
 
-def _job(request: Request, operation_id: Id) -> Response:
+def _job_response(request: Request, operation_id: Id) -> Response:
     job = str(operation_id)
     return Response(JOB_STARTED.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
 
@@ -241,11 +243,11 @@ class ApplyModelView(_GalleryView):
         fields = validate_body(ApplyModelSerializer, request)
         entry = _requested_entry(fields)
         plan = inspection.plan_entry(entry, name=fields.get("name", ""))
-        return _job(request, start(request, plan).operation.id)
+        return _job_response(request, start_import(request, plan).operation.id)
 
 
 def _requested_entry(fields: dict[str, Any]) -> GalleryEntry:
-    """Return the entry that is to be installed, with the changes of the request."""
+    """Return the requested entry with the changes of the request."""
     url = fields.get("url") or fields.get("config_url", "")
     if model := fields.get("id", ""):
         entry = galleries.find(reference_of(model))
@@ -266,7 +268,7 @@ def _requested_entry(fields: dict[str, Any]) -> GalleryEntry:
 
 
 def reference_of(text: str) -> GalleryRef:
-    """Return the entry that `gallery@name` or a bare name means."""
+    """Parse `gallery@name` or a name without a gallery."""
     gallery, _, name = text.rpartition("@")
     return GalleryRef(gallery, name)
 
@@ -289,7 +291,7 @@ class ImportUriView(_GalleryView):
         plan = inspection.plan_import(
             fields["uri"], variant=wanted, name=wishes.get("name", "").strip(), now=clock.now()
         )
-        return _job(request, start(request, plan).operation.id)
+        return _job_response(request, start_import(request, plan).operation.id)
 
 
 def _accepted_body(admission: Admission, message: str) -> Row:
@@ -313,7 +315,7 @@ class InstallModelView(_GalleryView):
         """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
         variant = Parameters(request.query_params, "variant").text("variant", 300)
         plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
-        admission = start(request, plan)
+        admission = start_import(request, plan)
         return Response(_accepted_body(admission, import_message(admission, plan.name)))
 
 
@@ -330,14 +332,14 @@ class EstimateView(_GalleryView):
     )
     def get(self, request: Request, id: str) -> Response:
         """By the header of its file; the memory is that of a node with a GPU."""
-        contexts = _contexts(Parameters(request.query_params, "contexts").text("contexts", 200))
+        contexts = _parse_contexts(Parameters(request.query_params, "contexts").text("contexts", 200))
         size, memory, trained = inspection.estimate_entry(galleries.find(reference_of(id)), contexts)
         return Response(
             ESTIMATE.of(
                 sizeBytes=size,
                 sizeDisplay=human_bytes(size) if size else "",
                 estimates={
-                    str(context): AT_CONTEXT.of(
+                    str(context): MEMORY_AT_CONTEXT.of(
                         contextLength=context,
                         vramBytes=needed,
                         vramDisplay=human_bytes(needed) if needed else "",
@@ -349,7 +351,7 @@ class EstimateView(_GalleryView):
         )
 
 
-def _contexts(text: str) -> list[int]:
+def _parse_contexts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()] or [str(_CONTEXT)]
     if len(parts) > MOST_CONTEXTS or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
         raise errors.InvalidInput(
@@ -367,7 +369,7 @@ class ModelsView(_GalleryView):
     @_describe(
         "models_gallery_list",
         "List models of the galleries as the reference's pages do",
-        {200: LIST.ref, **flat_refusals(400)},
+        {200: LISTED_MODELS.ref, **flat_refusals(400)},
         parameters=[
             query_parameter("term", _TEXT, "Only entries with this in name, description, tags or gallery."),
             query_parameter("tag", _TEXT, "Only entries with this tag."),
@@ -397,11 +399,11 @@ class ModelsView(_GalleryView):
         if sort:
             chosen.sort(key=lambda entry: entry.name.casefold())
             chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=order == "desc")
-        busy = {catalogue.entry_id(each): job for each in entries if (job := jobs.get(folded(each.name)))}
+        busy = {catalogue.entry_id(entry): job for entry in entries if (job := jobs.get(folded(entry.name)))}
         pages = -(-len(chosen) // items)
-        rows = [_listed(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
+        rows = [_listed_row(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
         return Response(
-            LIST.of(
+            LISTED_MODELS.of(
                 models=rows,
                 repositories=_repositories(),
                 allTags=sorted({tag for entry in entries for tag in entry.tags}),
@@ -432,7 +434,7 @@ _ORDERS: dict[str, Callable[[GalleryEntry, set[str]], Any]] = {
 def _is_wanted(entry: GalleryEntry, *, term: str, tag: str, backend: str) -> bool:
     return (
         (not term or term in catalogue.searchable_text(entry))
-        and (not tag or tag in {each.casefold() for each in entry.tags})
+        and (not tag or tag in {text.casefold() for text in entry.tags})
         and (not backend or backend == _backend_of(entry).casefold())
     )
 
@@ -442,9 +444,9 @@ def _backend_of(entry: GalleryEntry) -> str:
     return stated if isinstance(stated, str) else ""
 
 
-def _listed(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
+def _listed_row(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
     job = jobs.get(folded(entry.name), "")
-    return LISTED.of(
+    return LISTED_MODEL.of(
         id=catalogue.entry_id(entry),
         name=entry.name,
         description=entry.description,

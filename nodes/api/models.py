@@ -1,7 +1,8 @@
 """Models: the list (`contract/http-api.md` §5.4), and commands to unload and delete them (§2.11).
 
-Each command is an operation. The response waits for its end, as clients of the reference expect, for `HOLD`
-seconds at most: then, or with `"wait": false`, it is a 202. `GET /v1/models` lists the defined models by key.
+Each command is an operation. The response waits for its end, as clients of the reference expect, for at most
+`WAIT_FOR_END` seconds; after that, or with `"wait": false`, it is a 202. `GET /v1/models` lists the defined
+models by key.
 """
 
 from collections import defaultdict
@@ -57,7 +58,7 @@ PLACE = Shape(
         field("node_status", NODE_STATUS.ref),
     ],
 )
-MODEL = Shape(
+INSTALLED_MODEL = Shape(
     "InstalledModel",
     "A model that is defined, or that a node has.",
     [
@@ -89,7 +90,7 @@ MODELS = Shape(
     "InstalledModels",
     "All models, by name.",
     [
-        field("data", MODEL.many),
+        field("data", INSTALLED_MODEL.many),
         field("definitionErrors", DEFINITION_ERROR.many, "Files whose models do not serve, and why."),
     ],
 )
@@ -152,7 +153,7 @@ def _model_row(
     name: str, definition: Definition | None, backend: str, places: list[Row], *, is_pinned: bool
 ) -> Row:
     cases = definition.use_cases if definition is not None else files.engine_use_cases(backend, {})
-    return MODEL.of(
+    return INSTALLED_MODEL.of(
         id=name,
         capabilities=files.to_flags(cases),
         backend=definition.backend if definition is not None else backend,
@@ -164,14 +165,15 @@ def _model_row(
     )
 
 
-HOLD = 90.0
-"""Seconds that a request waits for the end of its operation: the usual grace and a worker's stop fit in."""
-LOOK_EVERY = 2.0
+WAIT_FOR_END = 90.0
+"""Seconds that a request waits for its operation, enough for the usual grace and a worker's stop."""
+POLL_EVERY = 2.0
+"""Seconds between two reads of the operation without a wake-up."""
 LONGEST_MODEL = 255
 MOST_REPLICAS = 10_000
 _MODEL_NAME = r"^[^\x00-\x1f\x7f]+$"
 
-DONE = Shape(
+MODEL_DONE = Shape(
     "ModelDone",
     "What was done, by which operation; `statusUrl` tells how it went.",
     [
@@ -181,18 +183,19 @@ DONE = Shape(
         field("deduplicated", FLAG, optional=True),
     ],
 )
-_SENT = request_example({"model_name": "minilm"})
-UNLOAD_HERE = "model unloaded from node", "the model is being unloaded from the node"
-DELETE_HERE = "model deleted from node", "the model is being deleted from the node"
-UNLOADED = "model unloaded", "the model is being unloaded"
-DELETED = "model deleted", "the model is being deleted"
-"""Messages for an operation that has ended, and for one that is running."""
+_REQUEST_EXAMPLE = request_example({"model_name": "minilm"})
+Messages = tuple[str, str]
+"""Messages for an operation that has ended, and for an operation that is running."""
+NODE_UNLOAD_MESSAGES: Messages = "model unloaded from node", "the model is being unloaded from the node"
+NODE_DELETE_MESSAGES: Messages = "model deleted from node", "the model is being deleted from the node"
+UNLOAD_MESSAGES: Messages = "model unloaded", "the model is being unloaded"
+DELETE_MESSAGES: Messages = "model deleted", "the model is being deleted"
 
 
-def _done(text: str, goes_on: str) -> list[Any]:
+def _response_examples(ended_message: str, running_message: str) -> list[Any]:
     return [
-        response_example(job_example(text)),
-        response_example(job_example(goes_on), "accepted", "202"),
+        response_example(job_example(ended_message)),
+        response_example(job_example(running_message), "accepted", "202"),
     ]
 
 
@@ -201,20 +204,20 @@ def describe_waiting_command(
     summary: str,
     body: type[serializers.Serializer[Any]],
     example: Any,
-    messages: tuple[str, str],
+    messages: Messages,
 ) -> Callable[[View], View]:
-    """Describe in the API document a command that waits."""
+    """Describe a command whose response waits for the operation's end, for the API document."""
     return extend_schema(
         operation_id=operation_id,
         summary=summary,
         tags=["nodes"],
         request=body,
         responses={
-            200: OpenApiResponse(DONE.ref, "It is done."),
-            202: OpenApiResponse(DONE.ref, "The operation is recorded and goes on."),
+            200: OpenApiResponse(MODEL_DONE.ref, "It is done."),
+            202: OpenApiResponse(MODEL_DONE.ref, "The operation is recorded and goes on."),
             **refusals(400, 401, 403, 404, 409, 413, 502),
         },
-        examples=[example, *_done(*messages)],
+        examples=[example, *_response_examples(*messages)],
     )
 
 
@@ -252,7 +255,7 @@ class DeleteModelSerializer(UnloadModelSerializer):
 
 
 def check_model_name(name: str) -> str:
-    """Return the name; raise ValidationError for a text that cannot be one."""
+    """Return the name. Raise ValidationError if it is not a valid model name."""
     if not name or name != name.strip():
         raise serializers.ValidationError("must be a name without blanks around it")
     if any(names.find_unprintable(character) for character in name):
@@ -261,14 +264,14 @@ def check_model_name(name: str) -> str:
 
 
 class _ModelView(NodeView):
-    """Base of the four routes."""
+    """Base of the routes that unload or delete a model."""
 
     def execute(
         self,
         request: Request,
         admit_unload: Callable[..., Admission],
         shape: type[UnloadModelSerializer],
-        messages: tuple[str, str],
+        messages: Messages,
         node_id: str | None = None,
     ) -> Response:
         fields = validate_body(shape, request)
@@ -280,10 +283,13 @@ def run_and_respond(
     request: Request,
     admit_unload: Callable[..., Admission],
     fields: dict[str, Any],
-    messages: tuple[str, str],
+    messages: Messages,
     node: BackendNode | None = None,
 ) -> Response:
-    """Admit and wait: 200 after the end, 202 while it is running, CommandFailed with the reasons."""
+    """Create or join the operation, wait for its end, and return the response.
+
+    200 if it has ended, 202 if it is still running. Raises CommandFailed with the reasons of a failure.
+    """
     unload_request = UnloadRequest(
         fields["model_name"],
         requester_of(request),
@@ -292,20 +298,22 @@ def run_and_respond(
         fields.get("deadline_seconds"),
     )
     admission = admit_unload(unload_request, now=clock.now())
-    operation = wait_for_end(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
+    operation = (
+        wait_for_end(admission.operation, WAIT_FOR_END) if fields.get("wait", True) else admission.operation
+    )
     if operation.status == Status.FAILED:
         raise CommandFailed(operation.error)
     if operation.status == Status.CANCELLED:
         raise CommandFailed(f"cancelled: {operation.message}")
     finished = operation.status == Status.COMPLETED
-    body = DONE.of(**job_fields(admission, messages[0] if finished else messages[1]))
+    body = MODEL_DONE.of(**job_fields(admission, messages[0] if finished else messages[1]))
     return Response(body, status=200 if finished else 202)
 
 
 def wait_for_end(operation: Operation, seconds: float) -> Operation:
-    """Wait for the end of the operation, for `seconds` at most; return it as it is then.
+    """Wait at most `seconds` for the operation's end; return the operation as last read.
 
-    Raises CommandFailed if its record was cleared meanwhile.
+    Raises CommandFailed if its record has been deleted meanwhile.
     """
     if not connection.in_atomic_block:
         connection.close()  # the wait needs none, and there are fewer than requests
@@ -322,51 +330,71 @@ async def _wait_for_end(operation_id: UUID, seconds: float) -> Operation:
             remaining = until - clock.monotonic()
             if operation.status in TERMINAL or remaining <= 0:
                 return operation
-            await watch.changed(timeout=min(remaining, LOOK_EVERY))
+            await watch.changed(timeout=min(remaining, POLL_EVERY))
 
 
 class NodeModelUnloadView(_ModelView):
     """`/api/nodes/:id/models/unload`."""
 
     @describe_waiting_command(
-        "nodes_models_unload", "Unload a model from a node", UnloadReplicaSerializer, _SENT, UNLOAD_HERE
+        "nodes_models_unload",
+        "Unload a model from a node",
+        UnloadReplicaSerializer,
+        _REQUEST_EXAMPLE,
+        NODE_UNLOAD_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the model's engines on the node, or one of them.
 
         Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
         """
-        return self.execute(request, unload_requests.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
+        return self.execute(
+            request, unload_requests.unload, UnloadReplicaSerializer, NODE_UNLOAD_MESSAGES, node_id
+        )
 
 
 class NodeModelDeleteView(_ModelView):
     """`/api/nodes/:id/models/delete`."""
 
     @describe_waiting_command(
-        "nodes_models_delete", "Delete a model's files from a node", DeleteModelSerializer, _SENT, DELETE_HERE
+        "nodes_models_delete",
+        "Delete a model's files from a node",
+        DeleteModelSerializer,
+        _REQUEST_EXAMPLE,
+        NODE_DELETE_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Unloads the model from the node and removes its files there; a success where there are none."""
-        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETE_HERE, node_id)
+        return self.execute(
+            request, unload_requests.delete, DeleteModelSerializer, NODE_DELETE_MESSAGES, node_id
+        )
 
 
 class ModelUnloadView(_ModelView):
     """`/api/nodes/models/unload`."""
 
     @describe_waiting_command(
-        "models_unload", "Unload a model from all nodes", UnloadModelSerializer, _SENT, UNLOADED
+        "models_unload",
+        "Unload a model from all nodes",
+        UnloadModelSerializer,
+        _REQUEST_EXAMPLE,
+        UNLOAD_MESSAGES,
     )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
-        return self.execute(request, unload_requests.unload, UnloadModelSerializer, UNLOADED)
+        return self.execute(request, unload_requests.unload, UnloadModelSerializer, UNLOAD_MESSAGES)
 
 
 class ModelDeleteView(_ModelView):
     """`/api/nodes/models/delete`."""
 
     @describe_waiting_command(
-        "models_delete", "Delete a model's files from all nodes", DeleteModelSerializer, _SENT, DELETED
+        "models_delete",
+        "Delete a model's files from all nodes",
+        DeleteModelSerializer,
+        _REQUEST_EXAMPLE,
+        DELETE_MESSAGES,
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
-        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETED)
+        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETE_MESSAGES)

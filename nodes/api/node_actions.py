@@ -1,6 +1,6 @@
-"""The actions of an admin on one node or many: approve, reject, drain, resume, stop, rotate, revoke.
+"""Actions of an admin on nodes: approve, reject, drain, resume, stop, rotate, revoke.
 
-The sentences are those of `nodes/registry/actions.py` (`contract/http-api.md` §2.5, §2.6).
+`nodes/registry/actions.py` has their messages (`contract/http-api.md` §2.5, §2.6).
 """
 
 import re
@@ -40,12 +40,12 @@ _FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
 _NO_NULL = "^[^\\u0000]*$"
 
 _OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
-_WHO = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
-_AGENT = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
-REASON = request_example({"reason": "ticket 4711"})
+_NODE_EXAMPLE = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
+_AGENT_EXAMPLE = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
+REASON_EXAMPLE = request_example({"reason": "ticket 4711"})
 
 
-_STOPPING = {
+_STOP_EXAMPLE = {
     "jobID": _OTHER_ID,
     "statusUrl": f"/api/backends/job/{_OTHER_ID}",
     "message": actions.STOP.message,
@@ -147,8 +147,8 @@ class ApproveView(NodeView):
         responses={200: node_rows.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[
             request_example({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
-            response_example(_WHO | {"message": actions.APPROVE.message}),
-            response_example(_WHO | _AGENT | {"message": actions.APPROVE.message}, "agent"),
+            response_example(_NODE_EXAMPLE | {"message": actions.APPROVE.message}),
+            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE | {"message": actions.APPROVE.message}, "agent"),
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -234,7 +234,7 @@ def perform_action(
     return Response({"message": action.message})
 
 
-_REFUSED = (400, 401, 403, 404, 409, 413)
+_ERROR_STATUSES = (400, 401, 403, 404, 409, 413)
 
 
 class RejectView(NodeView):
@@ -243,7 +243,7 @@ class RejectView(NodeView):
     @describe_action(
         actions.REJECT,
         RejectionSerializer,
-        _REFUSED,
+        _ERROR_STATUSES,
         request_example({"reason": "no such machine was announced"}),
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -268,7 +268,7 @@ class DrainView(NodeView):
 class ResumeView(NodeView):
     """`/api/nodes/:id/resume` (R1.18)."""
 
-    @describe_action(actions.RESUME, ReasonSerializer, _REFUSED, REASON)
+    @describe_action(actions.RESUME, ReasonSerializer, _ERROR_STATUSES, REASON_EXAMPLE)
     def post(self, request: Request, node_id: str) -> Response:
         """Returns the node to service; an offline node after its next heartbeat."""
         return perform_action(request, node_id, actions.RESUME, ReasonSerializer)
@@ -291,8 +291,8 @@ class RevokeView(NodeView):
     @describe_action(
         actions.REVOKE,
         ReasonSerializer,
-        _REFUSED,
-        REASON,
+        _ERROR_STATUSES,
+        REASON_EXAMPLE,
         operation_id="nodes_identity_revoke",
         tag="identity",
     )
@@ -313,7 +313,7 @@ class StopView(NodeView):
             202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and goes on."),
             **refusals(400, 401, 403, 404, 409, 413),
         },
-        examples=[REASON, response_example(_STOPPING, status="202")],
+        examples=[REASON_EXAMPLE, response_example(_STOP_EXAMPLE, status="202")],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.

@@ -1,7 +1,8 @@
-"""Backends of a node: the list, and commands to install, upgrade and delete (`contract/http-api.md` §2.10).
+"""Backends of a node: list, install, upgrade, delete (`contract/http-api.md` §2.10).
 
-The list comes from rows at once, with its age; a controller refreshes an old one meanwhile. Each command is
-an operation, a 202. The bodies of commands are checked here for all routes.
+The list comes from rows and states its age; a controller refreshes an old list in the background. Each
+command creates an operation and gets a 202. The serializers here check the bodies of such commands for all
+routes.
 """
 
 import logging
@@ -48,18 +49,18 @@ log = logging.getLogger(__name__)
 BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-def _text(length: int) -> Text:
+def _text_field(length: int) -> Text:
     return Text(required=False, max_length=length)
 
 
 class InstallSerializer(Described, NullIsAbsent):
     """A backend to install on a node (§2.10)."""
 
-    backend = _text(255)
-    uri = _text(1024)
-    name = _text(255)
-    alias = _text(255)
-    backend_galleries = _text(64 * 1024)
+    backend = _text_field(255)
+    uri = _text_field(1024)
+    name = _text_field(255)
+    alias = _text_field(255)
+    backend_galleries = _text_field(64 * 1024)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class InstallSerializer(Described, NullIsAbsent):
     validate_alias = validate_backend
 
     def validate_uri(self, value: str | None) -> str | None:
-        """Refuse control characters, and a password: operations show the address."""
+        """Refuse control characters and passwords, because operations show the address."""
         if value and not value.isprintable():
             raise serializers.ValidationError("must not contain control characters")
         if value and "@" in _authority(value):
@@ -88,7 +89,8 @@ class InstallSerializer(Described, NullIsAbsent):
         return attrs
 
     def validate_backend_galleries(self, value: str | None) -> str:
-        """Return "" for anything but a list with galleries in it: the configured ones apply (O37)."""
+        """Return the text if it is a list with galleries; otherwise "", so that the cluster's galleries apply
+        (O37)."""
         if not value:
             return ""
         try:
@@ -133,9 +135,9 @@ class BackendSerializer(Described, serializers.Serializer[Any]):
 
 
 def install_request(fields: dict[str, Any], *, force: bool = False) -> BackendRequest:
-    """Return the request of an install. Raise InvalidInput without a name or an address.
+    """Return the request for an installation. Raise InvalidInput if name and address are missing.
 
-    Without a name the address stands for it (A22).
+    Without a name the address is used as the name (A22).
     """
     gallery_name, name, uri = fields.get("backend", ""), fields.get("name", ""), fields.get("uri", "")
     gallery, _, backend = (gallery_name or name).rpartition("@")
@@ -154,7 +156,7 @@ def install_request(fields: dict[str, Any], *, force: bool = False) -> BackendRe
 
 
 def backend_name_in(text: str) -> str:
-    """Return a backend's name from a path; raise InvalidInput for an invalid one."""
+    """Return the backend's name in a path. Raise InvalidInput for an invalid name."""
     if not re.fullmatch(BACKEND_NAME, text, re.ASCII) or len(text) > 255:
         raise errors.InvalidInput("this is no name of a backend", field="name")
     return text.rpartition("@")[2]
@@ -175,7 +177,7 @@ COMMAND_TEXTS = {
     UPGRADE: CommandTexts("backend upgrade started", "already being upgraded"),
     DELETE: CommandTexts("backend deletion started", "already being deleted"),
 }
-"""By kind of operation."""
+"""Messages by kind of operation."""
 
 
 _RESPONSES = {
@@ -184,7 +186,7 @@ _RESPONSES = {
 }
 
 
-def _schema(
+def _describe_command(
     name: str, summary: str, body: type[Described], backend: str, texts: CommandTexts
 ) -> Callable[[View], View]:
     return extend_schema(
@@ -204,54 +206,60 @@ def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
     return ACCEPTED.of(**job_fields(admission, COMMAND_TEXTS[kind].of(admission)))
 
 
-def _on_one(request: Request, node: BackendNode, command: BackendRequest) -> Response:
+def _admit_on_node(request: Request, node: BackendNode, command: BackendRequest) -> Response:
     admission = admit(command, RequestScope([node], requester_of(request)), now=clock.now())
     return Response(accepted_body(admission, command.kind), status=202)
 
 
-def _on_installed(request: Request, node_id: str, kind: str) -> Response:
+def _change_installed(request: Request, node_id: str, kind: str) -> Response:
     backend = validate_body(BackendSerializer, request)["backend"]
-    return _on_one(request, node_commands.find_node(require_node_id(node_id)), BackendRequest(kind, backend))
+    return _admit_on_node(
+        request, node_commands.find_node(require_node_id(node_id)), BackendRequest(kind, backend)
+    )
 
 
 class InstallView(NodeView):
     """`/api/nodes/:id/backends/install`."""
 
-    @_schema(
+    @_describe_command(
         "install", "Install a backend on a node", InstallSerializer, "local@minilm", COMMAND_TEXTS[INSTALL]
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
         command = install_request(validate_body(InstallSerializer, request))
-        return _on_one(request, node_commands.find_node(require_node_id(node_id)), command)
+        return _admit_on_node(request, node_commands.find_node(require_node_id(node_id)), command)
 
 
 class UpgradeView(NodeView):
     """`/api/nodes/:id/backends/upgrade`."""
 
-    @_schema("upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", COMMAND_TEXTS[UPGRADE])
+    @_describe_command(
+        "upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", COMMAND_TEXTS[UPGRADE]
+    )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the backend's engines on the node and installs it again from the galleries (A39).
 
         A repeated request joins the running operation.
         """
-        return _on_installed(request, node_id, UPGRADE)
+        return _change_installed(request, node_id, UPGRADE)
 
 
 class DeleteView(NodeView):
     """`/api/nodes/:id/backends/delete`."""
 
-    @_schema("delete", "Delete a backend from a node", BackendSerializer, "minilm", COMMAND_TEXTS[DELETE])
+    @_describe_command(
+        "delete", "Delete a backend from a node", BackendSerializer, "minilm", COMMAND_TEXTS[DELETE]
+    )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the backend's engines on the node and removes its files (O38).
 
         A repeated request joins the running operation.
         """
-        return _on_installed(request, node_id, DELETE)
+        return _change_installed(request, node_id, DELETE)
 
 
-ASKED_AGAIN_AFTER = 60.0
-"""Age in seconds at which reading a list refreshes it."""
+LIST_MAX_AGE = 60.0
+"""Seconds after which a request for the list refreshes it."""
 NODE_BACKEND = Shape(
     "NodeBackend",
     "One backend on a node (§2.10).",
@@ -306,12 +314,12 @@ class NodeBackendsView(NodeView):
             raise errors.NotFound("node not found")
         if node.node_type == NodeType.AGENT:
             return Response([])
-        inventory.wake([node.id], older_than=ASKED_AGAIN_AFTER, now=clock.now())
+        inventory.wake([node.id], older_than=LIST_MAX_AGE, now=clock.now())
         rows = NODE_BACKEND.rows(NodeBackend.objects.filter(node=node).order_by("name"))
-        return Response(rows, headers=_age(node))
+        return Response(rows, headers=_as_of_header(node))
 
 
-def _age(node: BackendNode) -> dict[str, str]:
+def _as_of_header(node: BackendNode) -> dict[str, str]:
     headers = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
     problem = names.to_single_line(node.inventory_error).encode("ascii", "replace").decode()
     return headers | ({"X-Inventory-Error": problem} if problem else {})

@@ -69,7 +69,7 @@ _describe_labels = partial(
 def _describe_value(
     name: str, summary: str, body: type[NullIsAbsent], answer: Shape, value: Any
 ) -> Callable[[View], View]:
-    """Describe the route that sets the only field of `answer`."""
+    """Describe a route that sets one value, for the API document."""
     (key,) = answer.fields
     return _describe_edit(name, summary, body, {200: answer.ref}, {"value": value}, {key: value})
 
@@ -114,7 +114,7 @@ class LabelsView(NodeView):
 
 
 def parse_labels(request: Request) -> dict[str, str]:
-    """Return the labels in the body; raise InvalidInput naming the key whose value is not a text."""
+    """Return the labels in the body. Raise InvalidInput with the key whose value is not a text."""
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)
     for key, value in request.data.items():

@@ -1,7 +1,7 @@
 """Nodes: the list, one node, its replicas, timeline and identity conflicts.
 
-Rules: `contract/http-api.md` §2.1, §2.3, §2.4. A conflict is another machine that claims to be a node; an
-administrator accepts or refuses it.
+Rules: `contract/http-api.md` §2.1, §2.3, §2.4. In a conflict another machine claims to be a node; an
+administrator accepts or refuses the claim.
 """
 
 from uuid import UUID
@@ -36,7 +36,7 @@ from nodes.registry.heartbeats import LARGEST
 from nodes.registry.shape import CONFLICT, EVENT, NODE, NODE_DETAIL
 from nodes.replicas.shape import REPLICA
 
-_PAIR: Schema = {
+_LABEL_SCHEMA: Schema = {
     "type": "string",
     "pattern": rf"^[^=]{{1,{scheduling.LONGEST_KEY}}}=[\s\S]{{0,{scheduling.LONGEST_VALUE}}}$",
 }
@@ -51,7 +51,7 @@ _FILTERS = [
     ),
     query_parameter(
         "label",
-        {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": listing.MOST_LABELS},
+        {"type": "array", "items": _LABEL_SCHEMA, "minItems": 1, "maxItems": listing.MOST_LABELS},
         "`key=value`: only nodes with this label; repeated, with all of them.",
         explode=True,
     ),
@@ -89,7 +89,7 @@ _NODE_EXAMPLE = {
     "in_flight_count": 2,
     "labels": _LABELS,
 }
-_BEHIND = {
+_DETAIL_EXAMPLE = {
     "gpus": [
         {
             "index": 0,
@@ -172,7 +172,7 @@ class NodeDetailView(NodeView):
         summary="Show a node",
         tags=["nodes"],
         responses={200: NODE_DETAIL.ref, **refusals(401, 403, 404)},
-        examples=[response_example(_NODE_EXAMPLE | _BEHIND)],
+        examples=[response_example(_NODE_EXAMPLE | _DETAIL_EXAMPLE)],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""
@@ -295,11 +295,11 @@ class EventsView(NodeView):
             rows = rows.filter(kind=kind)
         if cursor := parameters.number("cursor", 1, LARGEST):
             rows = rows.filter(id__lt=cursor)
-        return Response(_page(EVENT.rows(rows[: limit + 1]), limit))
+        return Response(_events_page(EVENT.rows(rows[: limit + 1]), limit))
 
 
 def _known_node_id(id_text: str) -> UUID:
-    """Return the id of a node that exists or has left events behind; raise NotFound."""
+    """Return the id if a node or at least one event has it. Raise NotFound."""
     node = parse_node_id(id_text)
     if node is None or not (
         BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
@@ -308,8 +308,8 @@ def _known_node_id(id_text: str) -> UUID:
     return node
 
 
-def _page(rows: list[Row], limit: int) -> Row:
-    """Return at most `limit` of the rows, and the cursor of the older ones if there are any."""
+def _events_page(rows: list[Row], limit: int) -> Row:
+    """Return a page of at most `limit` rows, with the cursor of older rows if there are any."""
     shown = rows[:limit]
     return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)
 

@@ -1,6 +1,6 @@
-"""The first page: the cluster at a glance, what needs attention, what runs, first steps of a new cluster.
+"""The overview page: nodes, problems, running operations, and the first steps of a new cluster.
 
-A constant number of queries, and a scan of the models folder.
+It needs a constant number of queries and a scan of the models folder.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +44,13 @@ from operations.causes import LONGEST_ERROR, cause_of
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 MOST_NODES = 1000
-"""Most nodes of the strip."""
+"""Maximum number of nodes shown."""
 MOST_GROUPS = MOST_RUNNING = 10
 MOST_FAILURES = 2000
-"""Most failures that are grouped, of nodes and of whole operations; the newest."""
+"""Maximum number of the newest failures that are grouped, of targets and of whole operations."""
 MOST_NAMED = 5
 FULL_DISK = 0.05
-"""Fraction of a models disk that is free below which the disk counts as full."""
+"""Free fraction of a models disk below which the disk counts as full."""
 _LONGEST_TEXT = 300
 
 STRIP_NODE = Shape(
@@ -190,14 +190,19 @@ class OverviewView(NodeView):
         """Nodes, requests, what needs attention, what runs, and the first steps of a new cluster."""
         now = clock.now()
         nodes = _read_nodes()
-        attention = [*_failures(), *_node_problems(nodes), *_definition_problems(), *_credentials(now)]
+        attention = [
+            *_failure_groups(),
+            *_node_problems(nodes),
+            *_definition_problems(),
+            *_credential_problems(now),
+        ]
         active = Operation.objects.filter(status__in=ACTIVE)
         return Response(
             OVERVIEW.of(
                 at=now.isoformat(),
                 nodes=[node.cell() for node in nodes[:MOST_NODES]],
                 node_count=len(nodes),
-                traffic=_traffic(now),
+                traffic=_traffic_row(now),
                 attention=sorted(attention, key=lambda group: group["level"]),
                 running=RUNNING.rows(active.order_by("-created_at", "id")[:MOST_RUNNING]),
                 running_count=active.count(),
@@ -207,8 +212,8 @@ class OverviewView(NodeView):
 
 
 @dataclass(frozen=True)
-class _Node:
-    """The columns of a node that the overview reads, in their order."""
+class _NodeColumns:
+    """The columns of a node that the overview reads, in the order of the query."""
 
     id: Any
     name: str
@@ -227,7 +232,7 @@ class _Node:
     weak_identity: bool
 
     def cell(self) -> Row:
-        """Return the node's cell of the strip."""
+        """Return the node as the overview shows it."""
         limit = min(self.vram_budget_bytes or self.total_vram, self.total_vram)
         busy = [gpu["utilization"] for gpu in self.gpus if gpu.get("utilization") is not None]
         return STRIP_NODE.of(
@@ -247,24 +252,24 @@ class _Node:
         return self.total_disk > 0 and self.available_disk < FULL_DISK * self.total_disk
 
 
-def _read_nodes() -> list[_Node]:
+def _read_nodes() -> list[_NodeColumns]:
     rows = BackendNode.objects.filter(approved_at__isnull=False, node_type=NodeType.BACKEND).order_by("name")
-    return [_Node(*values) for values in rows.values_list(*_Node.__dataclass_fields__)]
+    return [_NodeColumns(*values) for values in rows.values_list(*_NodeColumns.__dataclass_fields__)]
 
 
-def _group(cause: str, level: str, sentence: str, names: Sequence[str]) -> Row:
-    """Return a group of the subjects with these names; without names there is one subject."""
+def _problem_group(cause: str, level: str, sentence: str, names: Sequence[str]) -> Row:
+    """Return a group of problems with one subject for each name; without names it has one subject."""
     shown = [name[:_LONGEST_TEXT] for name in names[:MOST_NAMED]]
     return ATTENTION.of(
         cause=cause, level=level, text=sentence[:_LONGEST_TEXT], count=max(len(names), 1), names=shown
     )
 
 
-def _failures() -> Iterator[Row]:
-    """Yield the undismissed failures by kind and cause: the largest groups first, then the newest.
+def _failure_groups() -> Iterator[Row]:
+    """Yield the undismissed failures, grouped by kind and cause: the largest groups first, then the newest.
 
-    Two queries. Each node counts once, or the element of an operation without a node. An operation whose
-    targets failed has no cause of its own.
+    Two queries. A group counts each node once, and an operation without nodes by its element. An operation
+    with failed targets has no cause of its own.
     """
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True).order_by()
     targets = OperationTarget.objects.filter(status=TargetStatus.ERROR)
@@ -286,10 +291,10 @@ def _failures() -> Iterator[Row]:
         group[node or element] = max(finished_at, group.get(node or element, finished_at))
     ranked = sorted((-len(group), -max(group.values()).timestamp(), key) for key, group in groups.items())
     for _, _, key in ranked[:MOST_GROUPS]:
-        yield _group("failures", "error", key[1], sorted(groups[key]))
+        yield _problem_group("failures", "error", key[1], sorted(groups[key]))
 
 
-_NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (
+_NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_NodeColumns], bool]], ...] = (
     (
         *("silent_nodes", "error", "The node sends no heartbeats"),
         lambda node: node.status == NodeStatus.OFFLINE and node.offline_recovers,
@@ -309,41 +314,46 @@ _NODE_PROBLEMS: tuple[tuple[str, str, str, Callable[[_Node], bool]], ...] = (
 )
 
 
-def _node_problems(nodes: Sequence[_Node]) -> Iterator[Row]:
+def _node_problems(nodes: Sequence[_NodeColumns]) -> Iterator[Row]:
     for cause, level, sentence, has_problem in _NODE_PROBLEMS:
         if names := [node.name for node in nodes if has_problem(node)]:
-            yield _group(cause, level, sentence, names)
+            yield _problem_group(cause, level, sentence, names)
 
 
 def _definition_problems() -> Iterator[Row]:
     problems = async_to_sync(folder.folder().problems)()
     if problems.folder:
-        yield _group("definitions", "error", f"The models folder: {problems.folder}", [])
+        yield _problem_group("definitions", "error", f"The models folder: {problems.folder}", [])
     if problems.files:
-        yield _group("definitions", "warning", "The definition cannot be used", sorted(problems.files))
+        yield _problem_group(
+            "definitions", "warning", "The definition cannot be used", sorted(problems.files)
+        )
 
 
-def _credentials(now: datetime) -> Iterator[Row]:
-    """Yield join tokens that expire within a day, and bus credentials that were not renewed in time."""
+def _credential_problems(now: datetime) -> Iterator[Row]:
+    """Yield the problems of credentials: join tokens that expire within a day, bus credentials not renewed in
+    time."""
     tokens = JoinToken.objects.filter(
         expires_at__gt=now, expires_at__lt=now + DAY, revoked_at__isnull=True, uses__lt=F("max_uses")
     )
     if names := [str(token) for token in tokens.order_by("expires_at")]:
-        yield _group("join_tokens", "warning", "The join token expires within a day", names)
+        yield _problem_group("join_tokens", "warning", "The join token expires within a day", names)
     soon = now + timedelta(seconds=conf.cluster().nats_worker_jwt_ttl / 10)
     heard = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     late = BusCredential.objects.filter(revoked_at__isnull=True, expires_at__lt=soon)
     names = list(heard.filter(pk__in=late.values("node_id")).order_by("name").values_list("name", flat=True))
     if names:
-        yield _group("bus_credentials", "warning", "The node's credentials on the bus expire soon", names)
+        yield _problem_group(
+            "bus_credentials", "warning", "The node's credentials on the bus expire soon", names
+        )
 
 
-def _traffic(now: datetime) -> Row:
+def _traffic_row(now: datetime) -> Row:
     columns = store.read([series.ALL_MODELS], figures.last_minute(now))[series.ALL_MODELS]
-    return figures.TRAFFIC.of(**figures.per_second(columns))
+    return figures.TRAFFIC.of(**figures.rate_fields(columns))
 
 
-def _first_steps(nodes: Sequence[_Node]) -> list[Row]:
+def _first_steps(nodes: Sequence[_NodeColumns]) -> list[Row]:
     with connection.cursor() as cursor:
         parts = (f"EXISTS (SELECT FROM {table.name} WHERE subject = %(subject)s)" for table in store.TABLES)
         cursor.execute(f"SELECT {' OR '.join(parts)}", {"subject": series.ALL_MODELS})

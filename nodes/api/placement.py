@@ -1,4 +1,4 @@
-"""Reasons of placement: where a model runs and why, what would go where, which nodes fit. Read-only."""
+"""Placement, explained: where a model runs and why, plans, and nodes that fit. Read-only."""
 
 from base64 import b64decode
 from datetime import datetime
@@ -32,8 +32,10 @@ MOST_ADDED = 256
 LARGEST_GIB = 1_000_000
 MOST_HEADER_BYTES = 16 * 1024 * 1024
 _MOST_BASE64 = -(-MOST_HEADER_BYTES // 3) * 4
-PLAN_PATH, MOST_BODY_BYTES = "/api/placement/plan", _MOST_BASE64 + 1024 * 1024
-"""The route that accepts a header, and the limit of its body."""
+PLAN_PATH = "/api/placement/plan"
+"""Path of the route that accepts a file header."""
+MOST_BODY_BYTES = _MOST_BASE64 + 1024 * 1024
+"""Maximum bytes of the body of that route."""
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
@@ -242,7 +244,7 @@ class PlanFileSerializer(NullIsAbsent):
             raise serializers.ValidationError("is not Base64") from None
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Return the definition and the sizes of the files."""
+        """Return the validated fields with a definition and the sizes of the files."""
         if {"header", "config"} <= attrs.keys():
             raise serializers.ValidationError({"config": "give a header or a config"})
         settings = {"name": "file", "backend": "llama-cpp", "parameters": {"model": "file"}}
@@ -329,7 +331,7 @@ class PlanView(NodeView):
 
 
 def make_plan(body: dict[str, Any], now: datetime) -> Row:
-    """Return the plan for a validated body; raise InvalidInput for an undefined model or an invalid rule."""
+    """Return the plan for a validated body. Raise InvalidInput for an undefined model or an invalid rule."""
     nodes = [load_explanation.NewNodes(**group) for group in body.get("nodes", ())]
     if "rule" in body:
         return replicas.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)

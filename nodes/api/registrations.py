@@ -1,9 +1,9 @@
 """`POST /api/node/register`: a raw ASGI application in front of Django (§1.1, R1.29).
 
-`RegistrationSerializer` reads a body: JSON types and numbers that can be stored; unknown fields are ignored.
-`registration` checks the rest, in the order of §1.1, once the token is proved. A fleet that starts registers
-at once, so registrations that arrive during a transaction share the next one. If that fails, or waits for a
-row too long, each is tried alone: every caller sees its own error only.
+`RegistrationSerializer` checks JSON types and ranges of a body; unknown fields are ignored. After the token,
+`registration` checks everything else in the order of §1.1. A whole fleet may start at once, so registrations
+that arrive during a transaction share the next one. If the shared transaction fails, or waits for a row too
+long, each registration is tried alone, and every caller gets its own error only.
 """
 
 import asyncio
@@ -68,12 +68,12 @@ LENGTHS = {
     "vram_budget": 32,
     "version": 64,
 }
-"""Most characters of the texts; those of §1.1 come first."""
+"""Maximum characters of the text fields, first the fields of §1.1."""
 MOST_PROCESSES = 1024
 LONGEST_PROCESS_KEY = 300
 _ENGINE_TOKEN = re.compile(r"([0-9a-f]{64})?\Z")
 _ANY_LENGTH = 2**20
-"""Bodies are bounded; `registration` knows the real limits, because the token comes before them."""
+"""Maximum characters before the token is checked; `registration` checks the real limits after it."""
 
 
 def _bytes() -> Whole:
@@ -85,7 +85,7 @@ def _text() -> Text:
 
 
 class _Labels(serializers.DictField):
-    """Labels, counted before they are parsed."""
+    """Labels; their number is checked before they are parsed."""
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
         if isinstance(data, dict) and len(data) > MOST_LABELS:
@@ -188,10 +188,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
 
 
 def parse_registration(fields: Mapping[str, Any]) -> Registration:
-    """Check a validated body in the order of §1.1; raise InvalidInput naming the field.
-
-    The registry checks the characters of names and labels.
-    """
+    """Convert a validated body after checks in the order of §1.1. Raise InvalidInput with the field."""
     body = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
     _check_presence(body)
     for name, longest in LENGTHS.items():
@@ -203,7 +200,9 @@ def parse_registration(fields: Mapping[str, Any]) -> Registration:
     body["gpus"] = [] if reported_gpus is None else resources.parse_gpus(reported_gpus)
     body["system"] = resources.parse_system(body.get("system"))
     if (running := body.get("running_processes")) is not None:
-        body["running_processes"] = [_process(process, number) for number, process in enumerate(running)]
+        body["running_processes"] = [
+            _parse_process(process, number) for number, process in enumerate(running)
+        ]
     return Registration(**body)
 
 
@@ -221,8 +220,8 @@ def _check_length(text: str, field: str, longest: int) -> None:
         raise errors.InvalidInput(f"{field} exceeds {longest} characters", field=field)
 
 
-def _process(body: Mapping[str, Any], number: int) -> Running:
-    """Parse a process. Keys and addresses are only compared, so any characters are valid."""
+def _parse_process(body: Mapping[str, Any], number: int) -> Running:
+    """Parse a running process. Keys and addresses may have any characters, because they are only compared."""
     field = f"running_processes.{number}"
     if not body["process_key"]:
         raise errors.InvalidInput(f"{field}.process_key is required", field=field)
@@ -235,11 +234,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_TOGETHER = 32
-PATIENCE = 1.0
+SHARED_LOCK_TIMEOUT = 1.0
 """Seconds for which a shared transaction waits for a row that another one holds."""
-CROWD, CROWD_DELAY = 4, 0.005
-"""Registrations in a transaction after which the next transaction waits, and its wait in seconds."""
-_PRIVATE = {"Cache-Control": "private, no-store"}
+BUSY_BATCH = 4
+"""Number of registrations in a transaction from which on the next transaction waits."""
+BUSY_BATCH_DELAY = 0.005
+"""Seconds for which that next transaction waits."""
+_PRIVATE_HEADERS = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
 REGISTERED = Shape(
     "Registered",
@@ -271,18 +272,18 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 class Registrar:
-    """Registers claims; those that arrive during a transaction share the next one."""
+    """Registers claims. Claims that arrive during a transaction share the next transaction."""
 
     def __init__(self) -> None:
-        self._asked: list[_Waiting] = []
+        self._waiting: list[_Waiting] = []
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, claim: Claim) -> Registered:
-        """Register one claim; raise like `registration.register_one`."""
+        """Register one claim. Raises the errors of `registration.register_one`."""
         answer: asyncio.Future[registration.RegistrationOutcome | None] = (
             asyncio.get_running_loop().create_future()
         )
-        self._asked.append((claim, answer))
+        self._waiting.append((claim, answer))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._register_all())
         outcome = await answer
@@ -294,21 +295,25 @@ class Registrar:
 
     async def _register_all(self) -> None:
         batch: Sequence[_Waiting] = ()
-        while self._asked:
-            if len(batch) >= CROWD:
+        while self._waiting:
+            if len(batch) >= BUSY_BATCH:
                 # The callers of the last batch are about to send their next registrations.
-                await asyncio.sleep(CROWD_DELAY)
-            batch, self._asked = _split_batch(self._asked)
-            outcomes = await self._together([claim for claim, _ in batch])
+                await asyncio.sleep(BUSY_BATCH_DELAY)
+            batch, self._waiting = _split_batch(self._waiting)
+            outcomes = await self._register_batch([claim for claim, _ in batch])
             for (_, answer), outcome in zip(batch, outcomes, strict=True):
                 if not answer.done():
                     answer.set_result(outcome)
 
-    async def _together(self, claims: Sequence[Claim]) -> Sequence[registration.RegistrationOutcome | None]:
-        """Return the outcome of each claim; None for all if they must be tried one by one."""
+    async def _register_batch(
+        self, claims: Sequence[Claim]
+    ) -> Sequence[registration.RegistrationOutcome | None]:
+        """Return the outcome of each claim; None for all claims if each must be tried alone."""
         try:
             return await _in_thread(
-                lambda: registration.register_all(claims, **_registration_options(), patience=PATIENCE)
+                lambda: registration.register_all(
+                    claims, **_registration_options(), patience=SHARED_LOCK_TIMEOUT
+                )
             )
         except Exception as error:
             # On any failure each caller finds out for itself, and gets its own answer.
@@ -318,7 +323,7 @@ class Registrar:
 
 
 def _split_batch(waiting: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
-    """Return the claims that can share a transaction, no two of one name or secret, and the others."""
+    """Return the claims that share the next transaction, without equal names or secrets, and the others."""
     batch: list[_Waiting] = []
     remaining: list[_Waiting] = []
     used_names: set[str] = set()
@@ -360,14 +365,14 @@ class RegistrationApplication:
             status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
             if status == 405:
                 headers = {"Allow": "POST"}
-        await send_json(send, status, body, _PRIVATE | headers)
+        await send_json(send, status, body, _PRIVATE_HEADERS | headers)
 
     async def _register(self, scope: Scope, receive: Any) -> dict[str, Any]:
         headers, address = headers_of(scope), client_of(scope)
         offered, ticket = await _authenticate(scope, headers, address)
         if scope["method"] != "POST":
             raise method_not_allowed(scope["method"])
-        fields = await _fields(headers, receive)
+        fields = await _read_fields(headers, receive)
         await _check_token(fields.pop("token", ""), offered, address)
         registered = await self._registrar.register(
             registration.claim(
@@ -389,12 +394,12 @@ class RegistrationApplication:
             api_token=registered.api_token,
             nats_jwt=credentials.jwt if credentials else "",
             nats_user_seed=credentials.seed if credentials else "",
-            nats_url=bus_access.worker_url(_own_host(headers)) if credentials else "",
+            nats_url=bus_access.worker_url(_server_host(headers)) if credentials else "",
         )
 
 
-def _own_host(headers: dict[bytes, str]) -> str:
-    """Return the host under which the worker has reached this server; "" for an invalid one."""
+def _server_host(headers: dict[bytes, str]) -> str:
+    """Return the host name by which the worker reached this server; "" if it is invalid."""
     try:
         return urlsplit(f"//{headers.get(b'host', '')[:255]}").hostname or ""
     except ValueError:
@@ -404,10 +409,7 @@ def _own_host(headers: dict[bytes, str]) -> str:
 async def _authenticate(
     scope: Scope, headers: dict[bytes, str], address: str
 ) -> tuple[str, joining.JoinTicket | None]:
-    """Return the token of the header, and the ticket if it is a join token.
-
-    401 with a wrong one, 429 without a check after too many failures.
-    """
+    """Return the header's token, and its ticket if it is a join token. Raise the errors for 401 and 429."""
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
         if not offered:
@@ -426,8 +428,8 @@ async def _authenticate(
         raise await refusal_for_caller(refusal, scope) from refusal
 
 
-async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
-    """Return the fields of the body; raise InvalidInput, or DRF's ValidationError naming a field."""
+async def _read_fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
+    """Return the fields of the body. Raise InvalidInput, or DRF's ValidationError for a field."""
     limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
     body = await wire.read_json_object(receive, headers.get(b"content-type", ""), limit)
     fields: dict[str, Any] = _BODY.run_validation(body)
@@ -435,7 +437,7 @@ async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
 
 
 async def _check_token(token: str, offered: str, address: str) -> None:
-    """Require the same token in the body; its refusal is nested where the header's is flat."""
+    """Raise a refusal unless the body has the same token. Other than the header's, it is nested."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
     if not principals.secrets_equal(token, offered):
@@ -491,6 +493,6 @@ class RegistrationDescription(APIView):
 
 
 def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
-    """Add the route that Django's resolver does not know; drf-spectacular's preprocessing hook."""
+    """Add the raw ASGI route to the API document: a preprocessing hook of drf-spectacular."""
     path = "/api/node/register"
     return [*endpoints, (path, path, "POST", RegistrationDescription.as_view())]

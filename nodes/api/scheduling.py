@@ -1,6 +1,6 @@
 """Scheduling rules: list, show, set, delete (`contract/http-api.md` §2.12).
 
-A model's name may contain slashes and is decoded once, as everywhere. `nodes.scheduling` writes the rows.
+A model's name in the path may contain slashes and is URL-decoded once. `nodes.scheduling` writes the rows.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "balance_rel_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
     "min_prefix_match": {"minimum": 0, "maximum": 1},
 }
-"""Bounds of the fields that `rules.check` checks, for the API document."""
+"""Bounds of the fields that `rules.check_rule` checks, for the API document."""
 
 
 class SchedulingRuleRequestSerializer(Described, NullIsAbsent):

@@ -1,7 +1,7 @@
-"""Routes that workers call for themselves (`contract/http-api.md` §1).
+"""Routes that a worker calls for its own node (`contract/http-api.md` §1).
 
-Heartbeats and registration are raw ASGI routes. Each of the others authenticates the node in the URL by its
-own secret and, if the worker sends it, by its process.
+Heartbeats and registration are raw ASGI routes in other modules. The routes here authenticate the node in the
+URL by its secret and, if the worker sends it, by its process id.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from nodes.replicas.shape import REPLICA
 Responses = dict[int, Any]
 
 
-def _self_service(answer: Any) -> Responses:
+def _describe_responses(answer: Any) -> Responses:
     wrong = OpenApiResponse(WORKER_REFUSAL.ref, WRONG_SECRET_MEANING)
     return {200: answer, **refusals(400, 403, 404, 409, 429), 401: wrong}
 
@@ -47,7 +47,7 @@ class SelfServiceView(NodeView):
     flat_auth = True
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Refuse an unknown method before authentication."""
+        """Refuse an unsupported method before authentication."""
         if str(request.method).lower() not in {name.lower() for name in self.allowed_methods}:
             raise MethodNotAllowed(str(request.method))
         super().initial(request, *args, **kwargs)
@@ -63,7 +63,7 @@ def _describe(
         tags=["worker"],
         request=None,
         parameters=[INSTANCE, *parameters],
-        responses=_self_service(done),
+        responses=_describe_responses(done),
     )
 
 
@@ -115,7 +115,7 @@ class SelfReplicasView(SelfServiceView):
         summary="List the worker's replicas",
         tags=["worker"],
         parameters=[INSTANCE],
-        responses=_self_service(REPLICA.many),
+        responses=_describe_responses(REPLICA.many),
         examples=[OpenApiExample("A node without replicas", [], response_only=True)],
     )
     def get(self, request: Request, node_id: str) -> Response:

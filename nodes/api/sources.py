@@ -1,4 +1,4 @@
-"""Models from sources: what a pasted text means, the import of one, and the galleries' catalogue."""
+"""Models from sources: inspection of a pasted text, import of a model, and the galleries' catalogue."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ _ENTRY = {
     "fits": True,
 }
 _SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
-_WHOLE = {"type": "integer", "minimum": 1}
+_PAGE_NUMBER = {"type": "integer", "minimum": 1}
 
 
 class InspectSerializer(NullIsAbsent):
@@ -199,8 +199,8 @@ class ImportView(_SourceView):
             now=clock.now(),
         )
         refuse_defined(plan)
-        admission = start(request, plan, load=fields.get("load", False))
-        return Response(started_import(admission, plan.name), status=202)
+        admission = start_import(request, plan, load=fields.get("load", False))
+        return Response(import_body(admission, plan.name), status=202)
 
 
 def refuse_defined(plan: ImportPlan) -> None:
@@ -209,8 +209,8 @@ def refuse_defined(plan: ImportPlan) -> None:
         raise Conflict(f"a model {plan.name} is defined: choose another name, or edit it", field="name")
 
 
-def start(request: Request, plan: ImportPlan, *, load: bool = False) -> Admission:
-    """Admit the import for the caller of the request."""
+def start_import(request: Request, plan: ImportPlan, *, load: bool = False) -> Admission:
+    """Create the import for the user of the request, or join a running one."""
     return request_import(
         plan,
         by=requester_of(request),
@@ -223,7 +223,7 @@ def import_message(admission: Admission, model: str) -> str:
     return f"the import of {model} {'has begun' if admission.created else 'is under way'}"
 
 
-def started_import(admission: Admission, model: str) -> dict[str, Any]:
+def import_body(admission: Admission, model: str) -> dict[str, Any]:
     fields = job_fields(admission, import_message(admission, model), "/api/models/job")
     return IMPORT_STARTED.of(model=model, **fields)
 
@@ -240,11 +240,13 @@ class CatalogueView(_SourceView):
             query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
             query_parameter("licence", _SEARCH, "Only models of this licence."),
             query_parameter("gallery", _SEARCH, "Only models of this gallery."),
-            query_parameter("size", _WHOLE | {"maximum": MAX_SIZE}, "Only models of at most so many bytes."),
-            query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
-            query_parameter("page", _WHOLE | {"maximum": FARTHEST, "default": 1}, "Which page."),
             query_parameter(
-                "items", _WHOLE | {"maximum": MOST_ITEMS, "default": USUAL_ITEMS}, "Models on a page."
+                "size", _PAGE_NUMBER | {"maximum": MAX_SIZE}, "Only models of at most so many bytes."
+            ),
+            query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
+            query_parameter("page", _PAGE_NUMBER | {"maximum": FARTHEST, "default": 1}, "Which page."),
+            query_parameter(
+                "items", _PAGE_NUMBER | {"maximum": MOST_ITEMS, "default": USUAL_ITEMS}, "Models on a page."
             ),
         ],
         responses={200: CATALOGUE.ref, **flat_refusals(400)},

@@ -1,6 +1,6 @@
-"""What only the reference's pages call: the state of the host, a model's configuration, pin and reload.
+"""Routes that only the reference's pages call: state of the host, configuration, pin and reload of a model.
 
-The control plane runs no engines, so `/system` and `/api/resources` describe the healthy nodes together.
+The control plane runs no engines, so `/system` and `/api/resources` describe all healthy nodes together.
 """
 
 import asyncio
@@ -150,9 +150,9 @@ class ResourcesView(APIView):
         nodes = list(
             BackendNode.objects.filter(status="healthy", node_type=NodeType.BACKEND).order_by("name")
         )
-        gpus = [GPU_USE.of(index=index, **gpu) for index, gpu in enumerate(_gpus(nodes))]
-        ram = _sum((node.total_ram, node.available_ram) for node in nodes)
-        vram = _sum((gpu["total_vram"], gpu["free_vram"]) for gpu in gpus)
+        gpus = [GPU_USE.of(index=index, **gpu) for index, gpu in enumerate(_gpu_rows(nodes))]
+        ram = _sum_memory((node.total_ram, node.available_ram) for node in nodes)
+        vram = _sum_memory((gpu["total_vram"], gpu["free_vram"]) for gpu in gpus)
         total, free = vram if gpus else ram
         used = total - free
         percent = _percent(total, free)
@@ -163,7 +163,7 @@ class ResourcesView(APIView):
             type="gpu" if gpus else "ram",
             available=total > 0,
             gpus=gpus or None,
-            ram=_ram(*ram) if ram[0] else None,
+            ram=_ram_row(*ram) if ram[0] else None,
             aggregate=whole,
             storage_size=async_to_sync(_storage_size)(),
             reclaimer_enabled=False,
@@ -173,7 +173,7 @@ class ResourcesView(APIView):
         return Response(body)
 
 
-def _gpus(nodes: Iterable[BackendNode]) -> Iterable[Row]:
+def _gpu_rows(nodes: Iterable[BackendNode]) -> Iterable[Row]:
     for node in nodes:
         listed = [(gpu["name"] or "GPU", gpu["total_vram"], gpu["free_vram"]) for gpu in node.gpus]
         if not listed and node.total_vram:
@@ -190,13 +190,13 @@ def _gpus(nodes: Iterable[BackendNode]) -> Iterable[Row]:
             }
 
 
-def _ram(total: int, free: int) -> Row:
+def _ram_row(total: int, free: int) -> Row:
     used = total - free
     return RAM_USE.of(total=total, used=used, free=free, available=free, usage_percent=_percent(total, free))
 
 
-def _sum(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the sums of totals and of what is free, which is never more than its total."""
+def _sum_memory(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the sums of total and free bytes. Free memory counts at most up to its total."""
     listed = [(total, min(free, total)) for total, free in figures]
     return sum(total for total, _ in listed), sum(free for _, free in listed)
 
@@ -205,17 +205,17 @@ def _percent(total: int, free: int) -> float:
     return round(100 * (total - free) / total, 2) if total else 0.0
 
 
-_STORAGE_KEPT_FOR = 60.0
+_STORAGE_MAX_AGE = 60.0
 _MEASURED_AT_ONCE = 32
 _storage: tuple[float, int] = (float("-inf"), 0)
-"""When the models' files were last measured (monotonic), and their bytes."""
+"""Time of the last measurement of the models' files (monotonic seconds), and their bytes."""
 
 
 async def _storage_size() -> int:
-    """Return the bytes of the defined models' files, measured at most once a minute."""
+    """Return the bytes of all defined models' files, measured at most once a minute."""
     global _storage
     measured_at, size = _storage
-    if clock.monotonic() - measured_at < _STORAGE_KEPT_FOR:
+    if clock.monotonic() - measured_at < _STORAGE_MAX_AGE:
         return size
     _storage = (clock.monotonic(), size)  # a second caller does not measure as well
     with contextlib.suppress(TimeoutError):
@@ -225,7 +225,7 @@ async def _storage_size() -> int:
 
 
 async def _measure_storage() -> int:
-    """Measure the files of all definitions, a few at a time, since each one takes a thread."""
+    """Measure the files of all definitions, a few definitions at a time, because each one needs a thread."""
     models, slots = folder.folder(), asyncio.Semaphore(_MEASURED_AT_ONCE)
 
     async def measure(definition: Definition) -> int:
@@ -236,7 +236,7 @@ async def _measure_storage() -> int:
 
 
 class _DefinitionView(APIView):
-    """A route about one definition; errors are flat."""
+    """Base of routes for one definition. Errors are flat."""
 
     envelope = "flat"
 
@@ -267,12 +267,12 @@ class ConfigurationView(_DefinitionView):
 
 
 def _as_json(value: Any) -> Any:
-    """Return a YAML value as JSON: any key is a text, and so is what JSON has no type for."""
+    """Convert a YAML value to JSON: keys and values of other types become texts."""
     match value:
         case dict():
-            return {_key(key): _as_json(each) for key, each in value.items()}
+            return {_json_key(key): _as_json(each) for key, each in value.items()}
         case list() | tuple() | set():
-            return [_as_json(each) for each in value]
+            return [_as_json(item) for item in value]
         case str():
             return value.encode("utf-8", "replace").decode()
         case bytes():
@@ -284,8 +284,8 @@ def _as_json(value: Any) -> Any:
     return str(value)
 
 
-def _key(key: Any) -> str:
-    """Return a key as JSON writes it: `true` and `null`, not Python's names."""
+def _json_key(key: Any) -> str:
+    """Convert a key to JSON's notation: `true` and `null` instead of Python's names."""
     return str(_as_json(key)) if not isinstance(key, bool | None) else json.dumps(key)
 
 

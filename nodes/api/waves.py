@@ -1,4 +1,4 @@
-"""Work in waves: its options in a request, and the operator's choice after a wave that failed."""
+"""Operations in waves: the options of a request, and the operator's choice after a failed wave."""
 
 import re
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import RequestScope
 from nodes.backends.waves import Options
-from operations.api.jobs import found as find_operation
+from operations.api.jobs import find_operation
 from operations.api.serializers import MOST_NODES
 from operations.api.verbs import describe_verb
 
 LONGEST_PAUSE = 86_400
-"""Seconds."""
+"""Maximum pause between two waves, in seconds."""
 _PERCENTAGE = "^([1-9][0-9]?|100)%$"
 
 
@@ -38,7 +38,7 @@ class NodesAtOnce(serializers.Field[int | str, Any, int | str, Any]):
     """A number of nodes, or a percentage of the request's nodes such as `25%`, which rounds down."""
 
     def to_internal_value(self, data: Any) -> int | str:
-        """Return the limit as it is. Raise ValidationError."""
+        """Return the number or percentage unchanged. Raise ValidationError."""
         is_number = isinstance(data, int) and not isinstance(data, bool) and 1 <= data <= MOST_NODES
         if is_number or (isinstance(data, str) and re.fullmatch(_PERCENTAGE, data, re.ASCII)):
             limit: int | str = data
@@ -48,11 +48,11 @@ class NodesAtOnce(serializers.Field[int | str, Any, int | str, Any]):
         )
 
     def to_representation(self, value: int | str) -> int | str:
-        """Return the limit as it is."""
+        """Return the number or percentage unchanged."""
         return value
 
 
-def _whole(default: int, least: int, most: int, help_text: str) -> Whole:
+def _whole_field(default: int, least: int, most: int, help_text: str) -> Whole:
     return Whole(required=False, min_value=least, max_value=most, default=default, help_text=help_text)
 
 
@@ -63,16 +63,16 @@ class WaveOptionsSerializer(NullIsAbsent):
         required=False, default=1, help_text="Nodes at a time: a number, or a percentage."
     )
     canary = serializers.BooleanField(required=False, default=True, help_text="One node goes first, alone.")
-    pause_seconds = _whole(0, 0, LONGEST_PAUSE, "Pause between two waves.")
-    stop_at_failures = _whole(
+    pause_seconds = _whole_field(0, 0, LONGEST_PAUSE, "Pause between two waves.")
+    stop_at_failures = _whole_field(
         1, 1, MOST_NODES, "Failed nodes from which on a failure stops the next waves until you choose."
     )
 
 
-def with_waves(scope: RequestScope, fields: Mapping[str, Any]) -> RequestScope:
-    """Return the scope with the wave options of a request, if it has any.
+def add_wave_options(scope: RequestScope, fields: Mapping[str, Any]) -> RequestScope:
+    """Return the scope with the request's wave options, if there are any.
 
-    A percentage stays one: tried again for fewer nodes, it is fewer at a time.
+    A percentage is stored as a percentage: a retry on fewer nodes has smaller waves.
     """
     if (waves := fields.get("waves")) is None:
         return scope

@@ -1,4 +1,4 @@
-"""Authentication of workers, and the parts that their raw ASGI routes share: bodies, responses, descriptions.
+"""Authentication of workers, and helpers of their raw ASGI routes: bodies, responses, descriptions.
 
 A worker's own route accepts only the secret of the node in its URL.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the framework's views import this module while they are bei
 
 
 def parse_node_id(text: str) -> UUID | None:
-    """Return the node id in a path, None for an invalid one."""
+    """Return the node id in a path; None if it is invalid."""
     try:
         return UUID(text)
     except ValueError:
@@ -37,12 +37,13 @@ def parse_node_id(text: str) -> UUID | None:
 
 
 class WorkerAuthentication(BaseAuthentication):
-    """Authentication of workers: a person who is signed in gets 403, not 401."""
+    """Authentication of workers. A signed-in user gets 403 instead of 401."""
 
     def authenticate(self, request: Request) -> tuple[Any, None]:
-        """Return the worker's principal; 401 without a worker's credential, 429 after too many wrong ones.
+        """Return the worker's principal.
 
-        403 for a person or another node.
+        Raises the errors for 401 (no valid credential of a worker), 429 (too many wrong credentials), and 403
+        (a user or another node).
         """
         offered = principals.bearer(request.headers.get("authorization", ""))
         try:
@@ -57,7 +58,7 @@ class WorkerAuthentication(BaseAuthentication):
             raise
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """Return the owner of the credential; raise NotAuthenticated for an unknown one."""
+        """Return the owner of the credential. Raise NotAuthenticated for an unknown credential."""
         raise NotImplementedError
 
     def authenticate_header(self, request: Request) -> str:
@@ -76,10 +77,11 @@ class NodeAuthentication(WorkerAuthentication):
     """
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """Return the node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
+        """Return the node's principal.
 
-        409 for a process that another one has replaced; a conflict is recorded for an admin. 429 for the
-        shared token of an address with too many failures, unless it is this node's credential.
+        Raises the errors for 401 (without the node's secret), 403 (another node), 404 (unknown id), and 409
+        (a process that another one has replaced; a conflict is recorded). An address with too many failures
+        gets 429 for the shared token, unless the token is this node's credential.
         """
         context = request.parser_context
         node_id = parse_node_id(context["kwargs"]["node_id"])
@@ -110,7 +112,7 @@ class RegistrationAuthentication(BaseAuthentication):
     """The shared registration token, for the API document only."""
 
     def authenticate(self, request: Request) -> None:
-        """Return None: it authenticates no request."""
+        """Return None, because it authenticates no request."""
 
 
 WORKER_REFUSAL = Shape(
@@ -157,12 +159,12 @@ def headers_of(scope: Scope) -> dict[bytes, str]:
 
 
 def client_of(scope: Scope) -> str:
-    """Return the client address like `wire.client_of`, short enough for a column."""
+    """Return the client's address (`wire.client_of`), cut to the length of its column."""
     return wire.client_of(scope)[:64]
 
 
 async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
-    """Return the refusal to send: a person gets 403, not 401; a wrong credential is counted."""
+    """Return the refusal to send: 403 instead of 401 for a user. Count a wrong credential."""
     if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
         return refusal
     if await _is_from_user(scope):
@@ -173,7 +175,7 @@ async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> erro
 
 
 async def _is_from_user(scope: Scope) -> bool:
-    """Return True if a user's key or a browser's session came with the request."""
+    """Return True if the request has a user's key or a browser session."""
     callers: list[Principal] = []
 
     async def note(inner: Any, receive: Any, send: Any) -> None:
@@ -196,7 +198,7 @@ async def send_json(send: Any, status: int, body: Mapping[str, Any], headers: Ma
 
 
 def describe_refusals(*statuses: int) -> dict[str, Operation]:
-    """Describe refusals with these statuses in the API document."""
+    """Describe the refusals with these statuses for the API document."""
     meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
     return {
         str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
@@ -205,7 +207,7 @@ def describe_refusals(*statuses: int) -> dict[str, Operation]:
 
 
 def describe_node_route(operation_id: str, summary: str, description: str, *in_path: str) -> Operation:
-    """Describe in the API document a route that a node calls with its own secret."""
+    """Describe a route that a node calls with its own secret, for the API document."""
     return {
         "operationId": operation_id,
         "tags": ["worker"],
@@ -234,4 +236,4 @@ WRONG_SECRET: Operation = {
         "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
     }
 }
-"""The refusal of a credential, as the API document describes it."""
+"""Description of the 401 for a wrong secret, for the API document."""

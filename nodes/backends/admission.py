@@ -148,7 +148,7 @@ def _write_targets(
     wave_requests.wait_for_turns(list(filter(targets.awaits_wave, new_targets)), new_targets, now)
     new_targets.sort(key=lambda target: target.node_name)
     insert_rows(new_targets)
-    targets.adopt(operation, new_targets, now)
+    targets.set_derived_state(operation, new_targets, now)
     operation.save()
     return new_targets
 
@@ -247,12 +247,12 @@ def _new_target(
     if intent.lease_until is not None:
         target_changes.begin(target, now)
     elif node.status != "healthy":
-        target_changes.rest(f"node {node.name} is {node.status}", until=None, node=True)(target, now)
+        target_changes.queue_again(f"node {node.name} is {node.status}", until=None, node=True)(target, now)
     elif (preceding := order.preceding_row(intent)) is not None:
         reason = f"waits for the {wait_reasons.in_words(preceding.op)} of {preceding.backend} on {node.name}"
-        target_changes.rest(reason, until=None)(target, now)
+        target_changes.queue_again(reason, until=None)(target, now)
     else:
-        target_changes.rest(
+        target_changes.queue_again(
             intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts
         )(target, now)
     return target
@@ -276,9 +276,9 @@ def _replace(
     taken_over: Mapping[UUID, target_changes.Change],
     end: target_changes.Change,
     now: datetime,
-) -> target_changes.Changed:
+) -> target_changes.ChangedOperations:
     """End targets whose wave has not opened, and the targets of the operation that the new one replaces."""
-    changed = target_changes.change(taken_over, held=dict.fromkeys(held, end), now=now)
+    changed = target_changes.apply_changes(taken_over, held=dict.fromkeys(held, end), now=now)
     waves.open_next_waves(changed, now=now)
     return changed
 
@@ -335,7 +335,7 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
         intent_ids = _running_intents(operation_id, node_id)
         rows = PendingBackendOp.objects.filter(pk__in=intent_ids).order_by("id")
         held = {intent.id: intent for intent in rows.select_for_update(no_key=True)}
-        operation = ledger.locked(operation_id)
+        operation = ledger.lock_operation(operation_id)
         if not _running_intents(operation_id, node_id) <= intent_ids:
             raise _WaveOpened  # a wave has opened meanwhile: its intents are not locked
         other_targets = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
@@ -379,13 +379,13 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
         raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
     reason = f"cancelled by {actor}"
     target_changes.end(TargetStatus.CANCELLED, reason=note or reason)(target, now)
-    targets.adopt(operation, all_parts, now)
+    targets.set_derived_state(operation, all_parts, now)
     if operation.status == Status.CANCELLED:
         operation.message = reason
     update_rows([target], target_changes.TARGET_COLUMNS)
     update_rows([operation], target_changes.OPERATION_COLUMNS)
     audit.record(ledger.audit_entry("cancelled_part", operation, f"on {target.node_name}"), at=now)
-    changed = target_changes.Changed([operation], {operation.id: all_parts})
+    changed = target_changes.ChangedOperations([operation], {operation.id: all_parts})
     waves.open_next_waves(changed, now=now)
     emit(changed.operations, changed.parts)
     return operation

@@ -37,18 +37,18 @@ from localai_cluster.metrics import controller as metrics
 from nodes.backends import intents, node_commands
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
 from nodes.backends.node_commands import Command, Unclear
-from nodes.commands.commands import Worker, first
+from nodes.commands.commands import Worker, first_result
 from nodes.commands.outcomes import (
     BusDown,
     CommandFailed,
     Done,
+    NoCommandListener,
     NoResponders,
     NotSent,
     Outcome,
     Refused,
     Restarted,
     StillRunning,
-    Unheard,
     Unreadable,
 )
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
@@ -337,7 +337,7 @@ class IntentQueue:
         waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._offline_waiters.setdefault(intent.node.id, set()).add(waiter)
         try:
-            return await first(_node_offline(waiter), self._send(intent, command))
+            return await first_result(_node_offline(waiter), self._send(intent, command))
         finally:
             self._offline_waiters[intent.node.id].discard(waiter)
             if not self._offline_waiters[intent.node.id]:
@@ -358,7 +358,7 @@ class IntentQueue:
             if done:
                 return sent.result()
             await self._overdue(intent, f"node {intent.node.name} has not answered within {limit:.0f} s")
-            return await first(self._find_proof(intent, command), _result(sent))
+            return await first_result(self._find_proof(intent, command), _result(sent))
         finally:
             sent.cancel()
             await asyncio.gather(sent, return_exceptions=True)
@@ -410,7 +410,7 @@ class IntentQueue:
         match outcome:
             case Done(reply):
                 return "the worker stopped" if reply.found else "the worker was not at it any more"
-            case Unheard():
+            case NoCommandListener():
                 return "this worker cannot stop it: it goes on, and its result is discarded"
             case Refused(reason) | StillRunning(reason) | NoResponders(reason) | Unreadable(reason):
                 return f"the worker may go on ({reason}); its result is discarded"

@@ -244,7 +244,7 @@ def _claim(
         rows = leases.claim(free, owner, now=now, lease=lease)
         update_rows(rows, leases.COLUMNS)
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
-        changed = target_changes.change(beginning, now=now)
+        changed = target_changes.apply_changes(beginning, now=now)
         emit(changed.operations, changed.parts, changed.moved)
     return rows
 
@@ -318,7 +318,7 @@ def _return_to_queue(
         row.end_lease()
         row.next_retry_at = now
     update_rows(rows, [*leases.COLUMNS, "next_retry_at"])
-    changes = {row.id: target_changes.rest(reason, until=now) for row in rows}
+    changes = {row.id: target_changes.queue_again(reason, until=now) for row in rows}
     waves.conclude(changes | dict(also or {}), ended=also or (), now=now)
 
 
@@ -326,10 +326,9 @@ def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set
     """Write progress reports; return the attempts that no longer own their intents."""
     held = PendingBackendOp.objects.filter(pk__in={id for id, _ in reports}, lease_until__isnull=False)
     mine = {(id, fence) for id, fence in held.values_list("id", "fence")}
-    changes = {
-        id: target_changes.report(ticks) for (id, fence), ticks in reports.items() if (id, fence) in mine
-    }
-    target_changes.record(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
+    ticks_by_id = {id: ticks for (id, fence), ticks in reports.items() if (id, fence) in mine}
+    changes = {id: target_changes.apply_reports(ticks) for id, ticks in ticks_by_id.items()}
+    target_changes.record_changes(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
     return reports.keys() - mine
 
 
@@ -343,7 +342,7 @@ def record_overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
         since = (row or intent.row).unanswered_since or now
         if row is not None:
             PendingBackendOp.objects.filter(pk=row.id).update(unanswered_since=since, last_error=reason)
-            target_changes.record({row.id: target_changes.overdue(reason, since)}, now=now)
+            target_changes.record_changes({row.id: target_changes.mark_overdue(reason, since)}, now=now)
     return since
 
 
@@ -355,7 +354,7 @@ def confirm(intent: Intent) -> None:
 def record_command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
     """Record that the command is sent now; the attempt had to wait for running requests before."""
     if _rows_of_attempt(intent).exists():
-        target_changes.record({intent.id: target_changes.time_limit(time_limit)}, now=now)
+        target_changes.record_changes({intent.id: target_changes.set_time_limit(time_limit)}, now=now)
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:
@@ -397,7 +396,7 @@ def record_outcomes(
         for row in rows.values():
             outcome, ticks = outcomes[row.id, row.fence]
             change, ends = _apply_outcome(row, outcome, now)
-            changes[row.id] = target_changes.both(target_changes.report(ticks), change)
+            changes[row.id] = target_changes.apply_both(target_changes.apply_reports(ticks), change)
             (ended if ends else back).append(row)
         update_rows(back, _REQUEUE_COLUMNS)
         waves.conclude(changes, ended=[row.id for row in ended], now=now)
@@ -426,7 +425,7 @@ def _apply_outcome(
     row.end_lease()
     row.last_error, row.next_retry_at = storable(reason), now + timedelta(seconds=pause)
     worker_gone = isinstance(outcome, Failed)
-    return target_changes.rest(
+    return target_changes.queue_again(
         reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=worker_gone
     ), False
 
@@ -445,8 +444,8 @@ def record_failed_contact(node_id: UUID, reason: str, *, now: datetime) -> int:
         back: list[PendingBackendOp] = []
         for row in due.select_for_update(no_key=True, of=("self",)):
             change, ends = _apply_outcome(row, Failed(reason), now)
-            waits = target_changes.rest(reason_to_wait(row.node, now=now), until=None, node=True)
-            changes[row.id] = change if ends else target_changes.both(change, waits)
+            waits = target_changes.queue_again(reason_to_wait(row.node, now=now), until=None, node=True)
+            changes[row.id] = change if ends else target_changes.apply_both(change, waits)
             (ended if ends else back).append(row)
         update_rows(back, _REQUEUE_COLUMNS)
         if changes:
@@ -468,7 +467,7 @@ def delete_cancelled(notes: Mapping[Attempt, str], *, now: datetime) -> None:
     with committed("intents.called_off"):
         rows = _lock_owned_rows(notes)
         PendingBackendOp.objects.filter(pk__in=rows).delete()
-        target_changes.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
+        target_changes.set_reasons({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
 
 
 def retry_cancellation(intent: Intent, *, seconds: float, now: datetime) -> None:

@@ -136,4 +136,4 @@ async def _end(work: Work, problem: str) -> None:
     """Write the outcome of the operation's only target."""
     status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
     node_id = _node_id(work)
-    await in_thread(attempts.target_done, *work.attempt, node_id, status, problem, now=clock.now())
+    await in_thread(attempts.end_target, *work.attempt, node_id, status, problem, now=clock.now())

@@ -72,7 +72,7 @@ def choose(
             # An attempt that is about to be put back is settled before this, or after the choice is stored.
             list(PendingBackendOp.objects.filter(pk__in=ids).order_by("id").select_for_update(no_key=True))
             intents.make_due(ids, now=now)
-        operation = admission.locked(operation_id)
+        operation = admission.lock_operation(operation_id)
         _refuse(operation, choice, last_replicas)
         all_parts = list(OperationTarget.objects.filter(operation=operation))
         waves_payload = operation.payload["waves"]
@@ -112,7 +112,7 @@ def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str
     for target in unopened:
         target_changes.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
     update_rows(unopened, target_changes.TARGET_COLUMNS)
-    targets.adopt(operation, all_parts, now)
+    targets.set_derived_state(operation, all_parts, now)
 
 
 def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> None:
@@ -123,14 +123,14 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
     by_operation = {operation.id: all_parts}
     turn = waves.next_turn(operation, all_parts)
     waves.attach([turn] if turn else [], by_operation, now=now)
-    waves.open_next_waves(target_changes.Changed([operation], by_operation), now=now)
+    waves.open_next_waves(target_changes.ChangedOperations([operation], by_operation), now=now)
 
 
 def wait_for_turns(
     held: Sequence[OperationTarget], all_parts: Sequence[OperationTarget], now: datetime
 ) -> None:
     """Set the wait reason of targets whose wave is not open yet."""
-    words = targets.waves_in_words(all_parts)
+    words = targets.wave_texts(all_parts)
     for target in held:
         assert target.wave is not None
-        target_changes.rest(f"waits for {words[target.wave]}", until=None)(target, now)
+        target_changes.queue_again(f"waits for {words[target.wave]}", until=None)(target, now)

@@ -27,7 +27,15 @@ from operations import targets
 from operations.changes import events
 from operations.changes.events import emit
 from operations.ledger import target_changes
-from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Status, TargetStatus, Waves
+from operations.models import (
+    ACTIVE,
+    WAVES_IN_PROGRESS,
+    Operation,
+    OperationTarget,
+    Status,
+    TargetStatus,
+    Waves,
+)
 
 CANARY = 0
 """Number of the canary wave; the other waves count from 1."""
@@ -101,14 +109,14 @@ def conclude(
     The last step of a transaction that has locked the intents.
     """
     with committed("waves.conclude"):
-        changed = target_changes.change(changes, now=now)
+        changed = target_changes.apply_changes(changes, now=now)
         if ended:
             PendingBackendOp.objects.filter(pk__in=ended).delete()
         open_next_waves(changed, now=now)
         emit(changed.operations, changed.parts, changed.moved)
 
 
-def open_next_waves(changed: target_changes.Changed, *, now: datetime) -> None:
+def open_next_waves(changed: target_changes.ChangedOperations, *, now: datetime) -> None:
     """Open the next wave of each locked operation whose open wave has ended; the caller emits."""
     waiting: Sequence[Operation] = changed.operations
     while waiting:
@@ -127,7 +135,7 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
 
     If too many targets failed, or a target was cancelled, write the question to the operator instead.
     """
-    if operation.waves not in GOING_ON or operation.status not in ACTIVE:
+    if operation.waves not in WAVES_IN_PROGRESS or operation.status not in ACTIVE:
         return None
     opened = [target for target in all_parts if target.wave == operation.open_wave]
     if any(target.status not in targets.ENDED for target in opened):
@@ -150,7 +158,7 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
     reason = f"the {what} {' and '.join(ended)}: continue with the next wave, or stop"
     unopened = [target for target in all_parts if targets.awaits_wave(target)]
     for target in unopened:
-        target_changes.rest(reason, until=None)(target, now)
+        target_changes.queue_again(reason, until=None)(target, now)
     _save([operation], {operation.id: all_parts}, unopened, now)
     return None
 
@@ -175,7 +183,7 @@ def _turn_after_pause(
         until = now + timedelta(seconds=options.pause_seconds)
         reason = f"pause between two waves, until {until:%H:%M:%S} UTC"
         for target in opening:
-            target_changes.rest(reason, until=until)(target, now)
+            target_changes.queue_again(reason, until=until)(target, now)
         _save([operation], {operation.id: all_parts}, opening, now)
         return None
     return None if any(until > now for until in pause_ends) else next_turn(operation, all_parts)
@@ -224,10 +232,10 @@ def attach(
             target.intent_id = intent.id
             status = nodes[target.node_id]
             reason = "queued" if status == "healthy" else f"node {target.node_name} is {status}"
-            target_changes.rest(reason, until=now, node=status != "healthy")(target, now)
+            target_changes.queue_again(reason, until=now, node=status != "healthy")(target, now)
         elif target.node_id in registered_ids:
             reason = f"other work on this backend has not ended on {target.node_name}"
-            target_changes.rest(reason, until=now + RECHECK_AFTER)(target, now)
+            target_changes.queue_again(reason, until=now + RECHECK_AFTER)(target, now)
         else:
             target_changes.end(TargetStatus.ERROR, error=f"node {target.node_name} was removed")(target, now)
     _save([operation for operation, _ in turns], all_parts, opening_targets, now)
@@ -267,7 +275,7 @@ def _save(
     now: datetime,
 ) -> None:
     for operation in operations:
-        targets.adopt(operation, all_parts[operation.id], now)
+        targets.set_derived_state(operation, all_parts[operation.id], now)
     update_rows(moved, target_changes.TARGET_COLUMNS)
     update_rows(operations, OPERATION_COLUMNS)
 
@@ -277,13 +285,15 @@ def catch_up(*, now: datetime) -> int:
 
     Return how many targets were checked.
     """
-    waiting = OperationTarget.objects.filter(operation__waves__in=GOING_ON, operation__status__in=ACTIVE)
+    waiting = OperationTarget.objects.filter(
+        operation__waves__in=WAVES_IN_PROGRESS, operation__status__in=ACTIVE
+    )
     waiting = waiting.filter(intent_id__isnull=True, next_check_at__lte=now).exclude(status__in=targets.ENDED)
     ids = list(waiting.values_list("operation_id", flat=True))
     if not ids:
         return 0
     with committed("waves.catch_up"):
-        rows = Operation.objects.filter(pk__in=set(ids), status__in=ACTIVE, waves__in=GOING_ON)
+        rows = Operation.objects.filter(pk__in=set(ids), status__in=ACTIVE, waves__in=WAVES_IN_PROGRESS)
         operations = list(rows.order_by("pk").select_for_update(no_key=True))
         targets_by_operation = targets.of(operations)
         turns = []
@@ -296,6 +306,6 @@ def catch_up(*, now: datetime) -> int:
             ]
             turns += [(operation, due)] if due else []
         attach(turns, targets_by_operation, now=now)
-        open_next_waves(target_changes.Changed(operations, targets_by_operation), now=now)
+        open_next_waves(target_changes.ChangedOperations(operations, targets_by_operation), now=now)
         emit(operations, targets_by_operation)
     return len(ids)

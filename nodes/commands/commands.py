@@ -1,17 +1,18 @@
-"""Commands to one worker over the bus. Each ends in one of the `outcomes`, and soon after the worker is gone.
+"""Commands to one worker over the bus.
 
-A reply may take a quarter of an hour, so waiting for it alone would hold an operation hostage to a dead
-worker. While a command runs, the watch requests the worker's list of backends every few seconds: no listener
-twice in a row, or a reply of another process (`instance`), means that the command died with its worker.
+Each command returns one of the `outcomes`, soon after the worker's death at the latest. A reply may take a
+quarter of an hour, so waiting for the reply alone would block an operation for a dead worker. While a command
+runs, the watch requests the worker's list of backends every few seconds. The command has died with its worker
+if two requests in a row find no listener, or if another process (`instance`) replies.
 
 The state of our own connection proves nothing about the worker. After a reconnect the command is sent again:
 our worker joins the command that is still running, and a stock worker's commands are idempotent
-(`contract/nats.md` §4.1). After a restart of NATS the workers reconnect one by one, so the lack of a listener
-counts only once our connection has lasted for `SETTLED_AFTER` seconds.
+(`contract/nats.md` §4.1). After a restart of NATS the workers reconnect one by one, so a missing listener
+counts only once our connection has lasted for `RECONNECT_GRACE` seconds.
 
-The names in a command are written such that every worker resolves them to the same backend. A stock worker
-looks up the installed backend by the exact text of `backend`: if it is empty, as for an address alone, or
-starts with the gallery, the lookup fails after a complete download (contract/nats.md §4.1).
+Every worker resolves the names in a command to the same backend. A stock worker looks up the installed
+backend by the exact text of `backend`. If that is empty, as for an address alone, or starts with the gallery,
+the lookup fails after a complete download (contract/nats.md §4.1).
 """
 
 import asyncio
@@ -39,13 +40,13 @@ from nodes.commands.outcomes import (
     NAMES,
     BusDown,
     Done,
+    NoCommandListener,
     NoResponders,
     NotSent,
     Outcome,
     Refused,
     Restarted,
     StillRunning,
-    Unheard,
     Unreadable,
 )
 from nodes.commands.shared_commands import Layers, OnProgress
@@ -53,20 +54,20 @@ from nodes.commands.shared_commands import Layers, OnProgress
 Q = TypeVar("Q", InstallRequest, UpgradeRequest)
 
 
-def bare(name: str) -> str:
-    """Return `gallery@name` without the gallery."""
+def without_gallery(name: str) -> str:
+    """Return the name in `gallery@name`."""
     return name.rpartition("@")[2]
 
 
-def understood(request: Q) -> Q:
-    """Return the request with a plain name; for an address, `backend` and `name` are its future name.
+def with_plain_name(request: Q) -> Q:
+    """Return the request with the backend's name without its gallery.
 
-    A gallery before the backend's name becomes the only gallery of the request. If the request does not
-    contain that gallery, the name stays as it is: the backend of another gallery must not be installed in its
-    place.
+    For an address, `backend` and `name` are the future name of the backend. A gallery before the name becomes
+    the only gallery of the request. If the request does not contain that gallery, the name stays unchanged:
+    the backend of another gallery must not be installed in its place.
     """
     if request.uri:
-        name = bare(request.name) or bare(request.backend) or name_of(request.uri)
+        name = without_gallery(request.name) or without_gallery(request.backend) or name_of(request.uri)
         return replace(request, backend=name, name=name)
     full_name = request.backend or request.name
     gallery, _, name = full_name.rpartition("@")
@@ -85,38 +86,39 @@ def understood(request: Q) -> Q:
 PING_EVERY = 2.0
 PING_TIMEOUT = 5.0
 LIST_TIMEOUT = 30.0
-"""Seconds for `backend.list` (C24)."""
+"""Reply timeout of `backend.list` in seconds (C24)."""
 RUNNING_TIMEOUT = 10.0
-"""Seconds for `models.running` (C26)."""
+"""Reply timeout of `models.running` in seconds (C26)."""
 STOP_TIMEOUT = 10.0
-"""Seconds for `model.stop` (C27)."""
+"""Reply timeout of `model.stop` in seconds (C27)."""
 MODEL_TIMEOUT = 30.0
-"""Seconds for `model.unload` and `model.delete` (C25)."""
+"""Reply timeout of `model.unload` and `model.delete` in seconds (C25)."""
 DELETE_TIMEOUT = 120.0
-"""Seconds for `backend.delete` (C23)."""
+"""Reply timeout of `backend.delete` in seconds (C23)."""
 CANCEL_TIMEOUT = 6.0
-"""A worker of ours replies within 5 s."""
-SETTLED_AFTER = 10.0
-"""Seconds; a worker reconnects every 6 seconds at most."""
+"""Reply timeout of the cancel command in seconds; our worker replies within 5 s."""
+RECONNECT_GRACE = 10.0
+"""Seconds after our own (re)connect in which a missing listener proves nothing; workers reconnect within 6 s.
+"""
 BUS_WAIT = 5.0
-"""Seconds that a command waits for our own connection before it reports `BusDown`."""
+"""Seconds for which a command waits for our own connection; after that its outcome is `BusDown`."""
 _NO_PAYLOAD = b"null"
 """The payload that the reference publishes where a message has no content (nats.md §1)."""
 _LARGEST_PROGRESS = 16 * 1024
-_ASK_AGAIN = 0.5
-_MISSES = 2
+_RETRY_PAUSE = 0.5
+_MISSES_UNTIL_GONE = 2
 
 _MOST_PINGS = 50
-"""Pings a second in this process: with more commands than that, each worker is pinged less often."""
+"""Maximum pings per second of this process; with more commands each worker is pinged less often."""
 
 
 _watches: set["asyncio.Task[Any] | None"] = set()
-"""The tasks that wait for their next ping."""
+"""Watch tasks that wait for their next ping."""
 
 R = TypeVar("R")
 T = TypeVar("T")
 Refusal = Callable[[R], str]
-"""The reason why a reply means failure; empty for a success."""
+"""Returns the reason why a reply means failure; empty for a success."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,9 @@ class Worker:
     node_id: str
     name: str
     instance: str = ""
-    """The worker's process, if the caller knows it: commands are sent without a ping first."""
+    """Process id of the worker, if the caller knows it. Commands are then sent without a ping first."""
     answered: bool = False
-    """True if the worker replied just now, even without its instance: the first command needs no ping."""
+    """True if the worker has just replied, even without an instance: the first command needs no ping."""
 
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
@@ -142,7 +144,7 @@ class Worker:
         )
 
     async def contact(self) -> Outcome[messages.ListReply]:
-        """Return the worker's list of backends, or the reason why there is none, once that is certain.
+        """Return the worker's list of backends, or the certain reason why there is no list.
 
         A worker that lost its connection reconnects within seconds, so a missing listener counts only if a
         second request, `PING_EVERY` seconds later, finds none either.
@@ -150,12 +152,12 @@ class Worker:
         since, misses = clock.monotonic(), 0
         while True:
             outcome = await self.backends()
-            pause = _ASK_AGAIN
+            pause = _RETRY_PAUSE
             match outcome:
                 case NoResponders():
                     misses += 1
                     if self.is_settled:
-                        if misses >= _MISSES:
+                        if misses >= _MISSES_UNTIL_GONE:
                             return outcome
                         pause = PING_EVERY
                 case BusDown() if clock.monotonic() - since < BUS_WAIT:
@@ -177,7 +179,7 @@ class Worker:
         )
 
     async def stop_model(self, process_key: str, address: str) -> Outcome[messages.StopModelReply]:
-        """Stop the engine process at exactly this address; `Done` means that the key has no process."""
+        """Stop the engine process of this key and address. `Done`: no process has the key any more."""
         name, _, _ = process_key.rpartition("#")
         return await self._request(
             messages.StopModelRequest(name, process_key, address),
@@ -228,7 +230,7 @@ class Worker:
 
         Join an identical command that is already running, whichever operation sent it.
         """
-        command = understood(request)
+        command = with_plain_name(request)
 
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
             async with self._progress(command.op_id, report):
@@ -240,7 +242,7 @@ class Worker:
                     point="backend.install",
                 )
 
-        return await shared_commands.joined(
+        return await shared_commands.join_or_send(
             self.bus, (self.node_id, replace(command, op_id="")), send, on_progress
         )
 
@@ -252,7 +254,7 @@ class Worker:
         A worker that does not support the command gets a forced install instead (§6.3), whose reply does not
         report stopped processes.
         """
-        request = understood(request)
+        request = with_plain_name(request)
         async with self._progress(request.op_id, on_progress):
             outcome = await self._command(
                 request,
@@ -261,7 +263,7 @@ class Worker:
                 timeout,
                 point="backend.upgrade",
             )
-            if not isinstance(outcome, Unheard) or not await self._is_old():
+            if not isinstance(outcome, NoCommandListener) or not await self._is_old():
                 return outcome
             forced = messages.InstallRequest(
                 backend=request.backend,
@@ -287,7 +289,7 @@ class Worker:
     async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
         """Stop the processes of the backend and remove its files."""
         return await self._command(
-            messages.DeleteRequest(bare(backend)),
+            messages.DeleteRequest(without_gallery(backend)),
             messages.DeleteReply,
             _failure,
             timeout,
@@ -295,11 +297,11 @@ class Worker:
         )
 
     async def cancel(self, op_id: str) -> Outcome[messages.CancelReply]:
-        """Make the worker end the install or upgrade of this operation at any step. Sent once.
+        """Cancel the install or upgrade of this operation at the worker, at any step. Sent once.
 
-        The cancelled command gets its own reply too. `found` is false if the worker has nothing to end.
-        Return Unheard if the worker does not support cancellation, as a stock worker: the command continues
-        there.
+        The cancelled command gets its own reply too. `found` is false if the worker runs no such command.
+        Returns NoCommandListener if the worker does not support cancellation, as a stock worker: the command
+        continues.
         """
         outcome = await self._request(
             messages.CancelRequest(op_id),
@@ -311,13 +313,15 @@ class Worker:
         if isinstance(outcome, NoResponders):
             answer = await self.backends(PING_TIMEOUT)
             if isinstance(answer, Done | Refused):
-                return Unheard(f"the worker of node {self.name} cannot cancel; what it has begun goes on")
+                return NoCommandListener(
+                    f"the worker of node {self.name} cannot cancel; what it has begun goes on"
+                )
         return outcome
 
     async def _is_old(self) -> bool:
-        """Return True if the worker replies without an `instance`, which every worker of ours reports.
+        """Return True if the worker replies without an `instance`, which our workers always send.
 
-        Ours support all commands: one that does not listen for this command has just been restarted.
+        Our workers support all commands: if one has no listener for a command, it has just been restarted.
         """
         answer = await self.backends(PING_TIMEOUT)
         return isinstance(answer, Done | Refused) and not answer.reply.instance
@@ -339,21 +343,21 @@ class Worker:
                     on_progress(layers.with_total_percentage(event))
 
         # Subscribed before the command leaves, so that the first report is not missed.
-        async with shared_commands.received(self.bus, self.node_id, op_id, receive):
+        async with shared_commands.receive_reports(self.bus, self.node_id, op_id, receive):
             yield
 
     @property
     def is_settled(self) -> bool:
-        """Return True if our connection is old enough for a missing listener to mean a missing worker."""
-        return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
+        """Return True if our connection is old enough for a missing listener to prove a missing worker."""
+        return clock.monotonic() - self.bus.connected_since >= RECONNECT_GRACE
 
     async def _request(
         self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
         """Send one request; return its outcome.
 
-        `point` is the command, with `.forced` for an install in place of an upgrade. It names the request in
-        metrics and as a failpoint in tests too.
+        `point` is the command's name in metrics and for failpoints, with `.forced` for an install in place of
+        an upgrade.
         """
         began, inbox = clock.monotonic(), messages.inbox(self.node_id)
         subject = messages.subject(point.removesuffix(".forced"), self.node_id)
@@ -378,7 +382,7 @@ class Worker:
     async def _command(
         self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """Send the command, again after each loss of our connection, and watch the worker meanwhile."""
+        """Send the command, and again after each reconnect; watch the worker meanwhile."""
         deadline, instance = clock.monotonic() + timeout, self.instance
         ping_first = not (instance or self.answered)
         while (remaining := deadline - clock.monotonic()) > 0:
@@ -395,32 +399,32 @@ class Worker:
                         return contact
                     case _:
                         assert_never(contact)
-            outcome = await first(
+            outcome = await first_result(
                 self._watch(self.bus.generation, instance),
                 self._send(request, kind, refusal, remaining, point=point),
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
             instance, ping_first = "", True  # the next turn begins by waiting for the bus
-            await asyncio.sleep(_ASK_AGAIN)
+            await asyncio.sleep(_RETRY_PAUSE)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
     async def _send(
         self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """Send the request until a worker listens, or the lack of a listener is certain."""
+        """Send the request until it finds a listener, or the lack of a listener is certain."""
         misses = 0
         while True:
             outcome = await self._request(request, kind, refusal, timeout, point=point)
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome
-            if misses >= _MISSES and self.is_settled:
-                return Unheard(outcome.reason)
+            if misses >= _MISSES_UNTIL_GONE and self.is_settled:
+                return NoCommandListener(outcome.reason)
             await asyncio.sleep(PING_EVERY)
 
     async def _watch(self, generation: int, instance: str) -> NoResponders | None:
-        """Return NoResponders when the worker is gone, or None when the command must be sent again."""
+        """Return NoResponders once the worker is gone, or None once the command must be sent again."""
         misses = 0
         while True:
             _watches.add(task := asyncio.current_task())
@@ -438,7 +442,7 @@ class Worker:
                         return Restarted(f"the worker of node {self.name} was restarted")
                 case NoResponders():
                     misses += 1
-                    if misses >= _MISSES and self.is_settled:
+                    if misses >= _MISSES_UNTIL_GONE and self.is_settled:
                         return NoResponders(f"node {self.name} stopped answering on the bus")
                 case StillRunning() | Unreadable() | BusDown():
                     pass
@@ -457,10 +461,10 @@ def _failure(reply: _Verdict) -> str:
     return "" if reply.success else reply.error or "the worker reported no reason"
 
 
-async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
-    """Return the result, or raise the exception, of the coroutine that ends first. Cancel the other one.
+async def first_result(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
+    """Return the result of the coroutine that ends first, or raise its exception. Cancel the other coroutine.
 
-    `second_work` wins a tie.
+    If both have ended, `second_work` counts.
     """
     tasks = asyncio.create_task(first_work), asyncio.create_task(second_work)
     try:

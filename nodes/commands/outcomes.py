@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class CommandFailed(errors.ClusterError):
-    """The worker has not run the command, or may not run it."""
+    """The worker did not run the command, or may not run it."""
 
     message = "The worker has not run the command, or may not run it."
     status = 502
@@ -57,12 +57,12 @@ class NoResponders:
 
 @dataclass(frozen=True)
 class Restarted(NoResponders):
-    """The worker runs as a new process: the command died with the former one."""
+    """The worker has a new process; the command died with the former process."""
 
 
 @dataclass(frozen=True)
-class Unheard(NoResponders):
-    """The worker replied to other requests, but nothing listens for this command: it may not support it."""
+class NoCommandListener(NoResponders):
+    """The worker replies to other requests but has no listener for this command: it may not support it."""
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,4 @@ NAMES: dict[type, str] = {
     BusDown: "bus_down",
     Unreadable: "unreadable",
 }
-"""The names of the outcomes in metrics."""
+"""Names of the outcomes in metrics."""

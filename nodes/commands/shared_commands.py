@@ -1,14 +1,15 @@
 """Identical commands that run at the same time share one round trip (contract/nats.md §4.1).
 
-The first caller sends the command; callers with the same command get its progress and its outcome meanwhile.
-The command is cancelled when its last caller is gone.
+The first caller sends the command. Later callers with the same command get its progress from then on, and its
+outcome. The command is cancelled when no caller waits for it any more.
 
-Their progress reports share one subscription per operation, however many nodes report for it: a subscription
-is a round trip to the server, and those of a thousand nodes would be sent one after the other before the
-first command. A report goes to the command for the node whose subject it arrived on.
+All commands of one operation share one subscription to progress reports. A subscription costs a round trip,
+and a thousand of them would delay the first command. The subject of a report determines the node whose
+command receives it.
 
-A stock worker's reports restart with each layer of an image: `total` is that of all layers and `current` that
-of the present one (contract/nats.md §4.3). `Layers` adds the bytes of the earlier layers.
+The reports of a stock worker start again at each layer of an image: `total` is the size of all layers, and
+`current` the bytes of the present layer (contract/nats.md §4.3). `Layers` adds the bytes of the earlier
+layers.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ OnProgress = Callable[[ProgressEvent], None]
 
 
 @dataclass(eq=False)
-class _Flight:
-    """One running command; an entry in `waiting` for each of its callers."""
+class _RunningCommand:
+    """A running command. `waiting` has one entry for each caller."""
 
     waiting: list[OnProgress | None] = field(default_factory=list)
 
@@ -41,22 +42,24 @@ class _Flight:
                 listener(event)
 
 
-_flights: WeakKeyDictionary[Bus, dict[Hashable, tuple[_Flight, asyncio.Task[Any]]]] = WeakKeyDictionary()
+_running_commands: WeakKeyDictionary[Bus, dict[Hashable, tuple[_RunningCommand, asyncio.Task[Any]]]] = (
+    WeakKeyDictionary()
+)
 
 
-async def joined(
+async def join_or_send(
     bus: Bus,
     key: Hashable,
     send: Callable[[OnProgress | None], Coroutine[Any, Any, T]],
     on_progress: OnProgress | None,
 ) -> T:
-    """Return the outcome of `send`, or of the running command with this key on this bus.
+    """Return the outcome of the running command with this key on this bus, or of `send` if there is none.
 
-    Progress is reported if the first caller passed `on_progress`.
+    Progress is reported only if the first caller passed `on_progress`.
     """
-    flights = _flights.setdefault(bus, {})
+    flights = _running_commands.setdefault(bus, {})
     if key not in flights:
-        flight = _Flight()
+        flight = _RunningCommand()
         work = send(flight.forward if on_progress else None)
         flights[key] = flight, asyncio.create_task(work, name="command")
         flights[key][1].add_done_callback(partial(_forget, flights, key))
@@ -73,9 +76,9 @@ async def joined(
 
 
 def _forget(
-    flights: dict[Hashable, tuple[_Flight, asyncio.Task[Any]]], key: Hashable, task: asyncio.Task[Any]
+    flights: dict[Hashable, tuple[_RunningCommand, asyncio.Task[Any]]], key: Hashable, task: asyncio.Task[Any]
 ) -> None:
-    """Forget the command, so that the next caller sends a new one."""
+    """Remove the command, so that the next caller sends a new one."""
     if key in flights and flights[key][1] is task:
         del flights[key]
 
@@ -97,13 +100,13 @@ class _Reports:
             receive(message.payload)
 
 
-_open: WeakKeyDictionary[Bus, dict[str, _Reports]] = WeakKeyDictionary()
+_open_reports: WeakKeyDictionary[Bus, dict[str, _Reports]] = WeakKeyDictionary()
 
 
 @contextlib.asynccontextmanager
-async def received(bus: Bus, node_id: str, op_id: str, receive: Receive) -> AsyncIterator[None]:
-    """Call `receive` with each report of this node for this operation, from the start of the block on."""
-    reports, subject = _open.setdefault(bus, {}), messages.install_progress(node_id, op_id)
+async def receive_reports(bus: Bus, node_id: str, op_id: str, receive: Receive) -> AsyncIterator[None]:
+    """Call `receive` with each progress report of the node for the operation, during the block."""
+    reports, subject = _open_reports.setdefault(bus, {}), messages.install_progress(node_id, op_id)
     shared = reports.get(op_id) or reports.setdefault(op_id, _Reports(bus, op_id))
     listeners = shared.receivers.setdefault(subject, [])
     listeners.append(receive)
@@ -126,9 +129,9 @@ _EXTRACTING = "Extracting "
 
 @dataclass
 class Layers:
-    """Converts the progress of single image layers to that of all layers; one instance for each command.
+    """Converts the progress of single image layers to the progress of the whole image.
 
-    It gets the reports of the command in the order of their arrival.
+    Each command needs an instance of its own, and passes its reports in the order of their arrival.
     """
 
     _before: float = 0.0
@@ -137,9 +140,9 @@ class Layers:
     _shown: float = 0.0
 
     def with_total_percentage(self, event: ProgressEvent) -> ProgressEvent:
-        """Return the event with the percentage of all layers, which never falls.
+        """Return the event with the percentage of the whole image, which never falls.
 
-        Events with a sequence number, which only our workers send, have that percentage already.
+        Events with a sequence number, which only our workers send, contain this percentage already.
         """
         if event.seq:
             return event

@@ -24,7 +24,7 @@ from localai_cluster.kit import backoff, clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
 from localai_cluster.kit.quantities import counted, human_bytes
-from nodes.commands.commands import first
+from nodes.commands.commands import first_result
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive, folder
@@ -49,9 +49,9 @@ from operations.ledger.admission import (
     admit,
     cancel,
     exclusion_error,
-    locked,
+    lock_operation,
 )
-from operations.ledger.attempts import owned, remember
+from operations.ledger.attempts import lock_owned, update_payload
 from operations.ledger.progress import Tick
 from operations.models import ACTIVE, Operation
 
@@ -115,7 +115,7 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
 def cancel_import(operation: Operation, actor: str, now: datetime) -> Operation:
     """Cancel the import. Raise Conflict if it has ended or has saved its definition."""
     with transaction.atomic():
-        if SAVED in locked(operation.id).payload and operation.status in ACTIVE:
+        if SAVED in lock_operation(operation.id).payload and operation.status in ACTIVE:
             raise errors.Conflict(
                 f"{operation.element} is defined already: delete the model instead", field="status"
             )
@@ -125,7 +125,7 @@ def cancel_import(operation: Operation, actor: str, now: datetime) -> Operation:
 def _load_too(joined: Operation) -> None:
     """Make the joined import load the model; request the load now if its definition is already saved."""
     with transaction.atomic():
-        operation = locked(joined.id)
+        operation = lock_operation(joined.id)
         if SAVED in operation.payload:
             _request_load(operation)
         elif not operation.payload[LOAD]:
@@ -200,7 +200,7 @@ class ImportModel:
         async with self._turns:
             is_marked = await _mark_folder()
             attempt = await attempt.without_files_at_source()
-            fetched, left = await first(_report(attempt), self._fetch_all(attempt))
+            fetched, left = await first_result(_report(attempt), self._fetch_all(attempt))
         size, name = sum(file.size for file in fetched), attempt.plan.name
         result = {"model": name, "files": len(fetched), "bytes": size}
         if attempt.is_files_only:
@@ -286,9 +286,9 @@ class _FetchedFiles:
 
     def _add(self, file: SourceFile, sha256: str) -> None:
         with transaction.atomic():
-            fetched = owned(*self.work.attempt).payload.get(FETCHED, {})
+            fetched = lock_owned(*self.work.attempt).payload.get(FETCHED, {})
             entry = {"source": file.url, "sha256": sha256}
-            remember(*self.work.attempt, {FETCHED: {**fetched, file.path: entry}})
+            update_payload(*self.work.attempt, {FETCHED: {**fetched, file.path: entry}})
 
 
 def _hashes_of(file: SourceFile) -> set[str]:
@@ -326,7 +326,7 @@ async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | 
     if now - stalled >= GIVE_UP_AFTER:
         return SourceError(f"{error.message}; given up after 24 h without a new byte")
     entries = {STALLED_SINCE: stalled.isoformat(), REACHED: max(reached, reached_before)}
-    await in_thread(remember, *attempt.work.attempt, entries)
+    await in_thread(update_payload, *attempt.work.attempt, entries)
     seconds = backoff.delay(operation.attempts + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
     if isinstance(error, SourceBusy):
         seconds = max(seconds, error.retry_after)
@@ -342,10 +342,10 @@ def _save(work: Work, plan: ImportPlan, files: Sequence[RecordedFile]) -> bool:
     another user has changed the definition since the admission.
     """
     with committed("imports.save"):
-        operation = owned(*work.attempt)
+        operation = lock_owned(*work.attempt)
         if SAVED not in operation.payload:
             row = _save_definition(operation, plan, files)
-            remember(*work.attempt, {SAVED: {"definition": str(row.id), "revision": row.revision}})
+            update_payload(*work.attempt, {SAVED: {"definition": str(row.id), "revision": row.revision}})
         return bool(operation.payload[LOAD])
 
 

@@ -1,9 +1,8 @@
-"""Tables that are partitioned by time, each partition `width` long: create them ahead, list them, drop
-them.
+"""Tables that are partitioned by time: create partitions in advance, list them, drop them.
 
-Retention drops whole partitions, so no row is deleted and nothing needs a vacuum. A new partition is
-attached, which waits neither for readers nor for a running backup. Dropping one needs the parent's
-exclusive lock: it gives up after a moment and the next run tries again.
+Retention drops whole partitions, so no row is deleted and no vacuum is needed. Attaching a new partition
+waits neither for readers nor for a running backup. Dropping a partition needs an exclusive lock on the
+parent: it gives up after two seconds, and the next run tries again.
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from django.db import OperationalError, connection, transaction
 
 from localai_cluster.kit.locks import lock_name
-from nodes.figures.series import floor
+from nodes.figures.series import floor_to_step
 
 _STAMP = "%Y%m%d%H"
 _LIST_PARTITIONS = (
@@ -28,7 +27,7 @@ SELECT name FROM unnest(%s::text[]) AS name WHERE NOT EXISTS (
 
 @dataclass(frozen=True)
 class PartitionedTable:
-    """A table with a column `at`; a partition covers `width`, and its name ends with its beginning."""
+    """A table with a column `at`. Each partition covers `width`; its name ends with its start time."""
 
     name: str
     width: timedelta
@@ -36,18 +35,18 @@ class PartitionedTable:
     """Age at which a partition may be dropped."""
 
     def partition(self, at: datetime) -> str:
-        """Return the name of the partition of this moment."""
-        return f"{self.name}_{floor(at, self.width):{_STAMP}}"
+        """Return the name of the partition that contains this time."""
+        return f"{self.name}_{floor_to_step(at, self.width):{_STAMP}}"
 
     def starts(self) -> list[datetime]:
-        """Return the beginnings of all partitions, the oldest first."""
+        """Return the start times of all partitions, the oldest first."""
         with connection.cursor() as cursor:
             cursor.execute(_LIST_PARTITIONS, [self.name])
             stamps = [name.rpartition("_")[2] for (name,) in cursor.fetchall()]
         return [datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC) for stamp in stamps]
 
     def drop(self, *, before: datetime) -> int:
-        """Drop the partitions that ended before `before`; return their number."""
+        """Drop the partitions that end at `before` or earlier; return their number."""
         old = [start for start in self.starts() if start + self.width <= before]
         for dropped, start in enumerate(old):
             try:
@@ -59,7 +58,7 @@ class PartitionedTable:
         return len(old)
 
     def _create(self, at: datetime) -> None:
-        name, start = self.partition(at), floor(at, self.width)
+        name, start = self.partition(at), floor_to_step(at, self.width)
         with transaction.atomic(), connection.cursor() as cursor:
             lock_name("partitions")
             cursor.execute(_FIND_MISSING, [[name]])
@@ -70,8 +69,8 @@ class PartitionedTable:
             cursor.execute(f"ALTER TABLE {self.name} ATTACH PARTITION {name} FOR VALUES {bounds}")
 
 
-def ensure(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
-    """Create the partitions of these moments that do not exist; one query if all of them do."""
+def create_missing(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
+    """Create the missing partitions for these times; one query if none is missing."""
     partitions = {table.partition(at): (table, at) for table, at in wanted}
     with connection.cursor() as cursor:
         cursor.execute(_FIND_MISSING, [list(partitions)])

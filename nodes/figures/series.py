@@ -1,4 +1,4 @@
-"""The form of figures over time: their names, the grid that adds them up, and the packed block. Pure.
+"""Names of figures over time, the grid that aggregates them, and the packed block. Pure.
 
 A sample is a row of whole numbers whose meaning follows from its subject (`cluster`, `node/<id>`,
 `model/<name>`). A block holds the columns of one subject for an hour or a day. Memory is in MiB, so that a
@@ -13,89 +13,102 @@ from functools import cache, lru_cache
 import msgspec
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SECOND, MINUTE, HOUR, DAY = (timedelta(seconds=seconds) for seconds in (1, 60, 3600, 86400))
+SECOND, MINUTE, HOUR, DAY = (timedelta(seconds=count) for count in (1, 60, 3600, 86400))
 SAMPLE_EVERY = timedelta(seconds=10)
 
-CLUSTER_SUBJECT, NODE_PREFIX, MODEL_PREFIX = "cluster", "node/", "model/"
+CLUSTER_SUBJECT = "cluster"
+NODE_PREFIX = "node/"
+"""Prefix of the subject of a node; the node's id follows."""
+MODEL_PREFIX = "model/"
+"""Prefix of the subject of a model; the model's name follows."""
 ALL_MODELS = MODEL_PREFIX
-"""The subject of the sums over all models."""
-CLUSTER = (
+"""Subject of the sums over all models."""
+CLUSTER_FIGURES = (
     *("nodes", "gpus", "busy", "vram_used", "vram_total", "ram_used", "ram_total"),
     *("disk_used", "disk_total", "power"),
 )
-NODE = ("vram_used", "ram_used", "disk_used")
-GPU = ("vram_used", "busy", "temperature", "power")
-MODEL = ("requests", "errors", "prompt_tokens", "completion_tokens", "first_tokens", "first_token_ms")
-"""The numbers of a sample in their order; a node's are followed by index and numbers of each GPU."""
-COUNTS = frozenset(MODEL)
-"""Figures that are added up over time; all others are averaged."""
+"""Names of the numbers of a sample of the cluster, in their order."""
+NODE_FIGURES = ("vram_used", "ram_used", "disk_used")
+"""Names of the first numbers of a node's sample. The index and the numbers of each GPU follow."""
+GPU_FIGURES = ("vram_used", "busy", "temperature", "power")
+"""Names of the numbers of each GPU."""
+MODEL_FIGURES = ("requests", "errors", "prompt_tokens", "completion_tokens", "first_tokens", "first_token_ms")
+"""Names of the numbers of a model's sample, in their order."""
+COUNTED_FIGURES = frozenset(MODEL_FIGURES)
+"""Figures that are summed over time; all other figures are averaged."""
 
 Columns = dict[str, list[int | None]]
 Numbers = Sequence[int | None]
 
 
-def floor(at: datetime, step: timedelta) -> datetime:
-    """Return the beginning of the step that `at` is in."""
+def floor_to_step(at: datetime, step: timedelta) -> datetime:
+    """Return the start of the step that contains `at`."""
     return EPOCH + (at - EPOCH) // step * step
 
 
-def seconds(at: datetime) -> int:
+def epoch_seconds(at: datetime) -> int:
     """Return the whole seconds since 1970."""
     return (at - EPOCH) // SECOND
 
 
 def split_name(name: str) -> tuple[int | None, str]:
-    """Return the GPU's index, None for a figure of the subject itself, and the figure's name."""
+    """Split a name such as `gpu0.busy` into the GPU's index and the figure's name.
+
+    The index is None for a figure of the subject itself.
+    """
     gpu, dot, figure = name.partition(".")
     return (int(gpu.removeprefix("gpu")), figure) if dot else (None, name)
 
 
 def names_of(subject: str, numbers: Numbers) -> tuple[str, ...]:
-    """Return the name of each number of a sample; "" for the index of a GPU."""
+    """Return the name of each number of a sample; "" for a GPU's index."""
     if subject.startswith(NODE_PREFIX):
-        return _node_names(tuple(numbers[len(NODE) :: len(GPU) + 1]))
-    return CLUSTER if subject == CLUSTER_SUBJECT else MODEL
+        return _node_names(tuple(numbers[len(NODE_FIGURES) :: len(GPU_FIGURES) + 1]))
+    return CLUSTER_FIGURES if subject == CLUSTER_SUBJECT else MODEL_FIGURES
 
 
 @lru_cache(maxsize=1024)
 def _node_names(indices: tuple[int | None, ...]) -> tuple[str, ...]:
-    return (*NODE, *(name for index in indices for name in _gpu_names(index)))
+    return (*NODE_FIGURES, *(name for index in indices for name in _gpu_names(index)))
 
 
 @cache
 def _gpu_names(index: int | None) -> tuple[str, ...]:
-    return ("", *(f"gpu{index}.{figure}" for figure in GPU))
+    return ("", *(f"gpu{index}.{figure}" for figure in GPU_FIGURES))
 
 
 _Sums = tuple[list[float], list[float]]
-"""By step: the sum of the values, each weighted with its seconds unless it is a count, and of the weights."""
+"""For each step: the sum of the values and the sum of their weights.
+
+A value is weighted with its seconds, unless it is a count.
+"""
 
 
 class Grid:
-    """The figures of one subject on a grid of `count` steps; values of any finer step are added up."""
+    """Figures of one subject on a grid of `count` steps, aggregated from values of finer steps."""
 
     def __init__(self, start: datetime, step: timedelta, count: int) -> None:
-        self._start, self._step, self._count = seconds(start), step // SECOND, count
+        self._start, self._step, self._count = epoch_seconds(start), step // SECOND, count
         self._sums: dict[str, _Sums] = {}
 
     def add_sample(self, at: datetime, subject: str, numbers: Numbers) -> None:
-        """Add one sample."""
-        index = (seconds(at) - self._start) // self._step
+        """Add a sample."""
+        index = (epoch_seconds(at) - self._start) // self._step
         if not 0 <= index < self._count:
             return
         weight = SAMPLE_EVERY // SECOND
         for name, number in zip(names_of(subject, numbers), numbers, strict=False):
             if number is not None and name:
                 totals, weights = self._sums_of(name)
-                totals[index] += number if name in COUNTS else number * weight
+                totals[index] += number if name in COUNTED_FIGURES else number * weight
                 weights[index] += weight
 
     def add_block(self, at: datetime, step: timedelta, columns: Mapping[str, Numbers]) -> None:
         """Add the values of a block that begins at `at`, one for each `step`."""
-        first, weight = seconds(at) - self._start, step // SECOND
+        first, weight = epoch_seconds(at) - self._start, step // SECOND
         for name, values in columns.items():
             totals, weights = self._sums_of(name)
-            factor = 1 if name in COUNTS else weight
+            factor = 1 if name in COUNTED_FIGURES else weight
             for offset, value in enumerate(values):
                 index = (first + offset * weight) // self._step
                 if value is not None and 0 <= index < self._count:
@@ -106,7 +119,7 @@ class Grid:
         """Return the sums of counts and the means of all other figures, null for a step without values."""
         return {
             name: [
-                None if not weight else round(total if name in COUNTS else total / weight)
+                None if not weight else round(total if name in COUNTED_FIGURES else total / weight)
                 for total, weight in zip(totals, weights, strict=True)
             ]
             for name, (totals, weights) in self._sums.items()
@@ -124,13 +137,13 @@ _decode = msgspec.msgpack.Decoder(Columns).decode
 
 
 def pack(columns: Mapping[str, Numbers]) -> bytes:
-    """Return the block of these columns: differences as MessagePack, whose small numbers have one byte."""
+    """Pack the columns to a block: differences as MessagePack, in which small numbers need one byte."""
     return zlib.compress(_encode({name: _differences(values) for name, values in columns.items()}))
 
 
 def unpack(block: bytes) -> Columns:
-    """Return the columns of a block."""
-    return {name: _added_up(values) for name, values in _decode(zlib.decompress(block)).items()}
+    """Unpack the columns of a block."""
+    return {name: _running_sums(values) for name, values in _decode(zlib.decompress(block)).items()}
 
 
 def _differences(values: Iterable[int | None]) -> list[int | None]:
@@ -141,7 +154,7 @@ def _differences(values: Iterable[int | None]) -> list[int | None]:
     return result
 
 
-def _added_up(values: Iterable[int | None]) -> list[int | None]:
+def _running_sums(values: Iterable[int | None]) -> list[int | None]:
     last, result = 0, list[int | None]()
     for value in values:
         last += value or 0

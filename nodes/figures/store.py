@@ -1,11 +1,11 @@
 """The tables of figures: their only writer, and their reader.
 
-Three tables hold the same figures at different steps: `figure_samples` a row for each subject and ten
-seconds, `figure_hours` a packed row of minutes for each subject and hour, `figure_days` a packed row of
-hours for each subject and day. A task samples the rows of all nodes in one statement; web processes add
-what they have counted for models. A later task packs each period that has ended, in the order of subjects
-and in short transactions: the last subject of a period that is packed is where the next transaction goes
-on, so a kill or a second process repeats nothing and leaves nothing out. Times are the server's.
+Three tables hold the same figures at different steps: `figure_samples` has a row for each subject and ten
+seconds, `figure_hours` a packed row of minutes for each subject and hour, `figure_days` a packed row of hours
+for each subject and day. A task samples the rows of all nodes in one statement; web processes add their
+counts for models. A later task packs each ended period in short transactions, in the order of subjects. The
+last packed subject of a period determines where the next transaction continues, so a kill or a second process
+neither repeats nor omits a subject. All times are the server's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.metrics.web import ModelCounts
 from nodes.figures import partitions, series
 from nodes.figures.partitions import PartitionedTable
-from nodes.figures.series import DAY, HOUR, MINUTE, SAMPLE_EVERY, Columns, Grid, floor
+from nodes.figures.series import DAY, HOUR, MINUTE, SAMPLE_EVERY, Columns, Grid, floor_to_step
 
 SAMPLES = PartitionedTable("figure_samples", HOUR, kept=HOUR)
 HOURS = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
 DAYS = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
 TABLES = (SAMPLES, HOURS, DAYS)
-GRACE = 2 * MINUTE
-"""Time after the end of a period in which its last samples arrive."""
+LATE_SAMPLES_GRACE = 2 * MINUTE
+"""Time after the end of a period in which late samples may arrive."""
 LONGEST_KEPT = DAY
-"""Age at which samples are dropped even if they could not be packed."""
-SUBJECTS_AT_ONCE = 50
-"""Most subjects of one transaction: about 20 MB of samples."""
+"""Age at which samples are dropped even if they are not packed."""
+SUBJECTS_PER_TRANSACTION = 50
+"""Maximum subjects of one transaction, about 20 MB of samples."""
 _MAX_VALUE = 2**31 - 1
 
 Scope = dict[str, Any]
@@ -41,7 +41,10 @@ Scope = dict[str, Any]
 
 
 def _mib(value: str) -> str:
-    """Return bytes as MiB that fit into an integer: a wrong sensor must not fail the samples of all nodes."""
+    """Return SQL that converts bytes to MiB within the range of an integer.
+
+    A wrong sensor must not fail the samples of all nodes.
+    """
     return f"(({value}) >> 20 & {_MAX_VALUE})::int"
 
 
@@ -49,16 +52,16 @@ def _sum(value: str) -> str:
     return f"(sum({value}) & {_MAX_VALUE})::int"
 
 
-_TOTAL = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"
+_VRAM_LIMIT = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"
 _GPUS = """jsonb_to_recordset(gpus)
     AS gpu(index int, total_vram bigint, free_vram bigint, utilization int, temperature int, power int)"""
 _SAMPLE = f"""
 WITH node AS (
     SELECT id, gpus,
-        {_mib(f"CASE WHEN total_vram > 0 THEN GREATEST(0, {_TOTAL} - available_vram) END")} AS vram_used,
+        {_mib(f"CASE WHEN total_vram > 0 THEN GREATEST(0, {_VRAM_LIMIT} - available_vram) END")} AS vram_used,
         {_mib("CASE WHEN total_ram > 0 THEN GREATEST(0, total_ram - available_ram) END")} AS ram_used,
         {_mib("CASE WHEN total_disk > 0 THEN GREATEST(0, total_disk - available_disk) END")} AS disk_used,
-        {_mib(_TOTAL)} AS vram, {_mib("total_ram")} AS ram, {_mib("total_disk")} AS disk
+        {_mib(_VRAM_LIMIT)} AS vram, {_mib("total_ram")} AS ram, {_mib("total_disk")} AS disk
     FROM backend_nodes WHERE status NOT IN ('pending', 'offline') AND last_heartbeat > %(heard_since)s
 ), gpus AS (
     SELECT count(*)::int AS number, avg(utilization)::int AS busy, {_sum("power")} AS power FROM node, {_GPUS}
@@ -78,7 +81,7 @@ FROM gpus LEFT JOIN node ON TRUE
 ON CONFLICT DO NOTHING
 """
 # In the order of subjects: two processes that add to the same rows never deadlock.
-_ADD = f"""
+_ADD_COUNTS = f"""
 INSERT INTO figure_samples (subject, at, numbers)
 SELECT subject, %(at)s, numbers
 FROM jsonb_to_recordset(%(counts)s::jsonb) AS counted(subject text, numbers int[]) ORDER BY subject
@@ -90,19 +93,19 @@ ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
 
 
 def store_samples(*, heard_since: datetime, now: datetime) -> int:
-    """Store a sample of every node heard since then, and of the cluster; return their number.
+    """Store a sample of the cluster and of each node with a heartbeat since `heard_since`. Return the number.
 
-    Creates the partitions of now and of the next period. A repeated call changes nothing.
+    Creates the partitions for now and for the next period. A repeated call changes nothing.
     """
-    partitions.ensure((table, at) for table in TABLES for at in (now, now + table.width))
+    partitions.create_missing((table, at) for table in TABLES for at in (now, now + table.width))
     with connection.cursor() as cursor:
-        cursor.execute(_SAMPLE, {"at": floor(now, SAMPLE_EVERY), "heard_since": heard_since})
+        cursor.execute(_SAMPLE, {"at": floor_to_step(now, SAMPLE_EVERY), "heard_since": heard_since})
         stored: int = cursor.rowcount
     return stored
 
 
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
-    """Add a process's counts for its models, and the sums, in one statement.
+    """Add the counts of a web process for its models, and their sums, in one statement.
 
     Do not repeat it after a lost reply: the statement may have been executed.
     """
@@ -111,13 +114,13 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
     sums = [min(sum(column), _MAX_VALUE) for column in zip(*numbers.values(), strict=True)]
     if sums:
         rows.append({"subject": series.ALL_MODELS, "numbers": sums})
-        parameters = {"at": floor(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
-        await pool.run(_ADD, parameters)
+        parameters = {"at": floor_to_step(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
+        await pool.run(_ADD_COUNTS, parameters)
 
 
 @dataclass(frozen=True)
 class RollUp:
-    """Packs a period of `source`, which is one of its partitions, into blocks of `target` by `step`."""
+    """Packs each period of `source`, one partition, into blocks of `target` with this `step`."""
 
     source: PartitionedTable
     target: PartitionedTable
@@ -125,20 +128,20 @@ class RollUp:
 
     @property
     def period(self) -> timedelta:
-        """The length of a block."""
+        """Length of a block."""
         return self.source.width
 
     def pack_next(self, start: datetime) -> bool:
-        """Pack the next subjects of a period in one transaction; return False if none is left."""
+        """Pack the next subjects of the period in one transaction. Return False if no subject is left."""
         with transaction.atomic(), connection.cursor() as cursor:
             names = {"source": self.source.name, "target": self.target.name}
-            scope: Scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_AT_ONCE}
+            scope: Scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_PER_TRANSACTION}
             cursor.execute(_NEXT_SUBJECTS.format(**names), scope)
             subjects = [subject for (subject,) in cursor.fetchall()]
             if subjects:
                 column = "numbers" if self.source is SAMPLES else "body"
                 cursor.execute(
-                    _ROWS.format(column=column, table=self.source.name), scope | {"subjects": subjects}
+                    _READ_ROWS.format(column=column, table=self.source.name), scope | {"subjects": subjects}
                 )
                 blocks = self._blocks(start, cursor.fetchall())
                 cursor.execute(_INSERT_BLOCKS.format(**names), [start, list(blocks), list(blocks.values())])
@@ -163,7 +166,7 @@ SELECT DISTINCT subject FROM {source} WHERE at >= %(start)s AND at < %(end)s
     AND subject > coalesce((SELECT max(subject) FROM {target} WHERE at = %(start)s), '')
 ORDER BY subject LIMIT %(limit)s
 """
-_ROWS = """
+_READ_ROWS = """
 SELECT subject, at, {column} FROM {table}
 WHERE at >= %(start)s AND at < %(end)s AND subject = ANY(%(subjects)s)
 """
@@ -174,26 +177,26 @@ SELECT subject, %s, body FROM unnest(%s::text[], %s::bytea[]) AS block(subject, 
 
 
 def maintain(*, now: datetime, limit: float) -> bool:
-    """Pack the ended periods, then drop figures past their retention; return True if all is packed.
+    """Pack the ended periods, then drop figures past their retention. Return True if all is packed.
 
-    It stops packing after `limit` seconds, and returns at once if another process holds the lock.
+    Packing stops after `limit` seconds. Returns False at once if another process holds the lock.
     """
     with try_lock_across(Lock.FIGURES) as locked:
         if not locked:
             return False
-        is_packed = _pack(now, clock.monotonic() + limit)
+        is_packed = _pack_until(now, clock.monotonic() + limit)
         for table in TABLES:
             table.drop(before=now - (table.kept if is_packed else max(table.kept, LONGEST_KEPT)))
     return is_packed
 
 
-def _pack(now: datetime, deadline: float) -> bool:
-    """Pack the hours that have ended, then the days; return False if the deadline came first."""
+def _pack_until(now: datetime, deadline: float) -> bool:
+    """Pack the ended hours, then the ended days. Return False if the deadline passed before the end."""
     for level in ROLL_UPS:
         for start in level.source.starts():
-            if start + level.period + GRACE > now:
+            if start + level.period + LATE_SAMPLES_GRACE > now:
                 continue
-            partitions.ensure([(level.target, start)])
+            partitions.create_missing([(level.target, start)])
             while level.pack_next(start):
                 if clock.monotonic() >= deadline:
                     return False
@@ -215,35 +218,35 @@ class Span:
 
 
 def read(subjects: Sequence[str], span: Span) -> dict[str, Columns]:
-    """Return the columns of each subject, from the coarsest tables that have the step; three queries at most.
+    """Return the columns of each subject; at most three queries.
 
-    A period that is not packed yet is read from the next finer table.
+    The coarsest table with the step is read first, and finer tables for periods that are not packed yet.
     """
     grids = {subject: Grid(span.start, span.step, span.count) for subject in subjects}
     packed: set[tuple[str, datetime, timedelta]] = set()
 
     def is_packed(subject: str, at: datetime) -> bool:
-        return any((subject, floor(at, level.period), level.period) in packed for level in ROLL_UPS)
+        return any((subject, floor_to_step(at, level.period), level.period) in packed for level in ROLL_UPS)
 
     for level in reversed(ROLL_UPS):
         if span.step >= level.step:
-            first = floor(span.start, level.period)
-            blocks = _rows("body", level.target, subjects, first, span.end)
+            first = floor_to_step(span.start, level.period)
+            blocks = _read_rows("body", level.target, subjects, first, span.end)
             for subject, at, body in blocks:
                 if not is_packed(subject, at):
                     grids[subject].add_block(at, level.step, series.unpack(body))
                     packed.add((subject, at, level.period))
-    for subject, at, numbers in _rows("numbers", SAMPLES, subjects, span.start, span.end):
+    for subject, at, numbers in _read_rows("numbers", SAMPLES, subjects, span.start, span.end):
         if not is_packed(subject, at):
             grids[subject].add_sample(at, subject, numbers)
     return {subject: grid.columns() for subject, grid in grids.items()}
 
 
-def _rows(
+def _read_rows(
     column: str, table: PartitionedTable, subjects: Sequence[str], start: datetime, end: datetime
 ) -> list[tuple[str, datetime, Any]]:
     with connection.cursor() as cursor:
         scope: Scope = {"start": start, "end": end, "subjects": list(subjects)}
-        cursor.execute(_ROWS.format(column=column, table=table.name), scope)
+        cursor.execute(_READ_ROWS.format(column=column, table=table.name), scope)
         rows: list[tuple[str, datetime, Any]] = cursor.fetchall()
     return rows

@@ -1,6 +1,7 @@
-"""Notices about the cluster itself, shown on every page.
+"""Notices about the cluster itself, which every page shows.
 
-Each has a stable id, a text that names the problem, and a hint for its repair. Pure: from facts to sentences.
+Each has a stable id, a text that names the problem, and a hint for its repair. Pure: the functions convert
+facts to texts.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from localai_cluster.kit.env import weak_secret
 from localai_cluster.kit.quantities import counted
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import CurrentHold
-from operations.executor.controllers import SILENT_AFTER, Seen
+from operations.executor.controllers import SILENT_AFTER, LastHeartbeats
 
 Notice = dict[str, Any]
 _SILENCE = timedelta(seconds=SILENT_AFTER)
@@ -22,29 +23,30 @@ _SILENCE = timedelta(seconds=SILENT_AFTER)
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The facts that notices depend on. `readable_since`: the end of the last outage of the database.
+    """Facts from which the notices follow.
 
-    A controller that wrote nothing during an outage is not silent; None when there was no outage.
+    `readable_since` is the end of the last database outage, or None: a controller that wrote nothing during
+    an outage is not silent.
     """
 
-    controllers: Seen
+    controllers: LastHeartbeats
     open_conflicts: int
     weak_nodes: int
     readable_since: datetime | None = None
     skewed_nodes: int = 0
-    """Nodes whose worker is not of this version, stock workers among them."""
+    """Number of nodes whose worker has another version than this server, including stock workers."""
     tasks_wait_since: datetime | None = None
-    """Since when nobody has taken the oldest scheduled task."""
+    """Time since which the oldest due task waits for a task worker; None if no task waits."""
     redis_away: bool = False
-    held: CurrentHold | None = None
-    """Nodes that fell silent together and are kept."""
+    mass_hold: CurrentHold | None = None
+    """Current mass-disruption hold, or None."""
     disk: DiskUsage | None = None
     """The disk of the server's data folder; None if it has not been read."""
 
 
 @dataclass(frozen=True)
 class NoticeSettings:
-    """The settings that notices are about."""
+    """Settings from which notices follow."""
 
     registration_token: str
     api_keys: tuple[str, ...]
@@ -82,7 +84,7 @@ def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime)
 
 
 def disk_notices(usage: DiskUsage | None) -> list[Notice]:
-    """Return the notice that the disk of the data folder is full; it does not depend on the database."""
+    """Return a notice if the disk of the data folder is full. This does not depend on the database."""
     if usage is None or not usage.is_full:
         return []
     text = f"The disk of the server's data folder is full: {usage}."
@@ -92,7 +94,7 @@ def disk_notices(usage: DiskUsage | None) -> list[Notice]:
 
 def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
     controllers = facts.controllers
-    if _silent(controllers.at, facts, now):
+    if _is_silent(controllers.at, facts, now):
         return [
             _notice(
                 "no-controller",
@@ -101,7 +103,7 @@ def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
                 "Start one with `manage.py controller`. Requested operations wait until then.",
             )
         ]
-    if _silent(controllers.connected_at, facts, now):
+    if _is_silent(controllers.connected_at, facts, now):
         return [
             _notice(
                 "nats-unreachable",
@@ -129,13 +131,13 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
 
 
 def _silence_notices(facts: ClusterFacts) -> list[Notice]:
-    if facts.held is None:
+    if facts.mass_hold is None:
         return []
     hint = "Check the network between this server and the workers. Nodes that are back by then are kept."
-    return [_notice("mass-silence", "error", f"{facts.held}.", hint)]
+    return [_notice("mass-silence", "error", f"{facts.mass_hold}.", hint)]
 
 
-def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
+def _is_silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
     last_sign = max((moment for moment in (at, facts.readable_since) if moment is not None), default=None)
     return last_sign is None or now - last_sign > _SILENCE
 

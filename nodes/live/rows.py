@@ -1,9 +1,9 @@
-"""All nodes as the pages show them: one view of the database, the same few queries for any number of nodes.
+"""All nodes as the pages show them, from one snapshot and the same few queries for any number of nodes.
 
-The feed reads them every second while somebody watches, and most have not changed. So a node comes as the raw
-values of the queries, which compare at the speed of C; only the ones that differ are rendered in the shape of
-the wire (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always there, so that a patch is the set of
-changed keys.
+The feed reads the nodes every second while there are watchers, and most nodes have not changed. So a node is
+kept as the raw values of the queries, which compare at the speed of C. Only changed nodes are rendered in the
+wire's form (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always present, so that a patch is the
+set of changed keys.
 """
 
 from collections.abc import Mapping
@@ -30,28 +30,28 @@ _STATUS_FACTS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
-"""Facts that are shown as `reason` and `since` only."""
+"""Columns by status. The live feed shows them only as the node's `reason` and `since`."""
 _GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
-"""Shown as `gpus`, with what loads have reserved on each."""
+"""Columns of the key `gpus`, which also shows the bytes that loads have reserved on each GPU."""
 
 
-class _InOrder(Aggregate):
-    """Aggregate: a group as one JSON text in a fixed order, so that equal rows compare equal."""
+class _OrderedJson(Aggregate):
+    """Aggregates a group to one JSON text in a fixed order, so that equal groups have equal texts."""
 
     function = "jsonb_agg"
     output_field = TextField()
 
 
-class _ReplicasOf(_InOrder):
+class _ReplicasJson(_OrderedJson):
     template = "%(function)s(%(expressions)s ORDER BY model_name, replica_index)"
 
 
-class _NamesOf(_InOrder):
+class _NamedRowsJson(_OrderedJson):
     template = "%(function)s(%(expressions)s ORDER BY name)"
 
 
-class Raw(NamedTuple):
-    """One node as the queries return it; texts are JSON, "" for none."""
+class RawNode(NamedTuple):
+    """The values of one node as the queries return them; texts are JSON, "" for none."""
 
     columns: tuple[Any, ...]
     labels: str
@@ -61,14 +61,19 @@ class Raw(NamedTuple):
     reservations: tuple[Reservation, ...] = ()
 
 
-def read_nodes() -> dict[str, Raw]:
-    """Return every node by id, in the order of names; six queries in the caller's view of the database."""
+def read_nodes() -> dict[str, RawNode]:
+    """Return every node by id, sorted by name; six queries in the caller's snapshot."""
     columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_STATUS_FACTS.values())
     nodes = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
-    labels, replicas, backends, conflicts = _labels(), _replicas(), _backends(), _conflicts()
+    labels, replicas, backends, conflicts = (
+        _read_labels(),
+        _read_replicas(),
+        _read_backends(),
+        _count_conflicts(),
+    )
     return {
-        (node := columns[0]): Raw(
+        (node := columns[0]): RawNode(
             columns,
             labels.get(node, ""),
             replicas.get(node, ""),
@@ -80,27 +85,27 @@ def read_nodes() -> dict[str, Raw]:
     }
 
 
-def _labels() -> dict[str, str]:
+def _read_labels() -> dict[str, str]:
     grouped = NodeLabel.objects.order_by().values_list(text("node_id"))
     return dict(grouped.annotate(found=LabelsOf(F("key"), F("value"))))
 
 
-def _replicas() -> dict[str, str]:
+def _read_replicas() -> dict[str, str]:
     grouped = NodeModel.engines.order_by().values_list(text("node_id"))
-    return dict(grouped.annotate(found=_ReplicasOf(LIVE_MODEL.made())))
+    return dict(grouped.annotate(found=_ReplicasJson(LIVE_MODEL.made())))
 
 
-def _backends() -> dict[str, str]:
+def _read_backends() -> dict[str, str]:
     grouped = NodeBackend.objects.order_by().values_list(text("node_id"))
-    return dict(grouped.annotate(found=_NamesOf(F("name"))))
+    return dict(grouped.annotate(found=_NamedRowsJson(F("name"))))
 
 
-def _conflicts() -> dict[str, int]:
+def _count_conflicts() -> dict[str, int]:
     grouped = NodeConflict.objects.filter(state="open").order_by().values_list(text("node_id"))
     return dict(grouped.annotate(found=Count("pk")))
 
 
-def render(raw: Raw) -> LiveNode:
+def render(raw: RawNode) -> LiveNode:
     """Return the node as the live feed sends it (`LIVE_NODE`)."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
     extra = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
@@ -126,7 +131,7 @@ def render(raw: Raw) -> LiveNode:
 
 
 def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
-    """Return why the node has its status and since when; neither for a healthy one."""
+    """Return the reason and the start of the node's status; both are empty for a healthy node."""
     status = node["status"]
     if status == "pending":
         return _pending_reason(node)

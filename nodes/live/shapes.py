@@ -1,4 +1,4 @@
-"""The messages of our websockets: their shapes, and the handshakes for the API document."""
+"""Shapes of our websockets' messages, and the handshakes for the API document."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ FEED_USER = Shape(
 
 
 class Message(Shape):
-    """A message; `type` distinguishes it."""
+    """Shape of a message; its field `type` has the kind of message."""
 
     def __init__(self, name: str, kind: str, meaning: str, *fields: Field) -> None:
         self.kind = kind
@@ -140,10 +140,10 @@ MESSAGES = (
 FEED_MESSAGE = Named(
     "FeedMessage",
     {
-        "oneOf": [one.ref for one in MESSAGES],
+        "oneOf": [message.ref for message in MESSAGES],
         "discriminator": {
             "propertyName": "type",
-            "mapping": {one.kind: one.ref["$ref"] for one in MESSAGES},
+            "mapping": {message.kind: message.ref["$ref"] for message in MESSAGES},
         },
     },
 )
@@ -161,7 +161,7 @@ LOG_MESSAGE = Named(
         "oneOf": [LOG_INITIAL.ref, LOG_NEW_LINE.ref],
         "discriminator": {
             "propertyName": "type",
-            "mapping": {one.kind: one.ref["$ref"] for one in (LOG_INITIAL, LOG_NEW_LINE)},
+            "mapping": {message.kind: message.ref["$ref"] for message in (LOG_INITIAL, LOG_NEW_LINE)},
         },
     },
 )

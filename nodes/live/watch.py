@@ -1,13 +1,13 @@
-"""The feed of nodes and notices: one reader of the rows in a web process for all who watch nodes.
+"""The feed of nodes and notices: each web process reads the rows once for all its watchers.
 
-It runs only while somebody watches. A NOTIFY wakes it, and it polls every second without one, because
-heartbeats and in-flight counts send none. A watcher is no queue but a position in the history: a slow one
-gets what it missed as one change, or a new snapshot, so that its slowness costs no memory. While the database
-cannot be read, all keep their data and a notice states its age.
+It runs only while there are watchers. A NOTIFY wakes it, and it polls every second without one, because
+heartbeats and in-flight counts send none. A watcher has no queue but a position in the history: a slow
+watcher gets the changes that it missed as one change, or a new snapshot, so it costs no memory. While the
+database cannot be read, all watchers keep their data, and a notice states its age.
 
-Numbered changes are stored for a while for readers who reconnect. A reader's position is a cursor,
-`<epoch>:<number>`. The epoch is new with every process: its numbers have no meaning elsewhere. Changes that a
-reader missed are sent as one.
+Numbered changes are stored for a while for watchers who reconnect. The position of a watcher is a cursor,
+`<epoch>:<number>`. Each process has its own epoch, because the numbers of another process have no meaning in
+it. The changes that a watcher missed are sent as one change.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from nodes.live.notices import (
     database_notice,
     disk_notices,
 )
-from nodes.live.rows import LiveNode, Raw, render
+from nodes.live.rows import LiveNode, RawNode, render
 from nodes.registry import mass_silence
 from nodes.scheduling import store as rules
 from operations.changes import events, feed
@@ -48,10 +48,12 @@ from operations.executor import controllers
 
 Patch = dict[str, Any]
 
-KEPT_SECONDS = 120.0
-KEPT_CHANGES = 1000
-KEPT_PATCHES = 50_000
-"""Of all kept changes together: the bound of their memory when thousands of nodes beat."""
+HISTORY_SECONDS = 120.0
+"""Seconds for which a change is stored."""
+HISTORY_CHANGES = 1000
+"""Maximum number of stored changes."""
+HISTORY_PATCHES = 50_000
+"""Maximum number of patches in all stored changes; it limits the memory of large fleets."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,16 @@ class Delta:
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences of a snapshot from the last accepted one."""
+    """The differences between a snapshot and the last accepted snapshot."""
 
-    rows: dict[str, Raw]
+    rows: dict[str, RawNode]
     nodes: dict[str, LiveNode]
     patches: dict[str, Patch]
     removed: frozenset[str]
 
 
 def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
-    """Return the changed keys, all of them for a new node; {} if none is visible."""
+    """Return the changed keys: all keys for a new node, {} without a visible change."""
     if before is None:
         return now
     changed = {key: value for key, value in now.items() if value != before[key]}
@@ -93,16 +95,16 @@ class History:
         self.epoch = epoch
         self.number = 0
         self.nodes: dict[str, LiveNode] = {}
-        self._raw: dict[str, Raw] = {}
+        self._raw: dict[str, RawNode] = {}
         self._kept: deque[Delta] = deque()
         self._size = 0
 
     @property
     def cursor(self) -> str:
-        """The cursor of a reader who has every change."""
+        """Cursor of a watcher who has every change."""
         return f"{self.epoch}:{self.number}"
 
-    def compare(self, rows: dict[str, Raw]) -> Difference:
+    def compare(self, rows: dict[str, RawNode]) -> Difference:
         """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
         raw_before, before = self._raw, self.nodes
         nodes, patches = {}, {}
@@ -114,7 +116,10 @@ class History:
         return Difference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
     def accept(self, difference: Difference, at: float) -> bool:
-        """Accept the snapshot compared last, read at `at` (monotonic seconds); return True if it differs."""
+        """Accept the snapshot compared last, read at `at` (monotonic seconds).
+
+        Return True if a node has changed.
+        """
         self._raw = difference.rows
         self.nodes.update(difference.nodes)
         for node in difference.removed:
@@ -131,26 +136,26 @@ class History:
 
     def _forget(self, at: float) -> None:
         while self._kept and (
-            at - self._kept[0].at > KEPT_SECONDS
-            or len(self._kept) > KEPT_CHANGES
-            or self._size > KEPT_PATCHES
+            at - self._kept[0].at > HISTORY_SECONDS
+            or len(self._kept) > HISTORY_CHANGES
+            or self._size > HISTORY_PATCHES
         ):
             self._size -= self._kept.popleft().size
 
-    def place(self, cursor: str) -> int | None:
-        """Return the number in a cursor from which changes are still stored; None for any other text."""
+    def parse_cursor(self, cursor: str) -> int | None:
+        """Return the cursor's number if all later changes are still stored; None for any other text."""
         epoch, _, number = cursor.partition(":")
         if epoch != self.epoch or not (number.isascii() and number.isdecimal() and len(number) <= 18):
             return None
-        return int(number) if self.knows(int(number)) else None
+        return int(number) if self.has_changes_after(int(number)) else None
 
-    def knows(self, number: int) -> bool:
+    def has_changes_after(self, number: int) -> bool:
         """Return True if every change after this number is still stored."""
         oldest = self._kept[0].number if self._kept else self.number + 1
         return oldest - 1 <= number <= self.number
 
     def since(self, number: int) -> tuple[list[Patch], list[str]]:
-        """Return the changes after a stored number as one change: patches and removed ids."""
+        """Merge the changes after this number. Return the patches and the ids of removed nodes."""
         patches: dict[str, Patch] = {}
         removed: set[str] = set()
         for change in self._kept:
@@ -168,45 +173,47 @@ class History:
 log = logging.getLogger(__name__)
 
 POLL_EVERY = 1.0
-"""Seconds between two looks when nothing wakes the look."""
+"""Seconds between two polls without a wake-up."""
 GATHER_SECONDS = 0.2
-"""Seconds for which wakes are gathered."""
-REST_FACTOR = 4.0
-"""A look that took t seconds is followed by at least t times this without one, unless it failed."""
-PING_EVERY, PING_LIMIT = 5.0, 2.0
-"""Seconds between two questions to Redis, and for the answer."""
+"""Seconds for which wake-ups are gathered before a poll."""
+PAUSE_FACTOR = 4.0
+"""Minimum pause after a successful poll, as a multiple of the poll's duration."""
+PING_EVERY = 5.0
+"""Seconds between two pings of Redis."""
+PING_LIMIT = 2.0
+"""Seconds within which Redis must reply to a ping."""
 READ_LIMIT = 5.0
-"""Seconds after which a look without an answer counts as failed; it is still waited for."""
+"""Seconds after which a poll counts as failed; its thread is still awaited."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The rows of one refresh."""
+    """The rows of one poll."""
 
-    nodes: dict[str, rows.Raw]
-    controllers: controllers.Seen
+    nodes: dict[str, rows.RawNode]
+    controllers: controllers.LastHeartbeats
     backends: upgrade_state.UpgradeCheckState
     rules: str
-    """The revision of the scheduling rules."""
+    """Revision of the scheduling rules."""
     definitions: str = ""
-    """The revision of the stored definitions."""
+    """Revision of the stored definitions."""
     tasks_wait_since: datetime | None = None
-    held: mass_silence.CurrentHold | None = None
+    mass_hold: mass_silence.CurrentHold | None = None
 
 
 def read_snapshot() -> Snapshot:
-    """Read everything, in one view of the database and a constant number of queries."""
-    with feed.one_view():
+    """Read the rows in one database snapshot, with a constant number of queries."""
+    with feed.shared_snapshot():
         tasks = periodic.waiting_since(now=clock.now())
-        held, revision = mass_silence.current_hold(), rules.rules_revision()
+        mass_hold, revision = mass_silence.current_hold(), rules.rules_revision()
         return Snapshot(
             rows.read_nodes(),
-            controllers.seen(),
+            controllers.last_heartbeats(),
             upgrade_state.read_state(),
             revision,
             definitions.definitions_revision(),
             tasks,
-            held,
+            mass_hold,
         )
 
 
@@ -223,24 +230,24 @@ async def ping_redis() -> bool:
 
 
 class NodeFeed:
-    """Polls the rows while there are watchers, and sends each watcher the changes that it lacks."""
+    """Polls the rows while there are watchers, and sends each watcher its missing changes."""
 
     def __init__(
         self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
         self._read, self._ping = read, ping
         self._unanswered = 0
-        """Questions to Redis in a row without an answer."""
+        """Number of consecutive Redis pings without an answer."""
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
-        self.hints: dict[str, dict[str, Any]] = {}
-        """Messages about changed lists, by their type."""
-        self.looks = 0
+        self.change_messages: dict[str, dict[str, Any]] = {}
+        """Messages about changed lists, by message type."""
+        self.polls = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
         self._turn = asyncio.Event()
-        self._looked = False
-        """True once the running task has read the rows; earlier state is of an earlier watcher."""
+        self._has_read = False
+        """True once the running task has read the rows; state from before is stale."""
         self._as_of: datetime | None = None
         self._failing = False
         self._readable_since: datetime | None = None
@@ -248,49 +255,60 @@ class NodeFeed:
         self._disk: disk.DiskUsage | None = None
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
-        """Yield the messages for a watcher at `cursor`, forever.
+        """Yield the messages for a watcher at `cursor`, without end.
 
-        The first one about nodes comes even if nothing was missed. Close the iterator to stop watching.
+        The first message about nodes is sent even if nothing was missed. Close the iterator to stop watching.
         """
-        async with self._watched():
-            place = self.history.place(cursor) if cursor else None
+        async with self._count_watcher():
+            position = self.history.parse_cursor(cursor) if cursor else None
             sent_notices: list[Notice] | None = None
             hints: dict[str, dict[str, Any]] = {}
             greeted = False
             while True:
                 turn = self._turn
-                if self._looked and sent_notices is not self.notices:
+                if self._has_read and sent_notices is not self.notices:
                     sent_notices = self.notices
                     yield _text(shapes.NOTICES.of(notices=sent_notices))
-                for kind, hint in self.hints.items() if self._looked else ():
+                for kind, hint in self.change_messages.items() if self._has_read else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
                         yield _text(hint)
-                if self._as_of is not None and self._looked and (not greeted or place != self.history.number):
-                    place = place if place is not None and self.history.knows(place) else None
-                    message, place, greeted = self._message(place), self.history.number, True
+                if (
+                    self._as_of is not None
+                    and self._has_read
+                    and (not greeted or position != self.history.number)
+                ):
+                    position = (
+                        position
+                        if position is not None and self.history.has_changes_after(position)
+                        else None
+                    )
+                    message, position, greeted = self._message(position), self.history.number, True
                     yield message
                 if turn is self._turn:
                     await turn.wait()
 
-    def _message(self, place: int | None) -> str:
-        """Return the message for a watcher at position `place`, created once for all watchers there."""
-        if place not in self._texts:
-            if place is None:
+    def _message(self, position: int | None) -> str:
+        """Return the message for watchers at this position (None: a snapshot).
+
+        It is created once for all of them.
+        """
+        if position not in self._texts:
+            if position is None:
                 nodes = list(self.history.nodes.values())
                 message = shapes.NODES_SNAPSHOT.of(cursor=self.history.cursor, nodes=nodes)
             else:
-                changed, removed = self.history.since(place)
+                changed, removed = self.history.since(position)
                 cursor = self.history.cursor
                 message = shapes.NODES_DELTA.of(cursor=cursor, changed=changed, removed=removed)
-            self._texts[place] = _text(message)
-        return self._texts[place]
+            self._texts[position] = _text(message)
+        return self._texts[position]
 
     @contextlib.asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
+    async def _count_watcher(self) -> AsyncIterator[None]:
         self.watchers += 1
         if self._running is None:
-            self._looked, self._turn = False, asyncio.Event()
+            self._has_read, self._turn = False, asyncio.Event()
             self._running = asyncio.create_task(self._run(), name="node feed")
         try:
             yield
@@ -302,16 +320,16 @@ class NodeFeed:
 
     async def _run(self) -> None:
         woken = asyncio.Event()
-        hearing = asyncio.create_task(self._hear(woken), name="node feed hears")
+        hearing = asyncio.create_task(self._set_on_change(woken), name="node feed hears")
         pinging = asyncio.create_task(self._keep_pinging(), name="node feed pings")
         measuring = asyncio.create_task(self._keep_measuring(), name="node feed measures the disk")
         try:
             while True:
                 began = clock.monotonic()
                 woken.clear()
-                await self._look()
+                await self._refresh()
                 # An outage is over when it is over, however long the last look waited for its end.
-                pause = 0.0 if self._failing else REST_FACTOR * (clock.monotonic() - began)
+                pause = 0.0 if self._failing else PAUSE_FACTOR * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(POLL_EVERY, pause)):
                         await woken.wait()
@@ -332,17 +350,17 @@ class NodeFeed:
             await asyncio.sleep(disk.MAX_AGE)
 
     @staticmethod
-    async def _hear(woken: asyncio.Event) -> None:
+    async def _set_on_change(woken: asyncio.Event) -> None:
         async for _ in events.listen(events.NODES, upgrade_state.CHANNEL, rules.CHANNEL, definitions.CHANNEL):
             woken.set()
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         # In a thread, comparing included: that takes a quarter of a second for thousands of nodes.
         reading = asyncio.ensure_future(database_sync_to_async(self._compare, thread_sensitive=False)())
         try:
             if not (await asyncio.wait({reading}, timeout=READ_LIMIT))[0]:
                 self._fail("no answer")
-            self._take(*await asyncio.shield(reading))
+            self._apply(*await asyncio.shield(reading))
         except DatabaseError as error:
             self._fail(type(error).__name__)
         except Exception:
@@ -357,17 +375,19 @@ class NodeFeed:
         snapshot = self._read()
         return snapshot, self.history.compare(snapshot.nodes)
 
-    def _take(self, snapshot: Snapshot, difference: Difference) -> None:
+    def _apply(self, snapshot: Snapshot, difference: Difference) -> None:
         now = clock.now()
         if self._failing:
             log.info("nodes are read again")
             self._failing, self._readable_since = False, now
-        self.looks += 1
+        self.polls += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        before, self.hints = self.hints, _change_messages(snapshot)
-        self._tell(
-            active_notices(self._facts(snapshot), _notice_settings(), now), moved, self.hints != before
+        before, self.change_messages = self.change_messages, _change_messages(snapshot)
+        self._wake_watchers(
+            active_notices(self._facts(snapshot), _notice_settings(), now),
+            moved,
+            self.change_messages != before,
         )
 
     def _facts(self, snapshot: Snapshot) -> ClusterFacts:
@@ -379,7 +399,7 @@ class NodeFeed:
             readable_since=self._readable_since,
             tasks_wait_since=snapshot.tasks_wait_since,
             redis_away=self._unanswered > 1,
-            held=snapshot.held,
+            mass_hold=snapshot.mass_hold,
             disk=self._disk,
         )
 
@@ -390,16 +410,16 @@ class NodeFeed:
         other_notices = [
             notice for notice in self.notices if notice["id"] not in ("database-unreachable", "disk-full")
         ]
-        self._tell([*disk_notices(self._disk), database_notice(self._as_of), *other_notices], False)
+        self._wake_watchers([*disk_notices(self._disk), database_notice(self._as_of), *other_notices], False)
 
-    def _tell(self, notices: list[Notice], moved: bool, has_messages: bool = False) -> None:
-        """Wake the watchers if there is anything new."""
-        has_news = moved or has_messages or not self._looked or notices != self.notices
+    def _wake_watchers(self, notices: list[Notice], moved: bool, has_messages: bool = False) -> None:
+        """Wake the watchers if notices, nodes or messages have changed."""
+        has_news = moved or has_messages or not self._has_read or notices != self.notices
         if notices != self.notices:
             self.notices = notices
         if moved:
             self._texts.clear()
-        self._looked = True
+        self._has_read = True
         if has_news:
             turn, self._turn = self._turn, asyncio.Event()
             turn.set()
@@ -447,11 +467,11 @@ def shared() -> NodeFeed:
 
 
 ALIVE_EVERY = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between two `alive` messages."""
 
 
 def greeting(scope: Scope) -> str:
-    """Return the first message: the server, and the user as whom the client is authenticated."""
+    """Return the first message: the server's version and the authenticated user."""
     principal = scope["principal"]
     return encode_message(
         shapes.HELLO.of(
@@ -464,14 +484,14 @@ def greeting(scope: Scope) -> str:
 
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield nodes and notices."""
+    """Yield the messages about nodes and notices."""
     async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
 
 async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield signs of life, so that a page can distinguish a quiet cluster from a dead socket."""
+    """Yield periodic messages, so that a page can distinguish a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_EVERY)
         yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

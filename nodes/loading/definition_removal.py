@@ -28,7 +28,7 @@ from nodes.replicas import drains
 from nodes.replicas.unload_requests import UnloadModel, record_unload
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.admission import Admission, OperationRequest, Requester, admit
-from operations.ledger.attempts import owned
+from operations.ledger.attempts import lock_owned
 from operations.ledger.progress import Tick
 
 KIND = drains.REMOVE
@@ -107,7 +107,7 @@ class RemoveDefinition(UnloadModel):
 
 def _remove_row(work: Work) -> ModelDefinition | None:
     with committed("definitions.remove"):
-        owned(*work.attempt)
+        lock_owned(*work.attempt)
         return store.remove(
             work.operation.element, id=UUID(work.operation.payload["definition"]), now=clock.now()
         )

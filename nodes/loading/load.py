@@ -35,7 +35,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import admission, backend_requests, node_commands
-from nodes.commands.commands import first
+from nodes.commands.commands import first_result
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition
@@ -110,7 +110,7 @@ class LoadModel:
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt = await self._place(work, definition)
         try:
-            address, options, without = await first(_wait_until_slot_lost(attempt), self._run(attempt))
+            address, options, without = await first_result(_wait_until_slot_lost(attempt), self._run(attempt))
             # After the watch of the slot: the attempt does not own a published row any more.
             result = await _publish(attempt, address, options, without)
         except Exception as error:

@@ -111,7 +111,7 @@ class ProgressDeadline:
         if request_of(operation).is_scale_up:
             age = (now - operation.created_at).total_seconds()
             remaining = load_times.extend_deadline(age, seconds, initial_seconds())
-            await in_thread(admission.need_until, {operation.id: now + timedelta(seconds=remaining)})
+            await in_thread(admission.extend_need, {operation.id: now + timedelta(seconds=remaining)})
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
             needed_until=now + NEEDED_FOR,
         )
         return admission.admit(request, now=now).operation
-    admission.need_until({operation_id: now + NEEDED_FOR})
+    admission.extend_need({operation_id: now + NEEDED_FOR})
     return Operation.objects.get(pk=operation_id)
 
 

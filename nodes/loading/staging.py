@@ -25,7 +25,7 @@ from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.quantities import format_gib
-from nodes.commands.commands import first
+from nodes.commands.commands import first_result
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
@@ -398,7 +398,7 @@ async def _send(
                     source_downloads.check_former_load, attempt.work.operation, definition
                 ),
             )
-            return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))
+            return await first_result(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
         problem = file_port.failure_text(server.contact.address, str(unreachable))

@@ -312,7 +312,7 @@ class Loads:
         deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _EXTENSION_SECONDS)
         if deadline > load.row_deadline + 1 and load.operation.kind == KIND:
             load.row_deadline = deadline
-            await in_thread(admission.need_until, {load.operation.id: _to_datetime(deadline)})
+            await in_thread(admission.extend_need, {load.operation.id: _to_datetime(deadline)})
 
 
 def _to_client_error(error: Exception) -> ClusterError:

@@ -1,4 +1,4 @@
-"""Nodes, conflicts and join tokens by what an operator types; hints for refused commands."""
+"""Find nodes, conflicts and join tokens by an operator's input, and add hints to refusals."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,20 +14,24 @@ _ID_LENGTH = 36
 
 
 def node(text: str) -> BackendNode:
-    """Return the node with that name, id or id prefix. Raise CommandError unless exactly one matches.
+    """Return the node with this name, id or id prefix. Raise CommandError unless exactly one matches.
 
-    Workers choose their names, so a name that looks like the id of another node must not be taken for it.
+    Workers choose their names. A name that looks like another node's id must not match in place of that id.
     """
     by_name = BackendNode.objects.filter(name_key=names.key(text)).first()
     matches = rows_with_prefix(BackendNode.objects.order_by("name"), text)
     if by_name is not None and (len(text) < SHORT_ID or matches in ([], [by_name])):
         return by_name
     if by_name is not None and len(text) < _ID_LENGTH:
-        raise CommandError(f"{text!r} is both a name and an id prefix of {_listed(matches)}; use the full id")
+        raise CommandError(
+            f"{text!r} is both a name and an id prefix of {_ambiguous_names(matches)}; use the full id"
+        )
     if not matches:
         raise CommandError(f"there is no node {text!r}; `manage.py nodes list` lists them")
     if len(matches) > 1:
-        raise CommandError(f"{text!r} is an id prefix of {_listed(matches)}; use a longer prefix or the name")
+        raise CommandError(
+            f"{text!r} is an id prefix of {_ambiguous_names(matches)}; use a longer prefix or the name"
+        )
     return matches[0]
 
 
@@ -43,7 +47,7 @@ def join_token(text: str) -> JoinToken:
     return only_with_prefix(JoinToken.objects.all(), text, "join token", hint)
 
 
-def _listed(matches: list[BackendNode]) -> str:
+def _ambiguous_names(matches: list[BackendNode]) -> str:
     ellipsis = ", …" if len(matches) > MAX_MATCHES else ""
     return ", ".join(row.name for row in matches[:MAX_MATCHES]) + ellipsis
 
@@ -68,7 +72,7 @@ _HINT_BY_VERB = {"reject": _OUT, "rotate": _ENROL, "revoke": _ENROL}
 
 @contextmanager
 def hint_on_refusal(verb: str, node: BackendNode) -> Iterator[None]:
-    """Turn a refusal of `verb` into a CommandError with a hint on what to do instead."""
+    """Convert a refusal of `verb` to a CommandError with a hint."""
     try:
         yield
     except errors.ClusterError as refusal:

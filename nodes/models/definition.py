@@ -1,8 +1,8 @@
-"""Model definitions that people, imports and galleries have saved, with their revisions.
+"""Model definitions that users, imports and galleries have saved, with their revisions.
 
-A file of the models folder wins over a row of the same name (`nodes/definitions/folder.py`). The only writer
-is `nodes/definitions/store.py`. A deleted row stays until its name is used again: the operation that deletes
-a definition may have been interrupted, and needs to know its files.
+A file of the models folder takes precedence over a row of the same name (`nodes/definitions/folder.py`). The
+only writer is `nodes/definitions/store.py`. A deleted row stays until its name is used again: the operation
+that deletes a definition may have been interrupted, and needs the list of its files.
 """
 
 import uuid
@@ -32,7 +32,7 @@ class ModelDefinition(models.Model):
     revision = models.IntegerField(default=1)
     disabled = models.BooleanField(default=False)
     change = models.BigIntegerField(default=1)
-    """Number of the row's last change: readers read a row again when it differs."""
+    """Number of the row's last change. A reader whose number differs reads the row again."""
     files = models.JSONField(default=list)
     """The files that an import has fetched: a list of `path`, `size`, `sha256` and `source`."""
     created_at = models.DateTimeField(default=clock.now)
@@ -55,7 +55,7 @@ class ModelDefinition(models.Model):
 
 
 class DefinitionRevision(models.Model):
-    """One text that a definition has had."""
+    """One saved text of a definition."""
 
     definition = models.ForeignKey(ModelDefinition, on_delete=models.CASCADE, related_name="revisions")
     number = models.IntegerField()

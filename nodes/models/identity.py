@@ -21,7 +21,7 @@ class JoinToken(models.Model):
     expires_at = models.DateTimeField()
     max_uses = models.IntegerField(default=1)
     uses = models.IntegerField(default=0)
-    """Number of new nodes that it has admitted."""
+    """Number of new nodes that the token has admitted."""
     revoked_at = models.DateTimeField(null=True, blank=True)
     revoked_by = models.CharField(max_length=150, blank=True, default="")
     last_used_at = models.DateTimeField(null=True, blank=True)
@@ -44,20 +44,20 @@ class JoinToken(models.Model):
 
 
 class BusCredential(models.Model):
-    """A user of the bus: a node until its credentials are revoked. Each registration returns a new JWT.
+    """A node's user on the bus, valid until the credentials are revoked. Each registration returns a new JWT.
 
-    JWT and seed are not stored; the seed is derived from the account's key, node and salt. There is no
-    foreign key: the credentials of a node that was removed must stay revoked until they expire.
+    JWT and seed are not stored; the seed is derived from the account's key, the node and the salt. There is
+    no foreign key, because the credentials of a removed node must stay revoked until they expire.
     """
 
     public_key = models.CharField(max_length=56, primary_key=True)
-    """The user (`U…`)."""
+    """Public key of the bus user (`U…`)."""
     node_id = models.UUIDField(db_index=True)
     salt = models.CharField(max_length=32)
-    """A new salt after a revocation makes the node another user."""
+    """Random text of the key derivation. A new salt after a revocation creates another bus user."""
     issued_at = models.DateTimeField()
     expires_at = models.DateTimeField(db_index=True)
-    """Expiry of the last JWT."""
+    """Expiry of the latest JWT."""
     revoked_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -69,7 +69,7 @@ class BusCredential(models.Model):
 
 
 class NodeConflict(models.Model):
-    """A claim of another machine or process to be a node. The node keeps working until an admin decides."""
+    """A claim of another machine or process to be the node. The node keeps working until an admin decides."""
 
     class Mismatch(models.TextChoices):
         """The property of the claim that does not match the node."""

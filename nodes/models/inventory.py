@@ -2,7 +2,7 @@
 
 `PendingBackendOp` is the *intent*: the unit of work on one backend of one node (R1.7, R1.108 to R1.120).
 `nodes/backends/upgrade_state.py` writes the rows of the upgrade check, except for the columns of automatic
-upgrades (`upgrade_check.py`).
+upgrades, which `upgrade_check.py` writes.
 """
 
 import uuid
@@ -21,7 +21,7 @@ class PendingBackendOpQuerySet(models.QuerySet["PendingBackendOp"]):
     """Filters of intents."""
 
     def resting(self) -> Self:
-        """Filter intents that no controller runs and nobody has cancelled."""
+        """Filter intents that no controller runs and no user has cancelled."""
         return self.filter(lease_until__isnull=True, cancelled_at__isnull=True)
 
     def leased(self) -> Self:
@@ -30,7 +30,11 @@ class PendingBackendOpQuerySet(models.QuerySet["PendingBackendOp"]):
 
 
 class PendingBackendOp(LeasedRow):
-    """An intent. Each op of a backend on a node has at most one; they run one at a time, by `turn`."""
+    """An intent: one change of one backend on one node.
+
+    Each backend on a node has at most one intent per `op`; its intents run one at a time, in the order of
+    `turn`.
+    """
 
     class Op(models.TextChoices):
         """The desired change."""
@@ -55,11 +59,14 @@ class PendingBackendOp(LeasedRow):
     spares_requests = models.BooleanField(default=False)
     """True if the node's replicas of the backend are drained before the command is sent."""
     drain_until = models.DateTimeField(null=True, blank=True)
-    """Deadline of that drain; null until it begins."""
+    """Deadline of the drain; null until the drain begins."""
     requested_at = models.DateTimeField(default=clock.now, editable=False)
-    """Time of the latest request for it: the order of the intents of one node and backend."""
+    """Time of the latest request for the intent. It orders the intents of one backend on a node."""
     operation_id = models.UUIDField()
-    """Id of the operation that created it, which workers get; other operations may share the intent."""
+    """Id of the operation that created the intent, which the worker gets.
+
+    Other operations may share the intent.
+    """
 
     attempts = models.IntegerField(default=0)
     last_error = models.TextField(blank=True, default="")
@@ -67,7 +74,10 @@ class PendingBackendOp(LeasedRow):
     unanswered_since = models.DateTimeField(null=True, blank=True)
     """Time when the worker exceeded its time limit without an answer (O19)."""
     cancelled_at = models.DateTimeField(null=True, blank=True)
-    """Cancelled after a worker may have begun: the worker gets a stop, then the intent is deleted."""
+    """Time of a cancellation after a worker may have begun.
+
+    The worker gets a stop, then the intent is deleted.
+    """
     created_at = models.DateTimeField(default=clock.now, editable=False)
 
     objects = PendingBackendOpQuerySet.as_manager()
@@ -104,12 +114,12 @@ class PendingBackendOp(LeasedRow):
 
     @property
     def has_begun(self) -> bool:
-        """True if a worker may be running it, or must get a stop."""
+        """True if a worker may be running the intent, or must get a stop command."""
         return not (self.lease_until is None and self.unanswered_since is None and self.cancelled_at is None)
 
     @property
     def turn(self) -> tuple[bool, datetime, uuid.UUID]:
-        """Sort key among the rows of its node and backend: they run in this order."""
+        """Sort key of the order in which the intents of one backend on a node run."""
         return not self.has_begun, self.requested_at, self.id
 
 
@@ -117,7 +127,7 @@ class NodeBackendQuerySet(models.QuerySet["NodeBackend"]):
     """Filters of installed backends."""
 
     def named(self, name: str) -> Self:
-        """Filter backends that this name or alias starts."""
+        """Filter backends with this name or alias."""
         return self.filter(Q(name__iexact=name) | Q(alias__iexact=name))
 
 
@@ -153,7 +163,7 @@ class NodeBackend(models.Model):
 
 
 class BackendOffer(models.Model):
-    """The galleries' offer for the name of an installed backend (R6.34)."""
+    """The version that the galleries offer for an installed backend's name (R6.34)."""
 
     name = models.CharField(max_length=255, primary_key=True, help_text="as `gallery_index.folded` has it")
     version = models.CharField(max_length=255, blank=True, default="")
@@ -180,7 +190,7 @@ class BackendOffer(models.Model):
 
 
 class GalleryCopy(models.Model):
-    """The last good copy of a gallery's index, for when it cannot be read."""
+    """The last readable copy of a gallery's index, used while the gallery cannot be read."""
 
     key = models.CharField(max_length=64, primary_key=True, help_text="SHA-256 of the gallery's URL")
     text = models.BinaryField(help_text="the index, packed with zlib")
@@ -195,10 +205,10 @@ class GalleryCopy(models.Model):
 
 
 class UpgradeCheck(models.Model):
-    """The one row of the upgrade check.
+    """State of the upgrade check, a table with one row.
 
-    It is due while `requested` is ahead of `completed`: requests during a check cause one more check.
-    `revision` counts changes of the installed and the offered backends.
+    A check is due while `requested` is greater than `completed`: requests during a check cause one more
+    check. `revision` counts changes of the installed and the offered backends.
     """
 
     ONLY = 1
@@ -227,7 +237,7 @@ class UpgradeCheck(models.Model):
 
 
 class FileHash(models.Model):
-    """The SHA-256 of a file in the models folder; a changed file has another stamp."""
+    """The SHA-256 of a file in the models folder. It is valid while the file has this stamp."""
 
     id = models.BigAutoField(primary_key=True)
     path = models.CharField(max_length=1024, unique=True, help_text="in the models folder")
@@ -263,7 +273,10 @@ class BroughtModel(models.Model):
 
 
 class UnreachedSource(models.Model):
-    """The host of a source of models that a node could not reach; it is not tried again for a while."""
+    """The host of a model source that a node could not reach.
+
+    The node does not try this host again for a while.
+    """
 
     id = models.BigAutoField(primary_key=True)
     node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="unreached_sources")

@@ -1,10 +1,10 @@
 """Nodes, their labels and events.
 
-Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1).
-A row holds facts; constraints keep its invariants, and functions in `nodes.registry` change it.
+Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1). A row
+holds facts; constraints keep its invariants, and functions in `nodes.registry` change it.
 `BackendNode.status` is a generated column: approval, drain and liveness are separate facts, so no code path
-can bypass approval or forget a drain. `NodeEvent` has no foreign key, because it outlives its node; the
-transaction of a change writes its event.
+can bypass approval or lose a drain. `NodeEvent` has no foreign key, because an event outlives its node. The
+transaction of a change writes the event of the change.
 """
 
 import uuid
@@ -61,19 +61,19 @@ _DISK_QUOTA = Case(
 )
 
 
-def _bytes() -> "models.BigIntegerField[int, int]":
+def _bytes_field() -> "models.BigIntegerField[int, int]":
     return models.BigIntegerField(default=0)
 
 
-def _when() -> "models.DateTimeField[Any, Any]":
+def _time_field() -> "models.DateTimeField[Any, Any]":
     return models.DateTimeField(null=True, blank=True, editable=False)
 
 
-def _actor() -> "models.CharField[str, str]":
+def _actor_field() -> "models.CharField[str, str]":
     return models.CharField(max_length=150, blank=True, default="", editable=False)
 
 
-def _why() -> "models.CharField[str, str]":
+def _reason_field() -> "models.CharField[str, str]":
     return models.CharField(max_length=255, blank=True, default="", editable=False)
 
 
@@ -87,7 +87,7 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
         )
 
     def with_labels(self, labels: Mapping[str, str]) -> Self:
-        """Filter nodes that have all these labels; further labels do no harm."""
+        """Filter nodes that have all these labels, and possibly others."""
         nodes = self
         for key, value in labels.items():
             nodes = nodes.filter(Exists(NodeLabel.objects.filter(node=OuterRef("pk"), key=key, value=value)))
@@ -113,29 +113,32 @@ class BackendNode(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField(max_length=255, unique=True)
     name_key = models.CharField(max_length=255, default="", editable=False)
-    """The visual form of the name (`names.key`), unique so that no two nodes look alike."""
+    """Form of the name for comparison (`names.key`). It is unique, so no two names look alike."""
     node_type = models.CharField(max_length=16, choices=NodeType, default=NodeType.BACKEND)
     address = models.CharField(max_length=512, blank=True, default="")
     http_address = models.CharField(max_length=512, blank=True, default="")
 
-    approved_at, approved_by, approval_reason = _when(), _actor(), _why()
-    rejected_at, rejected_by, reject_reason = _when(), _actor(), _why()
-    revoked_at, revoked_by, revoke_reason = _when(), _actor(), _why()
-    drained_at, drained_by, drain_reason = _when(), _actor(), _why()
+    approved_at, approved_by, approval_reason = _time_field(), _actor_field(), _reason_field()
+    rejected_at, rejected_by, reject_reason = _time_field(), _actor_field(), _reason_field()
+    revoked_at, revoked_by, revoke_reason = _time_field(), _actor_field(), _reason_field()
+    drained_at, drained_by, drain_reason = _time_field(), _actor_field(), _reason_field()
     drain_is_own = models.BooleanField(default=False, editable=False)
-    """The worker drained itself; its next registration ends that. An admin's drain ends by an admin alone."""
-    drain_deadline = _when()
-    """Time after which the replicas are stopped even if requests still run on them."""
-    engines_gone_at = _when()
+    """True if the worker drained itself.
+
+    The worker's next registration ends such a drain; only an admin ends an admin's.
+    """
+    drain_deadline = _time_field()
+    """Time at which the drain stops the replicas even if they still have requests."""
+    engines_gone_at = _time_field()
     """Time since which a drained node is confirmed to run no engine: it is safe to power off."""
-    engines_error = _why()
+    engines_error = _reason_field()
     """The reason why the end of all engines could not be confirmed."""
-    engines_due_at = _when()
+    engines_due_at = _time_field()
     """Time of the next check of its running engines; null = at once."""
-    offline_at, offline_by, offline_reason = _when(), _actor(), _why()
+    offline_at, offline_by, offline_reason = _time_field(), _actor_field(), _reason_field()
     offline_recovers = models.BooleanField(default=False, editable=False)
-    """True if a heartbeat ends `offline`: the node fell silent and did not leave (R5.5, R5.7)."""
-    unhealthy_at, unhealthy_by, unhealthy_reason = _when(), _actor(), _why()
+    """True if a heartbeat ends `offline`: the node lost contact and did not deregister (R5.5, R5.7)."""
+    unhealthy_at, unhealthy_by, unhealthy_reason = _time_field(), _actor_field(), _reason_field()
     status = models.GeneratedField(
         expression=_STATUS, output_field=models.CharField(max_length=16), db_persist=True
     )
@@ -146,14 +149,20 @@ class BackendNode(models.Model):
     Empty for a node known by the shared token only (`weak_identity`).
     """
     weak_identity = models.BooleanField(default=False, editable=False)
-    bound_at = _when()
-    """Time when a secret was first bound. Never cleared: such a name never accepts the shared token again."""
-    rotation_requested_at = _when()
-    """Time since which the secret only allows a registration and its own replacement."""
+    bound_at = _time_field()
+    """Time when a secret was first bound to the name.
+
+    Never cleared: the name then never accepts the shared token again.
+    """
+    rotation_requested_at = _time_field()
+    """Time since which the secret permits only registration and rotation."""
     instance = models.CharField(max_length=32, blank=True, default="", editable=False)
     """The id of the node's worker process, which the process creates at its start."""
     former_instances = models.JSONField(default=list, blank=True, editable=False)
-    """Ids of earlier processes, newest first; a call under one of them means a copied data folder."""
+    """Ids of earlier processes, newest first.
+
+    A request from one of these ids means that the data folder was copied.
+    """
     source_address = models.CharField(max_length=64, blank=True, default="", editable=False)
     engine_token = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
     """Bearer token of its engines; its worker creates it at each start. A secret: no shape contains it.
@@ -161,18 +170,18 @@ class BackendNode(models.Model):
     Empty for a stock worker, whose engines expect the registration token (`registry/dial_targets.py`).
     """
     joined_with = models.UUIDField(null=True, blank=True, editable=False)
-    """Id of the join token that admitted it; null for the registration token and for enrolled nodes."""
+    """Id of the join token that admitted the node; null for the registration token and for enrolled nodes."""
     joined_note = models.CharField(max_length=200, blank=True, default="", db_default="", editable=False)
     joined_by = models.CharField(max_length=150, blank=True, default="", db_default="", editable=False)
-    """The join token's creator, and its note in `joined_note`; they outlive the token's row."""
+    """Creator of the join token. Like `joined_note`, the token's note, it outlives the token's row."""
     worker_version = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
     """The worker's version in its last registration; stock workers send none."""
 
-    total_vram, available_vram, reserved_vram = _bytes(), _bytes(), _bytes()
-    total_ram, available_ram = _bytes(), _bytes()
-    total_disk, available_disk = _bytes(), _bytes()
+    total_vram, available_vram, reserved_vram = _bytes_field(), _bytes_field(), _bytes_field()
+    total_ram, available_ram = _bytes_field(), _bytes_field()
+    total_disk, available_disk = _bytes_field(), _bytes_field()
     gpus = models.JSONField(default=list, blank=True, db_default=[], editable=False)
-    """Its GPUs one by one (`registry/resources.py`), of the same reading as `available_vram`.
+    """The node's single GPUs (`registry/resources.py`), from the same reading as `available_vram`.
 
     Empty if its worker reports only the total.
     """
@@ -184,20 +193,20 @@ class BackendNode(models.Model):
     max_replicas_per_model = models.IntegerField(default=1)
     max_replicas_per_model_manually_set = models.BooleanField(default=False)
     vram_budget = models.CharField(max_length=32, blank=True, default="")
-    vram_budget_bytes = _bytes()
+    vram_budget_bytes = _bytes_field()
     vram_budget_manually_set = models.BooleanField(default=False)
     disk_quota = models.CharField(max_length=32, blank=True, default="", db_default="")
-    """The disk space that the files of models may take, as it was typed; empty = no limit."""
+    """Disk space for files of models, as the admin entered it; empty = no limit."""
     disk_quota_size = models.BigIntegerField(default=0, db_default=0, editable=False)
-    """The bytes that `disk_quota` states; 0 if it states a share."""
+    """Bytes of `disk_quota`; 0 if the quota is a fraction of the disk."""
     disk_quota_share = models.DecimalField(
         max_digits=13, decimal_places=12, default=Decimal(0), db_default=Decimal(0), editable=False
     )
-    """The share of `total_disk` that `disk_quota` states; 0 if it states bytes."""
+    """Fraction of `total_disk` in `disk_quota`; 0 if the quota is in bytes."""
     disk_quota_bytes = models.GeneratedField(
         expression=_DISK_QUOTA, output_field=models.BigIntegerField(), db_persist=True
     )
-    """The bytes that the quota means now; 0 = no limit, or a share of a disk that is not reported."""
+    """Bytes of the quota now; 0 = no limit, or a fraction of a disk whose size is not reported."""
 
     auth_user = models.ForeignKey(
         settings.AUTH_USER_MODEL, null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
@@ -206,31 +215,32 @@ class BackendNode(models.Model):
         "accounts.ApiKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
     )
     last_heartbeat = models.DateTimeField(null=True, editable=False)
-    vram_read_at = _when()
+    vram_read_at = _time_field()
     """Time of the reading of `available_vram`; null = never, or before this column existed."""
-    reserved_at = _when()
+    reserved_at = _time_field()
     """Time of the last reservation: an older heartbeat leaves `reserved_vram` unchanged."""
     returned_vram = models.BigIntegerField(default=0, db_default=0, editable=False)
-    """Bytes that engines have freed since the reading at `returned_beside`; void with any other reading."""
-    returned_beside = _when()
+    """Bytes that engines have freed since the VRAM reading at `returned_beside`; void after any other
+    reading."""
+    returned_beside = _time_field()
     newest_load = models.UUIDField(null=True, editable=False)
     """Id of the replica whose load was the last to reserve a slot."""
-    inventory_at = _when()
+    inventory_at = _time_field()
     """Time of the worker's last list in `backends`; null if it was never requested."""
-    inventory_due_at = _when()
-    """Time of the next request for the list; null = with the next check."""
+    inventory_due_at = _time_field()
+    """Time of the next request for the list; null = at the next check."""
     inventory_error = models.CharField(max_length=255, blank=True, default="", editable=False)
-    """The reason why the last request had no answer."""
+    """The reason why the last request for the list failed."""
     file_port_error = models.CharField(max_length=255, blank=True, default="", db_default="", editable=False)
-    """The reason why its HTTP server could not be reached; empty while it works."""
-    file_port_failed_at = _when()
-    """Time since which it could not be reached."""
+    """The reason why the worker's HTTP server could not be reached; empty while it can be reached."""
+    file_port_failed_at = _time_field()
+    """Time since which the worker's HTTP server could not be reached."""
     file_port_failures = models.IntegerField(default=0, db_default=0, editable=False)
-    """Failed contacts in a row; each doubles the time until the next check."""
-    file_port_next_check_at = _when()
-    """Time of the next check by a controller; null = at once."""
+    """Number of consecutive failed checks of the HTTP server; each doubles the time until the next check."""
+    file_port_next_check_at = _time_field()
+    """Time of the next check of the HTTP server by a controller; null = at once."""
     revision = models.IntegerField(default=0, editable=False)
-    """Counter of changes other than heartbeats; an edit must name the revision that it is based on."""
+    """Number of changes other than heartbeats. An edit must contain the revision on which it is based."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -286,7 +296,7 @@ class BackendNode(models.Model):
 
 
 class NodeLabel(models.Model):
-    """One `key=value` of a node (R1.40); its source determines which actor may remove it."""
+    """One label of a node (R1.40). Its source determines which actor may remove it."""
 
     class Source(models.TextChoices):
         """The origin of a label."""
@@ -310,7 +320,7 @@ class NodeLabel(models.Model):
 
 
 class NodeEvent(models.Model):
-    """One event of a node: kind, actor, cause, and the status before and after."""
+    """One event of a node: kind, actor, cause, and the node's status before and after."""
 
     class Kind(models.TextChoices):
         """The kind of an event."""
@@ -371,7 +381,7 @@ class NodeEvent(models.Model):
 
 
 class MassSilence(models.Model):
-    """The only row of a mass-disruption hold (`nodes/reconcilers/liveness.py`)."""
+    """The active mass-disruption hold, a table with at most one row (`nodes/reconcilers/liveness.py`)."""
 
     ONLY = 1
 
@@ -380,7 +390,7 @@ class MassSilence(models.Model):
     until = models.DateTimeField()
     """Time when the silent nodes become offline."""
     nodes = models.JSONField(default=list)
-    """Ids of the nodes that were silent at the last pass."""
+    """Ids of the nodes that were silent at the last liveness pass."""
     of = models.IntegerField()
     """Number of all nodes, including the silent ones."""
 

@@ -1,7 +1,8 @@
 """Replicas of models on nodes, and the number of their requests per web process.
 
 A row of `node_models` is one engine, from the reservation of its slot to the confirmed end of its process.
-The table of its phases is `nodes/replicas/states.py`; only `nodes/replicas` writes the columns of its life.
+The table of the phases is `nodes/replicas/states.py`; only `nodes/replicas` writes the columns of a row's
+life.
 """
 
 import uuid
@@ -17,7 +18,7 @@ from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 from localai_cluster.kit import clock
 from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
-from operations.models import SHARE
+from operations.models import SUFFIX_SEPARATOR
 
 ALL_SUFFIX = "all"
 """Key suffix of operations on all replicas of a model."""
@@ -49,18 +50,18 @@ class PhaseReason(models.TextChoices):
     NODE_LEFT = "node_left"
 
 
-_FINAL = frozenset({PhaseReason.EVICTED, PhaseReason.REPLACED, PhaseReason.WRONG_MODEL})
-REASONS_OF: Mapping[Phase, frozenset[PhaseReason]] = {
+_FINAL_REASONS = frozenset({PhaseReason.EVICTED, PhaseReason.REPLACED, PhaseReason.WRONG_MODEL})
+REASONS_BY_PHASE: Mapping[Phase, frozenset[PhaseReason]] = {
     Phase.DRAINING: frozenset({PhaseReason.UNLOAD, PhaseReason.UPGRADE, PhaseReason.LOST}),
-    Phase.TERMINATING: _FINAL | {PhaseReason.UNLOAD},
-    Phase.STOPPING: _FINAL | {PhaseReason.UNLOAD, PhaseReason.LOST, PhaseReason.LOAD_FAILED},
+    Phase.TERMINATING: _FINAL_REASONS | {PhaseReason.UNLOAD},
+    Phase.STOPPING: _FINAL_REASONS | {PhaseReason.UNLOAD, PhaseReason.LOST, PhaseReason.LOAD_FAILED},
     Phase.DEPARTED: frozenset({PhaseReason.NODE_LEFT}),
 }
 """The reasons of each phase; rows in the other phases have none."""
 
 
 class OwnerKind(models.TextChoices):
-    """The owner that moves a row on: an operation, the intent of an upgrade, or any controller."""
+    """The owner that changes a row's phase: an operation, the intent of an upgrade, or any controller."""
 
     OPERATION = "operation"
     INTENT = "intent"
@@ -68,7 +69,10 @@ class OwnerKind(models.TextChoices):
 
 
 class ReplicaState(models.TextChoices):
-    """The state that follows from the phase (R1.4). Only `loaded` rows receive traffic."""
+    """State of a replica on the wire, which follows from its phase (R1.4).
+
+    Only `loaded` rows receive traffic.
+    """
 
     STAGING = "staging"
     LOADING = "loading"
@@ -79,7 +83,7 @@ class ReplicaState(models.TextChoices):
 
 BEING_LOADED = (ReplicaState.STAGING, ReplicaState.LOADING)
 """The states of rows that a load owns."""
-STATE_OF: Mapping[str, str | None] = {
+STATE_BY_PHASE: Mapping[str, str | None] = {
     Phase.RESERVED: ReplicaState.LOADING,
     Phase.STAGING: ReplicaState.STAGING,
     Phase.STARTING: ReplicaState.LOADING,
@@ -89,16 +93,16 @@ STATE_OF: Mapping[str, str | None] = {
     Phase.STOPPING: ReplicaState.UNLOADING,
     Phase.DEPARTED: None,
 }
-"""The seed's state of each phase. A departed replica has none and counts nowhere as a replica."""
-LOADING_PHASES = tuple(phase for phase in Phase if STATE_OF[phase] in BEING_LOADED)
+"""State of each phase as in the reference. A departed replica has no state and is never counted."""
+LOADING_PHASES = tuple(phase for phase in Phase if STATE_BY_PHASE[phase] in BEING_LOADED)
 """The phases of rows that a load owns, in their order."""
 _STATE = Case(
-    *(When(phase=phase, then=Value(state)) for phase, state in STATE_OF.items() if state is not None),
+    *(When(phase=phase, then=Value(state)) for phase, state in STATE_BY_PHASE.items() if state is not None),
     output_field=models.CharField(max_length=16),
 )
 _FAILED_LOAD = Q(phase="stopping", reason="load_failed")
 
-_NOT_CHOSEN = """
+_UNMATCHED_LABELS = """
 SELECT FROM model_scheduling_configs c
  CROSS JOIN jsonb_each(CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN c.node_selector
                             ELSE '{"unreadable": []}' END) AS wanted(key, value)
@@ -106,7 +110,7 @@ SELECT FROM model_scheduling_configs c
            SELECT FROM node_labels l WHERE l.node_id = node_models.node_id
               AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value)
 """
-"""Subquery: labels that the rule of the replica's model requires and its node lacks."""
+"""Subquery: labels that the rule of the replica's model requires and the replica's node lacks."""
 
 
 class NodeModelQuerySet(QuerySet["NodeModel"]):
@@ -121,14 +125,14 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
         return self.loaded().filter(node__status="healthy")
 
     def reached(self) -> Self:
-        """Filter serving rows that requests can reach (R2.10), as in `nodes/replicas/statements.py`.
+        """Filter serving rows that requests can reach (R2.10), like `nodes/replicas/statements.py`.
 
-        Their nodes match the selector of their model's rule. Not for subqueries.
+        Their nodes match the selector of their model's rule. Do not use it in subqueries.
         """
-        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_NOT_CHOSEN})"]))
+        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_UNMATCHED_LABELS})"]))
 
     def of_backend(self, backend: str) -> Self:
-        """Filter replicas whose engines use this backend, also those started by its alias on their node."""
+        """Filter replicas whose engines use this backend, by its name or by its alias on their node."""
         backend_type = OuterRef("backend_type")
         installed = NodeBackend.objects.named(backend).filter(node=OuterRef("node"))
         alias = installed.filter(Q(name__iexact=backend_type) | Q(alias__iexact=backend_type))
@@ -139,14 +143,14 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
         return self.filter(model_name=model_name)
 
     def occupying(self) -> Self:
-        """Filter rows that count toward the limit of their node; engines of failed loads do not (R1.62)."""
+        """Filter rows that occupy a slot of their node. Engines of failed loads do not (R1.62)."""
         return self.exclude(Q(phase="departed") | _FAILED_LOAD)
 
 
 _EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
 
 
-class _Present(_EngineManager["NodeModel"]):
+class _PresentManager(_EngineManager["NodeModel"]):
     """Manager of the rows that have not departed."""
 
     def get_queryset(self) -> NodeModelQuerySet:
@@ -154,7 +158,7 @@ class _Present(_EngineManager["NodeModel"]):
         return cast(NodeModelQuerySet, super().get_queryset().exclude(phase="departed"))
 
 
-def _consistent() -> list[models.CheckConstraint]:
+def _phase_constraints() -> list[models.CheckConstraint]:
     """Return the constraints between the phase and the columns of a row's life."""
     unowned = Q(owner_kind="", owner_id__isnull=True)
     controllers = Q(owner_kind="controllers", owner_id__isnull=True)
@@ -175,7 +179,7 @@ def _consistent() -> list[models.CheckConstraint]:
         "deadline": (serving & Q(deadline__isnull=True)) | (~serving & Q(deadline__isnull=False)),
         "reason": reduce(
             or_,
-            (Q(phase=phase, reason__in=sorted(reasons)) for phase, reasons in REASONS_OF.items()),
+            (Q(phase=phase, reason__in=sorted(reasons)) for phase, reasons in REASONS_BY_PHASE.items()),
             (loading | serving) & Q(reason=""),
         ),
         "stops": Q(phase__in=("stopping", "departed"))
@@ -194,7 +198,7 @@ def _consistent() -> list[models.CheckConstraint]:
 class NodeModel(models.Model):
     """One replica: a backend process that serves one model on one node (R1.4, R1.5).
 
-    No cascade deletes it: a node is removed after its engines (`nodes/replicas/engines.py`).
+    No cascade deletes a replica: a node is removed after its engines (`nodes/replicas/engines.py`).
     """
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
@@ -210,25 +214,25 @@ class NodeModel(models.Model):
     reason = models.CharField(max_length=16, choices=PhaseReason, blank=True, default="", db_default="")
     """The reason why it does not serve any more; empty while it may serve."""
     owner_kind = models.CharField(max_length=16, choices=OwnerKind, blank=True, default="", db_default="")
-    """The kind of owner that moves the row on; empty while it serves."""
+    """Kind of the owner that changes the row's phase; empty while it serves."""
     owner_id = models.UUIDField(null=True, blank=True)
     """The operation or the intent that owns the row."""
     owner_fence = models.BigIntegerField(null=True, blank=True)
-    """The fence of the attempt of the load that owns the row; null in later phases."""
+    """Fence of the load's attempt that owns the row; null in later phases."""
     deadline = models.DateTimeField(null=True, blank=True)
-    """The latest end of the phase; the table of phases defines the consequence."""
+    """Deadline of the phase. `nodes/replicas/states.py` defines the consequence."""
     claimed_until = models.DateTimeField(null=True, blank=True)
-    """End of the time in which one controller alone stops the engine."""
+    """Time until which one controller has claimed the stop of the engine."""
     next_stop_at = models.DateTimeField(null=True, blank=True)
-    """Time of the next stop, after one that was not confirmed."""
+    """Time of the next stop command, after an unconfirmed one."""
     stop_attempts = models.IntegerField(default=0, db_default=0)
-    """Number of stops that were sent."""
+    """Number of stop commands that were sent."""
     stop_error = models.CharField(max_length=240, blank=True, default="", db_default="")
-    """The reason why the last stop was not confirmed."""
+    """The reason why the last stop command was not confirmed."""
     started_at = models.DateTimeField(null=True, blank=True)
-    """Time of the start; null while no engine can exist."""
+    """Time of the start command; null while no engine can exist."""
     start_answered = models.BooleanField(default=False, db_default=False)
-    """True once the worker has answered the start, with an address or a refusal."""
+    """True once the worker has replied to the start command, with an address or a refusal."""
     in_flight = models.IntegerField(default=0)
     last_used = models.DateTimeField(default=clock.now)
     """Start of the last request, or the time when the replica was loaded (R1.57)."""
@@ -238,30 +242,32 @@ class NodeModel(models.Model):
     """Estimated bytes that its engine allocates, 0 = unknown; a load reserves them with the next two columns
     (`placement/memory.py`)."""
     vram_on_node = models.BooleanField(default=False, db_default=False)
-    """True if its load added `vram_needed` to the node's `reserved_vram`; its end subtracts it."""
+    """True if the load added `vram_needed` to the node's `reserved_vram`. The load's end subtracts it."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)
     """Available bytes of its node in the reading that its placement used."""
     gpus = models.JSONField(default=list, blank=True, db_default=[])
-    """The GPUs that it may use, each with `index`, `uuid`, `bytes` (its share) and `seen` (as `vram_seen`).
+    """The GPUs that the engine may use, each with `index`, `uuid`, `bytes` (of the engine) and `seen` (as
+    `vram_seen`).
 
-    Empty if its node reports none, or its need is unknown."""
+    Empty if its node reports none, or its need is unknown.
+    """
     files_needed = models.BigIntegerField(default=0, db_default=0)
     """Bytes of the model's files that its load brings to the node, 0 = none or unknown. They count toward the
     node's disk quota until the files are recorded (`decisions/fleet_cache.py`)."""
     vram_seen_at = models.DateTimeField(null=True, blank=True)
-    """Time of that reading; null = there was none."""
+    """Time of the reading in `vram_seen`; null = no reading."""
     loaded_at = models.DateTimeField(null=True, blank=True)
-    """Time of its publication."""
+    """Time at which the loaded replica was published."""
     vram_alone = models.BooleanField(default=False, db_default=False)
-    """True if it was reserved when no other engine used its GPUs and no other load ran on its node."""
+    """True if, at the reservation, no other engine used its GPUs and no other load ran on its node."""
     measured_at = models.DateTimeField(null=True, blank=True)
-    """Time when a reading of its memory was stored in `ModelLoadInfo`, or given up; null = not yet."""
+    """Time at which a reading of its memory was stored in `ModelLoadInfo` or given up; null = not yet."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
     model_options = models.JSONField(default=dict, blank=True)
     config_revision = models.CharField(max_length=64, blank=True, default="")
     effective_options_hash = models.CharField(max_length=64, blank=True, default="")
     checked_at = models.DateTimeField(null=True, blank=True)
-    """Start of the last liveness check by a controller; the result of a check must carry this time."""
+    """Start of the last liveness check by a controller. Only the result with this time is accepted."""
     missed_reports = models.PositiveSmallIntegerField(default=0, db_default=0)
     """Consecutive reports of its worker without the engine."""
     missed_probes = models.PositiveSmallIntegerField(default=0, db_default=0)
@@ -271,10 +277,10 @@ class NodeModel(models.Model):
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
-    objects = _Present()
-    """All rows but departed ones: the replicas of clients, counters and hooks."""
+    objects = _PresentManager()
+    """All rows except departed ones, for clients, counters and hooks."""
     engines = _EngineManager()
-    """All rows, also those of nodes that have left; for slots, memory and stops."""
+    """All rows, including departed ones, for slots, memory and stops."""
 
     class Meta:
         db_table = "node_models"
@@ -290,7 +296,7 @@ class NodeModel(models.Model):
                 name="replica_vram_not_negative", condition=Q(vram_needed__gte=0, vram_seen__gte=0)
             ),
             models.CheckConstraint(name="replica_files_not_negative", condition=Q(files_needed__gte=0)),
-            *_consistent(),
+            *_phase_constraints(),
         ]
         indexes = [
             models.Index(fields=["model_name"], name="replica_model", condition=Q(state="loaded")),
@@ -307,7 +313,7 @@ class NodeModel(models.Model):
 
 
 class WebProcess(models.Model):
-    """One running web process; when it is silent, its in-flight counts are subtracted (`liveness.py`)."""
+    """One running web process. If it is silent, its in-flight counts are subtracted (`liveness.py`)."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     host = models.CharField(max_length=255)
@@ -315,7 +321,7 @@ class WebProcess(models.Model):
     started_at = models.DateTimeField(default=clock.now)
     seen_at = models.DateTimeField(default=clock.now)
     hearing_since = models.DateTimeField(default=clock.now)
-    """Start of its uninterrupted presence; silence before that is no evidence."""
+    """Start of its uninterrupted run. Missing heartbeats before that time prove nothing."""
     version = models.CharField(max_length=64, blank=True, db_default="")
 
     class Meta:
@@ -327,9 +333,9 @@ class WebProcess(models.Model):
 
 
 class ReplicaUse(models.Model):
-    """The number of a replica's requests that one web process carries.
+    """The number of a replica's running requests in one web process.
 
-    `NodeModel.in_flight` is the sum over processes.
+    `NodeModel.in_flight` is the sum over all processes.
     """
 
     process = models.ForeignKey(WebProcess, on_delete=models.CASCADE, related_name="uses")
@@ -351,7 +357,7 @@ class ReplicaUse(models.Model):
 def load_key(model_name: str, suffix: str = "0") -> str:
     """Return the key of an operation on the model's replicas.
 
-    Requests join the load with suffix 0, a load of one more replica has another number, and operations on all
+    Requests join the load with suffix 0. A load of one more replica has another number, and operations on all
     replicas have `ALL_SUFFIX`.
     """
-    return f"model:{model_name}{SHARE}{suffix}"
+    return f"model:{model_name}{SUFFIX_SEPARATOR}{suffix}"

@@ -1,7 +1,7 @@
 """Scheduling rules, load records and prefix pressure of models, and the record of placement decisions.
 
-A rule's selector names the labels that a node must have (R1.68, R1.69). Writers check it. A stored one that
-is unreadable matches no node.
+The selector of a rule contains the labels that a node must have (R1.68, R1.69). Writers validate it. A stored
+selector that is unreadable matches no node.
 """
 
 import uuid
@@ -24,9 +24,9 @@ class ModelLoadInfo(models.Model):
     backend_type = models.CharField(max_length=255)
     model_options = models.JSONField(default=dict)
     definition = models.JSONField(default=dict, db_default={}, editable=False)
-    """The definition of that load (`nodes/loading/load_info.py`); empty if it cannot be stored."""
+    """Definition used by the last load (`nodes/loading/load_info.py`); empty if it cannot be stored."""
     withdrawn_at = models.DateTimeField(null=True, editable=False)
-    """Time since which a person has deleted or disabled the definition: it is not loaded from this row."""
+    """Time at which a user deleted or disabled the definition; from then on this row starts no load."""
     memory = models.JSONField(default=list, db_default=[], editable=False)
     """Readings of the memory of its engines, by definition, backend build and kind of device."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
@@ -42,7 +42,7 @@ class ModelLoadInfo(models.Model):
 
 
 class RoutePolicy(models.TextChoices):
-    """The choice among the replicas of a model for a request (R3.1); empty = the cluster's default."""
+    """Policy that chooses a replica for a request (R3.1); empty = the cluster's default."""
 
     ROUND_ROBIN = "round_robin", "round robin"
     PREFIX_CACHE = "prefix_cache", "prefix cache"
@@ -67,11 +67,11 @@ class ModelSchedulingConfig(models.Model):
     current_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     loading_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     reason = models.TextField(blank=True, default="", db_default="", editable=False)
-    """The result of the last pass for this rule, and its reason."""
+    """Result of the last pass for this rule, with the reason."""
     pressure_ended_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """Time of the last scale-up for pressure (R4.13); earlier reports of pressure are void."""
+    """Time of the last scale-up for pressure (R4.13). Earlier reports of pressure are void."""
     checked_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """Time of the last pass; null until a pass has processed the current rule."""
+    """Time of the last pass; null until a pass has processed the rule in its current form."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -104,13 +104,16 @@ class ModelSchedulingConfig(models.Model):
 
 
 class PrefixPressure(models.Model):
-    """Pressure on a model in one web process (R3.18): requests that did not go to the replica that has their
-    prompt cached, because it was too busy."""
+    """Pressure on a model in one web process (R3.18).
+
+    It is the number of requests that did not go to the replica that caches their prompt, because that replica
+    was too busy.
+    """
 
     process_id = models.UUIDField()
     model_name = models.CharField(max_length=255)
     times = models.JSONField(default=list)
-    """Times of these requests in ISO 8601: all that counted at the report."""
+    """Times of these requests in ISO 8601, as of the report."""
     reported_at = models.DateTimeField(default=clock.now)
 
     class Meta:
@@ -147,29 +150,33 @@ class DecisionKind(models.TextChoices):
 
 
 _Decision = TypeVar("_Decision", bound=models.Model)
-_ROW = 300
-"""Bytes of a row besides its large columns, with its entries in the indexes."""
+_ROW_OVERHEAD = 300
+"""Bytes of a row without its large columns, including its index entries."""
 
 
 class BoundedQuerySet(models.QuerySet[_Decision]):
-    """Rows of decisions; `prune` keeps the newest that fit into a number of bytes."""
+    """Rows of decisions, which retention limits by age and by total bytes."""
 
     at: ClassVar[str]
     large: ClassVar[tuple[str, ...]]
-    """Columns whose stored size counts, which is compressed. PostgreSQL knows it without reading them."""
+    """Large columns, whose stored (compressed) size counts. PostgreSQL knows the size without reading them.
+    """
 
-    def oldest_that_fits(self, space: int) -> datetime | None:
-        """Return the time from which on rows fit into `space` bytes; None if all do. One query."""
+    def retention_cutoff(self, space: int) -> datetime | None:
+        """Return the cut-off time: the rows from then on fit into `space` bytes. None if all rows fit.
+
+        One query.
+        """
         bytes_field = BigIntegerField()
         sizes = (Func(F(name), function="pg_column_size", output_field=bytes_field) for name in self.large)
-        size = reduce(add, sizes, Value(_ROW, output_field=bytes_field))
+        size = reduce(add, sizes, Value(_ROW_OVERHEAD, output_field=bytes_field))
         newest_first = (F(self.at).desc(), F("id").desc())
         totals = self.annotate(total=Window(Sum(size), order_by=newest_first)).order_by(*newest_first)
         last: datetime | None = totals.filter(total__gt=space).values_list(self.at, flat=True).first()
         return last + timedelta(microseconds=1) if last is not None else None
 
     def prune(self, *, before: datetime, limit: int) -> int:
-        """Delete up to `limit` rows from before `before`, oldest first; return the number."""
+        """Delete up to `limit` rows older than `before`, oldest first; return the number."""
         old = self.filter(**{f"{self.at}__lt": before}).order_by(self.at, "pk")
         return self.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()[0]
 
@@ -187,10 +194,11 @@ class PlacementLogQuerySet(BoundedQuerySet["PlacementLog"]):
 
 
 class PlacementRecord(models.Model):
-    """One decision, or a wait as long as its reasons stay the same (`nodes/placement/explain.py`).
+    """One decision, or one wait for as long as its reason stays the same (`nodes/placement/explain.py`).
 
-    It names operation and node without a foreign key, because it outlives both; `base` and `position` name
-    the log entries of its snapshot, which it outlives too. A decision that compared no fleet has no snapshot.
+    It stores the ids of operation and node without foreign keys, because it outlives both. `base` and
+    `position` identify the log entry of its snapshot, which it may outlive too. A decision that compared no
+    nodes has no snapshot.
     """
 
     id = models.BigAutoField(primary_key=True)

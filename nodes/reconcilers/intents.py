@@ -1,7 +1,7 @@
-"""Intents whose node cannot take them: the reasons that their targets show, and their end (R1.118 to R1.120).
+"""Intents whose node cannot take them: the reasons in their targets, and their end (R1.118 to R1.120).
 
-No intent disappears silently: an intent that is given up ends its targets with the reason, and the failed
-operation waits for an operator. A target whose intent was removed with its node ends the same way.
+No intent disappears without a record: if it is given up, its targets end with the reason, and the failed
+operation waits for an operator. If an intent was removed with its node, its targets end in the same way.
 """
 
 import logging
@@ -25,14 +25,14 @@ from operations.models import OperationTarget, TargetStatus
 log = logging.getLogger(__name__)
 
 
-def clean(*, now: datetime) -> int:
+def end_stale_intents(*, now: datetime) -> int:
     """End intents that cannot succeed any more, and targets whose intent was removed; return their number.
 
-    Also catch up on remaining work of upgrades in waves: targets that wait for other work on their node, and
-    replicas that a dead controller withdrew from the picks. The reasons of waiting targets are refreshed,
-    because the NOTIFY of a change may be lost.
+    Also repeats lost work for upgrades in waves: it opens targets that waited for other work on their node,
+    and reopens replicas that a dead controller withdrew from requests. It refreshes the reasons of waiting
+    targets, because the NOTIFY of a change may be lost.
 
-    Return at once if another process holds the lock. A constant number of statements for any number of
+    Returns at once if another process holds the lock. A constant number of statements for any number of
     intents.
     """
     ended = 0
@@ -47,7 +47,7 @@ def clean(*, now: datetime) -> int:
 
 
 def _end_hopeless(now: datetime) -> int:
-    """End resting intents of nodes that left, or were away for longer than CLUSTER_INSTALL_WAIT."""
+    """End resting intents of nodes that left or were away longer than CLUSTER_INSTALL_WAIT."""
     resting = PendingBackendOp.objects.resting().exclude(node__status="healthy", node__node_type="backend")
     ended = {}
     for intent in resting.select_related("node"):
@@ -59,26 +59,26 @@ def _end_hopeless(now: datetime) -> int:
 
 
 def _catch_up(now: datetime) -> int:
-    """Open targets of waves whose node was busy; no intent ends."""
+    """Open wave targets whose node was busy. Return 0, because no intent ends."""
     waves.catch_up(now=now)
     return 0
 
 
 def _put_back(now: datetime) -> int:
-    """Return withdrawn replicas to the picks where no upgrade needs them; no intent ends."""
+    """Reopen withdrawn replicas that no upgrade needs for requests. Return 0, because no intent ends."""
     if restored := drains.return_without_upgrade():
         log.info("%d replicas serve again: no upgrade needs them out of the picks", restored)
     return 0
 
 
 def _explain(now: datetime) -> int:
-    """Refresh the reasons of waiting targets; no intent ends."""
+    """Refresh the reasons of waiting targets. Return 0, because no intent ends."""
     explain(None, now=now)
     return 0
 
 
 def _end_intents_without_part(now: datetime) -> int:
-    """Safety net: an intent that no operation needs any more must not run."""
+    """End intents that no operation needs any more: a safety net."""
     open_targets = OperationTarget.objects.filter(intent_id=OuterRef("pk")).exclude(status__in=targets.ENDED)
     orphans = PendingBackendOp.objects.resting().filter(~Exists(open_targets))
     reason = "no operation asks for it any more"
@@ -119,14 +119,14 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
         absent = intent.node.status != "healthy"
         expected = intents.reason_to_wait(intent.node, now=now) if absent else intent.last_error or "queued"
         if waits != absent or (absent and reason != expected):
-            changes[id] = target_changes.rest(
+            changes[id] = target_changes.queue_again(
                 expected, until=None if absent else intent.next_retry_at, node=absent
             )
     with committed("intents.explain"):
         # An intent that was claimed meanwhile has a running target, which must not return to the queue.
         still_resting = PendingBackendOp.objects.resting().filter(pk__in=changes).order_by("id")
         free = lock_free(still_resting.only("pk"))
-        target_changes.record({intent.pk: changes[intent.pk] for intent in free}, now=now)
+        target_changes.record_changes({intent.pk: changes[intent.pk] for intent in free}, now=now)
 
 
 _STEPS = (

@@ -1,19 +1,19 @@
 """The liveness pass: observe, plan (pure), apply.
 
-R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are not judged; a silent
-node goes offline, also a draining or unhealthy one; its replicas stop counting.
+R5.2 to R5.8 with their "Port:" lines: only the age of the heartbeat counts; pending nodes are skipped; a
+silent node becomes offline, also a draining or unhealthy one; its replicas stop counting.
 
-A node that sends a heartbeat after it fell silent recovers through that heartbeat, not here. A node that was
-marked unhealthy, because nothing listened for its commands, is healthy again after a heartbeat and a reply on
-the bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
+A silent node that sends a heartbeat recovers through that heartbeat, not in this pass. A node that was marked
+unhealthy, because nothing listened for its commands, is healthy again after a heartbeat and a reply on the
+bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
 
-A worker that was killed is detected sooner: a controller probes nodes on the bus whose heartbeat is late or
-whose connection has ended (`BusProbes`). Several probes in a row that find no listener make the node
-unhealthy, and offline once it is silent for `CLUSTER_NODE_GONE_AFTER`.
+A killed worker is detected sooner: a controller probes nodes on the bus whose heartbeat is late or whose
+connection has ended (`BusProbes`). Several consecutive probes without a listener make the node unhealthy, and
+offline once it is silent for `CLUSTER_NODE_GONE_AFTER`.
 
-A web process that stopped refreshing its row is dead; its running requests are subtracted from the replicas.
-Nodes that fall silent in masses are held for some time, while a controller pings each
-of them on the bus.
+A web process that stops refreshing its row is dead; its running requests are subtracted from the replicas. If
+very many nodes fall silent together, they are held for some time, while a controller pings each of them on
+the bus.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging.bus import Bus
 from nodes.backends import inventory
-from nodes.commands.commands import SETTLED_AFTER, Worker
+from nodes.commands.commands import RECONNECT_GRACE, Worker
 from nodes.commands.outcomes import BusDown, NoResponders
 from nodes.models import BackendNode, BusCredential, NodeModel, ReplicaUse, WebProcess
 from nodes.registry import change, lifecycle, mass_silence
@@ -43,16 +43,16 @@ from operations.executor.work import in_thread
 log = logging.getLogger(__name__)
 
 SMALLEST_FLEET = 20
-"""Number of nodes, the silent ones included, from which on silent nodes may be held."""
+"""Minimum number of nodes, including silent nodes, for a mass-disruption hold."""
 HEALING_TIME = timedelta(seconds=30)
-"""Three heartbeat intervals of ten seconds."""
-NEARLY = 0.75
-"""Fraction of the limit after which a node is nearly silent: four heartbeats of ten seconds are missing."""
+"""Extension of a hold while silent nodes recover: three heartbeat intervals of ten seconds."""
+NEARLY_SILENT_FRACTION = 0.75
+"""Fraction of the limit after which a node counts as nearly silent: four heartbeats are missing."""
 
 
 @dataclass(frozen=True)
 class MassHold:
-    """The start and the end of a hold on silent nodes."""
+    """Start and end of a mass-disruption hold."""
 
     since: datetime
     until: datetime
@@ -60,7 +60,7 @@ class MassHold:
 
 @dataclass(frozen=True)
 class Silence:
-    """The numbers of nodes beyond the limit, of nearly silent nodes, and of all nodes."""
+    """Numbers of silent nodes, of nearly silent nodes, and of all nodes."""
 
     silent: int
     nearly: int
@@ -68,10 +68,11 @@ class Silence:
 
 
 def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: float) -> MassHold | None:
-    """Return the hold from now on, or None; `seconds` is the duration of a new one, 0 = holds are off.
+    """Return the hold from now on, or None. `seconds` is the duration of a new hold, 0 = no holds.
 
-    An expired hold is not followed by another one in the same pass: its nodes are given up. While a cut
-    heals, the nodes are heard one after another, so the last few are held for `HEALING_TIME` longer.
+    After an expired hold no new hold begins in the same pass: its nodes become offline. While a network
+    failure is repaired, the nodes return one after another, so the last few are held for `HEALING_TIME`
+    longer.
     """
     if not counts.silent or not seconds:
         return None
@@ -94,10 +95,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class NodeSigns:
-    """Signs of life of a node: its last heartbeat (None = never), and since when it is marked unhealthy.
+class NodeLiveness:
+    """A node's last heartbeat (None = never), and the time since which it is marked unhealthy.
 
-    `answered_at` is the time of the last request on the bus that it replied to.
+    `answered_at` is the time of its last reply on the bus.
     """
 
     id: UUID
@@ -107,19 +108,19 @@ class NodeSigns:
 
     @property
     def is_back(self) -> bool:
-        """True if a heartbeat came after the mark."""
+        """True if a heartbeat came after the node was marked unhealthy."""
         return self.at is not None and self.unhealthy_at is not None and self.at > self.unhealthy_at
 
     @property
-    def hears(self) -> bool:
-        """True if it has replied on the bus after the mark."""
+    def has_answered(self) -> bool:
+        """True if the node has replied on the bus after it was marked unhealthy."""
         marked = self.unhealthy_at
         return marked is not None and self.answered_at is not None and self.answered_at > marked
 
 
 @dataclass(frozen=True)
-class WebSigns:
-    """A web process: its last sign of life, and the start of its present uninterrupted run."""
+class WebLiveness:
+    """A web process: its last heartbeat, and the start of its uninterrupted run."""
 
     id: UUID
     at: datetime
@@ -127,23 +128,23 @@ class WebSigns:
 
 
 @dataclass(frozen=True)
-class Observed:
+class LivenessSnapshot:
     """Approved nodes that are not offline, web processes, and the active mass-disruption hold."""
 
-    nodes: Sequence[NodeSigns]
-    processes: Sequence[WebSigns]
+    nodes: Sequence[NodeLiveness]
+    processes: Sequence[WebLiveness]
     hold: MassHold | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes and web processes to declare gone, the recovered nodes, and the silent nodes on hold."""
+    """Nodes and web processes to declare gone, recovered nodes, and silent nodes on hold."""
 
     nodes: list[UUID]
     processes: list[UUID]
     recovered: list[UUID] = field(default_factory=list)
     doubtful: list[UUID] = field(default_factory=list)
-    """Nodes with heartbeats but no reply on the bus yet; they are queried."""
+    """Nodes with heartbeats but without a reply on the bus yet, whose workers are queried."""
     held: list[UUID] = field(default_factory=list)
     of: int = 0
     """Number of observed nodes."""
@@ -158,11 +159,13 @@ class Plan:
         return not (changes or self.released)
 
 
-def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
-    """R5.4: silence strictly longer than the limit, counted only while a web process could hear the node.
+def plan_liveness(observed: LivenessSnapshot, now: datetime, limits: Limits) -> Plan:
+    """Plan for nodes whose silence is longer than the limit (R5.4).
 
-    After an outage of the web processes or the database every node looks silent; none is judged before a web
-    process has listened for a full limit (I12).
+    Silence counts only while a web process runs.
+
+    After an outage of the web processes or the database every node seems silent. No node is declared gone
+    before a web process has run for the full limit (I12).
     """
     web, node = timedelta(seconds=limits.web), timedelta(seconds=limits.node)
     dead = [process.id for process in observed.processes if now - process.at > web]
@@ -170,15 +173,15 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     since = min((process.hearing_since for process in living), default=now)
     ages = {heard.id: now - max(heard.at or since, since) for heard in observed.nodes}
     silent = [id for id, age in ages.items() if age > node]
-    nearly = sum(node * NEARLY < age <= node for age in ages.values())
+    nearly = sum(node * NEARLY_SILENT_FRACTION < age <= node for age in ages.values())
     hold = decide_hold(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
     silent_ids = frozenset(silent)
     returned = [heard for heard in observed.nodes if heard.is_back and heard.id not in silent_ids]
     return Plan(
         nodes=[] if hold else silent,
         processes=dead,
-        recovered=[heard.id for heard in returned if heard.hears],
-        doubtful=[heard.id for heard in returned if not heard.hears],
+        recovered=[heard.id for heard in returned if heard.has_answered],
+        doubtful=[heard.id for heard in returned if not heard.has_answered],
         held=silent if hold else [],
         of=len(ages),
         hold=hold,
@@ -186,24 +189,24 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     )
 
 
-_HEARD = ("id", "last_heartbeat", "unhealthy_at", "inventory_at")
+_LIVENESS_COLUMNS = ("id", "last_heartbeat", "unhealthy_at", "inventory_at")
 
 
-def observe() -> Observed:
+def observe() -> LivenessSnapshot:
     """Read the snapshot in three queries."""
     held = mass_silence.current_hold()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
-    return Observed(
-        nodes=[NodeSigns(*row) for row in nodes.values_list(*_HEARD)],
+    return LivenessSnapshot(
+        nodes=[NodeLiveness(*row) for row in nodes.values_list(*_LIVENESS_COLUMNS)],
         processes=[
-            WebSigns(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
+            WebLiveness(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
         ],
         hold=MassHold(held.since, held.until) if held else None,
     )
 
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
-    """Apply the parts of the plan that still hold; return the numbers of lost nodes and processes."""
+    """Apply the parts of the plan that are still true. Return the numbers of lost nodes and processes."""
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
@@ -215,17 +218,17 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
         if plan.hold:
             hold = plan.hold
             mass_silence.hold(plan.held, since=hold.since, until=hold.until, of=plan.of, actor=actor, now=now)
-        locked = _lock(plan)
+        locked = _lock_rows(plan)
         lifecycle.mark_recovered(plan.recovered, actor=actor, now=now)
         nodes_gone = lifecycle.mark_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
         return nodes_gone, _drop_dead_processes(plan.processes, locked, now, limits.web)
 
 
-def _lock(plan: Plan) -> list[UUID]:
-    """Lock all rows that the plan changes; return the replicas.
+def _lock_rows(plan: Plan) -> list[UUID]:
+    """Lock all rows that the plan changes; return the ids of the replicas.
 
-    Nodes by id, then replicas by id, as heartbeats and the hot path do. Locking in steps would hold a later
-    replica while it waits for an earlier one.
+    The order is nodes by id, then replicas by id, as for heartbeats and picks. Locking in steps would hold a
+    later replica while it waits for an earlier one.
     """
     change.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
     used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
@@ -248,22 +251,26 @@ def _drop_dead_processes(ids: Sequence[UUID], locked: Sequence[UUID], now: datet
     return int(dead)
 
 
-LATE = timedelta(seconds=12)
-"""Silence from which a node is probed: one heartbeat of ten seconds is missing."""
-PROBES = 4
-"""Probes in a row without a listener that make a node unhealthy."""
+PROBE_AFTER = timedelta(seconds=12)
+"""Silence after which a node is probed: one heartbeat of ten seconds is missing."""
+PROBES_UNTIL_UNHEALTHY = 4
+"""Number of consecutive probes without a listener that make a node unhealthy."""
 MOST_PROBES = 64
-"""Most probes in one pass of a controller."""
+"""Maximum number of probes in one pass of a controller."""
 LONGEST_GAP = 10.0
-"""Seconds between two probes after which they are not in a row: this process slept, or had no database."""
-ANSWERED_FOR = 10.0
-"""Seconds after a reply for which a node is not probed again."""
-_PROBE_TIMEOUT, _GATHER = 2.0, 0.5
+"""Seconds between two probes from which on they are not consecutive: this process slept, or lacked the
+database."""
+ANSWER_VALID_SECONDS = 10.0
+"""Seconds after a reply during which a node is not probed again."""
+_PROBE_TIMEOUT = 2.0
+"""Seconds within which a worker must reply to a probe."""
+_GATHER = 0.5
+"""Seconds for which ended connections are gathered into one pass."""
 
 
 @dataclass(frozen=True)
 class Absence:
-    """Probes in a row that found no listener; monotonic times of the first and the last."""
+    """Consecutive probes without a listener, with the monotonic times of the first and the last."""
 
     since: float
     last: float
@@ -278,7 +285,7 @@ class Absence:
 
 @dataclass(frozen=True)
 class LateNode:
-    """A node to probe: its last heartbeat, or its approval if that is later."""
+    """A node to probe. `heard_at` is its last heartbeat, or its approval if that is later."""
 
     id: UUID
     name: str
@@ -288,9 +295,9 @@ class LateNode:
 
 @dataclass(frozen=True)
 class LateNodes:
-    """The nodes to probe, the longest silent first.
+    """The nodes to probe, the longest silent node first.
 
-    `hearing_since`: the time since which a web process could hear them; None without one.
+    `hearing_since` is the start of the uninterrupted run of the web processes; None without a web process.
     """
 
     nodes: Sequence[LateNode]
@@ -300,15 +307,15 @@ class LateNodes:
 def absent_nodes(
     late: LateNodes, absences: Mapping[UUID, Absence], now: datetime, *, doubt: float, gone: float
 ) -> tuple[list[UUID], list[UUID]]:
-    """Return the nodes to mark unhealthy and offline, after `doubt` and `gone` seconds. Pure.
+    """Return the nodes to mark unhealthy after `doubt` seconds, and offline after `gone` seconds. Pure.
 
-    An offline node was silent for `gone` seconds in which a web process could hear it, and absent from the
-    bus for half of them.
+    An offline node was silent for `gone` seconds of the web processes' run, and absent from the bus for half
+    of them.
     """
     unhealthy, offline = [], []
     for node in late.nodes:
         absence, silence = absences.get(node.id), now - node.heard_at
-        if absence is None or absence.probes < PROBES or silence < timedelta(seconds=doubt):
+        if absence is None or absence.probes < PROBES_UNTIL_UNHEALTHY or silence < timedelta(seconds=doubt):
             continue
         lasted = absence.last - absence.since
         audible = late.hearing_since is not None and now - late.hearing_since > timedelta(seconds=gone)
@@ -319,14 +326,16 @@ def absent_nodes(
     return unhealthy, offline
 
 
-def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime) -> LateNodes:
-    """Read the nodes to probe: late or `watched` ones, and those of these bus users.
+def read_late_nodes(
+    watched: Collection[UUID], users: Collection[str], *, web: float, now: datetime
+) -> LateNodes:
+    """Read the nodes to probe: late nodes, `watched` nodes, and the nodes of these bus users.
 
-    Return none of them if so many are late that their network is the likely cause. One query without any
-    late node, else three.
+    Returns no node if so many are late that their network is the likely cause. One query without a late node,
+    otherwise three.
     """
     disconnected = BusCredential.objects.filter(public_key__in=users).values("node_id")
-    unheard = Q(last_heartbeat__lt=now - LATE) | Q(last_heartbeat__isnull=True)
+    unheard = Q(last_heartbeat__lt=now - PROBE_AFTER) | Q(last_heartbeat__isnull=True)
     chosen = unheard | Q(pk__in=watched) | Q(pk__in=disconnected)
     counts = inventory.contactable_nodes().aggregate(of=Count("pk"), late=Count("pk", filter=chosen))
     if not counts["late"] or _is_massive(counts["late"], counts["of"]):
@@ -345,20 +354,20 @@ def late_nodes(watched: Collection[UUID], users: Collection[str], *, web: float,
 
 
 def _is_massive(late: int, of: int) -> bool:
-    """Return True if so many are late that the network or the servers are the more likely cause."""
+    """Return True if so many nodes are late that the network or the servers are the more likely cause."""
     return of >= SMALLEST_FLEET and late * 3 > of
 
 
 class BusProbes(PeriodicTask):
     """The periodic task of a controller that probes late nodes on the bus.
 
-    What it has seen is in its memory alone: another controller starts over, which costs time only. The lack
-    of a listener proves nothing while this process was disconnected, has only just connected, or slept.
+    Its results are in memory only: another controller starts again, which only costs time. The lack of a
+    listener proves nothing if this process was disconnected, has just connected, or slept.
     """
 
     def __init__(self, bus: Bus) -> None:
         # Well within `LONGEST_GAP`, whatever the setting: else no two probes would be in a row.
-        period = min(conf.cluster().node_doubt_after / (PROBES - 1), LONGEST_GAP / 2)
+        period = min(conf.cluster().node_doubt_after / (PROBES_UNTIL_UNHEALTHY - 1), LONGEST_GAP / 2)
         interval = max(period - _GATHER, 0.0)
         super().__init__(
             "bus probes", self.run_pass, interval=interval, gather=_GATHER, retry_on=(DatabaseError,)
@@ -369,19 +378,19 @@ class BusProbes(PeriodicTask):
         self._answered: dict[UUID, float] = {}
 
     def disconnected(self, user: str) -> None:
-        """Probe the node of this user of the bus soon: its connection has ended."""
+        """Probe the node of this bus user soon, because its connection has ended."""
         self._users.add(user)
         self.wake()
 
     async def run_pass(self) -> None:
-        """Probe late nodes once, and mark those that are absent."""
+        """Probe late nodes once, and mark the absent nodes."""
         users, self._users = self._users, set()
-        if not (self._bus.connected and clock.monotonic() - self._bus.connected_since >= SETTLED_AFTER):
+        if not (self._bus.connected and clock.monotonic() - self._bus.connected_since >= RECONNECT_GRACE):
             self._absences.clear()
             return
         cluster = conf.cluster()
         late = await in_thread(
-            late_nodes, list(self._absences), users, web=cluster.web_stale_after, now=clock.now()
+            read_late_nodes, list(self._absences), users, web=cluster.web_stale_after, now=clock.now()
         )
         await self._probe_nodes(late.nodes)
         limits = {"doubt": cluster.node_doubt_after, "gone": cluster.node_gone_after}
@@ -391,7 +400,7 @@ class BusProbes(PeriodicTask):
 
     async def _probe_nodes(self, nodes: Sequence[LateNode]) -> None:
         ids, now = {node.id for node in nodes}, clock.monotonic()
-        self._answered = {id: at for id, at in self._answered.items() if now - at < ANSWERED_FOR}
+        self._answered = {id: at for id, at in self._answered.items() if now - at < ANSWER_VALID_SECONDS}
         due = [node for node in nodes if node.id not in self._answered]
         due.sort(key=lambda node: absence.last if (absence := self._absences.get(node.id)) else 0.0)
         chosen = due[:MOST_PROBES]
@@ -408,7 +417,7 @@ class BusProbes(PeriodicTask):
                 self._absences[node.id] = absence.after(at) if absence else Absence(at, at)
 
     async def _has_listener(self, node: LateNode) -> bool | None:
-        """Probe the node; None if this process lost the bus meanwhile."""
+        """Return True if the node has a listener; None if this process lost the bus meanwhile."""
         match await Worker(self._bus, str(node.id), node.name).backends(_PROBE_TIMEOUT):
             case NoResponders():
                 return False
@@ -427,7 +436,7 @@ def _mark_absent(
 
 
 def recount() -> int:
-    """Correct in-flight counts that are not the sum over processes; return their number. Two statements."""
+    """Correct in-flight counts that differ from the sum over processes. Return their number."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(statements.LOCK_MISCOUNTED)
         ids = [id for (id,) in cursor.fetchall()]

@@ -1,12 +1,12 @@
 """The replica pass (R4.6 to R4.23): observe, plan (pure, `nodes.scheduling.plan`), apply.
 
-It requests loads and unloads and waits for none of them. Each request is a transaction of its own, so one
-that fails stops no other (R4.5), and the rows of the rules store the result. A model without a rule is
-included while a replica of a former definition serves it.
+It requests loads and unloads, and waits for none of them. Each request is a transaction of its own, so a
+failed request does not stop the others (R4.5). The rows of the rules store the results. The pass includes
+models without a rule that have a replica of a former definition.
 
-`preview` returns what the pass would do now if a rule were saved, as by a tick of the schedule. Saving the
-rule does not end the cooldown of the stored one: the preview shows the end of the cooldown, and the rest is
-what follows after it.
+`preview` returns the plan of the pass for a rule that is not saved, as at a tick of the schedule. Saving the
+rule does not end the cooldown of the stored rule: the preview shows the end of the cooldown, and then the
+actions after it.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from nodes.placement.load_decision import simulate_placements
 from nodes.replicas import drains, terminations, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import passes, pressure
-from nodes.scheduling.plan import IDLE_FOR, plan
+from nodes.scheduling.plan import RETIRE_IDLE_AFTER, plan
 from nodes.scheduling.rules import Rule, check_rule
 from nodes.scheduling.snapshot import (
     Action,
@@ -75,11 +75,11 @@ log = logging.getLogger(__name__)
 
 ACTOR = "system"
 _SHOWN_CHARACTERS = 200
-"""Characters of a load's error that a rule repeats."""
+"""Maximum characters of a load's error in the reason of a rule."""
 
 
 def run_pass(*, tick: bool) -> bool:
-    """One pass; False, and nothing done, if another process is at it. `tick`: see `plan`."""
+    """Run one pass. Return False at once if another process is running a pass. `tick`: see `plan`."""
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
@@ -88,7 +88,7 @@ def run_pass(*, tick: bool) -> bool:
             ruled = {desired_state.model: desired_state for desired_state in rules}
             desired_states = [
                 *rules,
-                *passes.read_desired_states_of(_outdated(revisions or {}) - ruled.keys()),
+                *passes.read_desired_states_of(_models_with_former_replicas(revisions or {}) - ruled.keys()),
             ]
             done = _run_plan(desired_states, revisions, now, tick=tick) if desired_states else []
             passes.write_results([decision for decision in done if decision.model in ruled], ruled, now)
@@ -114,7 +114,7 @@ def observe(
 ) -> Fleet:
     """Read the snapshot of the rules in seven queries for any number of rules, nodes and replicas.
 
-    `revisions`: of the present definitions, None if the folder does not answer.
+    `revisions` are the revisions of the present definitions; None if the folder does not respond.
     """
     names = [desired_state.model for desired_state in desired_states]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
@@ -125,10 +125,17 @@ def observe(
     failures = failed.values_list("element", "finished_at", "error")
     idle_since = Greatest("last_used", "last_released_at")
     rows = NodeModel.objects.filter(model_name__in=names).values_list(
-        "id", "node_id", "model_name", "replica_index", _state(), "in_flight", idle_since, "config_revision"
+        "id",
+        "node_id",
+        "model_name",
+        "replica_index",
+        _state_case(),
+        "in_flight",
+        idle_since,
+        "config_revision",
     )
     return Fleet(
-        hosts=_hosts({key for desired_state in desired_states for key in desired_state.selector or ()}),
+        hosts=_read_hosts({key for desired_state in desired_states for key in desired_state.selector or ()}),
         replicas=[FleetReplica(*row) for row in rows],
         loads=loads.counts,
         waiting=loads.waiting,
@@ -142,28 +149,32 @@ def observe(
 
 
 def _pressure_of(models: Sequence[str], now: datetime) -> dict[str, int]:
-    """R4.13, R4.16: of models under enough pressure, how much."""
+    """Return the number of counted requests of models under enough pressure (R4.13, R4.16)."""
     least = max(conf.cluster().prefix_pressure, 1)
     return {
         model: count for model, count in pressure.pressure_by_model(models, now).items() if count >= least
     }
 
 
-def _state() -> Case:
-    """While the brake holds, what did not answer a request counts as there: we may be cut off from it."""
+def _state_case() -> Case:
+    """Return the SQL expression of a replica's state.
+
+    During a mass-disruption hold, replicas that did not respond count as loaded, because this server may be
+    the disconnected side.
+    """
     kept = Q(reason=PhaseReason.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
     return Case(When(kept, then=Value("loaded")), default=F("state"))
 
 
-def _outdated(revisions: Mapping[str, str]) -> set[str]:
-    """The defined models with a replica that was loaded by a former definition; one query."""
+def _models_with_former_replicas(revisions: Mapping[str, str]) -> set[str]:
+    """Return the defined models with a replica of a former definition; one query."""
     known = NodeModel.objects.loaded().exclude(config_revision="").order_by()
     loaded_by = known.values_list("model_name", "config_revision").distinct()
     return {model for model, revision in loaded_by if revisions.get(model, revision) != revision}
 
 
-def _hosts(keys: Iterable[str]) -> list[FleetNode]:
-    """The healthy backend nodes, with the labels that selectors name."""
+def _read_hosts(keys: Iterable[str]) -> list[FleetNode]:
+    """Return the healthy backend nodes with their labels of these keys."""
     labels: dict[UUID, dict[str, str]] = defaultdict(dict)
     for node, key, value in NodeLabel.objects.filter(key__in=keys).values_list("node_id", "key", "value"):
         labels[node][key] = value
@@ -172,12 +183,12 @@ def _hosts(keys: Iterable[str]) -> list[FleetNode]:
 
 
 def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
-    """Of the models that a definition is there for (R4.21); None while the folder does not answer.
+    """Return the revisions of all defined models (R4.21); None while the folder does not respond.
 
-    Read anew: a process with older definitions than another one would undo its renewals.
-
-    With those of the last loads in place of files that cannot be read. `withdraws`: records of models whose
-    definition is gone or disabled are not loaded from any more.
+    The folder is read again, because a process with older definitions than another one would undo its
+    replacements. A file that cannot be read counts with the revision of the model's last load. With
+    `withdraws`, the last loads of deleted or disabled definitions are withdrawn: no model is loaded from
+    them.
     """
     models = folder.folder()
     try:
@@ -193,9 +204,9 @@ def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
 
 
 def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
-    """Unload models that no file and no enabled stored definition defines; return their number.
+    """Unload models without a file or an enabled stored definition; return their number.
 
-    A load that has begun before ends later. One query without such a model.
+    A load that began before may end after this. One query without such a model.
     """
     if revisions is None:
         return 0
@@ -236,7 +247,7 @@ def apply_decision(decision: RuleDecision, now: datetime) -> RuleDecision:
 
 
 def _execute(action: Action, now: datetime) -> None:
-    """Flags are written with the rest of the decision."""
+    """Execute one action. Flags are written later, with the results of the pass."""
     match action:
         case LoadReplica(model, only, reason, pinned, replaces):
             load_request.request_scale_up(
@@ -260,7 +271,7 @@ def _execute(action: Action, now: datetime) -> None:
 
 
 def replace_replica(replica_id: UUID, now: datetime) -> None:
-    """Terminate the replica; raise Conflict if it is the last one and a request has come."""
+    """Terminate the replica. Raise Conflict if it is the last replica and has got a request meanwhile."""
     with transaction.atomic():
         row = terminations.lock_serving(replica_id)
         if row is None or (row.in_flight and not terminations.has_other_replica(row)):
@@ -269,12 +280,13 @@ def replace_replica(replica_id: UUID, now: datetime) -> None:
 
 
 def retire(replica_id: UUID, reason: str, now: datetime) -> None:
-    """Unload the idle replica; raise Conflict if a request has come. The operation stops its engine.
+    """Unload the idle replica. Raise Conflict if it has got a request meanwhile.
 
-    It leaves the picks here, under its row's lock: no request that runs there is ended.
+    Under the lock of its row the replica is closed for requests, so no running request is ended. The
+    operation then stops its engine.
     """
     with transaction.atomic():
-        row = terminations.lock_idle(replica_id, since=now - IDLE_FOR)
+        row = terminations.lock_idle(replica_id, since=now - RETIRE_IDLE_AFTER)
         if row is None:
             raise errors.Conflict("the replica is in use again, or gone")
         if not terminations.keeps_minimum(row):
@@ -291,7 +303,10 @@ GATHER = 1.0
 
 
 class ReplicaPass(PeriodicTask):
-    """The pass of a controller, as soon as a node or a rule changes; the schedule is the safety net."""
+    """The periodic task of a controller that runs a pass after each change of a node or a rule.
+
+    The schedule runs a pass too, as a safety net.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -306,11 +321,11 @@ class ReplicaPass(PeriodicTask):
 
 _ONLY_ROUTES = "it says nothing of how many replicas: the pass leaves the model alone"
 MAX_LOADS = 64
-"""Maximum number of loads whose nodes are computed."""
+"""Maximum number of loads for which a preview computes nodes."""
 
 
 def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
-    """Plan the rule on the present fleet plus these nodes; raise InvalidInput for an invalid rule."""
+    """Plan the rule on the present fleet and these new nodes. Raise InvalidInput for an invalid rule."""
     check_rule(rule)
     desired_state = DesiredState(
         rule.model_name,
@@ -353,7 +368,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
 
 
 def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanSnapshot:
-    """Read the snapshot for the rule's loads. Evictions are left out: no request waits for these replicas."""
+    """Read the snapshot for the rule's loads, without evictions: no request waits for these replicas."""
     load_needs = needs_of(rule.model_name)
     need, conflicts = (
         (load_needs.need, load_needs.conflicts) if load_needs is not None else (NO_NEED, frozenset())
@@ -388,7 +403,7 @@ def _retired_rows(decision: RuleDecision, fleet: Fleet) -> list[Row]:
 
 
 def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
-    """Return the reason of the rule itself, or of the first load without a node."""
+    """Return the reason of the rule, or of the first load without a node; None without either."""
     reasons = [action.reason for action in decision.actions if isinstance(action, Unsatisfiable)]
     reasons += [explanation.sentence for explanation in missed]
     if not reasons:
@@ -400,7 +415,7 @@ def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> R
 
 
 def _first_misses(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
-    """Return the first few nodes, each once."""
+    """Return the first few nodes that lack something for these loads, each node once."""
     nodes = {miss["node_id"]: miss for explanation in missed for miss in explanation.facts["misses"]}
     return list(nodes.values())[:MAX_SHOWN_NODES]
 

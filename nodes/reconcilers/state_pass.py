@@ -1,9 +1,9 @@
 """The state pass: check the engines of suspect replicas. Observe, judge (pure), record.
 
-A schedule, or a worker that reports an engine's end, marks suspects and wakes the controllers
-(`nodes/replicas/checks.py`). A controller claims rows, requests the list of engines from the worker of each
-node and, without a list, probes the engine's port. Several controllers share the rows by their claims, so no
-lock is held during a request, and a controller that dies costs one pass.
+A schedule, or a worker's report of an engine's end, marks replicas as suspects and wakes the controllers
+(`nodes/replicas/checks.py`). A controller claims rows and requests the list of engines from the worker of
+each node. Without a list it probes the port of the engine. Several controllers divide the rows by their
+claims, so no lock is held during a request. If a controller dies, one pass is lost.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ PORTS_AT_ONCE = 64
 PROBE_TIMEOUT = 1.0
 """Seconds for a probe of an engine's port (C4)."""
 CHECK_LIMIT = 15.0
-"""Limit in seconds of one check; replicas without a result by then stay unchanged."""
+"""Seconds after which a check ends; replicas without a result stay unchanged."""
 _GATHER = 0.1
 """Seconds for which wake-ups are gathered into one check."""
 
@@ -58,7 +58,7 @@ class StatePass(PeriodicTask):
         await asyncio.sleep(_GATHER)
 
     async def _run_pass(self) -> None:
-        """Leave the claims of a failed check to expire; the schedule checks again."""
+        """Run a pass and log errors. The claims of a failed check expire, and the schedule checks again."""
         try:
             await self.run_pass()
         except DatabaseError as error:
@@ -75,19 +75,19 @@ class StatePass(PeriodicTask):
         if not suspects:
             return 0
         by_node = groupby(sorted(suspects, key=_node_id), key=_node_id)
-        looks = [asyncio.create_task(self._check_node(list(group))) for _, group in by_node]
+        check_tasks = [asyncio.create_task(self._check_node(list(group))) for _, group in by_node]
         try:
-            done, _ = await asyncio.wait(looks, timeout=CHECK_LIMIT)
+            done, _ = await asyncio.wait(check_tasks, timeout=CHECK_LIMIT)
         finally:
-            for look in looks:
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+            for check_task in check_tasks:
+                check_task.cancel()
+            await asyncio.gather(*check_tasks, return_exceptions=True)
         findings: dict[Suspect, CheckResult] = {}
-        for look in done:
-            if error := look.exception():
+        for check_task in done:
+            if error := check_task.exception():
                 log.warning("the engines of a node were not looked at: %r", error)
             else:
-                findings |= look.result()
+                findings |= check_task.result()
         for gone in await in_thread(checks.record_results, findings, now=now):
             log.warning(
                 "engine %s on %s has ended: its replica serves no more", gone.process_key, gone.node_name
@@ -95,18 +95,19 @@ class StatePass(PeriodicTask):
         return len(suspects)
 
     async def _check_node(self, suspects: Sequence[Suspect]) -> dict[Suspect, CheckResult]:
-        """R4.24: the worker of one node first; what it lists or misses needs no probe."""
+        """Check the replicas of one node (R4.24): by the worker's list, or without a list by probes."""
         node = suspects[0]
         async with self._nodes:
             running = await engines_of(Worker(self._bus, str(node.node_id), node.node_name))
         if running is not None:
             return {
-                one: judge(one, is_listed(running, one.process_key, one.address), None) for one in suspects
+                suspect: judge(suspect, is_listed(running, suspect.process_key, suspect.address), None)
+                for suspect in suspects
             }
-        ports = await asyncio.gather(*(self._port(one) for one in suspects))
-        return {one: judge(one, None, port) for one, port in zip(suspects, ports, strict=True)}
+        ports = await asyncio.gather(*(self._probe_port(suspect) for suspect in suspects))
+        return {suspect: judge(suspect, None, port) for suspect, port in zip(suspects, ports, strict=True)}
 
-    async def _port(self, suspect: Suspect) -> Sign:
+    async def _probe_port(self, suspect: Suspect) -> Sign:
         token = dial_targets.bearer_token(suspect.engine_token, suspect.weak_identity)
         async with self._ports:
             return await probe(suspect.address, token, PROBE_TIMEOUT)

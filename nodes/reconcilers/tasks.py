@@ -41,7 +41,7 @@ SCHEDULES = [
 ]
 
 
-PRUNED_AT_ONCE = 5000
+PRUNE_CHUNK_ROWS = 5000
 PRUNE_SECONDS = 5.0
 """Time limit of one run of `prune_timeline`: the tasks of a process wait for each other."""
 PACK_SECONDS = 1.0
@@ -70,10 +70,10 @@ def liveness() -> None:
 
 @skip_during_outage
 def state_pass() -> None:
-    """Make controllers check doubtful engines, correct request counts, report engines that do not stop, and
-    learn from the readings of nodes.
+    """Run the state pass: make controllers check suspect engines, and correct the counts of requests.
 
-    Return at once if another process holds the lock.
+    Also reports engines that do not stop, and learns from the readings of nodes. Returns at once if another
+    process holds the lock.
     """
     with try_lock(Lock.STATE_PASS) as locked:
         if not locked:
@@ -92,7 +92,7 @@ def state_pass() -> None:
 
 @skip_during_outage
 def finish_drains() -> None:
-    """End the drains that are over; return at once if another process holds the lock."""
+    """End the finished drains; return at once if another process holds the lock."""
     with try_lock(Lock.DRAINS) as locked:
         ended = lifecycle.finish_drains(now=clock.now()) if locked else 0
     if ended:
@@ -107,7 +107,7 @@ def scale() -> None:
 
 @skip_during_outage
 def sample_figures() -> None:
-    """Store a sample of all nodes; a second process would write the same rows."""
+    """Store a sample of all nodes. A second process would write the same rows."""
     now = clock.now()
     figures.store_samples(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
 
@@ -120,12 +120,13 @@ def pack_figures() -> None:
 
 @skip_during_outage
 def prune_timeline() -> None:
-    """Delete events, join tokens, audit entries, decision records and their snapshots past their retention.
+    """Delete rows past their retention. Return at once if another process holds the lock.
 
-    The last two are bounded by their size too: a fleet may make a decision every second. One transaction for
-    each chunk; the next run goes on after `PRUNE_SECONDS`; return at once if another process holds the lock.
-    Also delete stored responses that have not been used for their retention, old revisions of definitions,
-    expired bus credentials, pending nodes that have been silent for a day, and downloads that nobody resumes.
+    These are events, join tokens, audit entries, decision records and their snapshots, stored responses that
+    were not used, old revisions of definitions, expired bus credentials, pending nodes that have been silent
+    for a day, and abandoned downloads. Decision records and snapshots are also limited by their size, because
+    a fleet may make a decision every second. Each chunk is a transaction; the next run continues after
+    `PRUNE_SECONDS`.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
@@ -137,10 +138,10 @@ def prune_timeline() -> None:
     prunes.append((StoredResponse.objects.prune, responses_before))
     prunes += [(prune, now - store.RETENTION) for prune in (store.prune_revisions, store.prune_deleted)]
     for rows, oldest in ((PlacementRecord.objects, before), (PlacementLog.objects, snapshots_before)):
-        prunes.append((rows.prune, max(oldest, rows.oldest_that_fits(cluster.decision_space) or oldest)))
+        prunes.append((rows.prune, max(oldest, rows.retention_cutoff(cluster.decision_space) or oldest)))
     deadline = clock.monotonic() + PRUNE_SECONDS
     for prune, since in prunes:
-        while _prune_chunk(prune, since) == PRUNED_AT_ONCE and clock.monotonic() < deadline:
+        while _prune_chunk(prune, since) == PRUNE_CHUNK_ROWS and clock.monotonic() < deadline:
             pass
     bus_credentials.prune(now)
     if expired := pending.expire(now=now):
@@ -149,7 +150,7 @@ def prune_timeline() -> None:
 
 
 def remove_old_partials(now: datetime) -> None:
-    """Remove the bytes of downloads that nobody resumes, unless the models folder does not answer."""
+    """Remove the partial files of abandoned downloads, unless the models folder does not respond."""
     models, keep = conf.cluster().models_path, paths_of_active_imports()
     try:
         removed = async_to_sync(in_folder_thread)(partial_files.remove_old_partials, models, now, keep)
@@ -164,7 +165,7 @@ def remove_old_partials(now: datetime) -> None:
 
 @skip_during_outage
 def check_upgrades() -> None:
-    """Request an upgrade check (R6.35); it merges with a check that is requested already."""
+    """Request an upgrade check (R6.35); a check that is requested already is not repeated."""
     with try_lock(Lock.UPGRADE_CHECK) as locked:
         if locked:
             upgrade_state.request_check()
@@ -172,10 +173,10 @@ def check_upgrades() -> None:
 
 def _prune_chunk(prune: Callable[..., int], before: datetime) -> int:
     with try_lock(Lock.TIMELINE) as locked:
-        return prune(before=before, limit=PRUNED_AT_ONCE) if locked else 0
+        return prune(before=before, limit=PRUNE_CHUNK_ROWS) if locked else 0
 
 
 @skip_during_outage
 def clean_intents() -> None:
-    """End backend work whose node cannot take it; return at once if another process holds the lock."""
-    intents.clean(now=clock.now())
+    """End intents whose node cannot take them; return at once if another process holds the lock."""
+    intents.end_stale_intents(now=clock.now())

@@ -1,8 +1,9 @@
-"""Wake-ups after a change of nodes: loads that a node could take now, and backend work that waits for nodes.
+"""Wake-ups after a change of nodes, for loads that a node could take now and for backend work.
 
 `NodeWakeUps` gathers the node ids of NOTIFYs for a moment and reads the rows once for all of them, so a burst
-costs a bounded number of passes. The present state of the node decides, not the fact that it changed: a new
-label of an absent node wakes no operation. A lost wake-up costs time only: every waiting operation polls.
+costs a limited number of passes. The present state of the node decides, not the fact that it changed: a new
+label of an absent node wakes no operation. A lost wake-up only costs time, because every waiting operation
+polls.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
@@ -31,26 +32,27 @@ GATHER = 0.2
 CLEAN_EVERY = 30.0
 """Seconds between two passes over intents that cannot succeed any more."""
 MAX_LOADS = 500
-"""Maximum number of loads that one pass considers, the oldest first; all others poll by themselves."""
+"""Maximum number of loads that one pass considers, the oldest first. Other loads poll by themselves."""
 
-Changed = Collection[UUID] | None
+ChangedNodes = Collection[UUID] | None
 """Nodes that changed; None = any node may have changed."""
 
 
-def wake(changed: Changed) -> int:
+def wake_waiting_work(changed: ChangedNodes) -> int:
     """Wake the operations that wait for one of these nodes and could continue now.
 
-    Intents that wait for a node are due when it is healthy; their targets' reasons are refreshed. Return the
-    number of loads.
+    Return the number of loads.
+
+    The pass also makes intents due whose node is healthy, and refreshes the reasons of their targets.
     """
     intents.explain(changed, now=clock.now())
-    return attempts.wake(_loads(changed), now=clock.now())
+    return attempts.wake(_loads_to_wake(changed), now=clock.now())
 
 
-def _loads(changed: Changed) -> list[UUID]:
+def _loads_to_wake(changed: ChangedNodes) -> list[UUID]:
     """Return the loads that one of the nodes could take now; a constant number of queries.
 
-    An eviction may help a load that is not among them: that load polls by itself.
+    A load that needs an eviction may be missing here: it polls by itself.
     """
     loads = Operation.objects.filter(kind=load_request.KIND, status=Status.WAITING).order_by(
         "created_at", "id"
@@ -96,7 +98,7 @@ def _could_take(
 
 
 class NodeWakeUps(PeriodicTask):
-    """The periodic task of a controller that wakes waiting work: one pass for all changes of a moment."""
+    """The periodic task of a controller that wakes waiting work, in one pass for all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
         super().__init__(
@@ -108,7 +110,7 @@ class NodeWakeUps(PeriodicTask):
         self._clean_at = clock.monotonic()
 
     def changed(self, node_id: str) -> None:
-        """Add a changed node; any text that is no id means that any node may have changed."""
+        """Add a changed node. A text that is not an id means that any node may have changed."""
         try:
             self._changed.add(UUID(node_id))
         except ValueError:
@@ -120,14 +122,14 @@ class NodeWakeUps(PeriodicTask):
             # A schedule does the same, but this must not depend on the process that runs schedules.
             # Before the call: an error must not keep the passes from the nodes that have changed.
             self._clean_at = clock.monotonic() + CLEAN_EVERY
-            await in_thread(intents.clean, now=clock.now())
+            await in_thread(intents.end_stale_intents, now=clock.now())
         if not self._any and not self._changed:
             return
         changed = None if self._any else frozenset(self._changed)
         self._changed, self._any = set(), False
         try:
             with passes.count_pass("wakes"):
-                await in_thread(wake, changed)
+                await in_thread(wake_waiting_work, changed)
                 await self._then()
         except DatabaseError:
             self._any = True

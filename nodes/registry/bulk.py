@@ -27,7 +27,7 @@ from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
 from operations.ledger.admission import Admission, OperationRequest, Requester, admit
-from operations.ledger.attempts import owned
+from operations.ledger.attempts import lock_owned
 from operations.models import Operation, OperationTarget, TargetStatus
 
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
@@ -157,7 +157,7 @@ def _run_on_nodes(work: Work, node_ids: Sequence[UUID]) -> None:
 def _remove(work: Work, node_ids: Sequence[UUID]) -> None:
     """Remove the nodes and end their targets, in a constant number of statements."""
     with committed("nodes.bulk"):
-        owned(*work.attempt)
+        lock_owned(*work.attempt)
         removed = change.remove_all(
             BackendNode.objects.filter(pk__in=node_ids), _actor_of(work), now=clock.now()
         )
@@ -176,7 +176,7 @@ def _run_on_node(work: Work, node_id: UUID) -> None:
     The operation's row is locked before the node's: the change counter must be the last lock (decision 0002).
     """
     with committed("nodes.bulk"):
-        owned(*work.attempt)
+        lock_owned(*work.attempt)
         status, error = TargetStatus.SUCCESS, ""
         try:
             with transaction.atomic():

@@ -256,7 +256,7 @@ def publish(
     """
     with committed("load.publish"):
         try:
-            operation = attempts.owned(*attempt)
+            operation = attempts.lock_owned(*attempt)
         except LeaseLost:
             return False
         former = _lock_replaced_replica(slot, replaces)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 
-from nodes.models.replica import REASONS_OF, OwnerKind, Phase, PhaseReason
+from nodes.models.replica import REASONS_BY_PHASE, OwnerKind, Phase, PhaseReason
 from nodes.placement import load_times
 
 LOAD_LIMIT = timedelta(seconds=load_times.LONGEST_HOLD + load_times.LONGEST_LOAD)
@@ -27,7 +27,7 @@ DEPARTED_ENGINE_LIMIT = timedelta(days=7)
 """Time after which the engine of a node that has left counts as ended."""
 
 OPERATION, INTENT, CONTROLLERS = OwnerKind.OPERATION, OwnerKind.INTENT, OwnerKind.CONTROLLERS
-REPORTED_STOP_REASONS = REASONS_OF[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
+REPORTED_STOP_REASONS = REASONS_BY_PHASE[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
 """Reasons of stops without an operation that operators see if they stay unconfirmed."""
 
 
@@ -75,21 +75,21 @@ PHASES: Mapping[Phase, PhaseRules] = {
         "Its requests are not waited for any longer: the stop is sent.",
         "The unload or the upgrade that owns it; a controller where it is lost. When the owner has ended"
         " before a stop was sent, the replica serves again.",
-        REASONS_OF[Phase.DRAINING],
+        REASONS_BY_PHASE[Phase.DRAINING],
     ),
     Phase.TERMINATING: PhaseRules(
         "It gets no new requests and never serves again.",
         frozenset({OPERATION, CONTROLLERS}),
         "Its requests are not waited for any longer: the stop is sent.",
         "The unload that has taken it over, else a controller, as soon as no request runs there.",
-        REASONS_OF[Phase.TERMINATING],
+        REASONS_BY_PHASE[Phase.TERMINATING],
     ),
     Phase.STOPPING: PhaseRules(
         "The stop was sent or is due, until the worker confirms the end of the engine.",
         frozenset({OPERATION, CONTROLLERS}),
         "An operator sees an unload of it, unless the engine belongs to a failed load. Stops go on.",
         "The unload that owns it, else a controller, which sends the stop again after 2, 4 … 300 s.",
-        REASONS_OF[Phase.STOPPING],
+        REASONS_BY_PHASE[Phase.STOPPING],
     ),
     Phase.DEPARTED: PhaseRules(
         "Its node has left or its worker was replaced. It is a replica for no client, counter or hook; slot"
@@ -98,7 +98,7 @@ PHASES: Mapping[Phase, PhaseRules] = {
         "The engine counts as ended.",
         "A registration that does not list it, the removal of the node, or a controller, which stops exactly"
         " this engine as soon as the node can be reached.",
-        REASONS_OF[Phase.DEPARTED],
+        REASONS_BY_PHASE[Phase.DEPARTED],
     ),
 }
 

@@ -23,7 +23,7 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.quantities import counted
 from localai_cluster.messaging.bus import Bus
-from nodes.commands.commands import SETTLED_AFTER, Worker
+from nodes.commands.commands import RECONNECT_GRACE, Worker
 from nodes.commands.outcomes import (
     BusDown,
     CommandFailed,
@@ -46,7 +46,7 @@ from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
 from operations.ledger.admission import Admission, OperationRequest, Requester, admit, exclusion_error
-from operations.ledger.attempts import owned
+from operations.ledger.attempts import lock_owned
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, TargetStatus
 
@@ -271,7 +271,7 @@ R = TypeVar("R")
 
 STOP_WITHIN = 45.0
 """Seconds for which an unconfirmed command is repeated; a worker has 20 seconds for one stop."""
-SILENT_FOR = SETTLED_AFTER
+SILENT_FOR = RECONNECT_GRACE
 """Seconds without a listener on the bus after which a worker counts as unreachable."""
 REPEAT_SECONDS = 2.0
 POLL_SECONDS = 0.25
@@ -358,7 +358,7 @@ class UnloadModel:
         if problem:
             log.warning("%s %s on %s: %s", work.operation.kind, work.operation.element, part.name, problem)
         status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
-        await in_thread(attempts.target_done, *work.attempt, part.node_id, status, problem, now=clock.now())
+        await in_thread(attempts.end_target, *work.attempt, part.node_id, status, problem, now=clock.now())
 
     async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
         """Run further steps on the node after the stops; return the error, empty for success."""
@@ -444,7 +444,7 @@ def _drain_targets(work: Work) -> list[UnloadTarget]:
     """
     payload, now = work.operation.payload, clock.now()
     with committed("unload.begin"):
-        owned(*work.attempt)
+        lock_owned(*work.attempt)
         unfinished = [part for part in _targets(work) if part.status not in targets.ENDED]
         ids = [part.node_id for part in unfinished]
         rows = drains.drain_for_unload(

@@ -1,1 +1,1 @@
-"""Scheduling rules: where and how often models shall run. The only writer of `model_scheduling_configs`."""
+"""Scheduling rules: nodes and number of replicas of models. The only writer of `model_scheduling_configs`."""

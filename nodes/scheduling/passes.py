@@ -1,8 +1,8 @@
 """Read the rules for the replica pass (R1.86), and write its results: flags (R1.87), figures and reason.
 
-A result applies to the rule as it was read. If the rule was edited since, or its flags were cleared, the
-result is not written: the next pass checks the rule again. A change of the fleet clears all cooldowns (R1.28,
-R1.88).
+A result belongs to the version of the rule that the pass has read. If the rule was edited since, or its flags
+were cleared, the result is not written; the next pass checks the rule again. A change of the fleet clears all
+cooldowns (R1.28, R1.88).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -36,7 +36,7 @@ def read_desired_states() -> list[DesiredState]:
 
 
 def read_desired_states_of(model_names: Collection[str]) -> list[DesiredState]:
-    """Return the desired states of models without a rule or with one that sets no number; one query."""
+    """Return the desired states of these models, whose rule sets no number or does not exist; one query."""
     desired_states = _desired_states(
         ModelSchedulingConfig.objects.filter(~_SCALES, model_name__in=model_names)
     )
@@ -65,7 +65,7 @@ def _desired_states(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState
 def write_results(
     decisions: Iterable[RuleDecision], about: Mapping[str, DesiredState], now: datetime
 ) -> None:
-    """Write the decisions for the rules in `about`; two statements for any number of them."""
+    """Write the decisions for the rules in `about`; two statements for any number of decisions."""
     decision_by_model = {decision.model: decision for decision in decisions}
     with transaction.atomic():
         # In the order of `cooldowns`, against deadlocks.
@@ -94,7 +94,7 @@ def _write(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) ->
 
 
 def clear_cooldowns(now: datetime) -> None:
-    """Clear the flags of every rule that has any; the rows are locked in order to prevent deadlocks."""
+    """Clear the flags of all rules. The rows are locked in a fixed order, which prevents deadlocks."""
     waiting = Q(unsatisfiable_until__isnull=False) | Q(unsatisfiable_ticks__gt=0)
     flagged = ModelSchedulingConfig.objects.filter(waiting).order_by("model_name").select_for_update()
     if ids := list(flagged.values_list("pk", flat=True)):

@@ -1,18 +1,18 @@
 """Plan the action that each scheduling rule needs now (R4.6 to R4.23), from one snapshot of the fleet; pure.
 
 `plan` maps the `Fleet` and the `DesiredState`s to one `RuleDecision` per rule: the actions for the pass, and
-one sentence that gives the reason. The order is the reference's: spread, cooldown, minimum, busy burst,
-pressure, scale-down. If none of these loads or retires replicas, replicas of a former definition are
+one sentence that gives the reason. The order of the steps is the reference's: spread, cooldown, minimum, busy
+burst, pressure, scale-down. If no step loads or retires replicas, replicas of a former definition are
 replaced.
 
-Replicas count where requests can find them: loaded, on a healthy node that the selector chooses. Other
-replicas serve until they are idle. A load under way counts as the replica that it will become.
+A replica counts if requests can reach it: it is loaded, on a healthy node that the selector matches. Other
+replicas serve until they are idle. A running load counts as its future replica.
 
-A load that replaces a replica of a former definition names it. If both fit, the new one is loaded first, and
-the old one leaves the picks in the transaction in which the new one enters them (`nodes/replicas/slots.py`).
-If they do not fit, the load reports it, and the old one is evicted first: at once if others serve meanwhile,
-otherwise when it has no requests. Only one replica at a time is evicted first, and at most a quarter of the
-replicas are being replaced at once. Running requests are never ended.
+A load that replaces a replica of a former definition names that replica. If both fit, the new replica is
+loaded first, and one transaction opens it for requests and closes the old one (`nodes/replicas/slots.py`). If
+they do not both fit, the load reports it, and the old replica is evicted first: at once if other replicas
+serve meanwhile, otherwise when it has no requests. Only one replica at a time is evicted first, and at most a
+quarter of the replicas are being replaced at once. Running requests are never ended.
 """
 
 from collections import defaultdict
@@ -39,23 +39,23 @@ from nodes.scheduling.snapshot import (
     Unsatisfiable,
 )
 
-IDLE_FOR = timedelta(minutes=5)
+RETIRE_IDLE_AFTER = timedelta(minutes=5)
 """Idle time after which a replica may be retired (C2)."""
 MOST_TICKS = 3
 """Passes without success before the rule enters a cooldown (C9)."""
 COOLDOWN = timedelta(minutes=5)
 """Duration of a rule's cooldown (C10)."""
-REPLACED_AT_ONCE = 4
-"""One in this many replicas of a former definition is replaced at a time, and at least one."""
+REPLACEMENT_DIVISOR = 4
+"""Divisor of the serving replicas: at most this part of them is replaced at a time, and at least one."""
 _MAX_NAMED_NODES = 5
-"""Number of nodes that a reason names."""
+"""Maximum number of nodes that a reason names."""
 
 
 def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bool) -> list[RuleDecision]:
-    """Return the decisions by model; the order of rows does not matter.
+    """Return the decisions, sorted by model; the order of the input does not matter.
 
-    Without `tick`, something has changed between two ticks: then the decisions only request missing replicas,
-    because bursts, idle replicas and failures are counted by ticks (R4.14, R4.23).
+    Without `tick`, the pass runs because of a change between two ticks. The decisions then only load missing
+    replicas, because bursts, idle replicas and failures are counted by ticks (R4.14, R4.23).
     """
     rows, hosts = defaultdict(list), {host.id: host for host in fleet.hosts}
     for replica in sorted(fleet.replicas, key=lambda replica: (replica.index, replica.id)):
@@ -65,7 +65,7 @@ def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bo
     for rule in sorted(rules, key=lambda rule: rule.model):
         key = None if rule.selector is None else tuple(sorted(rule.selector.items()))
         if key not in eligible:
-            eligible[key] = _matching(fleet.hosts, rule.selector)
+            eligible[key] = _match_nodes(fleet.hosts, rule.selector)
         model_rows = rows[rule.model]
         loads_with_slot = sum(row.state in LOADING for row in model_rows)
         failure = fleet.failures.get(rule.model)
@@ -90,11 +90,11 @@ def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bo
         )
         # The next tick counts the failure, so no pass before it may record a check of this rule.
         if tick or not context.failure:
-            decisions.append(_with_replacements(context, _decide(context, now, tick=tick), now, tick=tick))
+            decisions.append(_add_replacements(context, _decide(context, now, tick=tick), now, tick=tick))
     return decisions
 
 
-def _matching(hosts: Iterable[FleetNode], selector: Mapping[str, str] | None) -> EligibleNodes:
+def _match_nodes(hosts: Iterable[FleetNode], selector: Mapping[str, str] | None) -> EligibleNodes:
     """Return the hosts that the selector matches (R1.68, R1.69)."""
     if selector is None:
         return EligibleNodes()
@@ -116,20 +116,20 @@ def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
     met = bool(rule.ticks or rule.until) and len(context.eligible_serving) >= context.required
     cleared = (ClearUnsatisfiable(rule.model),) if met else ()
     if tick and len(context.eligible_serving) >= context.required:
-        actions = _burst(context) or _pressure(context) or _scale_down(context, now)
+        actions = _burst_actions(context) or _pressure_actions(context) or _scale_down_actions(context, now)
         if actions:
             reasons = (action.reason for action in actions if isinstance(action, LoadReplica | RetireReplica))
             return context.decision("; ".join(reasons), *cleared, *actions)
     return context.decision(_steady_reason(context), *cleared)
 
 
-def _with_replacements(
+def _add_replacements(
     context: RuleContext, decision: RuleDecision, now: datetime, *, tick: bool
 ) -> RuleDecision:
-    """Return the decision, extended by replacements for a former definition if it loads and retires nothing.
+    """Add replacements for a former definition to a decision that loads and retires nothing.
 
-    A cooldown does not prevent them: it concerns only the number of replicas. After a failed load,
-    replacements pause for as long as a cooldown.
+    A cooldown does not prevent replacements, because it concerns only the number of replicas. After a failed
+    load, replacements pause for as long as a cooldown.
     """
     if any(isinstance(action, LoadReplica | RetireReplica) for action in decision.actions):
         return decision
@@ -150,22 +150,22 @@ def _missing_count(context: RuleContext) -> int:
 
 
 def _empty_nodes(context: RuleContext) -> list[FleetNode]:
-    """Return the nodes of a spread model without a pinned load or a replica that stays."""
+    """Return the nodes of a spread model that have neither a pinned load nor a staying replica."""
     occupied_ids = {row.node_id for row in context.rows if row.state != "unloading"} | context.pinned
     return [host for host in context.eligible if host.id not in occupied_ids]
 
 
 def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bool) -> RuleDecision:
-    """Load the missing replicas as far as slots are free, or give the reason why not (R4.10)."""
+    """Load the missing replicas as far as slots are free; otherwise give the reason (R4.10)."""
     rule = context.rule
     if problem := _problem(context):
         # A slot that is being freed is no problem, and a definition may be written at any moment.
         if not tick or (context.eligible and context.defined and context.is_freeing_slot):
             return context.decision(problem)
-        return _unsatisfiable(context, problem, now, pause=context.defined)
+        return _report_unsatisfiable(context, problem, now, pause=context.defined)
     if context.failure and rule.ticks + 1 >= MOST_TICKS:
-        return _unsatisfiable(context, _load_failure_text(context), now)
-    loads = _loads(context, missing)
+        return _report_unsatisfiable(context, _load_failure_text(context), now)
+    loads = _plan_loads(context, missing)
     if context.failure:
         reason = f"{loads[0].reason}; {_load_failure_text(context)}"
         return context.decision(reason, Unsatisfiable(rule.model, rule.ticks + 1, None, reason), *loads)
@@ -175,22 +175,23 @@ def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bo
 
 
 def _replace_lost(context: RuleContext) -> RuleDecision | None:
-    """Replace replicas that were lost since the last pass, even in a cooldown: they are known to fit.
+    """Replace replicas that were lost since the last pass, even in a cooldown, because they are known to fit.
 
-    A slot that is being freed suffices: the load waits for it, and the next pass does not know of the loss.
+    It suffices that a slot is being freed: the load waits for the slot, and the next pass would not notice
+    the loss.
     """
     lost = min(_missing_count(context), context.rule.seen - len(context.serving))
     if lost <= 0 or not (context.free_slots > 0 or context.is_freeing_slot) or not context.defined:
         return None
     if context.rule.spread:
-        loads = _loads(context, lost)[:lost]
+        loads = _plan_loads(context, lost)[:lost]
     else:
         reason = f"{lost} of {context.rule.seen} were lost: {lost} more, without waiting for the cooldown"
         loads = [LoadReplica(context.rule.model, context.allowed_nodes, reason)] * lost
     return context.decision(loads[0].reason, *loads) if loads else None
 
 
-def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
+def _plan_loads(context: RuleContext, missing: int) -> list[LoadReplica]:
     """Return as many loads as slots are free; for a spread model, one load for each of its nodes."""
     model = context.rule.model
     if context.rule.spread:
@@ -208,7 +209,7 @@ def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
 
 
 def _problem(context: RuleContext) -> str:
-    """Return the reason why nothing can be loaded; empty if something can."""
+    """Return the reason why no replica can be loaded; empty if one can."""
     if not context.defined:
         return _undefined_model_text(context)
     if not context.eligible:
@@ -229,7 +230,9 @@ def _problem(context: RuleContext) -> str:
     return f"{context.required} wanted, {counts}, but no free slot on the {nodes}"
 
 
-def _unsatisfiable(context: RuleContext, reason: str, now: datetime, *, pause: bool = True) -> RuleDecision:
+def _report_unsatisfiable(
+    context: RuleContext, reason: str, now: datetime, *, pause: bool = True
+) -> RuleDecision:
     """Count one more unsuccessful tick, and start a cooldown after enough of them (R4.23)."""
     ticks = context.rule.ticks + 1
     until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
@@ -239,7 +242,7 @@ def _unsatisfiable(context: RuleContext, reason: str, now: datetime, *, pause: b
 
 
 def _may_grow(context: RuleContext) -> bool:
-    """Return True if one more replica may be loaded beside the serving ones, with none being loaded."""
+    """Return True if one more replica may be loaded beside the serving replicas."""
     # Every replica with a row may serve again, so it counts against the limit.
     total = len(context.rows) + context.loads - context.loads_with_slot
     below = context.rule.maximum == 0 or total < context.rule.maximum
@@ -247,8 +250,8 @@ def _may_grow(context: RuleContext) -> bool:
     return bool(context.serving) and below and possible and not context.rule.spread and not context.loads
 
 
-def _burst(context: RuleContext) -> list[Action]:
-    """Load one more replica while every replica is busy and none is being loaded (R4.11, R4.14)."""
+def _burst_actions(context: RuleContext) -> list[Action]:
+    """Load one more replica if all replicas are busy and none is being loaded (R4.11, R4.14)."""
     if not _may_grow(context) or not all(row.in_flight > 0 for row in context.serving):
         return []
     count = len(context.serving)
@@ -256,11 +259,11 @@ def _burst(context: RuleContext) -> list[Action]:
     return [LoadReplica(context.rule.model, context.allowed_nodes, reason)]
 
 
-def _pressure(context: RuleContext) -> list[Action]:
-    """Load one more replica while requests cannot use the replica that caches their prompt (R4.13).
+def _pressure_actions(context: RuleContext) -> list[Action]:
+    """Load one more replica if requests could not use the replica that caches their prompt (R4.13).
 
     If all requests begin with the same text, a further replica does not end the pressure. So a rule without a
-    maximum gets at most one replica more than it wants.
+    maximum gets at most one replica in addition to its desired number.
     """
     if not context.pressure or not _may_grow(context):
         return []
@@ -274,17 +277,18 @@ def _pressure(context: RuleContext) -> list[Action]:
     return [LoadReplica(model, context.allowed_nodes, reason), EndPressure(model)]
 
 
-def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
-    """Retire idle replicas beyond the minimum, those on nodes outside the selector first (R4.17, R4.18).
+def _scale_down_actions(context: RuleContext, now: datetime) -> list[Action]:
+    """Retire idle replicas beyond the minimum, first those on nodes outside the selector (R4.17, R4.18).
 
-    Nothing is retired during a load or under pressure: one pass would load what the next one retires, or the
-    other way round. A load that waits does not count: the memory that it lacks may be that of these replicas.
+    No replica is retired during a load or under pressure: otherwise one pass would load a replica that the
+    next pass retires, or the reverse. A waiting load does not count, because it may wait for the memory of
+    exactly these replicas.
     """
     if context.loads > context.waiting or context.pressure:
         return []
     eligible_ids = {row.id for row in context.eligible_serving}
     protected_ids = {row.id for row in _first_of_each_node(context)} if context.rule.spread else set()
-    idle = [row for row in context.serving if not row.in_flight and now - row.idle_since > IDLE_FOR]
+    idle = [row for row in context.serving if not row.in_flight and now - row.idle_since > RETIRE_IDLE_AFTER]
     idle = [row for row in idle if row.id not in protected_ids]
     idle.sort(key=lambda row: (row.id in eligible_ids, -row.index, row.idle_since, row.id))
     surplus = len(context.serving) - max(context.required, 1)
@@ -310,7 +314,7 @@ def _first_of_each_node(context: RuleContext) -> Iterable[FleetReplica]:
 
 
 def _would_burst(context: RuleContext, victims: Sequence[FleetReplica]) -> bool:
-    """Return True if all remaining replicas are busy, so that the next tick would load a replica again."""
+    """Return True if all remaining replicas would be busy: the next tick would load one again."""
     victim_ids = {row.id for row in victims}
     remaining = [row for row in context.serving if row.id not in victim_ids]
     below = context.rule.maximum == 0 or len(remaining) < context.rule.maximum
@@ -325,7 +329,7 @@ def _retire(context: RuleContext, row: FleetReplica, now: datetime) -> RetireRep
 
 
 def _steady_reason(context: RuleContext) -> str:
-    """Return the reason why the rule needs no action."""
+    """Return the text that says why the rule needs no action."""
     if not context.defined:
         return _undefined_model_text(context)
     if context.failure:
@@ -345,19 +349,19 @@ def _load_failure_text(context: RuleContext) -> str:
     return f"the last load failed: {context.failure}"
 
 
-def _former(context: RuleContext) -> list[FleetReplica]:
-    """Return the replicas that were loaded with a former definition, the longest idle first."""
+def _former_replicas(context: RuleContext) -> list[FleetReplica]:
+    """Return the replicas that were loaded with a former definition, the longest idle replica first."""
     revision = context.revision
     former = (row for row in context.eligible_serving if revision and row.revision not in ("", revision))
     return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
 
 
 def _evictions(context: RuleContext) -> list[EvictReplica | LoadReplica]:
-    """Return the replica to evict before its successor, if that one reported that it does not fit."""
+    """Return the eviction of a replica whose successor has reported that it does not fit beside it."""
     if any(row.state == "unloading" for row in context.rows):
         return []
     has_others = len(context.eligible_serving) > 1
-    for row in _former(context):
+    for row in _former_replicas(context):
         if context.replacing.get(row.id) and (has_others or not row.in_flight):
             reason = f"{_label(context, row)} goes before its successor, which finds no room beside it"
             return [EvictReplica(context.rule.model, row.id, reason)]
@@ -366,10 +370,10 @@ def _evictions(context: RuleContext) -> list[EvictReplica | LoadReplica]:
 
 def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
     """Return the loads that replace the next replicas of a former definition."""
-    former = _former(context)
+    former = _former_replicas(context)
     under_way = sum(row.id in context.replacing for row in former)
     waiting = [row for row in former if row.id not in context.replacing]
-    allowance = max(len(context.eligible_serving) // REPLACED_AT_ONCE, 1) - under_way
+    allowance = max(len(context.eligible_serving) // REPLACEMENT_DIVISOR, 1) - under_way
     model, is_spread = context.rule.model, context.rule.spread
     plural = "replica has" if len(former) == 1 else "replicas have"
     edited = f"the definition was edited: {len(former)} {plural} a former one"
@@ -386,5 +390,5 @@ def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
 
 
 def _label(context: RuleContext, row: FleetReplica) -> str:
-    """Name the replica with its node: on nodes with one slot, every index is 0."""
+    """Return the text for the replica, with its node: on nodes with one slot every index is 0."""
     return f"replica {row.index} on {context.hosts[row.node_id].name}"

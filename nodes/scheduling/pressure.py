@@ -1,8 +1,8 @@
-"""Pressure on models as web processes report it: requests not sent to the replica that caches their prompt.
+"""Pressure on models, reported by web processes: requests not sent to the replica that caches their prompt.
 
-A process reports all times that count for a model in a row of its own, so a repeated report changes nothing.
-The replica pass adds up the times within the window and after the last load that it requested for pressure.
-A row that its process no longer renews expires; the next report of another process deletes it.
+A process reports all counted times of a model in a row of its own, so a repeated report changes nothing. The
+replica pass counts the times within the window and after its last scale-up for pressure. A row expires if its
+process stops renewing it; the next report of another process deletes it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,11 +11,11 @@ from datetime import datetime, timedelta
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 
 WINDOW = timedelta(minutes=1)
-"""Duration for which a request counts (C44)."""
+"""Time for which a request counts (C44)."""
 MOST_AHEAD = timedelta(seconds=10)
-"""Most that a process's clock may be ahead of the reader's: later times are ignored."""
+"""Maximum lead of a process's clock over the reader's clock; later times are ignored."""
 
-REPORT = """
+REPORT_PRESSURE = """
 WITH old AS (
     DELETE FROM prefix_pressures WHERE id IN (
         SELECT id FROM prefix_pressures
@@ -23,15 +23,15 @@ WITH old AS (
     )
 )
 INSERT INTO prefix_pressures (process_id, model_name, times, reported_at)
-SELECT %(process)s, told.key, told.value, %(now)s FROM jsonb_each(%(told)s) AS told
+SELECT %(process)s, report.key, report.value, %(now)s FROM jsonb_each(%(times)s) AS report
     ON CONFLICT (model_name, process_id) DO UPDATE
        SET times = EXCLUDED.times, reported_at = EXCLUDED.reported_at
 """
-"""The report of one process: `told` maps each model to all times that count."""
+"""Statement that writes the report of a process. `times` maps each model to all counted times."""
 
 
 def pressure_by_model(models: Collection[str], now: datetime) -> dict[str, int]:
-    """Return the number of requests that count now by model, without zeros (R3.19); two queries."""
+    """Return the number of counted requests by model, without zeros (R3.19); two queries."""
     reports = PrefixPressure.objects.filter(model_name__in=models, reported_at__gte=now - WINDOW - MOST_AHEAD)
     rows = list(reports.values_list("model_name", "times"))
     if not rows:
@@ -47,11 +47,11 @@ def count_pressure(
     totals: dict[str, int] = {}
     for model, times in rows:
         ended_at = ended.get(model)
-        number = sum(_counts(datetime.fromisoformat(text), ended_at, now) for text in times)
+        number = sum(_is_counted(datetime.fromisoformat(text), ended_at, now) for text in times)
         if number:
             totals[model] = totals.get(model, 0) + number
     return totals
 
 
-def _counts(at: datetime, ended_at: datetime | None, now: datetime) -> bool:
+def _is_counted(at: datetime, ended_at: datetime | None, now: datetime) -> bool:
     return now - WINDOW <= at <= now + MOST_AHEAD and (ended_at is None or at > ended_at)

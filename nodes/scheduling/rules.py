@@ -1,9 +1,9 @@
-"""Validate scheduling rules (`contract/http-api.md` §2.12, R3.2, R4.47), and parse those of the settings.
+"""Validate scheduling rules (`contract/http-api.md` §2.12, R3.2, R4.47), and parse rules in the settings.
 
-REST, the command line, Django's admin and the settings each build a `Rule` from their input, and `check`
-validates it in one place for all of them. The settings hold a JSON list inline and a list in a YAML file
-(R4.44 to R4.48). Every error there becomes a problem of the environment that names the setting, the entry and
-the remedy; `manage.py bootstrap` then sets nothing and fails.
+REST, the command line, Django's admin and the settings each build a `Rule` from their input, and `check_rule`
+validates all of them. The settings are an inline JSON list and a YAML file with a list (R4.44 to R4.48). Each
+error in them becomes a problem of the environment, with the setting, the entry and the remedy; `manage.py
+bootstrap` then sets no rule and fails.
 """
 
 import json
@@ -32,17 +32,17 @@ class Rule:
     node_selector: Mapping[str, str] = field(default_factory=dict)
     min_replicas: int = 0
     max_replicas: int = 0
-    """0 = no limit."""
+    """Maximum number of replicas; 0 = no limit."""
     spread_all: bool = False
     route_policy: str | None = None
-    """Empty = the cluster's default; thresholds of 0 likewise."""
+    """Routing policy; empty = the cluster's default. A threshold of 0 also means the default."""
     balance_abs_threshold: int | None = None
     balance_rel_threshold: float | None = None
     min_prefix_match: float | None = None
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the columns that the rule sets, without the model's name."""
+        """Return the values of the columns that the rule sets, without the model's name."""
         values = {
             column.name: getattr(self, column.name) for column in fields(self) if column.name != "model_name"
         }
@@ -61,7 +61,7 @@ class Rule:
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise InvalidInput that names the first wrong field, in the order of http-2.12."""
+    """Raise InvalidInput for the first wrong field, in the order of §2.12."""
     scheduling.check_selector(rule.node_selector)
     _check_name(rule.model_name)
     if rule.spread_all and (rule.min_replicas or rule.max_replicas):
@@ -98,13 +98,16 @@ def _refuse(name: str, complaint: str) -> None:
     raise errors.InvalidInput(f"{name} {complaint}", field=name)
 
 
-INLINE, FILE = "LOCALAI_MODEL_SCHEDULING", "LOCALAI_MODEL_SCHEDULING_CONFIG"
+INLINE_SETTING = "LOCALAI_MODEL_SCHEDULING"
+"""Setting with the rules as a JSON list."""
+FILE_SETTING = "LOCALAI_MODEL_SCHEDULING_CONFIG"
+"""Setting with the path of a YAML file of rules."""
 MAX_NUMBER = 1024 * 1024
-_FIX = "Correct it there; docs/configuration.md lists the fields of a rule."
+_REMEDY = "Correct it there; docs/configuration.md lists the fields of a rule."
 
 
 class BootRule(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of the list; null means the same as omitting a field."""
+    """One entry of the list. A null field means the same as an omitted field."""
 
     model_name: str | None = None
     node_selector: dict[str, str] | None = None
@@ -119,13 +122,17 @@ class BootRule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def rules_from_settings(environment: Environment) -> list[Rule]:
-    """Return the rules of both settings, inline ones first; wrong entries become problems."""
-    text, path = environment.text(INLINE), environment.text(FILE)
-    inline_rules = list(_rules(environment, INLINE, lambda: _inline(text))) if text.strip() else []
-    return inline_rules + (list(_rules(environment, FILE, lambda: _file(Path(path)))) if path else [])
+    """Return the rules of both settings, inline rules first. Wrong entries become problems."""
+    text, path = environment.text(INLINE_SETTING), environment.text(FILE_SETTING)
+    inline_rules = (
+        list(_parse_rules(environment, INLINE_SETTING, lambda: _parse_inline(text))) if text.strip() else []
+    )
+    return inline_rules + (
+        list(_parse_rules(environment, FILE_SETTING, lambda: _parse_file(Path(path)))) if path else []
+    )
 
 
-def _inline(text: str) -> Any:
+def _parse_inline(text: str) -> Any:
     if problem := untrusted.json_problem(text.encode()):
         raise ValueError(f"is {problem}")
     try:
@@ -134,7 +141,7 @@ def _inline(text: str) -> Any:
         raise ValueError(f"is not valid JSON: {error}") from error
 
 
-def _file(path: Path) -> Any:
+def _parse_file(path: Path) -> Any:
     try:
         content = untrusted.read_file(path, MAX_NUMBER)
         if len(content) > MAX_NUMBER:
@@ -148,7 +155,7 @@ def _file(path: Path) -> Any:
         raise ValueError(f"{path} {error}") from error
 
 
-def _rules(environment: Environment, setting: str, document: Callable[[], Any]) -> Iterator[Rule]:
+def _parse_rules(environment: Environment, setting: str, document: Callable[[], Any]) -> Iterator[Rule]:
     try:
         entries = document()
     except ValueError as error:
@@ -161,7 +168,7 @@ def _rules(environment: Environment, setting: str, document: Callable[[], Any]) 
         try:
             yield parse_rule(entry)
         except errors.InvalidInput as error:
-            environment.refuse(setting, f"entry {number}{_entry_label(entry)}: {error.message}", _FIX)
+            environment.refuse(setting, f"entry {number}{_entry_label(entry)}: {error.message}", _REMEDY)
 
 
 def _entry_label(entry: Any) -> str:
@@ -170,9 +177,9 @@ def _entry_label(entry: Any) -> str:
 
 
 def parse_rule(entry: Any) -> Rule:
-    """Convert an entry to a rule with every field, since it replaces the stored rule (R4.48).
+    """Convert an entry to a rule with every field, because it replaces the stored rule (R4.48).
 
-    Raises InvalidInput, which names the field.
+    Raises InvalidInput with the field.
     """
     try:
         boot_rule = msgspec.convert(entry, BootRule)
@@ -183,7 +190,7 @@ def parse_rule(entry: Any) -> Rule:
         node_selector=boot_rule.node_selector or {},
         min_replicas=boot_rule.min_replicas or 0,
         max_replicas=boot_rule.max_replicas or 0,
-        spread_all=bool(boot_rule.spread_all) or _spreads(boot_rule.replicas),
+        spread_all=bool(boot_rule.spread_all) or _requests_spread(boot_rule.replicas),
         route_policy=boot_rule.route_policy or "",
         balance_abs_threshold=boot_rule.balance_abs_threshold or 0,
         balance_rel_threshold=boot_rule.balance_rel_threshold or 0,
@@ -193,7 +200,7 @@ def parse_rule(entry: Any) -> Rule:
     return rule
 
 
-def _spreads(replicas: Any) -> bool:
+def _requests_spread(replicas: Any) -> bool:
     """Return True if `replicas` requests one replica on every node (R4.46)."""
     if replicas is None or isinstance(replicas, bool):
         return bool(replicas)

@@ -1,4 +1,4 @@
-"""The input of the replica pass and its output: the fleet, the rules, one rule's context, actions. Pure."""
+"""Input and output of the replica pass: the fleet, the rules, one rule's context, and actions. Pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from uuid import UUID
 
 @dataclass(frozen=True)
 class DesiredState:
-    """A rule as the pass reads it."""
+    """The parts of a rule that the pass uses."""
 
     model: str
     selector: Mapping[str, str] | None
     """None if the stored selector cannot be read; it matches nothing (R1.69)."""
     minimum: int = 0
     maximum: int = 0
-    """0 = no limit."""
+    """Maximum number of replicas; 0 = no limit."""
     spread: bool = False
     ticks: int = 0
     until: datetime | None = None
     looked_at: datetime | None = None
     """Time of the last pass that checked the rule."""
     seen: int = 0
-    """Number of replicas that were serving in that pass."""
+    """Number of replicas that served at the last pass."""
     changed_at: datetime | None = None
-    """Time of the last change of the rule or its flags; the result of a pass applies to this version."""
+    """Time of the last change of the rule or its flags. The result of a pass belongs to this version."""
 
     @property
     def counts(self) -> bool:
@@ -42,7 +42,7 @@ class FleetNode:
     name: str
     labels: Mapping[str, str]
     slots: int
-    """Most replicas of one model on the node."""
+    """Maximum number of replicas of one model on the node."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class FleetReplica:
     state: str
     in_flight: int
     idle_since: datetime
-    """The end of the replica's last request, or the time of its load if it had none."""
+    """End of the replica's last request, or the time of its load if it had no request."""
     revision: str = ""
-    """The revision of the definition that it was loaded with; empty = unknown."""
+    """Revision of the definition with which it was loaded; empty = unknown."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed load that nobody has dismissed or repeated."""
+    """A failed load that was neither dismissed nor repeated."""
 
     at: datetime
     error: str
@@ -76,35 +76,35 @@ class Fleet:
     hosts: Sequence[FleetNode] = ()
     replicas: Sequence[FleetReplica] = ()
     loads: Mapping[str, int] = field(default_factory=dict)
-    """Number of loads under way by model, with or without a slot."""
+    """Number of running loads by model, with or without a slot."""
     pinned: Mapping[str, frozenset[UUID]] = field(default_factory=dict)
-    """Nodes by model for which alone a load is under way."""
+    """By model, the nodes to which a running load is restricted."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     defined: frozenset[str] | None = None
-    """Models that have a definition; None if that is unknown now."""
+    """Models that have a definition; None if the definitions are unknown now."""
     revisions: Mapping[str, str] = field(default_factory=dict)
     """Current revision of each model's definition."""
     replacing: Mapping[UUID, bool] = field(default_factory=dict)
-    """Replicas that a load under way will replace; True if the load needs the space that they occupy."""
+    """Replicas that a running load will replace; True if the load needs the memory that they occupy."""
     pressed: Mapping[str, int] = field(default_factory=dict)
     """Requests within the last minute that were not sent to the replica that caches their prompt, by model;
     only models under enough pressure (R4.13).
     """
     waiting: Mapping[str, int] = field(default_factory=dict)
-    """Number of the loads that wait, for example for memory, by model."""
+    """By model, the number of loads that wait, for example for memory."""
 
 
 @dataclass(frozen=True)
 class LoadReplica:
-    """Load one more replica on one of these nodes; None: on any."""
+    """Load one more replica on one of `allowed_nodes`; None = any node."""
 
     model: str
     allowed_nodes: frozenset[UUID] | None
     reason: str
     pinned: bool = False
-    """True if `allowed_nodes` is final; otherwise placement reads the rule's selector again."""
+    """True if `allowed_nodes` is final; otherwise placement also applies the rule's current selector."""
     replaces: UUID | None = None
-    """The replica that terminates as soon as this one serves."""
+    """The replica that terminates as soon as the loaded replica serves."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RetireReplica:
 
 @dataclass(frozen=True)
 class EvictReplica:
-    """Evict this replica of a former definition before its successor loads, which does not fit beside it."""
+    """Evict this replica of a former definition, because its successor does not fit beside it."""
 
     model: str
     replica_id: UUID
@@ -127,7 +127,7 @@ class EvictReplica:
 
 @dataclass(frozen=True)
 class Unsatisfiable:
-    """Report that the rule cannot be satisfied: for how many ticks, and the end of its cooldown (R4.23)."""
+    """Report that the rule cannot be satisfied, with the ticks and the end of the cooldown (R4.23)."""
 
     model: str
     ticks: int
@@ -137,7 +137,7 @@ class Unsatisfiable:
 
 @dataclass(frozen=True)
 class ClearUnsatisfiable:
-    """Clear the count of ticks and the cooldown of a rule that can be satisfied again."""
+    """Clear the number of ticks and the cooldown of a rule that can be satisfied again."""
 
     model: str
 
@@ -154,7 +154,7 @@ Action = LoadReplica | RetireReplica | EvictReplica | Unsatisfiable | ClearUnsat
 
 @dataclass(frozen=True)
 class RuleDecision:
-    """The decision for one rule, and its figures: replicas wanted, serving, and being loaded."""
+    """The decision for one rule, and its numbers of replicas: wanted, serving, and being loaded."""
 
     model: str
     wanted: int
@@ -169,7 +169,10 @@ LOADING = ("loading", "staging")
 
 
 class EligibleNodes(tuple[FleetNode, ...]):
-    """The nodes that a selector matches, sorted by name. Rules share it, so that no rule scans every node."""
+    """The nodes that a selector matches, sorted by name.
+
+    Rules with equal selectors share the object, so that not each rule scans all nodes.
+    """
 
     @cached_property
     def by_id(self) -> dict[UUID, FleetNode]:
@@ -202,11 +205,11 @@ class RuleContext:
     loads: int
     loads_with_slot: int
     waiting: int
-    """Number of the loads that wait, for example for memory."""
+    """Number of loads that wait, for example for memory."""
     pinned: frozenset[UUID]
-    """Nodes for which alone a load is under way."""
+    """Nodes to which a running load is restricted."""
     failure: str
-    """Error of the last load, if it failed after the last pass; else empty."""
+    """Error of the last load if it failed after the last pass; otherwise empty."""
     failed_at: datetime | None
     """Time of the last failed load."""
     defined: bool
@@ -219,7 +222,7 @@ class RuleContext:
 
     @cached_property
     def rows_by_node(self) -> dict[UUID, list[FleetReplica]]:
-        """The rows by node. A row in any state occupies a slot (R1.62, R1.65)."""
+        """All replicas of the model by node. A row in any state occupies a slot (R1.62, R1.65)."""
         rows_by_node: dict[UUID, list[FleetReplica]] = defaultdict(list)
         for row in self.rows:
             rows_by_node[row.node_id].append(row)
@@ -227,12 +230,12 @@ class RuleContext:
 
     @cached_property
     def eligible_serving(self) -> list[FleetReplica]:
-        """The subset of `serving` on nodes that the rule's selector matches."""
+        """The serving replicas on nodes that the rule's selector matches."""
         return [row for row in self.serving if row.node_id in self.eligible.ids]
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that are free for one more load (R1.65)."""
+        """Number of free slots on the eligible nodes (R1.65)."""
         hosts = self.eligible.by_id
         used = sum(min(len(rows), hosts[id].slots) for id, rows in self.rows_by_node.items() if id in hosts)
         return self.eligible.slots - used - (self.loads - self.loads_with_slot)
@@ -248,12 +251,12 @@ class RuleContext:
 
     @property
     def required(self) -> int:
-        """The number of replicas below which the rule is not satisfied."""
+        """Number of replicas below which the rule is not satisfied."""
         return len(self.eligible) if self.rule.spread else self.rule.minimum
 
     @property
     def allowed_nodes(self) -> frozenset[UUID] | None:
-        """The nodes on which a load may be placed; None: any (R4.15)."""
+        """Nodes on which a load may be placed; None = any node (R4.15)."""
         return None if self.rule.selector == {} else self.eligible.ids
 
     def decision(self, reason: str, *actions: Action) -> RuleDecision:

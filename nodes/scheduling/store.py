@@ -1,8 +1,8 @@
-"""Scheduling rules in the database: their form on the wire (`contract/http-api.md` §2.12), and their writers.
+"""Scheduling rules in the database: their wire form (`contract/http-api.md` §2.12), and their writers.
 
-Each change, its audit and its NOTIFY are one transaction. Setting a rule is one INSERT … ON CONFLICT, so two
-writers of one model's rule follow each other and both succeed. It never changes the flags of a cooldown
-(R1.85): `passes.clear_cooldowns` does.
+Each change, its audit entry and its NOTIFY are one transaction. Setting a rule is one INSERT … ON CONFLICT,
+so two writers of one model's rule run one after the other and both succeed. Setting a rule never changes the
+flags of a cooldown (R1.85); `passes.clear_cooldowns` does.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ LOAD_KIND = "model_load"
 """Kind of the operation that loads a model (`nodes/loading/load.py`)."""
 
 
-def _counted(rows: QuerySet[Model], model_column: str) -> Coalesce:
+def _count_by_model(rows: QuerySet[Model], model_column: str) -> Coalesce:
     """Count the rows that belong to the rule's model."""
     model_rows = rows.filter(**{model_column: OuterRef("model_name")}).order_by().values(model_column)
     return Coalesce(Subquery(model_rows.annotate(rows=Count("pk")).values("rows")), 0)
 
 
-CURRENT = _counted(NodeModel.objects.serving(), "model_name")
-LOADING = _counted(Operation.objects.active().filter(kind=LOAD_KIND), "element")
+CURRENT = _count_by_model(NodeModel.objects.serving(), "model_name")
+LOADING = _count_by_model(Operation.objects.active().filter(kind=LOAD_KIND), "element")
 STATE = Shape(
     "SchedulingState",
     "The target and result of the last pass, and the present replicas. A rule that only routes has no state.",
@@ -91,11 +91,11 @@ def _serialize(row: Row) -> Row:
 log = logging.getLogger(__name__)
 
 CHANNEL = "cluster_rules"
-"""NOTIFY channel; the payload is the model whose rule was set or deleted."""
+"""NOTIFY channel of set and deleted rules; the payload is the model's name."""
 
 
 def set_rule(rule: Rule, now: datetime) -> Row:
-    """Create or change the model's rule; return it as stored. Raise InvalidInput."""
+    """Create or change the model's rule; return the stored rule. Raise InvalidInput."""
     check_rule(rule)
     columns = rule.given
     row = ModelSchedulingConfig(model_name=rule.model_name, created_at=now, updated_at=now, **columns)
@@ -114,9 +114,9 @@ def set_rule(rule: Rule, now: datetime) -> Row:
 
 
 def replace_rules(rules: Iterable[Rule], now: datetime) -> int:
-    """Set all of these rules or none (R1.89); return their number. Other models' rules stay.
+    """Set all of these rules or none (R1.89); return their number. Rules of other models stay.
 
-    The last rule of a model wins. Rules must set every field (R4.48). Raises InvalidInput.
+    The last rule of a model counts. Rules must set every field (R4.48). Raises InvalidInput.
     """
     latest = {rule.model_name: rule for rule in rules}
     with transaction.atomic():
@@ -144,10 +144,9 @@ def pinned_models() -> set[str]:
 
 
 def set_pinned(model_name: str, pinned: bool, now: datetime) -> None:
-    """Keep at least one replica of the model, or no longer; the rest of its rule stays.
+    """Set the minimum of the model's rule to at least one replica, or to none; other fields stay.
 
-    A rule that says nothing else any more is deleted. Raises Conflict for a rule that wants a replica on
-    every node.
+    A rule without any other content is deleted. Raises Conflict for a rule with one replica on every node.
     """
     with transaction.atomic():
         row = _rules_of(model_name).select_for_update().first() or ModelSchedulingConfig(
@@ -171,10 +170,10 @@ def find_rule(model_name: str) -> Row | None:
 
 
 def rules_revision() -> str:
-    """Return a fingerprint of all rules, their last results and the counts of their replicas; one query.
+    """Return a fingerprint of all rules, their last results and their replica counts; one query.
 
-    It covers all rows and not just the latest time: clocks of processes differ, so a row may change without
-    raising the maximum.
+    It covers all rows and not just the latest time: the clocks of processes differ, so a row may change
+    without raising the maximum.
     """
     columns = ("model_name", "updated_at", "checked_at", "reason")
     rows_read = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns, CURRENT, LOADING)

@@ -1,9 +1,9 @@
-"""The history: operations that have ended (`contract/http-api.md` §3.6, O94 to O100) and people's changes.
+"""The history: ended operations (`contract/http-api.md` §3.6, O94 to O100), and changes by users.
 
 A failure that is not dismissed is in the inbox, not in the history. Pages use keyset pagination in the order
 (finish, id), so a page stays correct while operations end. The export (O100) has one JSON object or one CSV
-line per entry, the newest first. It is read and sent in chunks, as fast as the client reads them, so a long
-one needs no more memory than a short one. Between two chunks no database connection is held.
+line per entry, the newest first. It is read and sent in chunks at the client's pace, so a long export needs
+no more memory than a short one. Between two chunks it holds no database connection.
 """
 
 import base64
@@ -60,7 +60,7 @@ class Filters(serializers.Serializer[Any]):
     to = serializers.DateTimeField(required=False, help_text="Ended at this time at the latest.")
 
     def get_fields(self) -> dict[str, Any]:
-        """`from` is a word of Python."""
+        """Return the fields and `from`, a Python keyword that cannot be an attribute."""
         since = serializers.DateTimeField(required=False, help_text="Ended at this time at the earliest.")
         return {**super().get_fields(), "from": since}
 
@@ -86,7 +86,7 @@ class HistoryView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Operations that have ended, the latest first. `nextCursor` leads to older ones."""
-        return Response(record(request.query_params))
+        return Response(history_page(request.query_params))
 
     @extend_schema(
         operation_id="operations_history_clear",
@@ -117,19 +117,19 @@ class InboxView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Failures that were not dismissed, the newest first; `nextCursor` leads to the older ones."""
-        values = checked(_Page, request.query_params)
+        values = validate_query(_Page, request.query_params)
         failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
         return Response(_page(failed, values, lambda row: feed.as_dict(row, row.targets.all())))
 
 
-def record(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a page of the history; raise InvalidInput with the name of an invalid parameter."""
-    values = checked(_Query, parameters)
-    return _page(matching(values), values, entry)
+def history_page(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a page of the history. Raise InvalidInput with the name of an invalid parameter."""
+    values = validate_query(_Query, parameters)
+    return _page(matching_operations(values), values, history_entry)
 
 
-def undecided() -> list[dict[str, Any]]:
-    """Return the failures that are not dismissed, the newest first."""
+def undismissed_failures() -> list[dict[str, Any]]:
+    """Return the undismissed failures, the newest first."""
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
     rows = failed.order_by("-finished_at", "-id").prefetch_related("targets")
     return [feed.as_dict(row, row.targets.all()) for row in rows]
@@ -138,13 +138,13 @@ def undecided() -> list[dict[str, Any]]:
 def _page(
     rows: Any, values: dict[str, Any], serialize: Callable[[Operation], dict[str, Any]]
 ) -> dict[str, Any]:
-    operations, last = after(rows, _position(values.get("cursor", "")), values["limit"])
+    operations, last = read_after(rows, _parse_cursor(values.get("cursor", "")), values["limit"])
     page: dict[str, Any] = {"operations": [serialize(row) for row in operations]}
     return page | ({"nextCursor": _cursor_after(last)} if last else {})
 
 
-def after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operation], Position | None]:
-    """Return the operations that ended before this position, and the position of the last if more follow."""
+def read_after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operation], Position | None]:
+    """Return up to `limit` operations after the position, and the last position if more follow."""
     if position is not None:
         at, id = position
         rows = rows.filter(Q(finished_at__lt=at) | Q(finished_at=at, id__lt=id))
@@ -153,8 +153,8 @@ def after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operat
     return operations[:limit], (last.finished_at, last.id) if last and last.finished_at else None
 
 
-def checked(query: type[serializers.Serializer[Any]], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the valid parameters; raise InvalidInput with the name of the first unknown or invalid one."""
+def validate_query(query: type[serializers.Serializer[Any]], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the validated parameters. Raise InvalidInput with the name of an unknown or invalid one."""
     serializer = query(data=parameters)
     for name in parameters:
         if name not in serializer.fields:
@@ -166,8 +166,8 @@ def checked(query: type[serializers.Serializer[Any]], parameters: Mapping[str, A
     return values
 
 
-def matching(filters: dict[str, Any]) -> Any:
-    """Return the entries that match the filters."""
+def matching_operations(filters: dict[str, Any]) -> Any:
+    """Return the ended operations that match the filters."""
     ended = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
         status=Status.FAILED, dismissed_at__isnull=False
     )
@@ -191,7 +191,7 @@ def _cursor_after(position: Position) -> str:
     return base64.urlsafe_b64encode(f"{at.isoformat()} {id}".encode()).decode()
 
 
-def _position(cursor: str) -> Position | None:
+def _parse_cursor(cursor: str) -> Position | None:
     if not cursor:
         return None
     try:
@@ -204,8 +204,8 @@ def _position(cursor: str) -> Position | None:
         raise errors.InvalidInput("cursor: not one that this list has given", field="cursor") from None
 
 
-def entry(operation: Operation) -> dict[str, Any]:
-    """Return the entry of §3.6 with all keys of the live list."""
+def history_entry(operation: Operation) -> dict[str, Any]:
+    """Return the operation as in §3.6, with all keys of the live list."""
     ended = feed.as_dict(operation, operation.targets.all())
     return ended | {
         "id": operation.key,
@@ -215,8 +215,8 @@ def entry(operation: Operation) -> dict[str, Any]:
     }
 
 
-AT_ONCE = 100
-"""Entries of one chunk."""
+CHUNK_ENTRIES = 100
+"""Maximum number of entries in one chunk."""
 NDJSON, CSV = "ndjson", "csv"
 _TYPES = {NDJSON: "application/x-ndjson", CSV: "text/csv; charset=utf-8"}
 _COLUMNS = (
@@ -236,14 +236,14 @@ _COLUMNS = (
     "dismissedBy",
     "dismissedComment",
 )
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")
 """Prefixes that a spreadsheet evaluates as a formula; some texts come from workers."""
 
 Entry = Mapping[str, Any]
 Written = Callable[[Sequence[Entry]], bytes]
 
 
-class _Asked(Filters):
+class _ExportQuery(Filters):
     """The requested export and its format."""
 
     format = serializers.ChoiceField(choices=(NDJSON, CSV), required=False, default=NDJSON)
@@ -258,7 +258,7 @@ class ExportView(APIView):
         operation_id="operations_history_export",
         summary="Export operations that have ended",
         tags=["operations"],
-        parameters=[_Asked],
+        parameters=[_ExportQuery],
         responses={
             (200, "application/x-ndjson"): OpenApiTypes.STR,
             (200, "text/csv"): OpenApiTypes.STR,
@@ -267,7 +267,7 @@ class ExportView(APIView):
     )
     def get(self, request: Request) -> StreamingHttpResponse:
         """The whole record, with the filters of the list. A line of NDJSON is an entry of that list."""
-        filters = checked(_Asked, request.query_params)
+        filters = validate_query(_ExportQuery, request.query_params)
         kind = filters["format"]
         first = _chunk(filters, None)  # an outage can still become an error response here
         response = StreamingHttpResponse(_chunks(filters, first), content_type=_TYPES[kind])
@@ -279,8 +279,8 @@ _Chunk = tuple[bytes, Position | None]
 
 
 def _chunk(filters: dict[str, Any], position: Position | None) -> _Chunk:
-    rows, last = after(matching(filters), position, AT_ONCE)
-    entries = [entry(row) for row in rows]
+    rows, last = read_after(matching_operations(filters), position, CHUNK_ENTRIES)
+    entries = [history_entry(row) for row in rows]
     if filters["format"] == NDJSON:
         return b"".join(orjson.dumps(entry) + b"\n" for entry in entries), last
     return _lines(entries, with_header=position is None), last
@@ -307,7 +307,7 @@ def _lines(entries: Sequence[Entry], *, with_header: bool) -> bytes:
 
 
 def _cell(text: str) -> str:
-    return f"'{text}" if text.startswith(_FORMULAS) else text
+    return f"'{text}" if text.startswith(_FORMULA_PREFIXES) else text
 
 
 _MAX_NUMBER = 2**63 - 1
@@ -330,7 +330,7 @@ class _ChangesQuery(serializers.Serializer[Any]):
     to = serializers.DateTimeField(required=False, help_text="At this time at the latest.")
 
     def get_fields(self) -> dict[str, Any]:
-        """`from` is a word of Python."""
+        """Return the fields and `from`, a Python keyword that cannot be an attribute."""
         since = serializers.DateTimeField(required=False, help_text="At this time at the earliest.")
         return {**super().get_fields(), "from": since}
 
@@ -374,7 +374,7 @@ class AuditView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Every change that a person made, within the retention of events; the newest first."""
-        filters = checked(_ChangesQuery, request.query_params)
+        filters = validate_query(_ChangesQuery, request.query_params)
         rows, limit = _matching_changes(filters), filters["limit"]
         entries = list(rows.order_by("-id")[: limit + 1])
         page: dict[str, Any] = {"entries": [audit.as_dict(entry) for entry in entries[:limit]]}

@@ -1,6 +1,6 @@
-"""Operations as they are now: the live list, and single ones under the reference's URLs.
+"""Current operations: the live list, and single operations under the reference's URLs.
 
-`contract/http-api.md` §3.5, §3.7 and §3.9, O62, O63. An id works under each URL, for backends and models
+`contract/http-api.md` §3.5, §3.7 and §3.9, O62, O63. Each id works under each URL, for backends and models
 alike. Authentication and the admin check are the project's defaults; errors are flat on these routes.
 """
 
@@ -25,12 +25,15 @@ from operations.changes import feed
 from operations.ledger import admission
 from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarget, Status
 
-RETENTION = timedelta(hours=1)
-"""Time for which an ended operation stays in the lists of jobs (O29); its status stays with its row."""
+JOB_RETENTION = timedelta(hours=1)
+"""Time for which an ended operation stays in the lists of jobs (O29).
+
+Its status can be read for as long as its row exists.
+"""
 MOST_JOBS = 500
 
 
-def found(text: str) -> Operation:
+def find_operation(text: str) -> Operation:
     """Return the operation with this id; raise NotFound."""
     try:
         operation = Operation.objects.filter(pk=UUID(text)).first()
@@ -54,7 +57,7 @@ class JobView(APIView):
     )
     def get(self, request: Request, uid: str) -> Response:
         """The state of an operation, for as long as its record exists."""
-        return Response(job_of(found(uid)))
+        return Response(job_of(find_operation(uid)))
 
 
 @name_operations(get="models_job")
@@ -63,7 +66,10 @@ class ModelJobView(JobView):
 
 
 def job_of(operation: Operation) -> dict[str, Any]:
-    """Return the job of §3.7; `queued` follows O4, so a waiting operation is queued from the start (O62)."""
+    """Return the operation as the job of §3.7.
+
+    `queued` follows O4: a waiting operation is queued from its start (O62).
+    """
     parts = list(operation.targets.all())
     is_completed = operation.status == Status.COMPLETED
     return shapes.JOB.of(
@@ -99,7 +105,7 @@ class JobStatusView(APIView):
     )
     def get(self, request: Request, uid: str) -> Response:
         """The same as the job, in the words of the reference's status, with bytes and file (§3.9)."""
-        return Response(status_of(found(uid)))
+        return Response(status_of(find_operation(uid)))
 
 
 @name_operations(get="models_job_status")
@@ -120,7 +126,7 @@ class BackendJobsView(APIView):
     )
     def get(self, request: Request) -> Response:
         """By id, the newest 500 operations that are active or have ended within the last hour."""
-        of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - RETENTION)
+        of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - JOB_RETENTION)
         names = [kind.name for kind in feed.KINDS.values() if kind.subject == self.subject]
         rows = Operation.objects.filter(of_late, kind__in=names).order_by("-created_at", "-id")
         return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MOST_JOBS]})
@@ -134,7 +140,7 @@ class ModelJobsView(BackendJobsView):
 
 
 def status_of(operation: Operation) -> dict[str, Any]:
-    """Return the status of §3.9; it omits empty texts, numbers and lists where the reference omits them."""
+    """Return the operation as the status of §3.9, which omits empty values as the reference does."""
     parts = list(operation.targets.all())
     total, current = operation.total_bytes, operation.current_bytes
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
@@ -177,7 +183,7 @@ class DismissView(APIView):
 
         With `nodes` only the failures on these nodes; the operation stays for the others.
         """
-        job = found(job_id).id
+        job = find_operation(job_id).id
         user: Any = request.user
         fields = validate_body(shapes.DismissSerializer, request)
         comment, nodes = fields.get("comment", ""), fields.get("nodes", ())
@@ -185,15 +191,15 @@ class DismissView(APIView):
         return Response({"success": True, "message": "operation dismissed"})
 
 
-def live() -> list[dict[str, Any]]:
-    """Waiting and running operations, and failures not dismissed yet; least progress first."""
+def live_entries() -> list[dict[str, Any]]:
+    """Return waiting and running operations and undismissed failures, least progress first."""
     entries = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
     kinds.hooks().annotate(entries, now=clock.now())
     return entries
 
 
-def entry_of(id: UUID) -> dict[str, Any] | None:
-    """The operation, also long after its end; None if there is no record of it."""
+def read_entry(id: UUID) -> dict[str, Any] | None:
+    """Return the operation in wire form, active or ended; None if there is no record."""
     row = Operation.objects.filter(pk=id).prefetch_related("targets").first()
     if row is None:
         return None
@@ -215,7 +221,7 @@ class OperationsView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Waiting and running operations, and failures not dismissed yet; least progress first."""
-        return Response({"operations": live()})
+        return Response({"operations": live_entries()})
 
 
 class OperationView(APIView):
@@ -235,7 +241,7 @@ class OperationView(APIView):
     def get(self, request: Request, job_id: str) -> Response:
         """The operation with its parts, also after its end, for as long as its record exists."""
         try:
-            entry = entry_of(UUID(job_id))
+            entry = read_entry(UUID(job_id))
         except ValueError:
             entry = None
         if entry is None:

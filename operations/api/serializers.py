@@ -1,4 +1,4 @@
-"""Bodies of the routes of operations; the shape of an operation is in `changes/feed.py`."""
+"""Bodies of the routes of operations. The shape of an operation is in `changes/feed.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.rest import NullIsAbsent, Text
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, UUID, Shape, field
-from operations.changes.feed import FIELDS, OPERATION, TARGET, WHOLE
+from operations.changes.feed import FIELDS, INTEGER, OPERATION, TARGET
 from operations.ledger.admission import Admission, Requester
 
 OPERATIONS = Shape("OperationList", "The live list.", [field("operations", OPERATION.many)])
@@ -77,8 +77,8 @@ JOB_STATUS = Shape(
         field("cancellable", FLAG),
         field("error", TEXT, optional=True),
         field("phase", TEXT, optional=True),
-        field("current_bytes", WHOLE, optional=True),
-        field("total_bytes", WHOLE, optional=True),
+        field("current_bytes", INTEGER, optional=True),
+        field("total_bytes", INTEGER, optional=True),
         field("nodes", TARGET.many, optional=True),
     ],
 )
@@ -100,13 +100,13 @@ STARTED = Shape(
 
 @dataclass(frozen=True)
 class CommandTexts:
-    """The messages for a new operation, and for one that was active already."""
+    """Messages for a new operation, and for a joined one that was active already."""
 
     started: str
     joined: str
 
     def of(self, admission: Admission) -> str:
-        """Return the message of this admission."""
+        """Return the message for this admission."""
         return self.started if admission.created else self.joined
 
 
@@ -128,12 +128,12 @@ class DismissSerializer(NodesSerializer):
 
 
 def requester_of(request: Request) -> Requester:
-    """Return the user of the request."""
+    """Return the requester of the request."""
     return Requester(principal(request).name, request_id.get(), client_address(request))
 
 
 def job_fields(admission: Admission, message: str, route: str = "/api/backends/job") -> dict[str, Any]:
-    """Return the fields that every answer to a request for an operation has."""
+    """Return the common fields of responses to a request for an operation."""
     job = str(admission.operation.id)
     return {
         "jobID": job,

@@ -16,7 +16,7 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web.openapi import View, extend_schema, flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from operations import targets
-from operations.api.jobs import found
+from operations.api.jobs import find_operation
 from operations.api.serializers import (
     STARTED,
     CommandTexts,
@@ -32,7 +32,7 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 
 MOST_OPERATIONS = 2000
 MOST_REASONS = 20
-AGAIN = CommandTexts("started again", "tried at once")
+RETRY_TEXTS = CommandTexts("started again", "tried at once")
 
 
 def describe_verb(
@@ -61,15 +61,15 @@ def cancel_operation(operation: Operation, *, actor: str) -> Operation:
     return admission.cancel(operation.id, actor=actor, now=now)
 
 
-def cancelled_words(operation: Operation) -> str:
-    """Return the answer for a cancelled operation: its message if that counts targets that had finished."""
+def cancellation_text(operation: Operation) -> str:
+    """Return the message for a cancelled operation: its own message if that counts finished targets."""
     return operation.message if operation.message[:1].isdigit() else "operation cancelled"
 
 
 def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:
     """Cancel an operation on one of its nodes; return the node's name.
 
-    Raise NotFound and Conflict.
+    Raises NotFound and Conflict.
     """
     rules = kind_of(operation).targets
     if not operation.by_parts or rules is None:
@@ -83,7 +83,7 @@ def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:
 def retry_operation(
     operation: Operation, nodes: Sequence[UUID], by: admission.Requester
 ) -> admission.Admission:
-    """Repeat what failed, on these nodes or on all. Raise Conflict if nothing can be repeated."""
+    """Repeat the failed work, on these nodes or on all nodes. Raise Conflict if nothing can be repeated."""
     rules = kind_of(operation).targets
     if operation.by_parts and rules is not None:
         return rules.retry(operation.id, nodes=nodes, requester=by, now=clock.now())
@@ -102,8 +102,8 @@ class CancelView(APIView):
 
         Of several nodes the message counts: 40 cancelled, 60 had already finished.
         """
-        cancelled = cancel_operation(found(job_id), actor=principal(request).name)
-        return Response({"success": True, "message": cancelled_words(cancelled)})
+        cancelled = cancel_operation(find_operation(job_id), actor=principal(request).name)
+        return Response({"success": True, "message": cancellation_text(cancelled)})
 
 
 class CancelPartView(APIView):
@@ -114,7 +114,7 @@ class CancelPartView(APIView):
     @describe_verb("cancel_part", "Cancel an operation on one node")
     def post(self, request: Request, job_id: str, node_id: str) -> Response:
         """Ends the part on this node for good; the other nodes go on. An upgrade in waves asks after it."""
-        operation = found(job_id)
+        operation = find_operation(job_id)
         try:
             node = UUID(node_id)
         except ValueError:
@@ -131,7 +131,7 @@ class PauseView(APIView):
     @describe_verb("pause", "Pause an operation")
     def post(self, request: Request, job_id: str) -> Response:
         """Refused for every operation: none can resume from where it stopped (O59)."""
-        operation = found(job_id)
+        operation = find_operation(job_id)
         raise errors.Conflict(
             f"{operation.kind} cannot be paused; cancel it and ask again later", field="status"
         )
@@ -145,9 +145,9 @@ class RetryView(APIView):
     @describe_verb("retry", "Try an operation again", NodesSerializer, answer=STARTED.ref)
     def post(self, request: Request, job_id: str) -> Response:
         """Asks again for what failed, with the same request. What still waits is tried at once."""
-        operation, asked = found(job_id), requester_of(request)
+        operation, asked = find_operation(job_id), requester_of(request)
         chosen = validate_body(NodesSerializer, request).get("nodes", ())
-        return Response(started_body(retry_operation(operation, chosen, asked), AGAIN))
+        return Response(started_body(retry_operation(operation, chosen, asked), RETRY_TEXTS))
 
 
 def _runs_by_targets(operation: Operation) -> bool:
@@ -157,9 +157,10 @@ def _runs_by_targets(operation: Operation) -> bool:
 def _retry_of(
     operation: Operation, parts: Sequence[OperationTarget], only: Sequence[UUID], by: admission.Requester
 ) -> OperationRequest:
-    """Return the request that repeats the operation where it did not succeed, without traces of attempts.
+    """Return the request that repeats the operation where it did not succeed.
 
-    Raise InvalidInput for nodes of other operations, and Conflict if nothing can be repeated.
+    The request has no payload of earlier attempts. Raises InvalidInput for nodes of other operations, and
+    Conflict if nothing can be repeated.
     """
     if operation.status in ACTIVE or operation.status == Status.COMPLETED:
         raise errors.Conflict(f"the operation is {operation.status}", field="status")
@@ -192,7 +193,7 @@ def _retry_of(
 def _retry_as_a_whole(
     operations: Sequence[Operation], only: Sequence[UUID], by: admission.Requester
 ) -> list[Outcome]:
-    """Repeat the operations in one transaction; return the outcomes in their order."""
+    """Repeat the operations in one transaction. Return the outcomes in the order of the operations."""
     parts, requests = targets.of(operations), list[OperationRequest | errors.ClusterError]()
     for operation in operations:
         try:
@@ -201,7 +202,7 @@ def _retry_as_a_whole(
             requests.append(refusal)
     admitted = [request for request in requests if isinstance(request, OperationRequest)]
     outcomes = iter(admission.admit_many(admitted, now=clock.now()))
-    return [next(outcomes) if isinstance(it, OperationRequest) else it for it in requests]
+    return [next(outcomes) if isinstance(request, OperationRequest) else request for request in requests]
 
 
 class OperationCountsSerializer(serializers.Serializer[Any]):
@@ -225,12 +226,12 @@ class BulkOperationsSerializer(NullIsAbsent):
     comment = Text(required=False, max_length=admission.LONGEST_COMMENT, help_text="Of a dismissal.")
 
 
-Results = Mapping[UUID, errors.ClusterError | None]
-"""The refusals by operation; None if the verb was carried out."""
+RefusalsById = Mapping[UUID, errors.ClusterError | None]
+"""The error of each operation that refused the verb, by id; None for each that accepted it."""
 
 
-def _one_by_one(operations: Iterable[Operation], run: Callable[[Operation], object]) -> Results:
-    """Run the verb for one operation after the other: each needs the locks of its own key and nodes."""
+def _run_one_by_one(operations: Iterable[Operation], run: Callable[[Operation], object]) -> RefusalsById:
+    """Run the verb for the operations one by one, because each needs the locks of its own key and nodes."""
     results: dict[UUID, errors.ClusterError | None] = {}
     for operation in operations:
         try:
@@ -241,12 +242,12 @@ def _one_by_one(operations: Iterable[Operation], run: Callable[[Operation], obje
     return results
 
 
-def _cancel_all(operations: Sequence[Operation], by: admission.Requester) -> Results:
-    return _one_by_one(operations, lambda operation: cancel_operation(operation, actor=by.actor))
+def _cancel_all(operations: Sequence[Operation], by: admission.Requester) -> RefusalsById:
+    return _run_one_by_one(operations, lambda operation: cancel_operation(operation, actor=by.actor))
 
 
-def _retry_all(operations: Sequence[Operation], by: admission.Requester) -> Results:
-    """Retry operations that run as a whole together, those that run by their targets one by one."""
+def _retry_all(operations: Sequence[Operation], by: admission.Requester) -> RefusalsById:
+    """Retry operations that run as a whole in one transaction, and those with targets one by one."""
     others = [op for op in operations if _runs_by_targets(op)]
     whole = [op for op in operations if not _runs_by_targets(op)]
     outcomes = _retry_as_a_whole(whole, (), by)
@@ -254,10 +255,10 @@ def _retry_all(operations: Sequence[Operation], by: admission.Requester) -> Resu
         operation.id: outcome if isinstance(outcome, errors.ClusterError) else None
         for operation, outcome in zip(whole, outcomes, strict=True)
     }
-    return results | dict(_one_by_one(others, lambda operation: retry_operation(operation, (), by)))
+    return results | dict(_run_one_by_one(others, lambda operation: retry_operation(operation, (), by)))
 
 
-_VERBS: Mapping[str, Callable[[Sequence[Operation], admission.Requester], Results]] = {
+_VERBS: Mapping[str, Callable[[Sequence[Operation], admission.Requester], RefusalsById]] = {
     "cancel": _cancel_all,
     "retry": _retry_all,
 }
@@ -286,12 +287,16 @@ class BulkOperationsView(APIView):
 def _dismiss(ids: list[Any], by: admission.Requester, comment: str) -> dict[str, Any]:
     operations = admission.dismiss_many(ids, actor=by.actor, now=clock.now(), comment=comment)
     others = [operation for operation in operations if operation.status != Status.FAILED]
-    refusals = [admission.only_failures(other) for other in others if other.status != Status.COMPLETED]
+    refusals = [
+        admission.undismissable_reason(operation)
+        for operation in others
+        if operation.status != Status.COMPLETED
+    ]
     done = len(operations) - len(others)
-    return _counts(done, len(set(ids)) - done - len(refusals), refusals)
+    return _count_outcomes(done, len(set(ids)) - done - len(refusals), refusals)
 
 
-def _counts(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
+def _count_outcomes(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
     most = Counter(refusals).most_common(MOST_REASONS)
     reasons = [f"{reason} ({number} operations)" if number > 1 else reason for reason, number in most]
     return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
@@ -304,11 +309,12 @@ def _run(verb: str, ids: list[UUID], by: admission.Requester) -> dict[str, Any]:
     now = Operation.objects.in_bulk(refusals) if refusals else {}
     causes = [refusals[id].message for id in refusals if id in now and not _has_ended(verb, now[id])]
     done = len(results) - len(refusals)
-    return _counts(done, len(set(ids)) - done - len(causes), causes)
+    return _count_outcomes(done, len(set(ids)) - done - len(causes), causes)
 
 
 def _has_ended(verb: str, operation: Operation) -> bool:
-    """Return True if there is nothing left to do: a cancelled operation has ended, a failure is dismissed."""
+    """Return True if the verb has nothing to do: the operation to cancel has ended, or the failure is
+    dismissed."""
     if verb == "cancel":
         return operation.status not in ACTIVE
     return operation.status == Status.COMPLETED or operation.dismissed_at is not None

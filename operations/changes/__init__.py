@@ -1,1 +1,1 @@
-"""The stream of numbered changes: published with each commit, fanned out, followed by cursors."""
+"""The stream of numbered changes: published with each commit, distributed to all readers, read by cursors."""

@@ -1,11 +1,11 @@
 """Publishing of changed operations: never before the commit, and never as the only copy of a change.
 
-A change causes two wake-ups. `notify` adds a PostgreSQL NOTIFY to the transaction itself; controllers and
-waiting requests LISTEN (`listen`). `publish` sends the change to the channel layer after the commit, for
-browsers. Both may be lost: a listener reads the rows, and polls them from time to time without a wake-up.
+A change causes two notifications. `notify` adds a PostgreSQL NOTIFY to the transaction itself; controllers
+and waiting requests LISTEN (`listen`). `publish` sends the change to the channel layer after the commit, for
+browsers. Both may be lost: a listener reads the rows, and also polls them from time to time.
 
 `emit` gives a change of operations the next number. The counter's row is locked from taking a number until
-the commit. So `emit` is the last operation of a transaction, and taking the number is its last statement: no
+the commit. So `emit` is the last call of a transaction, and taking the number is its last statement: no
 transaction may wait for a row while it holds the counter.
 
 This code runs in threads without an event loop, in forked task workers and in async processes, so each
@@ -33,17 +33,17 @@ from operations.models import Operation, OperationTarget
 log = logging.getLogger(__name__)
 
 OPERATIONS = "cluster_operations"
-"""NOTIFY channel: `<operation id> <status>`."""
+"""NOTIFY channel of changed operations; the payload is `<operation id> <status>`."""
 NODES = "cluster_nodes"
-"""NOTIFY channel: `<node id>`, when the node's row changed."""
+"""NOTIFY channel of changed nodes; the payload is `<node id>`."""
 GROUP = "operations"
 """Channel-layer group of all watchers of operations."""
 
 MOST_IN_MESSAGE = 100
-"""Changes in one message of the channel layer, which is slower with many messages than with long ones."""
+"""Maximum number of changes in one message of the channel layer; many messages are slower than long ones."""
 _RECONNECT_PAUSE = 1.0
 _TIMER_SECONDS = 60.0
-"""Interval of the driver's timer while a connection waits. Its own is a tenth of a second, for Ctrl-C."""
+"""Interval in seconds of the driver's timer while a connection waits; its default is 0.1 s, for Ctrl-C."""
 
 
 def notify(channel: str, *payloads: str) -> None:
@@ -133,7 +133,7 @@ _bridge = _Bridge()
 
 
 def publish(operations: Sequence[Mapping[str, Any]]) -> None:
-    """Send committed changes, each with its number `seq`, to every watching browser; return at once."""
+    """Send committed changes, each with its number `seq`, to all watching browsers. Returns at once."""
     for first in range(0, len(operations), MOST_IN_MESSAGE):
         batch = [dict(operation) for operation in operations[first : first + MOST_IN_MESSAGE]]
         _bridge.submit({"type": "operations.changed", "operations": batch})
@@ -146,8 +146,8 @@ def emit(
 ) -> None:
     """Number the changes of these saved rows, and publish them at commit.
 
-    `parts` are the rows' targets if the caller has read them, `moved` the changed ones among them. An upgrade
-    in waves is always published complete, because a wave that opens changes further targets.
+    `parts` are the rows' targets if the caller has read them, and `moved` the changed targets. An upgrade in
+    waves is always published with all targets, because the start of a wave changes other targets too.
     """
     rows = list(operations)
     if not rows:

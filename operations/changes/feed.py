@@ -4,9 +4,8 @@ The dictionaries are the reference's (`contract/http-api.md` §3.2) plus our own
 every operation that changed after n, in order; several changes of one operation between two reads are one
 entry.
 
-A partial change holds only the changed targets of an operation. It applies to readers that have all changes
-up to the number before it. So a change of one target has the size of one target, regardless of the number of
-nodes.
+A partial change contains only the changed targets of an operation. It applies to readers that have all
+earlier changes. So a change of one target has the size of one target, regardless of the number of nodes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -37,7 +36,7 @@ class TaskType(StrEnum):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """The facts about a kind of operation that clients see."""
+    """The properties of a kind of operation that clients see."""
 
     name: str
     subject: str = ""
@@ -51,28 +50,28 @@ KINDS: dict[str, KindFacts] = {}
 
 
 def facts_of(operation: Operation) -> KindFacts:
-    """Return the facts of the operation's kind; those of an unknown one are the defaults."""
+    """Return the properties of the operation's kind; the defaults for an unknown kind."""
     return KINDS.get(operation.kind) or KindFacts(operation.kind)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Operations as of `seq`."""
+    """The operations at change number `seq`."""
 
     seq: int
     operations: list[Row]
 
 
-WHOLE = {"type": "integer"}
-_WAITS = (
+INTEGER = {"type": "integer"}
+_WAIT_FIELDS = (
     field("waitsFor", TEXT, "What it waits for at this moment.", optional=True),
     field("waitsSince", TIME, "Since when its node is not healthy.", optional=True),
     field(
         "queuePlace", count(1), "Its place in the queue of its node, or of the controllers.", optional=True
     ),
 )
-"""Fields on waiting work that lists and single operations have, but not the live feed."""
-_RUNS = (
+"""Fields of waiting work in lists and single operations, not in the live feed."""
+_PROGRESS_FIELDS = (
     field("lastProgressAt", TIME, "While it runs: when something was last heard of it.", optional=True),
     field("timeLimitAt", TIME, "While it runs: when its step is given up as unanswered.", optional=True),
     field("startedAt", TIME, optional=True),
@@ -99,10 +98,10 @@ TARGET = Shape(
         field("dismissedAt", TIME, "Since when its failure is off the live list.", optional=True),
         field("current", TEXT, optional=True),
         field("total", TEXT, optional=True),
-        field("current_bytes", WHOLE, optional=True),
-        field("total_bytes", WHOLE, optional=True),
+        field("current_bytes", INTEGER, optional=True),
+        field("total_bytes", INTEGER, optional=True),
         field("reason", TEXT, "What it waits for, or what there is to say of its end.", optional=True),
-        field("attempts", WHOLE, "Attempts that failed.", optional=True),
+        field("attempts", INTEGER, "Attempts that failed.", optional=True),
         field("nextLookAt", TIME, optional=True),
         field(
             "overdueSince",
@@ -111,8 +110,8 @@ TARGET = Shape(
             optional=True,
         ),
         field("wave", count(), "When its turn is, in an upgrade in waves; 0 = the canary.", optional=True),
-        *_RUNS,
-        *_WAITS,
+        *_PROGRESS_FIELDS,
+        *_WAIT_FIELDS,
     ],
 )
 WAVES = Shape(
@@ -147,7 +146,7 @@ FIELDS = (
     field("isQueued", FLAG),
     field("cancellable", FLAG),
     field("message", TEXT),
-    field("attempts", WHOLE),
+    field("attempts", INTEGER),
     field("nextLookAt", TIME),
     field(
         "givesUpAt",
@@ -157,13 +156,13 @@ FIELDS = (
     ),
     field("requestID", TEXT),
     field("actor", TEXT),
-    field("seq", WHOLE),
+    field("seq", INTEGER),
     field("createdAt", TIME),
     field("nodeID", UUID, optional=True),
     field("nodeName", TEXT, optional=True),
     field("phase", TEXT, optional=True),
-    field("currentBytes", WHOLE, optional=True),
-    field("totalBytes", WHOLE, optional=True),
+    field("currentBytes", INTEGER, optional=True),
+    field("totalBytes", INTEGER, optional=True),
     field("error", TEXT, optional=True),
     CAUSE,
     field("dismissedAt", TIME, "When the failure was dismissed.", optional=True),
@@ -173,8 +172,8 @@ FIELDS = (
     field("clientAddress", TEXT, optional=True),
     field("waves", WAVES.ref, optional=True),
     field("nodes", TARGET.many, optional=True),
-    *_RUNS,
-    *_WAITS,
+    *_PROGRESS_FIELDS,
+    *_WAIT_FIELDS,
 )
 OPERATION = Shape(
     "Operation",
@@ -184,9 +183,9 @@ OPERATION = Shape(
 
 
 def target_as_dict(target: OperationTarget, element: str = "") -> Row:
-    """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2).
+    """Return the target in wire form. A stock page reads the reason of a wait from `error` (§3.2).
 
-    `element` is the name that the cause of its failure leaves out.
+    `element` is the name that is removed from the cause of its failure.
     """
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
@@ -200,15 +199,15 @@ def target_as_dict(target: OperationTarget, element: str = "") -> Row:
         phase=target.phase,
         error=target.error or (target.reason if waits and has_explanation else ""),
         cause=cause_of(target.error, (target.node_name, element)) if target.error else "",
-        dismissedAt=_moment(target.dismissed_at),
+        dismissedAt=_iso_time(target.dismissed_at),
         reason=target.reason,
         attempts=target.attempts,
-        nextLookAt=_moment(target.next_check_at),
-        lastProgressAt=_moment(target.last_progress_at) if runs else "",
-        timeLimitAt=_moment(target.time_limit_at) if runs else "",
-        overdueSince=_moment(target.overdue_since),
-        startedAt=_moment(target.started_at),
-        finishedAt=_moment(target.finished_at),
+        nextLookAt=_iso_time(target.next_check_at),
+        lastProgressAt=_iso_time(target.last_progress_at) if runs else "",
+        timeLimitAt=_iso_time(target.time_limit_at) if runs else "",
+        overdueSince=_iso_time(target.overdue_since),
+        startedAt=_iso_time(target.started_at),
+        finishedAt=_iso_time(target.finished_at),
         current=human_bytes(target.current_bytes) if target.current_bytes else "",
         total=human_bytes(target.total_bytes) if target.total_bytes else "",
         current_bytes=target.current_bytes,
@@ -236,12 +235,12 @@ def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> Row | No
     )
 
 
-def _moment(at: datetime | None) -> str:
+def _iso_time(at: datetime | None) -> str:
     return at.isoformat() if at is not None else ""
 
 
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Row:
-    """Return an operation for the wire."""
+    """Return the operation in wire form."""
     targets, kind = list(targets), facts_of(operation)
     runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING_STATUSES
     name = operation.element.rpartition("@")[2]
@@ -273,16 +272,16 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Ro
         error=operation.error,
         cause=cause_of(operation.error, (operation.node_name, name)) if operation.error else "",
         nodes=[target_as_dict(target, name) for target in targets],
-        startedAt=_moment(operation.started_at),
-        finishedAt=_moment(operation.finished_at),
-        dismissedAt=_moment(operation.dismissed_at),
+        startedAt=_iso_time(operation.started_at),
+        finishedAt=_iso_time(operation.finished_at),
+        dismissedAt=_iso_time(operation.dismissed_at),
         dismissedBy=operation.dismissed_by,
         dismissedComment=operation.dismissed_comment,
         allNodes=bool(operation.payload.get("all_nodes")),
         clientAddress=operation.client_address,
-        lastProgressAt=_moment(operation.last_progress_at) if runs else "",
-        timeLimitAt=_moment(operation.time_limit_at) if runs else "",
-        givesUpAt=_moment(operation.needed_until) if rests else "",
+        lastProgressAt=_iso_time(operation.last_progress_at) if runs else "",
+        timeLimitAt=_iso_time(operation.time_limit_at) if runs else "",
+        givesUpAt=_iso_time(operation.needed_until) if rests else "",
         waves=_waves(operation, targets),
     )
 
@@ -297,8 +296,8 @@ def current_seq() -> int:
 
 
 @contextmanager
-def one_view() -> Iterator[None]:
-    """Open a transaction whose reads share one snapshot, so that no change between two reads is skipped."""
+def shared_snapshot() -> Iterator[None]:
+    """Open a transaction whose reads share one snapshot, so that no change falls between two reads."""
     with transaction.atomic():
         if not connection.savepoint_ids:
             with connection.cursor() as cursor:
@@ -308,21 +307,21 @@ def one_view() -> Iterator[None]:
 
 def snapshot() -> Feed:
     """Return the live list (active, and failures not dismissed), oldest first."""
-    with one_view():
+    with shared_snapshot():
         seq = current_seq()
         return Feed(seq, _rows(Operation.objects.listed().order_by("created_at").prefetch_related("targets")))
 
 
 def since(seq: int) -> Feed:
     """Return the operations that changed after `seq`, in the order of their last change."""
-    with one_view():
+    with shared_snapshot():
         latest = current_seq()
         changed = Operation.objects.filter(seq__gt=seq).order_by("seq").prefetch_related("targets")
         return Feed(latest, _rows(changed))
 
 
 PARTIAL = "partial"
-"""Key of a change whose `nodes` has only the changed targets; the others are unchanged."""
+"""Key of a change whose `nodes` contains only the changed targets."""
 
 
 def change_of(
@@ -330,7 +329,7 @@ def change_of(
     targets: Sequence[OperationTarget],
     moved: Collection[OperationTarget] | None = None,
 ) -> Row:
-    """Return the change for readers that have the previous state; `moved` has the changed targets.
+    """Return the change for readers with the previous state. `moved` are the changed targets.
 
     With `moved` the unchanged targets are omitted, and the change is marked `partial`.
     """
@@ -343,16 +342,18 @@ def change_of(
     return row
 
 
-def folded(changes: Iterable[Row]) -> list[Row]:
+def merge_changes(changes: Iterable[Row]) -> list[Row]:
     """Merge the changes to one per operation, in the order of each operation's last change."""
     last: dict[str, Row] = {}
     for change in changes:
         before = last.pop(change["jobID"], None)
-        last[change["jobID"]] = change if before is None or PARTIAL not in change else _over(before, change)
+        last[change["jobID"]] = (
+            change if before is None or PARTIAL not in change else _merge_change(before, change)
+        )
     return list(last.values())
 
 
-def _over(before: Row, change: Row) -> Row:
+def _merge_change(before: Row, change: Row) -> Row:
     """Merge a partial change into an earlier change, which may be complete."""
     nodes = {part["node_id"]: part for part in (*before.get("nodes", ()), *change["nodes"])}
     merged = {**change, "nodes": list(nodes.values())}

@@ -1,8 +1,8 @@
 """Websocket topics of operations: a stream of numbered changes, one message per change or batch.
 
 The channel layer keeps an unbounded queue for every subscriber, which a slow subscriber would fill. So one
-subscription serves the whole process and is drained at once. While the layer is away or loses messages, the
-cursors read the changes from the rows a little later.
+subscription serves the whole process and is drained at once. While the layer is unavailable or loses
+messages, the cursors read the changes from the rows a little later.
 
 A `Cursor` is the position of one reader. The channel layer may lose, duplicate or reorder changes. A change
 after a quiet period is yielded at once; the changes that closely follow it are batched. If a gap in the
@@ -26,26 +26,28 @@ from localai_cluster.kit import cancellation, clock
 from localai_cluster.web.sockets import Scope, encode_message, query_number
 from operations.changes import feed
 from operations.changes.events import GROUP
-from operations.changes.feed import PARTIAL, folded
+from operations.changes.feed import PARTIAL, merge_changes
 
 log = logging.getLogger(__name__)
 
 READ_EVERY = 5.0
 """Seconds between two reads of the rows when nothing is received."""
-READ_AGAIN = 1.0
+RETRY_READ_AFTER = 1.0
 """Seconds between two reads of the rows while the database cannot be read."""
 GATHER = 0.05
-"""Least seconds between two updates: ten thousand changes a minute are twenty messages a second."""
+"""Minimum seconds between two updates: ten thousand changes a minute become twenty messages a second."""
 FARTHEST_BACK = 1000
-"""Most changes that are sent one by one; a client that missed more gets a snapshot."""
+"""Maximum number of missed changes that are sent; a client that missed more gets a snapshot."""
 MOST_RECEIVED = 1000
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update for a reader: a snapshot (`whole`), or the changes in order; `seq` is its new position.
+    """An update for a reader: a snapshot (`whole`), or the changes in order; `seq` is the reader's new
+    position.
 
-    The update from `after` to `seq` is equal for all readers; None: the rows were read for this reader.
+    The update from `after` to `seq` is equal for all readers. If `after` is None, the rows were read for this
+    reader.
     """
 
     whole: bool
@@ -55,9 +57,10 @@ class Update:
 
 
 def read(since: int | None) -> Update:
-    """Return the changes after `since`; a snapshot if they are too many, or if `since` is None or invalid.
+    """Return the changes after `since`.
 
-    Without changes, which is the usual case, it costs one query: every open page calls this periodically.
+    Return a snapshot if the changes are too many, or if `since` is None or invalid. Without changes, which is
+    the usual case, it costs one query: every open page calls this periodically.
     """
     if since is None or not 0 <= (behind := feed.current_seq() - since) <= FARTHEST_BACK:
         current = feed.snapshot()
@@ -72,7 +75,7 @@ _read_rows = database_sync_to_async(read)
 
 
 def gather_seconds(update_age: float, has_gap: bool) -> float:
-    """Return the seconds for which received changes are gathered; a gap may be only a reordering."""
+    """Return the seconds for which received changes are gathered; a gap may close meanwhile."""
     return GATHER if has_gap else max(GATHER - update_age, 0.0)
 
 
@@ -106,14 +109,14 @@ class Cursor:
             except DatabaseError as error:
                 self._warn_once(error)
             else:
-                self._failing, step = False, self._next
+                self._failing, step = False, self._next_update
                 if update is not None:
                     self._updated_at = clock.monotonic()
                     yield update
-            await self._pause()
+            await self._wait_for_batch()
 
-    async def _next(self) -> Update | None:
-        fresh, received, self._received = self._fresh(), self._received, {}
+    async def _next_update(self) -> Update | None:
+        fresh, received, self._received = self._unread_numbers(), self._received, {}
         if received and not fresh:
             return None
         if fresh and not self._is_gap(fresh):
@@ -123,7 +126,7 @@ class Cursor:
         update = await self._read(before)
         return update if update.whole or update.seq > before else None
 
-    def _fresh(self) -> list[int]:
+    def _unread_numbers(self) -> list[int]:
         return sorted(seq for seq in self._received if seq > self._seq)
 
     def _is_gap(self, fresh: list[int]) -> bool:
@@ -134,14 +137,14 @@ class Cursor:
         self._seq = update.seq
         return update
 
-    async def _pause(self) -> None:
+    async def _wait_for_batch(self) -> None:
         """Wait for a change and the batch that follows it, or until the next read is due."""
         try:
-            async with asyncio.timeout(READ_AGAIN if self._failing else READ_EVERY):
+            async with asyncio.timeout(RETRY_READ_AFTER if self._failing else READ_EVERY):
                 await self._woken.wait()
         except TimeoutError:
             return
-        fresh = self._fresh()
+        fresh = self._unread_numbers()
         has_gap = not fresh or self._is_gap(fresh)
         await asyncio.sleep(gather_seconds(clock.monotonic() - self._updated_at, has_gap))
         self._woken.clear()
@@ -152,14 +155,14 @@ class Cursor:
         self._failing = True
 
 
-TEXTS = 8
-"""Cached texts: most readers are at the same position, or slightly behind."""
+CACHED_TEXTS = 8
+"""Maximum number of cached texts: most readers are at the same position or slightly behind."""
 RETRY_AFTER = 1.0
 """Seconds before the next try to subscribe."""
 
 
 class FanOut:
-    """The subscription of a process to the channel layer; it exists while there is a cursor."""
+    """The subscription of a process to the channel layer; it exists while the process has a cursor."""
 
     def __init__(self) -> None:
         self._cursors: set[Cursor] = set()
@@ -167,17 +170,17 @@ class FanOut:
         self._texts: dict[tuple[int, int], str] = {}
 
     def text(self, span: tuple[int, int], render: Callable[[], str]) -> str:
-        """Return the text of the changes in `span`; `render` makes it once for all readers."""
+        """Return the text of the changes in `span`. `render` creates it once for all readers."""
         message = self._texts.get(span)
         if message is None:
-            if len(self._texts) >= TEXTS:
+            if len(self._texts) >= CACHED_TEXTS:
                 del self._texts[next(iter(self._texts))]
             message = self._texts[span] = render()
         return message
 
     @contextlib.asynccontextmanager
     async def subscribe(self, cursor: Cursor) -> AsyncIterator[None]:
-        """Deliver to the cursor every change that the layer delivers."""
+        """Pass each change of the channel layer to the cursor during the block."""
         self._cursors.add(cursor)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="operations fan-out")
@@ -268,7 +271,7 @@ async def grouped_changes(scope: Scope) -> AsyncGenerator[str, None]:
 
 def _group(update: Update) -> str:
     operations, partial = [], []
-    for change in folded(update.operations):
+    for change in merge_changes(update.operations):
         operation, is_partial = _split(change)
         operations.append(operation)
         partial += [operation["jobID"]] if is_partial else []
@@ -277,5 +280,5 @@ def _group(update: Update) -> str:
 
 
 def _split(change: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the operation as documented, and True if it has only the changed targets."""
+    """Return the operation in its documented form, and True if it has only the changed targets."""
     return {key: value for key, value in change.items() if key != PARTIAL}, PARTIAL in change

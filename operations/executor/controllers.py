@@ -1,4 +1,4 @@
-"""Heartbeats of controllers: each writes a row every few seconds, so that a page can show that none runs.
+"""Heartbeats of controllers: each writes a row every few seconds, so that a page can report if none runs.
 
 The row is for display only. Leases decide which controller runs an operation, never this row.
 """
@@ -13,19 +13,19 @@ from operations.models import ControllerBeat
 BEAT_EVERY = 3.0
 SILENT_AFTER = 15.0
 """Seconds without a heartbeat after which a controller counts as dead."""
-_FORGOTTEN_AFTER = timedelta(minutes=5)
+_DELETED_AFTER = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Seen:
+class LastHeartbeats:
     """The last heartbeat of any controller, and of any controller with a connection to the bus."""
 
     at: datetime | None = None
     connected_at: datetime | None = None
 
 
-def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
-    """Write the heartbeat of controller `owner`, and delete the rows of dead controllers."""
+def write_heartbeat(owner: str, *, bus_connected: bool, now: datetime) -> None:
+    """Write the heartbeat of the controller `owner`, and delete the rows of dead controllers."""
     with committed("controllers.beat"):
         ControllerBeat.objects.bulk_create(
             [ControllerBeat(owner=owner, seen_at=now, bus_connected=bus_connected, version=__version__)],
@@ -33,19 +33,19 @@ def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
             unique_fields=["owner"],
             update_fields=["seen_at", "bus_connected", "version"],
         )
-        ControllerBeat.objects.filter(seen_at__lt=now - _FORGOTTEN_AFTER).delete()
+        ControllerBeat.objects.filter(seen_at__lt=now - _DELETED_AFTER).delete()
 
 
-def sign_off(owner: str) -> None:
-    """Delete the row of controller `owner`, which is about to end."""
+def delete_heartbeat(owner: str) -> None:
+    """Delete the row of the controller `owner`, which is about to end."""
     with committed("controllers.sign_off"):
         ControllerBeat.objects.filter(owner=owner).delete()
 
 
-def seen() -> Seen:
-    """Return the last heartbeats, in one query."""
+def last_heartbeats() -> LastHeartbeats:
+    """Return the last heartbeats; one query."""
     rows = list(ControllerBeat.objects.values_list("seen_at", "bus_connected"))
-    return Seen(
+    return LastHeartbeats(
         at=max((at for at, _ in rows), default=None),
         connected_at=max((at for at, connected in rows if connected), default=None),
     )

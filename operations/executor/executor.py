@@ -1,10 +1,10 @@
 """Executor of a queue: claims due items, runs each as a task, and renews their leases.
 
-A queue defines which items are due and how they run: operations are one queue (`OperationQueue`), intents
-on nodes another. An executor claims at each wake-up, and at least once a second, and renews all its leases in
-one call, from a thread of its own. When a lease is lost or the item was cancelled, the executor cancels the
-task, which writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole
-lease, the executor stops all its tasks, because by then another controller may have claimed them.
+A queue defines which items are due and how they run: operations are one queue (`OperationQueue`), intents on
+nodes another. An executor claims at each wake-up, and at least once a second. A thread of its own renews all
+its leases in one call. When a lease is lost or the item was cancelled, the executor cancels the task. The
+task writes nothing; the fence would refuse it anyway. If the database cannot be reached for a whole lease,
+the executor stops all its tasks, because by then another controller may have claimed them.
 
 An item whose outcome could not be recorded stays claimed until its lease expires. Every executor reaps such
 items; the schedule does so too, but recovery must not depend on one process.
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Claimed(Protocol):
-    """A claimed item under a lease; `str` names it in the log."""
+    """A claimed item under a lease; the log contains its `str`."""
 
     @property
     def id(self) -> UUID:
@@ -51,7 +51,7 @@ class Claimed(Protocol):
 
     @property
     def fence(self) -> int:
-        """The attempt's number: it may write only while the row still has it."""
+        """Number of the attempt, which may write only while the row has the same fence."""
 
 
 C = TypeVar("C", bound=Claimed)
@@ -68,10 +68,10 @@ class Queue(Protocol[C]):
         """Claim up to `limit` due items under a lease of `lease` seconds."""
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """Extend the leases of `owner` on `ids`; return the ids that it still holds, with their fences."""
+        """Extend the leases of `owner` on `ids`. Return the fences of the ids that the owner still holds."""
 
     def release(self, owner: str, *, now: datetime) -> int:
-        """Release all items of `owner`; return their number."""
+        """Release all items of `owner`. Return the number of items."""
 
     def reap(self) -> None:
         """Requeue the items whose lease has expired, of any process."""
@@ -80,20 +80,20 @@ class Queue(Protocol[C]):
         """Run one attempt and record its outcome; raise LeaseLost or a DatabaseError if that fails."""
 
     def on_lost(self, lost: Callable[[Attempt], None]) -> None:
-        """Set the callback for an attempt whose report is refused because it has lost its lease."""
+        """Set the callback for attempts whose report was refused, because they have lost their lease."""
 
     def forget(self, attempt: Attempt) -> None:
         """Drop the unwritten reports of an attempt that has ended."""
 
     def close(self) -> None:
-        """Write no more reports, because the executor stops."""
+        """Stop writing reports, because the executor stops."""
 
 
 class LeaseKeeper:
     """The thread that renews the leases of one owner, with a database connection of its own.
 
-    Nothing else runs in this thread, so that leases are renewed while the shared threads are busy or blocked.
-    A call that hangs is aborted: its socket is shut down, so the thread gets an error and reconnects at the
+    The thread does nothing else, so that leases are renewed while the shared threads are busy or blocked. A
+    call that hangs is aborted: its socket is shut down, so the thread gets an error and reconnects at the
     next call.
     """
 
@@ -103,7 +103,7 @@ class LeaseKeeper:
         self._link: Any = None
 
     async def renew(self, fences: Mapping[UUID, int]) -> dict[UUID, int]:
-        """Extend the leases on these ids; return the ids that the owner still holds, with their fences.
+        """Extend the leases on these ids. Return the fences of the ids that the owner still holds.
 
         Raises TimeoutError after half a lease.
         """
@@ -112,12 +112,12 @@ class LeaseKeeper:
             async with asyncio.timeout(self._lease / 2):
                 return await call
         except TimeoutError:
-            self._cut()
+            self._abort_call()
             raise
 
     async def close(self) -> None:
         """Close the connection and end the thread."""
-        self._cut()
+        self._abort_call()
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease / 2):
@@ -136,7 +136,7 @@ class LeaseKeeper:
         finally:
             self._link = None
 
-    def _cut(self) -> None:
+    def _abort_call(self) -> None:
         link = self._link
         if link is None or link.closed:
             return
@@ -150,13 +150,14 @@ def _disconnect() -> None:
 
 POLL_EVERY = 1.0
 """Seconds between two polls of the rows without a wake-up."""
-CLAIMED_AT_ONCE, FEWEST_AT_ONCE = 1024, 128
-"""Items of one claim: half as many after one that took a quarter of a lease, up to twice as many after a full
-one that did not.
+MAX_CLAIM_ITEMS = 1024
+"""Maximum number of items of one claim.
 
-A lease counts from the beginning of the claim, so on a busy machine a large one would outlast it. A claim
-reads all targets of its operation: one of 64 costs a third of one of a thousand, and fewer gain nothing.
+The limit is halved after a claim that took a quarter of a lease, and doubled after a faster full claim. A
+lease counts from the beginning of the claim, so on a busy machine a large claim would outlast its leases.
 """
+FEWEST_AT_ONCE = 128
+"""Minimum of that limit: a claim of 64 items costs a third of a claim of a thousand."""
 _RENEWALS_PER_LEASE = 8
 """A renewal skips rows that are locked at that moment, so each lease gets several renewals."""
 
@@ -176,7 +177,7 @@ class Executor(Generic[C]):
         self._keeper = LeaseKeeper(owner, lease, queue.renew)
         self._good_until = clock.monotonic() + lease
         self._claiming = asyncio.Lock()
-        self._at_once = CLAIMED_AT_ONCE
+        self._at_once = MAX_CLAIM_ITEMS
         self._terminating: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
         self._stopping = False
@@ -187,7 +188,7 @@ class Executor(Generic[C]):
         return len(self._tasks)
 
     def wake(self, *, cancelled: bool = False) -> None:
-        """Wake the executor, because an item may be due or have been cancelled."""
+        """Wake the executor, because an item may be due or cancelled."""
         self._claims.wake()
         if cancelled:
             self._renewals.wake()
@@ -226,7 +227,7 @@ class Executor(Generic[C]):
             self._reap_at = clock.monotonic() + self._lease / 2
 
     async def claim_once(self) -> int:
-        """Claim the due items and start them; return their number."""
+        """Claim the due items and start their attempts. Return the number of items."""
         async with self._claiming:
             if self._stopping:
                 return 0
@@ -240,7 +241,7 @@ class Executor(Generic[C]):
             if clock.monotonic() - begun > self._lease / 4:
                 self._at_once = max(limit // 2, FEWEST_AT_ONCE)
             elif len(claimed) == self._at_once:
-                self._at_once = min(2 * self._at_once, CLAIMED_AT_ONCE)
+                self._at_once = min(2 * self._at_once, MAX_CLAIM_ITEMS)
             for claim in claimed:
                 self._begin(claim)
             if len(claimed) == limit:
@@ -264,13 +265,13 @@ class Executor(Generic[C]):
         self._claims.wake()
 
     def _cancel_without_lease(self, attempt: Attempt) -> None:
-        """Cancel an attempt whose report was refused, because it has lost its lease."""
+        """Cancel an attempt whose report was refused, because the attempt has lost its lease."""
         if self._is_running_here(attempt):
             log.warning("%s: the lease was lost; this attempt stops", attempt[0])
             self._cancel_attempts([attempt[0]])
 
     def _is_running_here(self, attempt: Attempt) -> bool:
-        """Return True if exactly this attempt runs here; a later attempt of the same item does not count."""
+        """Return True if this process runs exactly this attempt. Later attempts do not count."""
         current = self._tasks.get(attempt[0])
         return current is not None and current[0] == attempt[1]
 
@@ -292,7 +293,8 @@ class Executor(Generic[C]):
     def _cancel_attempts(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
         """Cancel these attempts and stop renewing their leases.
 
-        The lease loop does not wait for their end: a slow attempt would cost all others their leases.
+        The lease loop does not wait for the end of the attempts, because a slow one would cost all others
+        their leases.
         """
         attempts = [self._tasks.pop(id)[1] for id in ids if id in self._tasks]
         for attempt in attempts:
@@ -312,7 +314,7 @@ class Executor(Generic[C]):
 
 
 class OperationQueue:
-    """Queue of operations, each run by the handler of its kind."""
+    """Queue of operations. The handler of its kind runs each operation."""
 
     name = "operations"
 

@@ -1,8 +1,8 @@
 """Interface of an operation's handler: its argument, the exceptions that it may raise, and its reports.
 
 Handlers and requests wait for an operation without polling: each process has one `WakeUps`, which its LISTEN
-loop notifies. A waiter opens a `Watch`, reads the row, and then waits for `changed`; a wake-up that arrives
-between the two is kept, so no change is missed. The row decides.
+loop notifies. A waiter opens a `Watch`, reads the row, and then waits for `changed`. A wake-up between the
+two is kept, so no change is missed. The row determines the state.
 """
 
 import asyncio
@@ -26,8 +26,10 @@ from operations.models import Operation
 
 log = logging.getLogger(__name__)
 
-BATCH_EVERY, BATCH_EVERY_AT_MOST = 0.1, 0.2
-"""Seconds between the beginnings of two batches: twice as long as the last one took, within these bounds."""
+BATCH_INTERVAL = 0.1
+"""Minimum seconds between the starts of two batches. The interval is twice the duration of the last batch."""
+SLOW_BATCH_INTERVAL = 0.2
+"""Seconds between the starts of two batches if the last batch took longer than half of it."""
 WRITE_TIMEOUT = 5.0
 _UNREACHABLE = (OperationalError, InterfaceError, TimeoutError)
 
@@ -37,10 +39,10 @@ Batch = Mapping[Attempt, Collection[Tick]]
 class Recorder:
     """Buffers the progress reports of running attempts and writes them in batches, one recorder per executor.
 
-    It keeps the latest report of each target, writes at once if no write is running, and starts at most ten
-    batches a second, five if they are slow: outcomes and leases need the same rows. A batch that cannot be
-    written is retried, merged with newer reports. A crash loses unwritten reports, never an outcome. `write`
-    returns the attempts that have lost their operation.
+    It keeps the latest report of each target, and writes at once if no write is running. It starts at most
+    ten batches a second, five if they are slow, because outcomes and leases need the same rows. A batch that
+    cannot be written is retried, merged with newer reports. A crash loses unwritten reports, never an
+    outcome. `write` returns the attempts that have lost their operation.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Recorder:
         self._batches: Batcher[Attempt, list[Tick]] = Batcher(
             self._write_batch,
             merge=_merge,
-            interval=(BATCH_EVERY, BATCH_EVERY_AT_MOST),
+            interval=(BATCH_INTERVAL, SLOW_BATCH_INTERVAL),
             retry_on=_UNREACHABLE,
         )
 
@@ -61,9 +63,10 @@ class Recorder:
         self._batches.add(attempt, [tick])
 
     async def take(self, attempt: Attempt) -> list[Tick]:
-        """Remove and return the unwritten reports of an attempt, to be written with its outcome.
+        """Remove and return the unwritten reports of an attempt, so that they are written with its outcome.
 
-        A running batch with a report of this attempt ends first: it must not be written after the outcome.
+        If a running batch has a report of the attempt, the call waits for its end: the report must not be
+        written after the outcome.
         """
         return await self._batches.take(attempt) or []
 
@@ -90,7 +93,7 @@ class Recorder:
                 self._lost(attempt)
 
     async def _write_one_by_one(self, batch: Mapping[Attempt, list[Tick]]) -> Mapping[Attempt, list[Tick]]:
-        """Write the reports separately, so that one that the database refuses does not block the others."""
+        """Write the reports of each attempt separately, so that a refused report blocks no other."""
         left = {}
         for attempt, ticks in batch.items():
             try:
@@ -103,9 +106,9 @@ class Recorder:
 
 
 def _merge(earlier_ticks: list[Tick], later_ticks: list[Tick]) -> list[Tick]:
-    """Merge the reports of one attempt: at most two for a node, in the order in which they came.
+    """Merge the reports of one attempt, in order, to at most two per node.
 
-    A report without bytes follows the last one with bytes, whose final figures it must not replace.
+    A report without bytes does not replace the figures of the last report with bytes; it follows that report.
     """
     merged: dict[tuple[UUID | None, bool], Tick] = {}
     for tick in (*earlier_ticks, *later_ticks):
@@ -136,8 +139,8 @@ async def write_batch(batch: Batch) -> set[Attempt]:
 class Postpone(Exception):
     """Ends the attempt and requeues the operation: retry in `seconds`, because of `reason`.
 
-    `waiting` means that it waits for a node: a change of a node that could take it ends the wait early, and
-    the attempt does not count. Otherwise the pause is a back-off, which is never cut short.
+    With `waiting` the operation waits for a node: a change of a node that could take it ends the wait early,
+    and the attempt does not count. Otherwise the pause is a back-off, which is never cut short.
     """
 
     def __init__(
@@ -148,12 +151,12 @@ class Postpone(Exception):
 
 
 class Abandoned(Exception):
-    """Ends the operation as cancelled with this reason, because no request waits for the outcome any more."""
+    """Ends the operation as cancelled with this reason: no request waits for the outcome any more."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Argument of a handler: the claimed operation and two ways to report. Every report is fenced."""
+    """Argument of a handler: the claimed operation, and two methods to report. Every report is fenced."""
 
     operation: Operation
     recorder: Recorder
@@ -165,16 +168,16 @@ class Work:
 
     @property
     def attempt(self) -> Attempt:
-        """Id and fence."""
+        """Id of the operation and fence of the attempt."""
         return self.id, self.operation.fence
 
     async def report(self, tick: Tick) -> None:
-        """Report the attempt's next step; raise LeaseLost if the attempt has lost the operation."""
+        """Report the attempt's next step. Raise LeaseLost if the attempt has lost the operation."""
         self.recorder.add(self.attempt, tick)
         await in_thread(attempts.confirm, *self.attempt)
 
     def progress(self, tick: Tick) -> None:
-        """Report progress, at any rate: the next batch writes the latest figures.
+        """Report progress, as often as needed: the next batch writes the latest figures.
 
         The executor cancels an attempt that has lost its operation.
         """
@@ -185,12 +188,12 @@ Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
 
 
 def retry_delay(attempts: int) -> float:
-    """Return the seconds before the next attempt after `attempts` that ended early: 1, 2, 4 … 30."""
+    """Return the seconds until the next attempt, after `attempts` early ends: 1, 2, 4 … 30."""
     return backoff.delay(attempts + 1, first=1.0, longest=30.0)
 
 
 class Watch:
-    """One waiter's wake-ups for one operation."""
+    """The wake-ups of one waiter for one operation."""
 
     def __init__(self) -> None:
         self._notified = asyncio.Event()
@@ -200,9 +203,9 @@ class Watch:
         self._notified.set()
 
     async def changed(self, *, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a wake-up; return True if there was one.
+        """Wait up to `timeout` seconds for a wake-up. Return True if there was one.
 
-        One that came after the previous call counts at once.
+        A wake-up since the previous call counts at once.
         """
         try:
             # Not `wait_for`: Python 3.11's swallows a cancellation that arrives together with the wake-up.
@@ -221,7 +224,7 @@ class WakeUps:
         self._watches: dict[str, set[Watch]] = {}
 
     def notify(self, operation_id: str) -> None:
-        """Wake all waiters of this operation; the empty id wakes all waiters, after lost wake-ups."""
+        """Wake all waiters of this operation. The empty id, after lost notifications, wakes all waiters."""
 
         groups = self._watches.values() if not operation_id else (self._watches.get(operation_id, set()),)
         for group in groups:
@@ -230,7 +233,7 @@ class WakeUps:
 
     @contextmanager
     def watch(self, operation_id: UUID) -> Iterator[Watch]:
-        """Open a watch for the operation; read the row after opening it."""
+        """Open a watch for the operation. The caller reads the row after this, to miss no change."""
         watch, name = Watch(), str(operation_id)
         group = self._watches.setdefault(name, set())
         group.add(watch)

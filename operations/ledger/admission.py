@@ -28,7 +28,7 @@ from operations.changes.events import emit
 from operations.models import (
     ACTIVE,
     QUEUED,
-    SHARE,
+    SUFFIX_SEPARATOR,
     Operation,
     OperationQuerySet,
     OperationTarget,
@@ -44,26 +44,26 @@ _LONGEST_ACTOR = 150
 LONGEST_COMMENT = 500
 
 
-_DISMISSAL = ("dismissed_at", "dismissed_by", "dismissed_comment")
-_ONE_ACTIVE = "operation_one_active_a_key"
-_TRIES = 3
+_DISMISSAL_COLUMNS = ("dismissed_at", "dismissed_by", "dismissed_comment")
+_ONE_ACTIVE_CONSTRAINT = "operation_one_active_a_key"
+_MAX_TRIES = 3
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The operation that serves the request; `created` is True if this request created it."""
+    """The operation that serves a request. `created` is True if this request created the operation."""
 
     operation: Operation
     created: bool
 
 
 Outcome = Admission | errors.ClusterError
-"""What became of a request: the operation that serves it, or why it is refused."""
+"""The outcome of a request: the operation that serves it, or the refusal."""
 
 
 @dataclass(frozen=True)
 class Requester:
-    """The user who requests something, for the record."""
+    """The origin of a request, for the history: user, request id and client address."""
 
     actor: str
     request_id: str = ""
@@ -84,40 +84,48 @@ class OperationRequest:
     needed_until: datetime | None = None
     parent: Operation | None = None
     joins: bool = True
-    """False: it gets the lowest free key suffix from 1; its own suffix is for requests that join."""
+    """True if the request may join an active operation.
+
+    False: the operation gets the lowest free key suffix from 1, because the request's own suffix is for
+    requests that join.
+    """
     repeats: Operation | None = None
-    """The operation that it repeats: its failures on the targets are dismissed in the same transaction."""
+    """The operation that the request repeats.
+
+    Its failures on the request's targets are dismissed in the same transaction.
+    """
 
 
 def admit(request: OperationRequest, *, now: datetime) -> Admission:
-    """Create the operation, or join the active one of the same key and kind (O34).
+    """Create the operation, or join the active operation of the same key and kind (O34).
 
-    Raises Conflict if an operation of another kind is active on the key, or on another suffix of its owner.
+    Raises Conflict if an operation of another kind is active on the key, or on another suffix of the key's
+    owner.
     """
     (outcome,) = admit_many([request], now=now)
     return require(outcome)
 
 
 def require(outcome: Outcome) -> Admission:
-    """Return the admission; raise the error if the request was refused."""
+    """Return the admission. Raise the error of a refused request."""
     if isinstance(outcome, errors.ClusterError):
         raise outcome
     return outcome
 
 
 def admit_many(requests: Sequence[OperationRequest], *, now: datetime) -> list[Outcome]:
-    """Admit the requests as `admit` does one after the other; return the outcomes in their order.
+    """Admit the requests in their order, as `admit` does. Return the outcomes in the same order.
 
-    Requests that only join wait for no lock of others.
+    Requests that only join wait for no lock of other requests.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         keys = {request.key for request in requests if request.joins}
         active = _ActiveOperations(Operation.objects.filter(key__in=keys))
         joined = [active.join(request) for request in requests]
         try:
             return _admit(requests, joined, now)
         except IntegrityError as error:
-            if _ONE_ACTIVE not in str(error):
+            if _ONE_ACTIVE_CONSTRAINT not in str(error):
                 raise
             # A concurrent request was faster: join its operation, unless that has ended meanwhile.
     return [
@@ -127,7 +135,7 @@ def admit_many(requests: Sequence[OperationRequest], *, now: datetime) -> list[O
 
 
 def exclusion_error(existing: Operation) -> errors.Conflict:
-    """Return the error for a request that an active operation excludes."""
+    """Return the Conflict for a request that this active operation excludes."""
     return errors.Conflict(
         f"{existing.kind} of {existing.element} is in progress (operation {existing.id}, {existing.status})",
         operation=existing.id,
@@ -139,22 +147,22 @@ def exclusion_error(existing: Operation) -> errors.Conflict:
 def _admit(
     requests: Sequence[OperationRequest], joined: Sequence[Outcome | None], now: datetime
 ) -> list[Outcome]:
-    """Admit the requests that could not join without a lock; write what all of them change."""
+    """Admit the requests that could not join without a lock, and write all changes."""
     rest = [request for request, outcome in zip(requests, joined, strict=True) if outcome is None]
     if not rest and not any(request.repeats for request in requests):
         outcomes: list[Outcome] = [outcome for outcome in joined if outcome is not None]
-        need_until(_needs(_served(requests, outcomes)))
+        extend_need(_needs(_admitted_requests(requests, outcomes)))
         return outcomes
     with committed("ledger.admit"):
         active = _ActiveOperations(_lock_owners(rest))
         outcomes = [
             outcome or active.admit(request, now) for request, outcome in zip(requests, joined, strict=True)
         ]
-        emit(record_admissions(_served(requests, outcomes), now))
+        emit(record_admissions(_admitted_requests(requests, outcomes), now))
     return outcomes
 
 
-def _served(
+def _admitted_requests(
     requests: Sequence[OperationRequest], outcomes: Sequence[Outcome]
 ) -> list[tuple[OperationRequest, Admission]]:
     pairs = zip(requests, outcomes, strict=True)
@@ -162,7 +170,7 @@ def _served(
 
 
 def _lock_owners(requests: Sequence[OperationRequest]) -> OperationQuerySet:
-    """Lock the owners of the keys until the commit; return the operations that concern the requests."""
+    """Lock the owners of the keys until the commit. Return the operations with these keys or elements."""
     if not requests:
         return Operation.objects.none()
     # The database has no constraint for "all of one kind": creating an operation locks the owner first.
@@ -172,7 +180,7 @@ def _lock_owners(requests: Sequence[OperationRequest]) -> OperationQuerySet:
 
 
 class _ActiveOperations:
-    """The active ones of some operations, with those that this transaction creates."""
+    """The active operations among some operations, and the new operations of this transaction."""
 
     def __init__(self, operations: OperationQuerySet) -> None:
         self._by_key: dict[str, Operation] = {}
@@ -181,7 +189,7 @@ class _ActiveOperations:
             self._add(operation)
 
     def join(self, request: OperationRequest) -> Outcome | None:
-        """Return the operation with the request's key, the refusal if it excludes the request, or None."""
+        """Return the admission to the active operation of the request's key, the refusal, or None."""
         existing = self._by_key.get(request.key) if request.joins else None
         if existing is None:
             return None
@@ -189,7 +197,7 @@ class _ActiveOperations:
         return Admission(existing, created=False) if same else exclusion_error(existing)
 
     def admit(self, request: OperationRequest, now: datetime) -> Outcome:
-        """Return the operation that the request joins or a new one, which is not saved; or the refusal."""
+        """Return the operation that the request joins, a new unsaved operation, or the refusal."""
         joined = self.join(request)
         if joined is not None:
             return joined
@@ -199,7 +207,7 @@ class _ActiveOperations:
                 return exclusion_error(operation)
         if not request.joins:
             keys = {operation.key for operation in sharing}
-            shares = (f"{owner_of(request.key)}{SHARE}{number}" for number in count(1))
+            shares = (f"{owner_of(request.key)}{SUFFIX_SEPARATOR}{number}" for number in count(1))
             request = replace(request, key=next(share for share in shares if share not in keys))
         operation = new_operation(request, now)
         self._add(operation)
@@ -210,7 +218,7 @@ class _ActiveOperations:
         self._by_element[operation.element].append(operation)
 
     def _sharing(self, request: OperationRequest) -> Iterator[Operation]:
-        """Yield the operations on the owner of the request's key, as `OperationQuerySet.sharing`."""
+        """Yield the active operations on the owner of the request's key, like `OperationQuerySet.sharing`."""
         owner = owner_of(request.key)
         for operation in self._by_element[request.element] if owner else ():
             if owner in (operation.key, owner_of(operation.key)):
@@ -218,11 +226,13 @@ class _ActiveOperations:
 
 
 def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now: datetime) -> list[Operation]:
-    """Save the new operations, and what they change in others; return all that changed, the new ones last.
+    """Save the new operations and their changes of other operations.
 
-    A step of the caller's transaction, which emits them. A failure with the key of a new operation is
-    superseded, one that a request repeats is dismissed: it leaves the live list and stays in the history.
-    The targets of an operation that runs by them are the caller's.
+    Return all changed operations, new ones last.
+
+    A step of the caller's transaction: the caller emits the returned operations. A failure with the key of a
+    new operation is superseded, and a repeated failure is dismissed: both leave the live list and stay in the
+    history. The caller saves the targets of an operation that runs by its targets.
     """
     created = {it.operation.key: it.operation for _, it in served if it.created}
     # Two transactions wait for each other's keys in one order.
@@ -239,13 +249,13 @@ def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now:
     failures = Q(key__in=created, status=Status.FAILED, dismissed_at__isnull=True)
     rows = Operation.objects.filter(failures | Q(pk__in=needs.keys() | repeated)).order_by("pk")
     locked_rows = list(rows.select_for_update(no_key=True))
-    need_until(needs)
+    extend_need(needs)
     open_failures = [row for row in locked_rows if row.status == Status.FAILED and row.dismissed_at is None]
     return [*_dismiss_repeated(served, open_failures, now), *created.values()]
 
 
 def _needs(served: Sequence[tuple[OperationRequest, Admission]]) -> dict[UUID, datetime]:
-    """Return the time until which each joined operation is needed, if its requests have one."""
+    """Return the time until which each joined operation is needed, if a request has a time."""
     needs: dict[UUID, datetime] = {}
     for request, admission in served:
         if request.needed_until is not None and not admission.created:
@@ -257,10 +267,12 @@ def _needs(served: Sequence[tuple[OperationRequest, Admission]]) -> dict[UUID, d
 def _dismiss_repeated(
     served: Sequence[tuple[OperationRequest, Admission]], failures: Sequence[Operation], now: datetime
 ) -> list[Operation]:
-    """Dismiss those of the failures that are superseded or repeated, and return them; write the audit.
+    """Dismiss the superseded or repeated failures, and write their audit entries.
 
-    Of several targets those that are repeated are dismissed. A failure on another node still needs a
-    decision.
+    Return the dismissed operations.
+
+    If an operation has several targets, only the repeated targets are dismissed: a failure on another node
+    still needs a decision.
     """
     by_id, by_key = {row.id: row for row in failures}, defaultdict[str, list[Operation]](list)
     for row in failures:
@@ -287,7 +299,7 @@ def _dismiss_repeated(
             parts += tried
             entries.append(_dismiss_on(repeated, failed[repeated.id], tried, request.by.actor, now, comment))
             dismissed[repeated] = None
-    update_rows(list(dismissed), _DISMISSAL)
+    update_rows(list(dismissed), _DISMISSAL_COLUMNS)
     update_rows(parts, ["dismissed_at"])
     audit.record(*entries, at=now)
     return list(dismissed)
@@ -296,7 +308,7 @@ def _dismiss_repeated(
 def new_operation(
     request: OperationRequest, now: datetime, *, by_parts: bool = False, id: UUID | None = None
 ) -> Operation:
-    """Return the operation of a request, which is not saved. `by_parts`: see `Operation`."""
+    """Return a new unsaved operation for the request. `by_parts`: see `Operation`."""
     return Operation(
         id=id or uuid4(),
         kind=request.kind,
@@ -329,16 +341,16 @@ def audit_entry(did: str, operation: Operation, detail: str = "") -> Change:
 def dismiss(
     operation_id: UUID, *, actor: str, now: datetime, comment: str = "", nodes: Collection[UUID] = ()
 ) -> Operation:
-    """Acknowledge a failure, which leaves every live list (O52); a dismissed failure is not changed.
+    """Dismiss a failure, so that it leaves all live lists (O52). A dismissed failure stays unchanged.
 
-    With `nodes` only the failures on these: the operation is dismissed with the last of them. Raises
-    NotFound, InvalidInput for nodes on which it has not failed, and Conflict with the status of an operation
-    that has not failed.
+    With `nodes`, dismiss only the failures on these nodes; the last dismissed target also dismisses the
+    operation. Raises NotFound, InvalidInput for nodes without a failure, and Conflict with the status of an
+    operation that has not failed.
     """
     with committed("ledger.dismiss"):
-        operation = locked(operation_id)
+        operation = lock_operation(operation_id)
         if operation.status != Status.FAILED:
-            raise errors.Conflict(only_failures(operation), field="status")
+            raise errors.Conflict(undismissable_reason(operation), field="status")
         if operation.dismissed_at is not None:
             return operation
         failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
@@ -348,13 +360,13 @@ def dismiss(
         chosen = [part for part in parts if part.node_id in nodes]
         change = _dismiss_on(operation, parts, chosen, actor, now, comment)
         update_rows(chosen, ["dismissed_at"])
-        update_rows([operation], _DISMISSAL)
+        update_rows([operation], _DISMISSAL_COLUMNS)
         audit.record(change, at=now)
         emit([operation])
     return operation
 
 
-def only_failures(operation: Operation) -> str:
+def undismissable_reason(operation: Operation) -> str:
     """Return the reason why an operation that has not failed cannot be dismissed."""
     return f"the operation is {operation.status}: only a failure can be dismissed"
 
@@ -362,7 +374,7 @@ def only_failures(operation: Operation) -> str:
 def dismiss_many(
     operation_ids: Collection[UUID], *, actor: str, now: datetime, comment: str = ""
 ) -> Sequence[Operation]:
-    """Dismiss those of these operations that have failed; return all that exist.
+    """Dismiss the failed ones of these operations. Return all existing ones.
 
     One transaction with a constant number of statements.
     """
@@ -373,7 +385,7 @@ def dismiss_many(
         open_rows = rows.filter(status=Status.FAILED, dismissed_at__isnull=True)
         failures = list(open_rows.select_for_update(no_key=True))
         audit.record(*(_acknowledge(failure, actor, comment, now) for failure in failures), at=now)
-        update_rows(failures, _DISMISSAL)
+        update_rows(failures, _DISMISSAL_COLUMNS)
         emit(failures)
     return list((operations | {row.id: row for row in failures}).values())
 
@@ -386,9 +398,9 @@ def _dismiss_on(
     now: datetime,
     comment: str,
 ) -> Change:
-    """Dismiss the chosen ones of the failed targets, and the operation with the last of them.
+    """Dismiss the chosen targets of a failed operation; the last target also dismisses the operation.
 
-    The caller saves the rows, and records the audit entry that this returns.
+    The caller saves the rows, and records the returned audit entry.
     """
     for target in chosen:
         target.dismissed_at = target.dismissed_at or now
@@ -398,14 +410,14 @@ def _dismiss_on(
 
 
 def _acknowledge(failure: Operation, actor: str, comment: str, now: datetime) -> Change:
-    """Dismiss the failure, which the caller saves; return the audit entry."""
+    """Dismiss the failure; return the audit entry. The caller saves the failure."""
     failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
     failure.dismissed_comment = comment[:LONGEST_COMMENT]
     return audit_entry("dismissed", failure, comment)
 
 
-def locked(operation_id: UUID) -> Operation:
-    """Return the operation, locked until commit; raise NotFound."""
+def lock_operation(operation_id: UUID) -> Operation:
+    """Lock the operation until the commit and return it. Raise NotFound."""
     operation = Operation.objects.select_for_update(no_key=True).filter(pk=operation_id).first()
     if operation is None:
         raise errors.NotFound(NO_SUCH_OPERATION)
@@ -415,14 +427,14 @@ def locked(operation_id: UUID) -> Operation:
 def cancel(
     operation_id: UUID, *, actor: str, now: datetime, notes: Mapping[UUID, str] | None = None
 ) -> Operation:
-    """Cancel the operation and its targets (O54, A67); a running attempt loses its fence.
+    """Cancel the operation and its targets (O54, A67). A running attempt loses its fence.
 
     `notes` maps an intent's id to the reason that its target shows. With several targets the message has the
-    number of those cancelled now, and of those that had ended before. Raises NotFound, and Conflict if the
+    numbers of targets that are cancelled now and that had ended before. Raises NotFound, and Conflict if the
     operation cannot be cancelled.
     """
     with committed("ledger.cancel"):
-        operation = locked(operation_id)
+        operation = lock_operation(operation_id)
         if operation.status not in ACTIVE:
             raise errors.Conflict(f"the operation is {operation.status} already", field="status")
         if not operation.cancellable:
@@ -457,8 +469,8 @@ def cancel(
     return operation
 
 
-def need_until(times: Mapping[UUID, datetime]) -> None:
-    """Extend the time until which requests need each of the operations; it is never shortened."""
+def extend_need(times: Mapping[UUID, datetime]) -> None:
+    """Extend the times until which requests need the operations. A time is never shortened."""
     if not times:
         return
     with committed("ledger.need"), connection.cursor() as cursor:

@@ -1,9 +1,9 @@
-"""Attempts at operations: a controller claims one under a lease, renews it, and records its outcome.
+"""Attempts at operations: a controller claims an operation under a lease, renews it, and records the outcome.
 
-Every function is one short transaction: lock the row, check fence and status against the table in
-`operations/models.py`, write, take the next sequence number last (so that no transaction waits for a row
-while it holds the counter), and publish the change at commit. A function whose row belongs to another attempt
-raises `LeaseLost`; it never overwrites.
+Every function is one short transaction. It locks the row, checks fence and status against the table in
+`operations/models.py`, writes, takes the next sequence number last, and publishes the change at commit. The
+number comes last so that no transaction waits for a row while it holds the counter. If the row belongs to
+another attempt, the function raises `LeaseLost` and never overwrites the row.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import update_rows
 from operations import targets
 from operations.changes import events
 from operations.changes.events import emit
-from operations.ledger.progress import REPORT_COLUMNS, Tick, catch_up
+from operations.ledger.progress import REPORT_COLUMNS, Tick, apply_last_reports
 from operations.models import (
     QUEUED,
     Event,
@@ -31,27 +31,27 @@ from operations.models import (
 )
 
 
-def leased() -> OperationQuerySet:
+def leased_operations() -> OperationQuerySet:
     """Return the operations that a controller is running under a lease."""
     return Operation.objects.filter(status=Status.PROCESSING, by_parts=False)
 
 
-def owned(operation_id: UUID, fence: int) -> Operation:
-    """Return the operation of the attempt, locked; raise LeaseLost if the attempt does not own it."""
-    return leases.lock_attempt_row(leased(), (operation_id, fence))
+def lock_owned(operation_id: UUID, fence: int) -> Operation:
+    """Lock the operation of the attempt and return it. Raise LeaseLost if the attempt does not own it."""
+    return leases.lock_attempt_row(leased_operations(), (operation_id, fence))
 
 
-def target_done(
+def end_target(
     operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
 ) -> None:
-    """End the target on one node and publish it, see `end_targets` and `publish_targets`.
+    """End the target on one node and publish it; see `end_targets` and `publish_targets`.
 
-    Raises NotFound if the operation has no target on that node, ValueError unless the status is final.
+    Raises NotFound if the operation has no target on the node, and ValueError unless the status is final.
     """
     if status not in targets.ENDED:
         raise ValueError(f"{status} is not a final status")
     with committed("ledger.target_done"):
-        owned(operation_id, fence)
+        lock_owned(operation_id, fence)
         if not OperationTarget.objects.filter(operation_id=operation_id, node_id=node_id).exists():
             raise errors.NotFound(f"operation {operation_id} has no part on node {node_id}")
         if end_targets(operation_id, {node_id: (status, error)}):
@@ -59,26 +59,27 @@ def target_done(
 
 
 def end_targets(operation_id: UUID, outcomes: Mapping[UUID, tuple[TargetStatus, str]]) -> int:
-    """End the targets on these nodes with status and error; return the number that had not ended yet.
+    """End the targets on these nodes with status and error. Return the number of targets that ended now.
 
-    Their progress stays (O70). The caller owns the operation in its transaction, and publishes them later.
+    Their progress stays (O70). The caller owns the operation in its transaction, and publishes the targets
+    later.
     """
     rows = OperationTarget.objects.filter(operation_id=operation_id, node_id__in=outcomes)
     ending = list(rows.exclude(status__in=targets.ENDED))
     for target in ending:
         target.status, error = outcomes[target.node_id]
-        target.error, target.phase, target.percentage = storable(error), "", targets.share(target)
+        target.error, target.phase, target.percentage = storable(error), "", targets.target_progress(target)
     update_rows(ending, ["status", "error", "phase", "percentage"])
     return len(ending)
 
 
 def publish_targets(operation_id: UUID, fence: int, node_ids: Collection[UUID], *, now: datetime) -> None:
-    """Add up the operation's targets and publish those on these nodes. Raises LeaseLost."""
+    """Aggregate the operation's targets, and publish the targets on these nodes. Raises LeaseLost."""
     with committed("ledger.target_done"):
-        operation, nodes = owned(operation_id, fence), frozenset(node_ids)
+        operation, nodes = lock_owned(operation_id, fence), frozenset(node_ids)
         parts = list(OperationTarget.objects.filter(operation_id=operation_id))
         if len(parts) > 1:
-            targets.add_up(operation, parts)
+            targets.aggregate_progress(operation, parts)
         operation.updated_at = now
         operation.save(update_fields=REPORT_COLUMNS)
         emit([operation], {operation_id: parts}, [part for part in parts if part.node_id in nodes])
@@ -95,14 +96,14 @@ def finish(
     result: Mapping[str, Any] | None = None,
     ticks: Collection[Tick] = (),
 ) -> None:
-    """End the attempt's operation: complete, fail or cancel. Raises LeaseLost if the attempt lost it.
+    """End the attempt's operation: complete, fail or cancel. Raises LeaseLost if the attempt has lost it.
 
     Targets that have already ended keep their status. A completed operation dismisses the failures of its
-    children. `ticks` are reports that are not written yet.
+    children. `ticks` are unwritten reports.
     """
     with committed("ledger.finish"):
-        operation, error = owned(operation_id, fence), storable(error)
-        catch_up(operation, ticks, now)
+        operation, error = lock_owned(operation_id, fence), storable(error)
+        apply_last_reports(operation, ticks, now)
         ok = event is Event.COMPLETE
         operation.status = next_status(event, operation.status)
         operation.end_lease()
@@ -147,11 +148,11 @@ def put_back(
 ) -> None:
     """End the attempt and requeue the operation, with the reason and the time of the retry (rule 4).
 
-    The retry comes no later than `needed_until`, when the operation is abandoned.
+    The retry comes no later than `needed_until`, the time at which the operation is abandoned.
     """
     with committed("ledger.put_back"):
-        operation = owned(operation_id, fence)
-        catch_up(operation, ticks, now)
+        operation = lock_owned(operation_id, fence)
+        apply_last_reports(operation, ticks, now)
         operation.status = next_status(event, operation.status)
         operation.end_lease()
         operation.attempts += 1 if event is Event.POSTPONE else 0
@@ -166,10 +167,10 @@ def put_back(
         emit([operation])
 
 
-def remember(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -> None:
-    """Add entries to the operation's payload, for later attempts."""
+def update_payload(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -> None:
+    """Add entries to the operation's payload for later attempts."""
     with committed("ledger.remember"):
-        operation = owned(operation_id, fence)
+        operation = lock_owned(operation_id, fence)
         operation.payload = {**operation.payload, **entries}
         operation.save(update_fields=["payload"])
 
@@ -179,7 +180,7 @@ _CLAIM_COLUMNS = [
     "phase", "message", "progress", "current_bytes", "total_bytes",
     "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
 ]  # fmt: skip
-_HANDED_BACK = [
+_RELEASE_COLUMNS = [
     *leases.COLUMNS, "status", "next_attempt_at", "updated_at", "message", "phase",
 ]  # fmt: skip
 
@@ -206,18 +207,18 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
 def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
     """Extend leases, see `leases.renew`."""
     with committed("ledger.renew"):
-        return leases.renew(leased(), owner, ids, now=now, lease=lease)
+        return leases.renew(leased_operations(), owner, ids, now=now, lease=lease)
 
 
 def confirm(operation_id: UUID, fence: int) -> None:
-    """Raise LeaseLost if the attempt does not own the operation any more; lock and write nothing."""
-    leases.confirm(leased(), (operation_id, fence))
+    """Raise LeaseLost if the attempt does not own the operation any more. Locks and writes nothing."""
+    leases.confirm(leased_operations(), (operation_id, fence))
 
 
 def release(owner: str, *, now: datetime) -> int:
-    """Release all operations of `owner`, which is stopping; return their number."""
+    """Release all operations of the stopping controller `owner`. Return the number of operations."""
     with committed("ledger.release"):
-        mine = leases.lock_owned_rows(leased(), owner)
+        mine = leases.lock_owned_rows(leased_operations(), owner)
         _hand_back(mine, Event.RELEASE, now, "its controller stopped; another one takes over")
     return len(mine)
 
@@ -225,10 +226,10 @@ def release(owner: str, *, now: datetime) -> int:
 def reap(*, now: datetime) -> tuple[int, int]:
     """Requeue the operations whose lease has expired, or fail them after too many lost leases.
 
-    Return (requeued, failed).
+    Return the numbers of requeued and of failed operations.
     """
     with committed("ledger.reap"):
-        requeued, hopeless = leases.lock_expired_rows(leased(), now=now)
+        requeued, hopeless = leases.lock_expired_rows(leased_operations(), now=now)
         _hand_back(requeued, Event.LOSE, now, "its controller fell silent; another one takes over")
         for operation in hopeless:
             finish(
@@ -247,15 +248,15 @@ def _hand_back(operations: list[Operation], event: Event, now: datetime, reason:
         operation.end_lease()
         operation.next_attempt_at = operation.updated_at = now
         operation.message, operation.phase = reason, QUEUED
-    update_rows(operations, _HANDED_BACK)
+    update_rows(operations, _RELEASE_COLUMNS)
     emit(operations)
 
 
 def wake(ids: Collection[UUID], *, now: datetime) -> int:
-    """Make those of the operations that wait for nodes due now; return their number.
+    """Make the given operations due now if they wait for nodes. Return the number of changed operations.
 
     A back-off after a failed attempt is not cut short. The rows are locked in the order of their ids, because
-    several controllers may wake the same ones.
+    several controllers may wake the same operations.
     """
     if not ids:
         return 0

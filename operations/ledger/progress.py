@@ -1,8 +1,8 @@
 """Progress of running operations: the columns that a report changes, and batched writes of reports.
 
-`record` writes the reports of any number of attempts in one transaction, with the same number of statements
-for one report or a thousand, and takes one range of the change counter. A report whose attempt has lost its
-operation changes nothing, and `record` returns that attempt; the others are written.
+`record` writes the reports of any number of attempts in one transaction, with a constant number of
+statements, and takes one range of the change counter. If an attempt has lost its operation, its report
+changes nothing and `record` returns the attempt; all other reports are written.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ _TARGET_COLUMNS = [
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 BATCH_LOCK_TIMEOUT = 0.5
-"""Seconds that a batch waits for a row or for the change counter at most.
+"""Maximum seconds that a batch waits for a row or for the change counter.
 
 A waiting batch locks the rows of many operations, whose outcomes and leases must not wait for progress.
 """
@@ -35,7 +35,7 @@ A waiting batch locks the rows of many operations, whose outcomes and leases mus
 
 @dataclass(frozen=True)
 class Tick:
-    """One report of progress. Bytes and percentage never go back within an attempt (I6)."""
+    """One progress report. Bytes and percentage never decrease within an attempt (I6)."""
 
     phase: str = ""
     message: str = ""
@@ -47,15 +47,15 @@ class Tick:
     node_name: str = ""
     file_index: int = 0
     total_files: int = 0
-    """Files that are sent to a node; their bytes are counted from the first report of them."""
+    """Number of files that are sent to the node. Their bytes are counted from the first report about them."""
     bytes_per_second: int = 0
     progress_at: datetime | None = None
-    """Time of the last progress; None: the time of this report."""
+    """Time of the last progress; None = the time of this report."""
     time_limit_at: datetime | None = None
     """Time at which the step times out."""
 
     def after(self, earlier: Self) -> Self:
-        """Return both reports merged. A report that arrives late does not lower a figure (O69)."""
+        """Merge this report into an earlier one. A late report does not lower a figure (O69)."""
         same_file = (self.file_name, self.total_files) == (earlier.file_name, earlier.total_files)
         return replace(
             self,
@@ -71,9 +71,9 @@ class Tick:
 def record(
     reports: Mapping[Attempt, Collection[Tick]], *, now: datetime, lock_timeout: float = 0
 ) -> set[Attempt]:
-    """Write the reports of many attempts; return the attempts that have lost their operation.
+    """Write the reports of many attempts. Return the attempts that have lost their operation.
 
-    Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits for as long as it takes.
+    Raises OperationalError if a lock takes longer than `lock_timeout` seconds; 0 = no limit.
     """
     with committed("ledger.progress"):
         limit_lock_wait(lock_timeout)
@@ -84,7 +84,7 @@ def record(
         moved: list[OperationTarget] = []
         for operation in mine:
             ticks = reports[operation.id, operation.fence]
-            moved += _move(operation, parts.get(operation.id, ()), ticks, now)
+            moved += _apply_reports(operation, parts.get(operation.id, ()), ticks, now)
             operation.updated_at = now
         update_rows(mine, REPORT_COLUMNS)
         update_rows(moved, _TARGET_COLUMNS)
@@ -92,19 +92,21 @@ def record(
     return reports.keys() - rows.keys()
 
 
-def catch_up(operation: Operation, ticks: Collection[Tick], now: datetime) -> None:
+def apply_last_reports(operation: Operation, ticks: Collection[Tick], now: datetime) -> None:
     """Apply the last reports of an attempt to its operation, which the caller saves."""
     if not ticks:
         return
-    update_rows(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _TARGET_COLUMNS)
+    update_rows(
+        _apply_reports(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _TARGET_COLUMNS
+    )
 
 
-def _move(
+def _apply_reports(
     operation: Operation, parts: Sequence[OperationTarget], ticks: Collection[Tick], now: datetime
 ) -> list[OperationTarget]:
-    """Apply the reports to their targets, and the aggregated targets to the operation.
+    """Apply the reports to their targets, and aggregate the targets in the operation.
 
-    A target that has ended does not change. Return the changed targets.
+    A target that has ended does not change. Returns the changed targets.
     """
     moved: dict[UUID, OperationTarget] = {}
     running = {part.node_id: part for part in parts if part.status not in targets.ENDED}
@@ -113,18 +115,18 @@ def _move(
         operation.last_progress_at, operation.time_limit_at = tick.progress_at or now, tick.time_limit_at
         if tick.node_id in running:
             part = moved[tick.node_id] = running[tick.node_id]
-            move_part(part, tick, now)
+            apply_to_target(part, tick, now)
             part.time_limit_at = tick.time_limit_at
         if len(parts) <= 1:
-            _move_whole(operation, tick)
+            _apply_to_operation(operation, tick)
         if tick.node_id is not None and not parts:
             operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
     if len(parts) > 1:
-        targets.add_up(operation, parts)
+        targets.aggregate_progress(operation, parts)
     return list(moved.values())
 
 
-def _move_whole(operation: Operation, tick: Tick) -> None:
+def _apply_to_operation(operation: Operation, tick: Tick) -> None:
     operation.message = storable(tick.message) or operation.message
     reached = 0 if tick.total_files and not operation.total_files else operation.current_bytes
     operation.current_bytes = max(tick.current_bytes, reached)
@@ -132,10 +134,10 @@ def _move_whole(operation: Operation, tick: Tick) -> None:
     operation.total_files = tick.total_files or operation.total_files
     operation.file_index = max(tick.file_index, operation.file_index)
     operation.bytes_per_second = tick.bytes_per_second
-    targets.reach(operation, tick.percentage)
+    targets.raise_progress(operation, tick.percentage)
 
 
-def move_part(part: OperationTarget, tick: Tick, now: datetime) -> None:
+def apply_to_target(part: OperationTarget, tick: Tick, now: datetime) -> None:
     """Apply a report to one target."""
     part.last_progress_at = tick.progress_at or now
     part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER

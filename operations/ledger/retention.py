@@ -10,15 +10,15 @@ from localai_cluster.kit.commit_hooks import committed
 from operations.changes.events import emit
 from operations.models import Operation, Status
 
-AT_ONCE = 1000
-"""Operations deleted in one transaction."""
-DISMISSED_AT_ONCE = 100
+DELETED_PER_TRANSACTION = 1000
+"""Maximum number of operations deleted in one transaction."""
+DISMISSED_PER_TRANSACTION = 100
 MOST_FAILURES = 1000
-"""Failures in the inbox; every open page receives all of them."""
+"""Maximum number of failures in the inbox; every open page receives all failures."""
 MOST_ENDED = 100_000
-"""Operations in the record."""
+"""Maximum number of operations in the history."""
 ACTOR = "system"
-TOO_MANY = f"more than {MOST_FAILURES} failures waited for somebody: the oldest were dismissed"
+OVERFLOW_COMMENT = f"more than {MOST_FAILURES} failures waited for somebody: the oldest were dismissed"
 
 
 _HAS_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
@@ -27,36 +27,43 @@ _HAS_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
 
 
 def dismiss_oldest_failures(*, now: datetime) -> int:
-    """Dismiss, with a comment, the oldest failures beyond `MOST_FAILURES`; return their number.
+    """Dismiss the oldest failures beyond `MOST_FAILURES`, with a comment. Return their number.
 
-    They then belong to the history, with its retention.
+    Dismissed failures belong to the history, with its retention.
     """
     waiting = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
     dismissed = 0
     while True:
         with committed("ledger.dismiss"):
-            oldest = waiting.order_by("-finished_at", "-pk")[MOST_FAILURES:][:DISMISSED_AT_ONCE]
+            oldest = waiting.order_by("-finished_at", "-pk")[MOST_FAILURES:][:DISMISSED_PER_TRANSACTION]
             # Read again under the lock: a user may have dismissed or retried them meanwhile.
             still_waiting = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
             failures = list(still_waiting.select_for_update(no_key=True))
             for failure in failures:
-                failure.dismissed_at, failure.dismissed_by, failure.dismissed_comment = now, ACTOR, TOO_MANY
+                failure.dismissed_at, failure.dismissed_by, failure.dismissed_comment = (
+                    now,
+                    ACTOR,
+                    OVERFLOW_COMMENT,
+                )
             Operation.objects.bulk_update(failures, ["dismissed_at", "dismissed_by", "dismissed_comment"])
             emit(failures)
         dismissed += len(failures)
-        if len(failures) < DISMISSED_AT_ONCE:
+        if len(failures) < DISMISSED_PER_TRANSACTION:
             return dismissed
 
 
-def oldest_kept(*, before: datetime) -> datetime:
-    """Return `before`, or the end of the newest operation beyond `MOST_ENDED` if that is later."""
+def retention_cutoff(*, before: datetime) -> datetime:
+    """Return `before`, or the end of the newest operation beyond `MOST_ENDED`, whichever is later."""
     beyond = Operation.objects.filter(_HAS_ENDED).order_by("-finished_at", "-pk")[MOST_ENDED:]
     last = beyond.values_list("finished_at", flat=True).first()
     return before if last is None else max(before, last + timedelta(microseconds=1))
 
 
 def clear(*, before: datetime | None = None) -> int:
-    """Delete ended operations, or those before a time; return the number. Undismissed failures stay (O98)."""
+    """Delete ended operations, with `before` only older ones; return their number.
+
+    Undismissed failures stay (O98).
+    """
     rows = Operation.objects.filter(_HAS_ENDED)
     if before is not None:
         rows = rows.filter(finished_at__lt=before)
@@ -67,12 +74,12 @@ def clear(*, before: datetime | None = None) -> int:
                 audit.record(
                     Change("operation.history_cleared", "the record of operations that have ended", "")
                 )
-            ids = list(rows.order_by("pk").values_list("pk", flat=True)[:AT_ONCE])
+            ids = list(rows.order_by("pk").values_list("pk", flat=True)[:DELETED_PER_TRANSACTION])
             # Deleted rows and their children, whose parent becomes null, in the common lock order.
 
             affected = Operation.objects.filter(Q(pk__in=ids) | Q(parent__in=ids)).order_by("pk")
             list(affected.select_for_update().values_list("pk", flat=True))
             Operation.objects.filter(pk__in=ids).delete()
         deleted += len(ids)
-        if len(ids) < AT_ONCE:
+        if len(ids) < DELETED_PER_TRANSACTION:
             return deleted

@@ -1,9 +1,10 @@
-"""Targets that run independently: a change of an intent applies to every target that shares it.
+"""Targets that run independently: a change of an intent applies to every target that shares the intent.
 
-`happen` is one short transaction, or a step of the caller's, with a constant number of statements for any
-number of intents: it locks the operations in the order of their ids, changes their targets, derives each
-operation's state from its targets, and publishes the changes at commit. A caller that also writes intents
-locks those first. An operation that has ended does not change, so its end is final (A84).
+`record_changes` is one short transaction, and `apply_changes` a step of the caller's. Both need a constant
+number of statements for any number of intents: they lock the operations in the order of their ids, change
+their targets, and derive each operation's state from its targets. The changes are published at commit. A
+caller that also writes intents locks the intents first. An operation that has ended does not change, so its
+end is final (A84).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,11 +19,11 @@ from localai_cluster.kit.leases import update_rows
 from localai_cluster.kit.locks import limit_lock_wait
 from operations import targets
 from operations.changes.events import emit
-from operations.ledger.progress import Tick, move_part
+from operations.ledger.progress import Tick, apply_to_target
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, storable
 
 Change = Callable[[OperationTarget, datetime], None]
-"""A change of a target at a time."""
+"""A function that changes a target; it gets the target and the time."""
 TARGET_COLUMNS = [
     "intent_id", "status", "phase", "percentage", "current_bytes", "total_bytes", "file_name", "error",
     "reason", "attempts", "next_check_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
@@ -38,39 +39,40 @@ OPERATION_COLUMNS = [
 
 
 @dataclass(frozen=True)
-class Changed:
-    """Locked and changed operations with all their targets; the caller emits them."""
+class ChangedOperations:
+    """Locked and changed operations with all their targets. The caller emits the operations."""
 
     operations: Sequence[Operation]
     parts: Mapping[UUID, Sequence[OperationTarget]]
     moved: Sequence[OperationTarget] = ()
-    """The targets that the changes were applied to."""
+    """The changed targets."""
 
 
-def record(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: float = 0) -> None:
+def record_changes(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: float = 0) -> None:
     """Apply each change to the unfinished targets of its intent, and emit the operations.
 
-    Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits without limit.
+    Raises OperationalError if a lock takes longer than `lock_timeout` seconds; 0 = no limit.
     """
     with committed("ledger.happen"):
         limit_lock_wait(lock_timeout)
-        changed = change(changes, now=now)
+        changed = apply_changes(changes, now=now)
         emit(changed.operations, changed.parts, changed.moved)
 
 
-def change(
+def apply_changes(
     changes: Mapping[UUID, Change], *, now: datetime, held: Mapping[int, Change] | None = None
-) -> Changed:
-    """Apply the changes as `record` does; the caller emits them as the last step of its transaction.
+) -> ChangedOperations:
+    """Apply each change to the unfinished targets of its intent. Return the operations for `emit`.
 
-    `held`: changes of targets without an intent, by target id.
+    The caller emits them as the last step of its transaction. `held` maps ids of targets without an intent to
+    their changes.
     """
     by_id = held or {}
     condition = Q(intent_id__in=changes) | Q(pk__in=by_id, intent_id__isnull=True)
     named = OperationTarget.objects.filter(condition).exclude(status__in=targets.ENDED)
     ids = set(named.values_list("operation_id", flat=True)) if changes or by_id else set()
     if not ids:
-        return Changed((), {})
+        return ChangedOperations((), {})
     rows = Operation.objects.filter(pk__in=ids, status__in=ACTIVE).order_by("pk")
     operations = list(rows.select_for_update(no_key=True))
     parts = targets.of(operations)
@@ -81,14 +83,14 @@ def change(
             if apply is not None and part.status not in targets.ENDED:
                 apply(part, now)
                 moved.append(part)
-        targets.adopt(operation, parts[operation.id], now)
+        targets.set_derived_state(operation, parts[operation.id], now)
     update_rows(moved, TARGET_COLUMNS)
     update_rows(operations, OPERATION_COLUMNS)
-    return Changed(operations, parts, moved)
+    return ChangedOperations(operations, parts, moved)
 
 
 def begin(part: OperationTarget, now: datetime) -> None:
-    """Start a new attempt, unless a worker may still be running the previous one."""
+    """Start a new attempt, unless a worker may still be running the previous attempt."""
     part.status = TargetStatus.RUNNING_ON_WORKER
     part.started_at = part.started_at or now
     part.next_check_at, part.waits_for_node = None, False
@@ -101,12 +103,12 @@ def begin(part: OperationTarget, now: datetime) -> None:
 
 
 def begin_within(seconds: float) -> Change:
-    """Start a new attempt whose command is sent now, with a reply due within `seconds`."""
-    return both(begin, time_limit(seconds))
+    """Return the change that starts an attempt whose command is sent now and answered within `seconds`."""
+    return apply_both(begin, set_time_limit(seconds))
 
 
-def time_limit(seconds: float) -> Change:
-    """Set the time limit: the command is sent now, and a reply is due within `seconds`."""
+def set_time_limit(seconds: float) -> Change:
+    """Return the change that sets the time limit: the command is sent now and answered within `seconds`."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.time_limit_at = now + timedelta(seconds=seconds)
@@ -114,19 +116,19 @@ def time_limit(seconds: float) -> Change:
     return apply
 
 
-def report(ticks: Collection[Tick]) -> Change:
-    """Apply the worker's progress reports."""
+def apply_reports(ticks: Collection[Tick]) -> Change:
+    """Return the change that applies the worker's progress reports."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         for tick in ticks:
-            move_part(part, tick, now)
+            apply_to_target(part, tick, now)
             part.reason = storable(tick.message) or part.reason
 
     return apply
 
 
-def overdue(reason: str, since: datetime) -> Change:
-    """Mark the target as past its time limit; the worker may still be running it (O19)."""
+def mark_overdue(reason: str, since: datetime) -> Change:
+    """Return the change that marks the target as past its time limit; the worker may still run it (O19)."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.reason, part.overdue_since = TargetStatus.RUNNING_ON_WORKER, storable(reason), since
@@ -134,7 +136,7 @@ def overdue(reason: str, since: datetime) -> Change:
     return apply
 
 
-def rest(
+def queue_again(
     reason: str,
     *,
     until: datetime | None,
@@ -142,7 +144,10 @@ def rest(
     attempts: int | None = None,
     worker_gone: bool = False,
 ) -> Change:
-    """Queue the target for its node or its next attempt; `worker_gone`: no worker is running it any more."""
+    """Return the change that queues the target again, for its node or its next attempt.
+
+    `worker_gone` means that no worker is running the target any more.
+    """
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.phase, part.time_limit_at = TargetStatus.QUEUED, "", None
@@ -154,11 +159,11 @@ def rest(
 
 
 def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: int | None = None) -> Change:
-    """End the target; its progress stays (O70)."""
+    """Return the change that ends the target. The target's progress stays (O70)."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.phase, part.time_limit_at = status, "", None
-        part.percentage = targets.share(part)
+        part.percentage = targets.target_progress(part)
         part.error, part.reason = storable(error), storable(reason)
         part.attempts = part.attempts if attempts is None else attempts
         part.next_check_at, part.waits_for_node, part.overdue_since = None, False, None
@@ -167,8 +172,8 @@ def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: in
     return apply
 
 
-def both(first: Change, then: Change) -> Change:
-    """Apply two changes in order."""
+def apply_both(first: Change, then: Change) -> Change:
+    """Return a change that applies two changes in order."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         first(part, now)
@@ -177,8 +182,8 @@ def both(first: Change, then: Change) -> Change:
     return apply
 
 
-def note(notes: Mapping[UUID, str], *, now: datetime) -> None:
-    """Set the reason of cancelled targets to the reaction of their workers, in the caller's transaction.
+def set_reasons(notes: Mapping[UUID, str], *, now: datetime) -> None:
+    """Set the reasons of cancelled targets to the replies of their workers, in the caller's transaction.
 
     No other column of an ended operation changes.
     """

@@ -1,11 +1,10 @@
-"""Follow an operation at the command line until it ends; its end is that of the command.
+"""Follow an operation at the command line until it ends; the operation's end is the command's end.
 
-Its row is read again when a NOTIFY names it, and every few seconds, because a NOTIFY may be lost. The loop
+The row is read again when a NOTIFY names it, and every few seconds, because a NOTIFY may be lost. The loop
 that listens runs only between two reads, so rows are read in the command's own thread, and Ctrl-C ends both.
 
-How an operation that is followed is shown: bars on a terminal, otherwise one line a change.
-
-Both are told the whole operation whenever it was read, and show what differs.
+On a terminal the display has bars, otherwise one line for each change. Both displays get the whole operation
+at each read, and show the differences.
 """
 
 import asyncio
@@ -32,42 +31,43 @@ from rich.text import Text
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import Options, printable
-from operations.api.jobs import entry_of
+from operations.api.jobs import read_entry
 from operations.changes import events
 from operations.management import operation_texts as texts
 from operations.management.operation_texts import Entry, Part
 from operations.models import TERMINAL, Status, TargetStatus, Waves
 
 MOST_LINES = 20
-"""Lines of one operation on a terminal; parts without a line of their own are counted in the last one."""
-_STEP = 10
-"""Percent between two lines about one download."""
-_FIRST = (
+"""Maximum lines of one operation on a terminal; the last line counts the targets without a line of their own.
+"""
+_PERCENT_STEP = 10
+"""Progress of a download, in percent, after which it gets the next line."""
+_STATUS_ORDER = (
     TargetStatus.DOWNLOADING,
     TargetStatus.RUNNING_ON_WORKER,
     TargetStatus.ERROR,
     TargetStatus.QUEUED,
 )
-"""States that get a line, the most interesting first."""
+"""Target states in the order in which targets get lines on a terminal."""
 
 
 class Display(Protocol):
     """The display of a running operation."""
 
     def show(self, entry: Entry) -> None:
-        """Show its present state."""
+        """Show the operation's present state."""
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Begin the display."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End; the last lines stay."""
+        """End the display; its last lines stay."""
 
 
-class Silent:
-    """No display: the caller prints the end."""
+class NoDisplay:
+    """No display: the caller prints the result."""
 
     def show(self, entry: Entry) -> None:
         """Do nothing."""
@@ -79,60 +79,64 @@ class Silent:
         return None
 
 
-class Lines(Silent):
-    """One line for each change of a part, and each tenth of a download."""
+class Lines(NoDisplay):
+    """Prints one line for each change of a target, and for each tenth of a download."""
 
     def __init__(self, out: OutputWrapper) -> None:
         self._out = out
-        self._said: dict[str, tuple[object, ...]] = {}
+        self._printed: dict[str, tuple[object, ...]] = {}
 
     def show(self, entry: Entry) -> None:
         """Print the changes."""
         parts = entry.get("nodes", ())
         for part in parts:
-            tenths = part["percentage"] // _STEP if part["status"] == TargetStatus.DOWNLOADING else 0
-            self._say(part["node_id"], (texts.state(part), tenths, texts.reason(part)), texts.line(part))
+            tenths = part["percentage"] // _PERCENT_STEP if part["status"] == TargetStatus.DOWNLOADING else 0
+            self._print_if_new(
+                part["node_id"],
+                (texts.target_state(part), tenths, texts.target_reason(part)),
+                texts.target_line(part),
+            )
         if len(parts) != 1:
-            self._say("", (entry["message"],), printable(entry["message"]))
+            self._print_if_new("", (entry["message"],), printable(entry["message"]))
 
-    def _say(self, about: str, now: tuple[object, ...], line: str) -> None:
-        if self._said.get(about) != now:
-            self._said[about] = now
+    def _print_if_new(self, about: str, now: tuple[object, ...], line: str) -> None:
+        if self._printed.get(about) != now:
+            self._printed[about] = now
             self._out.write(line)
 
 
-class _Picture(Progress):
-    """The head, the bars, and the parts without one."""
+class _ProgressDisplay(Progress):
+    """The title, the bars, and a line that counts the targets without a bar."""
 
     head = rest = Text()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield them from the top."""
+        """Yield title, bars and count, in this order."""
         yield self.head
         yield self.make_tasks_table(self.tasks)
         if self.rest.plain:
             yield self.rest
 
 
-class _Left(TimeRemainingColumn):
-    """Estimate of the time left, for progress that is measured in bytes."""
+class _TimeLeftColumn(TimeRemainingColumn):
+    """Column with the estimated time left of a download."""
 
     def render(self, task: Task) -> Text:
-        """Return it, or an empty text without a download."""
+        """Return the estimate; an empty text for a target that downloads nothing."""
         return super().render(task) if task.fields["measured"] and not task.finished else Text("")
 
 
 class Bars:
-    """A bar a part, drawn again in place."""
+    """Draws one bar for each target, and redraws the bars in place."""
 
     def __init__(self, out: OutputWrapper, console: Console) -> None:
         self._out, self._ending = out, out.ending
-        self._progress = _Picture(
+        self._progress = _ProgressDisplay(
             _text("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
             _text("{task.fields[size]}"),
-            _Left(compact=True),
+            _TimeLeftColumn(compact=True),
             _text("{task.fields[said]}"),
             console=console,
             auto_refresh=False,
@@ -150,8 +154,8 @@ class Bars:
         self._out.ending = self._ending
 
     def show(self, entry: Entry) -> None:
-        """Draw the most interesting parts, and count the others."""
-        parts = list(entry.get("nodes", ())) or [_whole(entry)]
+        """Draw the first targets in the order of their states, and count the others."""
+        parts = list(entry.get("nodes", ())) or [_as_target(entry)]
         ordered = sorted(parts, key=_interest)
         room = MOST_LINES - 1  # below the head
         shown = ordered if len(parts) <= room else ordered[: room - 1]
@@ -165,7 +169,7 @@ class Bars:
             self._draw(part)
         progress.disable = False
         progress.head = _line(f"{texts.kind_text(entry)} of {entry['id']}: {entry['message']}")
-        progress.rest = _line(f"and {len(left)} more: {texts.counts(left)}" if left else "")
+        progress.rest = _line(f"and {len(left)} more: {texts.state_counts(left)}" if left else "")
         progress.refresh()
 
     def _draw(self, part: Part) -> None:
@@ -175,9 +179,9 @@ class Bars:
             "description": printable(part["node_name"]),
             "total": total if downloads else 100,
             "completed": part.get("current_bytes", 0) if downloads else part["percentage"],
-            "size": texts.size(part),
+            "size": texts.target_size(part),
             "measured": downloads,
-            "said": printable(f"{texts.state(part)}: {texts.reason(part)}".removesuffix(": ")),
+            "said": printable(f"{texts.target_state(part)}: {texts.target_reason(part)}".removesuffix(": ")),
         }
         known = self._tasks.get(part["node_id"])
         if known is None:
@@ -187,13 +191,13 @@ class Bars:
 
 
 def display_on(out: OutputWrapper) -> Display:
-    """Return the display for the stream: bars need a terminal that can move its cursor."""
+    """Return the display for the stream. Bars need a terminal that can move its cursor."""
     console = Console(file=cast(IO[str], out), highlight=False)
     return Bars(out, console) if out.isatty() and not console.is_dumb_terminal else Lines(out)
 
 
 def _text(template: str) -> TextColumn:
-    """A column that takes texts of workers as they are, in one line."""
+    """Return a column with texts of workers, without markup and in one line."""
     return TextColumn(template, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
 
 
@@ -202,11 +206,11 @@ def _line(text: str) -> Text:
 
 
 def _interest(part: Part) -> tuple[int, str]:
-    place = _FIRST.index(part["status"]) if part["status"] in _FIRST else len(_FIRST)
+    place = _STATUS_ORDER.index(part["status"]) if part["status"] in _STATUS_ORDER else len(_STATUS_ORDER)
     return place, str(part["node_name"])
 
 
-def _whole(entry: Entry) -> Part:
+def _as_target(entry: Entry) -> Part:
     """Return an operation without targets in the form of a target."""
     return {
         "node_id": "",
@@ -221,17 +225,18 @@ log = logging.getLogger(__name__)
 
 READ_EVERY = 5.0
 GATHER = 0.1
-"""Seconds for which changes are gathered: parts of many nodes move together."""
+"""Seconds for which changes are gathered, because targets of many nodes change together."""
 _INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C has ended."""
+"""Exit code of a command that Ctrl-C has ended."""
 
 
-def to_its_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
-    """Show the operation until it has ended; return the last line, or the operation as JSON.
+def follow_to_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
+    """Show the operation until it has ended; return the last line, or "" after printing the operation as
+    JSON.
 
-    CommandError if it did not complete, waits for a choice, or when Ctrl-C ends the command.
+    Raises CommandError if the operation did not complete or waits for a choice, and after Ctrl-C.
     """
-    display: Display = Silent() if as_json else display_on(out)
+    display: Display = NoDisplay() if as_json else display_on(out)
     try:
         with display:
             entry = _follow(id, display)
@@ -244,23 +249,23 @@ def to_its_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
     if as_json:
         out.write(command_line.as_json(entry))
     if entry["status"] != Status.COMPLETED:
-        raise CommandError(ending(entry))
-    return "" if as_json else f"operation {texts.short(entry)} completed"
+        raise CommandError(outcome_text(entry))
+    return "" if as_json else f"operation {texts.short_id(entry)} completed"
 
 
-def unless_detached(options: Options, id: UUID, subject: str, body: dict[str, Any]) -> str:
-    """Show the operation until it has ended, or with `--detach` return how it can be shown."""
+def follow_unless_detached(options: Options, id: UUID, subject: str, body: dict[str, Any]) -> str:
+    """Show the operation until it has ended. With `--detach` return the command that shows it."""
     if not options["detach"]:
-        return to_its_end(id, options["out"], as_json=options["json"])
+        return follow_to_end(id, options["out"], as_json=options["json"])
     if options["json"]:
         return command_line.as_json(body)
     return f"{subject}: operation {id}; `manage.py operations show {id} --follow` shows it"
 
 
-def ending(entry: Entry) -> str:
-    """Return the reason of its failure, by node, and the command that helps."""
-    id = texts.short(entry)
-    if _asks(entry):
+def outcome_text(entry: Entry) -> str:
+    """Return the text for an operation that did not complete: reasons by node, and the next command."""
+    id = texts.short_id(entry)
+    if _waits_for_choice(entry):
         return (
             f"operation {id} waits for a choice: {command_line.printable(entry['message'])};"
             f" `manage.py operations continue {id}` or `stop {id}`"
@@ -274,16 +279,16 @@ def ending(entry: Entry) -> str:
     of = f"{len(failed)} of {len(entry['nodes'])} nodes"
     head = f"operation {id} failed on {of}; `manage.py operations retry {id}` tries again"
     more = [f"and {len(failed) - MOST_LINES} more"] if len(failed) > MOST_LINES else []
-    return "\n".join([head, *map(texts.line, failed[:MOST_LINES]), *more])
+    return "\n".join([head, *map(texts.target_line, failed[:MOST_LINES]), *more])
 
 
-def _asks(entry: Entry) -> bool:
+def _waits_for_choice(entry: Entry) -> bool:
     waves = entry.get("waves")
     return waves is not None and waves["state"] == Waves.ASKS and entry["status"] not in TERMINAL
 
 
 def _follow(id: UUID, display: Display) -> dict[str, Any]:
-    """Return the operation when it has ended or waits for a choice."""
+    """Show the operation until it has ended or waits for a choice; return it."""
     woken = asyncio.Event()
     with asyncio.Runner() as runner:
         # The task stays referenced: a loop keeps only a weak one.
@@ -292,16 +297,16 @@ def _follow(id: UUID, display: Display) -> dict[str, Any]:
             entry = _read(id)
             if entry is not None:
                 display.show(entry)
-                if entry["status"] in TERMINAL or _asks(entry):
+                if entry["status"] in TERMINAL or _waits_for_choice(entry):
                     listening.cancel()
                     return entry
-            runner.run(_news(woken))
+            runner.run(_wait_for_change(woken))
 
 
 def _read(id: UUID) -> dict[str, Any] | None:
-    """Return the operation; None while the database is away. Raise CommandError if its record is gone."""
+    """Return the operation; None during a database outage. Raise CommandError if its record was deleted."""
     try:
-        entry = entry_of(id)
+        entry = read_entry(id)
     except (OperationalError, InterfaceError) as error:
         log.warning("operation %s not read: %s; reading again", id, type(error).__name__)
         connection.close()
@@ -312,17 +317,17 @@ def _read(id: UUID) -> dict[str, Any] | None:
 
 
 async def _listen(id: UUID, woken: asyncio.Event) -> "asyncio.Task[None]":
-    return asyncio.create_task(_hear(id, woken), name="news of an operation")
+    return asyncio.create_task(_set_on_change(id, woken), name="news of an operation")
 
 
-async def _hear(id: UUID, woken: asyncio.Event) -> None:
+async def _set_on_change(id: UUID, woken: asyncio.Event) -> None:
     async for _, payload in events.listen(events.OPERATIONS):
         # Without a payload: something may have been missed.
         if not payload or payload.startswith(str(id)):
             woken.set()
 
 
-async def _news(woken: asyncio.Event) -> None:
+async def _wait_for_change(woken: asyncio.Event) -> None:
     """Wait until the row may have changed."""
     try:
         async with asyncio.timeout(READ_EVERY):

@@ -1,7 +1,7 @@
-"""Texts of `manage.py operations`, and of the parts of an operation that is followed.
+"""Texts of `manage.py operations`, and of the targets of an operation that is followed.
 
-Pure functions over operations as REST shows them (`operations.changes.feed`); nothing here reads the
-database. Names, reasons and errors come from workers, so nothing unprintable reaches a terminal.
+Pure functions of operations in the wire form (`operations.changes.feed`); this module does not read the
+database. Names, reasons and errors come from workers, so unprintable characters are removed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from localai_cluster.kit.quantities import counted
 from operations.models import Status, TargetStatus
 
 Entry = Mapping[str, Any]
-"""An operation as `GET /api/operations` lists it."""
+"""An operation in the form of `GET /api/operations`."""
 Part = Mapping[str, Any]
-"""One of its `nodes`."""
+"""A target: an element of an operation's `nodes`."""
 
 _LIST = ("ID", "WHAT", "OF", "WHERE", "STATE", "DONE", "BY", "AGE", "SAYS")
 _RECORD = ("ID", "WHAT", "OF", "WHERE", "OUTCOME", "BY", "ENDED", "SAYS")
@@ -36,13 +36,13 @@ _STATES = {
 _PART_STATES = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
 
 
-def short(entry: Entry) -> str:
-    """Return the beginning of its id."""
+def short_id(entry: Entry) -> str:
+    """Return the short form of the operation's id."""
     return str(entry["jobID"])[:SHORT_ID]
 
 
-def state(part: Part) -> str:
-    """Return a part's state in an operator's words."""
+def target_state(part: Part) -> str:
+    """Return a target's state as text."""
     if part.get("overdueSince"):
         return "running on the worker"
     if part["status"] == TargetStatus.QUEUED:
@@ -54,8 +54,8 @@ def state(part: Part) -> str:
     return _PART_STATES.get(part["status"]) or str(part["status"])
 
 
-def reason(part: Part) -> str:
-    """Return the reason of its failure or wait, or its step, in one line."""
+def target_reason(part: Part) -> str:
+    """Return the reason of the target's failure or wait, otherwise its step, in one line."""
     file = part.get("file_name") if part["status"] == TargetStatus.DOWNLOADING else ""
     waits = "" if part.get("attempts") else wait(part)
     said = part.get("error") or waits or part.get("reason") or file or ""
@@ -64,61 +64,61 @@ def reason(part: Part) -> str:
 
 
 def wait(entry: Entry | Part) -> str:
-    """Return the reason and the start of its wait; "" if unknown."""
+    """Return the reason and the start of a wait; "" if unknown."""
     since = entry.get("waitsSince")
     said = str(entry.get("waitsFor", ""))
     return f"{said} since {format_time(datetime.fromisoformat(since))}" if since else said
 
 
-def size(part: Part) -> str:
-    """Return the bytes so far and the total."""
+def target_size(part: Part) -> str:
+    """Return the transferred and the total bytes as text."""
     if "total" in part:
         return f"{part.get('current', '0 B')} of {part['total']}"
     return str(part.get("current", ""))
 
 
-def line(part: Part) -> str:
-    """Return one part in one line."""
+def target_line(part: Part) -> str:
+    """Return the line for a target."""
     done = f" {part['percentage']:.0f} %" if part["status"] == TargetStatus.DOWNLOADING else ""
-    measured = f" ({size(part)})" if done and size(part) else ""
-    said = f": {reason(part)}" if reason(part) else ""
-    return f"{printable(part['node_name'])}: {state(part)}{done}{measured}{said}"
+    measured = f" ({target_size(part)})" if done and target_size(part) else ""
+    said = f": {target_reason(part)}" if target_reason(part) else ""
+    return f"{printable(part['node_name'])}: {target_state(part)}{done}{measured}{said}"
 
 
-def operations(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
-    """Return the list, one operation per line."""
-    return format_table(_LIST, [_operation(entry, now) for entry in entries]) if entries else none
+def operations_text(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
+    """Return the list of operations, one operation per line."""
+    return format_table(_LIST, [_operation_cells(entry, now) for entry in entries]) if entries else none
 
 
-def record(entries: Sequence[Entry], cursor: str) -> str:
+def history_text(entries: Sequence[Entry], cursor: str) -> str:
     """Return a page of the history, one operation per line, and the command for the next page."""
     if not entries:
         return "nothing has ended that matches"
-    listed = format_table(_RECORD, [_ended(entry) for entry in entries])
+    listed = format_table(_RECORD, [_history_cells(entry) for entry in entries])
     return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
 
 
-def _ended(entry: Entry) -> tuple[str, ...]:
+def _history_cells(entry: Entry) -> tuple[str, ...]:
     return (
-        short(entry),
+        short_id(entry),
         kind_text(entry),
         entry["fullName"],
         node_text(entry),
         entry["outcome"],
         entry["actor"],
         format_time(datetime.fromisoformat(entry["finishedAt"])),
-        _said(entry),
+        _note_text(entry),
     )
 
 
-def _said(entry: Entry) -> str:
+def _note_text(entry: Entry) -> str:
     said = str(entry.get("error") or wait(entry) or entry["message"])
     return said if len(said) <= _MAX_LENGTH else f"{said[: _MAX_LENGTH - 1]}…"
 
 
-def _operation(entry: Entry, now: datetime) -> tuple[str, ...]:
+def _operation_cells(entry: Entry, now: datetime) -> tuple[str, ...]:
     return (
-        short(entry),
+        short_id(entry),
         kind_text(entry),
         entry["id"],
         node_text(entry),
@@ -126,7 +126,7 @@ def _operation(entry: Entry, now: datetime) -> tuple[str, ...]:
         f"{entry['progress']} %",
         entry["actor"],
         format_age(entry["createdAt"], now),
-        _said(entry),
+        _note_text(entry),
     )
 
 
@@ -148,19 +148,19 @@ def node_text(entry: Entry) -> str:
     return str(entry.get("nodeName") or next(iter(names), ""))
 
 
-def detail(entry: Entry) -> str:
-    """Return one operation: its facts, then its parts."""
+def operation_text(entry: Entry) -> str:
+    """Return the text of one operation: its details, then its targets."""
     facts = [(name, text) for name, text in _facts(entry) if text]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
     parts = [
         (
             part["node_name"],
-            state(part),
+            target_state(part),
             f"{part['percentage']:.0f} %",
-            size(part),
+            target_size(part),
             str(part.get("attempts", "")),
-            reason(part),
+            target_reason(part),
         )
         for part in entry.get("nodes", ())
     ]
@@ -197,9 +197,9 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "comment", entry.get("dismissedComment", "")
 
 
-def counts(parts: Sequence[Part]) -> str:
-    """Return the number of parts by state: `3 queued, 2 done`."""
+def state_counts(parts: Sequence[Part]) -> str:
+    """Return the number of targets by state, such as `3 queued, 2 done`."""
     found: dict[str, int] = {}
     for part in parts:
-        found[state(part)] = found.get(state(part), 0) + 1
+        found[target_state(part)] = found.get(target_state(part), 0) + 1
     return ", ".join(f"{count} {name}" for name, count in found.items()) or EMPTY_CELL

@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 @skip_during_outage
 def reap_expired_leases() -> None:
-    """Requeue operations with expired leases; the schedule runs this function."""
+    """Requeue operations with expired leases; the function of the schedule."""
     reap()
 
 
 def reap() -> None:
     """Requeue operations with expired leases; return at once if another process is reaping."""
-    if not leases.any_expired(attempts.leased(), now=clock.now()):
+    if not leases.any_expired(attempts.leased_operations(), now=clock.now()):
         return
     with try_lock(Lock.OPERATION_REAPER) as mine:
         if not mine:
@@ -44,6 +44,6 @@ def prune_record() -> None:
     now = clock.now()
     if dismissed := retention.dismiss_oldest_failures(now=now):
         log.warning("inbox: the %d oldest failures dismissed; they are in the record", dismissed)
-    before = retention.oldest_kept(before=now - timedelta(seconds=conf.cluster().operation_retention))
+    before = retention.retention_cutoff(before=now - timedelta(seconds=conf.cluster().operation_retention))
     if pruned := retention.clear(before=before):
         log.info("record of operations: %d deleted", pruned)

@@ -74,7 +74,9 @@ def write_hour(start: datetime) -> None:
 
     from nodes.figures import partitions, store
 
-    partitions.ensure((table, at) for table in store.TABLES for at in (start, start + timedelta(hours=1)))
+    partitions.create_missing(
+        (table, at) for table in store.TABLES for at in (start, start + timedelta(hours=1))
+    )
     series = [wander(random.Random(number), 360) for number in range(FEW)]
     with connection.cursor() as cursor, cursor.copy("COPY figure_samples FROM STDIN") as copy:
         for turn in range(360):
@@ -137,7 +139,7 @@ def measure(nodes: int, postgres: int) -> None:
         if not hour:
             bytes_of["samples"] = size("figure_samples") / FEW
         began = time.process_time()
-        assert store.maintain(now=START + timedelta(hours=hour + 1) + store.GRACE, limit=600)
+        assert store.maintain(now=START + timedelta(hours=hour + 1) + store.LATE_SAMPLES_GRACE, limit=600)
         packing += time.process_time() - began
     bytes_of["hours"], bytes_of["days"] = size("figure_hours") / FEW / 24, size("figure_days") / FEW
     print("bytes of a node: " + ", ".join(f"{name} {number:,.0f}" for name, number in bytes_of.items()))

@@ -36,7 +36,7 @@ def plant(cluster: Cluster, node: str, now: datetime) -> None:
         for index in range(GPUS)
     ]
     cluster.execute(_GPUS, json.dumps(gpus), GPUS * 80 * GIB, GPUS * 30 * GIB, node)
-    today, chance = series.floor(now, DAY), random.Random(7)
+    today, chance = series.floor_to_step(now, DAY), random.Random(7)
     for age in range(DAYS):
         start = today - age * DAY
         _create_partition(cluster, start)
@@ -60,7 +60,7 @@ _BOUNDS = {"ram_used": (500, 1000), "disk_used": (5_000, 6_000)} | {
 
 
 def _create_partition(cluster: Cluster, at: datetime) -> None:
-    start = series.floor(at, _TABLE.width)
+    start = series.floor_to_step(at, _TABLE.width)
     end: datetime = start + timedelta(days=32)
     cluster.execute(
         f"CREATE TABLE IF NOT EXISTS {_TABLE.partition(at)} PARTITION OF figure_days"

@@ -78,7 +78,7 @@ def _diagram() -> Iterator[str]:
 
 
 def _phases() -> Iterator[str]:
-    from nodes.models.replica import STATE_OF
+    from nodes.models.replica import STATE_BY_PHASE
     from nodes.replicas.states import PHASES
 
     yield "| phase | state | owner | at its deadline | moved on by | reasons | meaning |\n"
@@ -86,7 +86,7 @@ def _phases() -> Iterator[str]:
     for phase, rules in PHASES.items():
         owners = ", ".join(sorted(rules.owners)) or "none"
         reasons = ", ".join(sorted(f"`{reason}`" for reason in rules.reasons))
-        state = STATE_OF[phase] or "none"
+        state = STATE_BY_PHASE[phase] or "none"
         cells = (f"`{phase}`", state, owners, rules.deadline, rules.ends, reasons, rules.sentence)
         yield f"| {' | '.join(cells)} |\n"
 

@@ -11,7 +11,7 @@ from localai_cluster.messaging.messages import encode_galleries
 from localai_cluster.messaging.nats import NatsBus
 from nodes.commands import commands
 from nodes.commands.commands import Worker
-from nodes.commands.outcomes import Done, NoResponders, Outcome, Refused, Unheard
+from nodes.commands.outcomes import Done, NoCommandListener, NoResponders, Outcome, Refused
 from tests.conformance.conftest import Play
 from tests.conformance.worker_support import NatsServer, eventually
 from tests.support.simulator import Act, SimulatedWorker
@@ -132,7 +132,7 @@ async def test_a_command_names_what_the_worker_will_find(
 async def test_a_forced_install_in_place_of_an_upgrade_names_it_too(
     play: Play, bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "SETTLED_AFTER", 0.0)
+    monkeypatch.setattr(commands, "RECONNECT_GRACE", 0.0)
     async with play(stock=True, knows=frozenset(STOCK) - {"backend.upgrade"}) as simulated:
         one = simulated.workers[0]
         outcome = await worker(bus, one).upgrade(m.UpgradeRequest("", uri="/srv/engine"), timeout=60)
@@ -164,7 +164,7 @@ async def test_the_percentage_of_an_image_of_several_layers_rises(
 async def test_a_cancel_tells_a_stock_worker_from_one_that_is_gone(play: Play, bus: NatsBus) -> None:
     async with play(stock=True) as simulated:
         one = simulated.workers[0]
-        assert isinstance(await worker(bus, one).cancel("op"), Unheard)
+        assert isinstance(await worker(bus, one).cancel("op"), NoCommandListener)
         await one.deafen()
         outcome = await worker(bus, one).cancel("op")
         assert type(outcome) is NoResponders

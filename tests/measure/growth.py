@@ -129,7 +129,7 @@ class Works:
 
     def look(self) -> None:
         """Read the rows for all pages, find what has changed, and write the message."""
-        self.feed._take(*self.feed._compare())
+        self.feed._apply(*self.feed._compare())
         self.feed._message(max(self.feed.history.number - 1, 0))
 
     def decide(self) -> None:

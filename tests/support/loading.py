@@ -81,7 +81,7 @@ class Stage:
 
     def need_until(self) -> None:
         """Extend the load's deadline, as a request that attaches to the running load does."""
-        admission.need_until({self.work.id: clock.now() + timedelta(seconds=60)})
+        admission.extend_need({self.work.id: clock.now() + timedelta(seconds=60)})
 
     async def play(self, happens: Callable[[], bool] = lambda: True) -> BaseException:
         """Run the handler; retry `happens` until it succeeds. Return the exception that ended the attempt."""

@@ -210,7 +210,7 @@ async def run(stop: asyncio.Event) -> None:
     await cancellation.end(*loops)
     hooks.on_removed.remove(parts.news.removed)
     with contextlib.suppress(DatabaseError):
-        await in_thread(controllers.sign_off, owner)
+        await in_thread(controllers.delete_heartbeat, owner)
     await bus.close()
     log.info("controller %s stopped", owner)
 
@@ -292,4 +292,6 @@ class Heartbeat(PeriodicTask):
         await super().run()
 
     async def _beat(self) -> None:
-        await in_thread(controllers.beat, self._owner, bus_connected=self._bus.connected, now=clock.now())
+        await in_thread(
+            controllers.write_heartbeat, self._owner, bus_connected=self._bus.connected, now=clock.now()
+        )

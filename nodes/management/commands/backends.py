@@ -1,7 +1,7 @@
-"""`manage.py backends`: what is installed in the cluster; install, upgrade, delete.
+"""`manage.py backends`: list, install, upgrade and delete backends.
 
-Each command requests an operation as REST does and follows it to its end. `--json` prints what REST answers:
-of the operation as it ended, or with `--detach` of the request. An operation that failed ends the command
+Each command requests an operation as REST does, and follows it to its end. `--json` prints REST's response:
+the ended operation, or with `--detach` the response to the request. If the operation fails, the command ends
 with exit code 1 and the reasons by node.
 """
 
@@ -55,7 +55,7 @@ class Command(VerbCommand):
         _add_write_verbs(add)
 
     def explain(self, refusal: errors.ClusterError) -> str:
-        """Name the option where REST names a field of a body."""
+        """Return the refusal with the name of the option in place of the body's field."""
         if refusal.field == "last_replicas" and (models := refusal.data.get("last_replicas")):
             options = " ".join(f"--confirm-last {model}" for model in models)
             return printable(
@@ -67,7 +67,7 @@ class Command(VerbCommand):
 
 
 def _add_write_verbs(add: AddVerb) -> None:
-    installer = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
+    installer = _add_nodes_option(add("install", install, "Install a backend on all nodes, or on some."))
     installer.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name"
     )
@@ -77,7 +77,9 @@ def _add_write_verbs(add: AddVerb) -> None:
     installer.add_argument("--name", dest="called", default="", metavar="N", help="its name, with --uri")
     installer.add_argument("--force", action="store_true", help="replace the files where it is installed")
     installer.add_argument("--yes", action="store_true", help="with --force: do not ask")
-    newer = _on_nodes(add("upgrade", upgrade, "Upgrade a backend where it is; several nodes go in waves."))
+    newer = _add_nodes_option(
+        add("upgrade", upgrade, "Upgrade a backend where it is; several nodes go in waves.")
+    )
     newer.add_argument("name", metavar="NAME")
     pace = newer.add_mutually_exclusive_group()
     pace.add_argument("--at-once", action="store_true", help="on all nodes at once: running requests end")
@@ -98,12 +100,12 @@ def _add_write_verbs(add: AddVerb) -> None:
         metavar="MODEL",
         help="the last replica of this model may stop; repeatable",
     )
-    remover = _on_nodes(add("delete", delete, "Delete a backend where it is; its engines stop."))
+    remover = _add_nodes_option(add("delete", delete, "Delete a backend where it is; its engines stop."))
     remover.add_argument("name", metavar="NAME")
     remover.add_argument("--yes", action="store_true", help="do not ask")
 
 
-def _on_nodes(parser: CommandParser) -> CommandParser:
+def _add_nodes_option(parser: CommandParser) -> CommandParser:
     parser.add_argument(
         "--node", action="append", default=[], metavar="NODE", help="only there: name or id; repeatable"
     )
@@ -118,11 +120,11 @@ def list_backends(options: Options) -> str:
     ]
     if options["json"]:
         return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
-    rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
+    rows = [_backend_cells(backend, picture.upgrades.get(backend.name)) for backend in backends]
     return format_table(_LIST, rows) if rows else "no backends"
 
 
-def _line(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:
+def _backend_cells(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:
     build = backend.majority
     return (
         backend.name,
@@ -130,12 +132,12 @@ def _line(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]
         build.digest[:_DIGEST_SHOWN],
         str(len(backend.places)),
         ", ".join(str(place.node["node_name"]) for place in backend.drifted),
-        _upgrade(upgrade) if upgrade else "",
+        _upgrade_text(upgrade) if upgrade else "",
     )
 
 
-def _upgrade(upgrade: Upgrade) -> str:
-    """Return the version; without one, the digest; without both, that nodes differ."""
+def _upgrade_text(upgrade: Upgrade) -> str:
+    """Return the version, else the digest, else a text that the builds of the nodes differ."""
     return upgrade.available_version or upgrade.available_digest[:_DIGEST_SHOWN] or "available"
 
 
@@ -146,17 +148,17 @@ def install(options: Options) -> str:
     if called and name:
         raise CommandError("give the name once: as NAME or with --name")
     body = {"uri": uri, "name": called or name} if uri else {"backend": name}
-    fields = _validate(ExternalSerializer, body | _nodes_field(_nodes(options)))
+    fields = _validate(ExternalSerializer, body | _nodes_field(_selected_nodes(options)))
     if not (name or uri):
         raise CommandError(
             "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
         )
-    request, nodes = install_request(fields, force=options["force"]), _nodes(options)
+    request, nodes = install_request(fields, force=options["force"]), _selected_nodes(options)
     if options["force"] and not options["yes"]:
         nodes = nodes or select_all_nodes(request)[0]
         if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend).exists():
             _confirm("reinstall", request, nodes)
-    return _request(options, request, fields)
+    return _run_operation(options, request, fields)
 
 
 def _parse_wave_size(text: str) -> int | str:
@@ -164,9 +166,9 @@ def _parse_wave_size(text: str) -> int | str:
 
 
 def upgrade(options: Options) -> str:
-    """Upgrade in waves if there are several nodes or an option of waves is given."""
+    """Upgrade in waves if there are several nodes or a wave option."""
     request = BackendRequest(UPGRADE, backend_name_in(options["name"]))
-    nodes = _nodes(options)
+    nodes = _selected_nodes(options)
     confirmed = options["confirm_last"]
     names = {
         "max_unavailable": "max_unavailable",
@@ -180,19 +182,19 @@ def upgrade(options: Options) -> str:
         body["waves"] = waves
     elif confirmed or waves:
         raise CommandError("--confirm-last, --pause and --stop-at-failures apply to waves, not to --at-once")
-    return _request(options, request, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
+    return _run_operation(options, request, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
 
 
 def delete(options: Options) -> str:
     request = BackendRequest(DELETE, backend_name_in(options["name"]))
-    nodes = _nodes(options)
+    nodes = _selected_nodes(options)
     if not options["yes"]:
         _confirm("delete", request, nodes or select_all_nodes(request)[0])
-    return _request(options, request, _validate(NodesSerializer, _nodes_field(nodes)))
+    return _run_operation(options, request, _validate(NodesSerializer, _nodes_field(nodes)))
 
 
 def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
-    """Prompt with the replicas, requests and pending operations. Raise CommandError on a no."""
+    """Ask for confirmation, showing replicas, requests and pending operations. Raise CommandError on "no"."""
     names = ", ".join(node.name for node in nodes) or "no node"
     stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend)
     stopped = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
@@ -205,7 +207,7 @@ def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -
     confirm(f"{verb} {request.backend}", question)
 
 
-def _nodes(options: Options) -> list[BackendNode]:
+def _selected_nodes(options: Options) -> list[BackendNode]:
     return [lookup.node(text) for text in options["node"]]
 
 
@@ -214,27 +216,27 @@ def _nodes_field(nodes: Sequence[BackendNode]) -> dict[str, Any]:
 
 
 def _validate(serializer_class: type[serializers.Serializer[Any]], body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a body, checked as REST does. Raise CommandError naming the field."""
+    """Validate the body as REST does. Raise CommandError with the name of a wrong field."""
     serializer = serializer_class(data=body)
     if not serializer.is_valid():
-        raise CommandError(_problem(serializer.errors))
+        raise CommandError(_first_problem(serializer.errors))
     fields: dict[str, Any] = serializer.validated_data
     return fields
 
 
-def _problem(errors_by_field: Any) -> str:
-    """Return the first error: `max_unavailable: …`."""
+def _first_problem(errors_by_field: Any) -> str:
+    """Return the first error with its field, such as `max_unavailable: …`."""
     if isinstance(errors_by_field, Mapping):
         name, inner = next(iter(errors_by_field.items()))
-        problem = _problem(inner)
+        problem = _first_problem(inner)
         return problem if isinstance(inner, Mapping) else f"{name}: {problem}"
     return str(errors_by_field[0])
 
 
-def _request(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
-    """Create the operation, or join it, and follow it."""
+def _run_operation(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
+    """Create or join the operation, and follow it to its end."""
     result = admit_command(RequestScope((), by=Requester(str(current_actor()))), request, fields)
     body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
     if not options["detach"] and not options["json"]:
         options["out"].write(f"{body['message']}: operation {id}")
-    return following.unless_detached(options, id, body["message"], body)
+    return following.follow_unless_detached(options, id, body["message"], body)

@@ -43,7 +43,7 @@ _VARIANTS = ("VARIANT", "SIZE", "CONTEXT", "FITS", "")
 _CANDIDATES = ("ADD", "KIND", "DESCRIPTION")
 _HISTORY = ("REVISION", "CHANGED", "BY", "ORIGIN", "REASON")
 EDITOR = "EDITOR"
-"""Environment variable with the program that `edit` starts."""
+"""Environment variable that names the editor for `edit`."""
 
 
 class Command(VerbCommand):
@@ -62,24 +62,30 @@ class Command(VerbCommand):
         listed = add("list", list_models, "List definitions, of files too.")
         listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
         listed.add_argument("--state", choices=STATES)
-        _model(add("show", show, "Show the YAML of a model."))
+        _add_model_argument(add("show", show, "Show the YAML of a model."))
         _add_edit_arguments(
-            _model(add("edit", edit_model, "Change a definition, in $EDITOR unless values are given."))
+            _add_model_argument(
+                add("edit", edit_model, "Change a definition, in $EDITOR unless values are given.")
+            )
         )
-        removed = _model(add("remove", remove, "Unload a model and delete its stored definition."))
+        removed = _add_model_argument(
+            add("remove", remove, "Unload a model and delete its stored definition.")
+        )
         removed.add_argument(
             "--files", action="store_true", help="also delete the files that no other definition names"
         )
         removed.add_argument("--detach", action="store_true", help="do not wait for the end")
-        _model(add("disable", disable, "Disable a definition: no requests, and its replicas are unloaded."))
-        _model(add("enable", enable, "Enable a definition."))
-        history = _model(add("history", show_history, "List the revisions of a definition."))
+        _add_model_argument(
+            add("disable", disable, "Disable a definition: no requests, and its replicas are unloaded.")
+        )
+        _add_model_argument(add("enable", enable, "Enable a definition."))
+        history = _add_model_argument(add("history", show_history, "List the revisions of a definition."))
         history.add_argument("--diff", action="store_true", help="with what each has changed")
-        restored = _model(add("restore", restore, "Make the text of a revision the newest one."))
+        restored = _add_model_argument(add("restore", restore, "Make the text of a revision the newest one."))
         restored.add_argument("revision", type=int, metavar="REVISION")
 
 
-def _model(parser: CommandParser) -> CommandParser:
+def _add_model_argument(parser: CommandParser) -> CommandParser:
     parser.add_argument("model", metavar="MODEL")
     return parser
 
@@ -88,7 +94,7 @@ def _add_edit_arguments(parser: CommandParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--set",
-        type=_change,
+        type=_parse_change,
         action="append",
         metavar="NAME=VALUE",
         help=f"one of {', '.join(edit.FORM)}; an empty value removes the setting; repeatable",
@@ -97,7 +103,7 @@ def _add_edit_arguments(parser: CommandParser) -> None:
     parser.add_argument("--reason", default="", help="why, for the history")
 
 
-def _change(text: str) -> tuple[str, Any]:
+def _parse_change(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -115,11 +121,15 @@ def list_models(options: Options) -> str:
         if entry.contains(term) and options["state"] in (None, entry.state)
     ]
     rows = definition_entries.summaries_of(entries)
-    unusable = definition_entries.unusable_rows()
+    unusable = definition_entries.read_unusable_rows()
     if options["json"]:
         return as_json({"definitions": rows, "unusable": unusable})
     lines = (
-        [format_table(_LIST, [_line(entry, row) for entry, row in zip(entries, rows, strict=True)])]
+        [
+            format_table(
+                _LIST, [_definition_cells(entry, row) for entry, row in zip(entries, rows, strict=True)]
+            )
+        ]
         if rows
         else []
     )
@@ -129,7 +139,7 @@ def list_models(options: Options) -> str:
     return "\n".join(lines) or "no definitions"
 
 
-def _line(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
+def _definition_cells(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
     changed = format_age(entry.updated_at.isoformat(), clock.now())
     revision = str(row["revision"]) if row["revision"] else ""
     return (
@@ -145,7 +155,7 @@ def _line(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def show(options: Options) -> str:
-    row = definition_entries.detail_of(options["model"])
+    row = definition_entries.definition_detail(options["model"])
     if options["json"]:
         return as_json(row)
     notes = [f"# the file {row['file']} defines this model and stays in force"] if row["shadowed"] else []
@@ -154,7 +164,7 @@ def show(options: Options) -> str:
 
 
 def edit_model(options: Options) -> str:
-    """Save the edited text; raise Conflict if somebody else has changed it meanwhile."""
+    """Save the edited text. Raise Conflict if another user has changed the definition meanwhile."""
     name, row = options["model"], store.find(options["model"])
     former = store.text_in_force(name)
     if former is None:
@@ -162,7 +172,7 @@ def edit_model(options: Options) -> str:
     if options["set"]:
         text = edit.apply_changes(former, dict(options["set"]))
     else:
-        text = _read(options["file"]) if options["file"] is not None else _edit_in_program(former)
+        text = _read_text(options["file"]) if options["file"] is not None else _edit_in_program(former)
     try:
         saved = store.save(
             name,
@@ -177,12 +187,12 @@ def edit_model(options: Options) -> str:
         if options["set"] or options["file"] is not None:
             raise
         raise CommandError(
-            f"{error.message}; the edited text is in {_keep(text)}: use it with --file"
+            f"{error.message}; the edited text is in {_save_draft(text)}: use it with --file"
         ) from error
-    return _saved_definition(options, f"revision {saved.revision}" if text != former else "not changed")
+    return _saved_text(options, f"revision {saved.revision}" if text != former else "not changed")
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES + 1).decode()
@@ -191,7 +201,7 @@ def _read(path: Path) -> str:
 
 
 def _edit_in_program(text: str) -> str:
-    """Return the text as the user has left it in the editor."""
+    """Open the text in the user's editor; return the edited text."""
     program = shlex.split(os.environ.get(EDITOR, "")) or ["vi"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "definition.yaml"
@@ -200,19 +210,19 @@ def _edit_in_program(text: str) -> str:
             subprocess.run([*program, str(path)], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             raise CommandError(f"{program[0]}: {error}") from error
-        return _read(path)
+        return _read_text(path)
 
 
-def _keep(text: str) -> str:
-    """Write the text to a file for the user; return its path."""
+def _save_draft(text: str) -> str:
+    """Save the text to a file, so that the user does not lose it. Return the path."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(text)
     return file.name
 
 
-def _saved_definition(options: Options, done: str) -> str:
-    """Return the definition as it is now."""
-    row = definition_entries.detail_of(options["model"])
+def _saved_text(options: Options, done: str) -> str:
+    """Return the text or JSON of the saved definition."""
+    row = definition_entries.definition_detail(options["model"])
     if options["json"]:
         return as_json(row)
     shadowed = f"; the file {row['file']} stays in force" if row["shadowed"] else ""
@@ -220,22 +230,22 @@ def _saved_definition(options: Options, done: str) -> str:
 
 
 def remove(options: Options) -> str:
-    """Request the deletion and follow it to its end."""
+    """Request the deletion, and follow it to its end."""
     name = options["model"]
     request = RemovalRequest(name, Requester(str(current_actor())), options["files"])
     admission = definition_removal.request_removal(request, now=clock.now())
     job = admission.operation.id
-    return following.unless_detached(options, job, name, {"jobID": str(job)})
+    return following.follow_unless_detached(options, job, name, {"jobID": str(job)})
 
 
 def disable(options: Options) -> str:
     store.set_disabled(options["model"], True, now=clock.now())
-    return _saved_definition(options, "disabled")
+    return _saved_text(options, "disabled")
 
 
 def enable(options: Options) -> str:
     store.set_disabled(options["model"], False, now=clock.now())
-    return _saved_definition(options, "enabled")
+    return _saved_text(options, "enabled")
 
 
 def show_history(options: Options) -> str:
@@ -265,16 +275,14 @@ def restore(options: Options) -> str:
         origin=DefinitionOrigin.EDITOR,
         now=clock.now(),
     )
-    return _saved_definition(
-        options, f"revision {saved.revision} has the text of revision {options['revision']}"
-    )
+    return _saved_text(options, f"revision {saved.revision} has the text of revision {options['revision']}")
 
 
 def add_model(options: Options) -> str:
-    """Show what the text means, or request its import and follow that to its end."""
+    """Show the models that the text names, or import one and follow the import to its end."""
     if options["show"]:
         found = inspection.inspect(options["text"], clock.now())
-        return as_json(found) if options["json"] else _shown(found)
+        return as_json(found) if options["json"] else _inspection_text(found)
     plan = inspection.plan_import(
         options["text"], variant=options["variant"], name=options["name"], now=clock.now()
     )
@@ -284,21 +292,24 @@ def add_model(options: Options) -> str:
         plan, by=Requester(str(current_actor())), now=clock.now(), load=options["load"]
     )
     job = admission.operation.id
-    return following.unless_detached(options, job, plan.name, {"jobID": str(job), "model": plan.name})
+    return following.follow_unless_detached(options, job, plan.name, {"jobID": str(job), "model": plan.name})
 
 
-def _shown(found: Row) -> str:
+def _inspection_text(found: Row) -> str:
     lines = [printable(f"{found['title']} ({found['kind']})")]
     lines += [printable(f"{name}: {found[name]}") for name in ("licence", "commit", "problem") if found[name]]
     if found["variants"]:
-        lines.append(format_table(_VARIANTS, [_variant(variant) for variant in found["variants"]]))
+        lines.append(format_table(_VARIANTS, [_variant_cells(variant) for variant in found["variants"]]))
     if found["candidates"]:
-        rows = [(each["text"], each["kind"], each["description"][:60]) for each in found["candidates"]]
+        rows = [
+            (candidate["text"], candidate["kind"], candidate["description"][:60])
+            for candidate in found["candidates"]
+        ]
         lines.append(format_table(_CANDIDATES, rows))
     return "\n".join(lines)
 
 
-def _variant(variant: Row) -> tuple[str, ...]:
+def _variant_cells(variant: Row) -> tuple[str, ...]:
     fits = {True: "yes", False: "no", None: "unknown"}[variant["fit"]["fits"]]
     size = human_bytes(variant["size"]) if variant["size"] else "unknown"
     context = str(variant["context_size"] or "")

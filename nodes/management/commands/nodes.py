@@ -76,12 +76,12 @@ _TIMES = {
 """Keys of a node whose values are times."""
 
 
-def nodes(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
+def nodes_text(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
     """Return one line per node."""
-    return format_table(_LIST, [_node(row, now) for row in rows]) if rows else "no nodes"
+    return format_table(_LIST, [_node_cells(row, now) for row in rows]) if rows else "no nodes"
 
 
-def _node(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
+def _node_cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
     vram = f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
     return (
         row["name"],
@@ -108,38 +108,38 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"conflicts: {claims}"
 
 
-def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
-    """Return the facts of a node, then its latest events."""
+def node_text(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
+    """Return the details of a node, then its latest events."""
     labels = sorted(row["labels"].items())
     plain = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
-    facts = [(name, text) for name, text in _flat(plain, "") if text]
+    facts = [(name, text) for name, text in _flatten(plain, "") if text]
     facts += [(f"label {key}", text or EMPTY_CELL) for key, text in labels]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
-    return "\n".join([*lines, "", _events(events)])
+    return "\n".join([*lines, "", _events_text(events)])
 
 
-def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
         label = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, Mapping) and value.keys() == _FACT:
-            yield label, _fact(value)
+            yield label, _format_fact(value)
         elif isinstance(value, Mapping):
-            yield from _flat(value, f"{label}: ")
+            yield from _flatten(value, f"{label}: ")
         elif name == "gpus":
             for gpu in value:
                 figures = {name: figure for name, figure in gpu.items() if name != "index"}
-                yield from _flat(figures, f"GPU {gpu['index']}: ")
+                yield from _flatten(figures, f"GPU {gpu['index']}: ")
         else:
-            yield label, _text(name, value)
+            yield label, _format_value(name, value)
 
 
-def _fact(value: Mapping[str, Any]) -> str:
+def _format_fact(value: Mapping[str, Any]) -> str:
     reason = f": {value['reason']}" if value["reason"] else ""
     return f"{format_time(datetime.fromisoformat(value['at']))} by {value['by'] or 'unknown'}{reason}"
 
 
-def _text(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if value is None or value == ZERO_TIME:
         return ""
     if name in _TIMES:
@@ -152,18 +152,21 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
-def _events(events: Sequence[NodeEvent]) -> str:
-    rows = [(format_time(event.at), event.kind, _change(event), event.actor, event.cause) for event in events]
+def _events_text(events: Sequence[NodeEvent]) -> str:
+    rows = [
+        (format_time(event.at), event.kind, _status_change(event), event.actor, event.cause)
+        for event in events
+    ]
     return format_table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
 
 
-def _change(event: NodeEvent) -> str:
+def _status_change(event: NodeEvent) -> str:
     if event.status_before == event.status_after:
         return event.status_after
     return f"{event.status_before} -> {event.status_after}"
 
 
-def _conflict(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
+def _conflict_cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
     proof = row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
     return (
         str(row["id"])[:SHORT_ID],
@@ -184,7 +187,7 @@ TOKENS_SHOWN = 100
 _TOKEN_HEADS = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NOTE")
 
 
-class PartlyDone(CommandError):
+class PartialFailure(CommandError):
     """Some changes of a command failed; `done` lists all outcomes."""
 
     def __init__(self, done: str, message: str) -> None:
@@ -200,13 +203,13 @@ class Command(VerbCommand):
     def add_verbs(self, add: AddVerb) -> None:
         _add_read_verbs(add)
         _add_write_verbs(add)
-        _join_tokens(add)
+        _add_join_token_verbs(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Print the outcomes of a command that did a part, too."""
+        """Print the outcomes of a partly failed command before its error."""
         try:
             super().handle(*args, **options)
-        except PartlyDone as partly:
+        except PartialFailure as partly:
             self.stdout.write(partly.done)
             raise
 
@@ -219,7 +222,7 @@ def _add_read_verbs(add: AddVerb) -> None:
     listed.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
     listed.add_argument("--search", help="part of the name, address, GPU vendor or a GPU's name")
     listed.add_argument("--sort", metavar="FIELD", help="--sort=-FIELD reverses the order")
-    _of_a_node(add("show", show, "Show one node: its facts and its latest events."))
+    _add_node_argument(add("show", show, "Show one node: its facts and its latest events."))
     claims = add("conflicts", list_conflicts, "List the open conflicts, or all conflicts of one node.")
     claims.add_argument("node", nargs="?", metavar="NODE")
 
@@ -231,7 +234,9 @@ def _add_write_verbs(add: AddVerb) -> None:
     for action in actions.NODE_ACTIONS.values():
         if action is actions.APPROVE:
             continue
-        parser = _of_a_node(add(action.name, stop if action is actions.STOP else change_node, action.help))
+        parser = _add_node_argument(
+            add(action.name, stop if action is actions.STOP else change_node, action.help)
+        )
         if action.reason != "none":
             required = action.reason == "required"
             parser.add_argument("--reason", required=required, default="", help="shown in the timeline")
@@ -239,14 +244,14 @@ def _add_write_verbs(add: AddVerb) -> None:
             parser.add_argument(
                 "--deadline",
                 dest="deadline_seconds",
-                type=_duration,
+                type=_parse_duration,
                 metavar="1h",
                 help="time for running requests to finish",
             )
         if action is actions.STOP:
             parser.add_argument("--yes", action="store_true", help="do not ask")
-    _of_a_node(add("evict", evict, "Unload a node's least recently used idle replica."))
-    labels = _of_a_node(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
+    _add_node_argument(add("evict", evict, "Unload a node's least recently used idle replica."))
+    labels = _add_node_argument(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
     labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
     for action in (actions.ACCEPT, actions.REFUSE):
         add(action.name, decide_conflict, action.help).add_argument(
@@ -254,7 +259,7 @@ def _add_write_verbs(add: AddVerb) -> None:
         )
 
 
-def _join_tokens(add: AddVerb) -> None:
+def _add_join_token_verbs(add: AddVerb) -> None:
     parser = add(
         "join-token", list_join_tokens, "Make, list or revoke the tokens that other machines join with."
     )
@@ -262,7 +267,9 @@ def _join_tokens(add: AddVerb) -> None:
     maker = add_verb(
         "make", make_join_token, "Make a join token and print the line to run on the other machine."
     )
-    maker.add_argument("--lifetime", type=_seconds, default=joining.USUAL, metavar="1h", help="1m to 168h")
+    maker.add_argument(
+        "--lifetime", type=_parse_lifetime, default=joining.USUAL, metavar="1h", help="1m to 168h"
+    )
     maker.add_argument("--uses", type=int, default=1, metavar="N", help="how many machines may join with it")
     maker.add_argument("--note", default="", help="shown when a machine joins with it")
     maker.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
@@ -272,12 +279,12 @@ def _join_tokens(add: AddVerb) -> None:
     )
 
 
-def _of_a_node(parser: CommandParser) -> CommandParser:
+def _add_node_argument(parser: CommandParser) -> CommandParser:
     parser.add_argument("node", metavar="NODE", help="name, id or id prefix")
     return parser
 
 
-def _duration(text: str) -> float:
+def _parse_duration(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -288,7 +295,7 @@ def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.list_rows(listing.parse_node_query(QueryDict(urlencode(query, doseq=True))).nodes)
-    return as_json(rows) if options["json"] else nodes(rows, clock.now())
+    return as_json(rows) if options["json"] else nodes_text(rows, clock.now())
 
 
 def show(options: Options) -> str:
@@ -299,11 +306,11 @@ def show(options: Options) -> str:
     if options["json"]:
         return as_json(row)
     events = NodeEvent.objects.filter(node_id=node.id).order_by("-id")[:EVENTS_SHOWN]
-    return detail(row, list(events))
+    return node_text(row, list(events))
 
 
 def list_conflicts(options: Options) -> str:
-    """Return the open conflicts, or all of one node, latest first."""
+    """Return all open conflicts, or all conflicts of one node, latest first."""
     rows = NodeConflict.objects.order_by("-last_at", "id")
     if options["node"]:
         rows = rows.filter(node=lookup.node(options["node"]))
@@ -313,11 +320,15 @@ def list_conflicts(options: Options) -> str:
     if options["json"]:
         return as_json(conflicts)
     now = clock.now()
-    return format_table(_CLAIMS, [_conflict(row, now) for row in conflicts]) if conflicts else "no conflicts"
+    return (
+        format_table(_CLAIMS, [_conflict_cells(row, now) for row in conflicts])
+        if conflicts
+        else "no conflicts"
+    )
 
 
 def approve(options: Options) -> str:
-    """Approve one node, or several independently of each other."""
+    """Approve one node, or several nodes independently of each other."""
     nodes = [lookup.node(text) for text in options["nodes"]]
     if len(nodes) > 1:
         return _approve_many(options, nodes)
@@ -341,24 +352,24 @@ def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
             f"{names[result.id]}: {result.error or actions.APPROVE.message}" for result in results
         )
     if failed:
-        raise PartlyDone(text, f"{failed} of {len(results)} could not be approved")
+        raise PartialFailure(text, f"{failed} of {len(results)} could not be approved")
     return text
 
 
 def change_node(options: Options) -> str:
-    """Run the action that the verb names on one node."""
+    """Run the verb's action on one node."""
     node = lookup.node(options["node"])
     with lookup.hint_on_refusal(options["verb"], node):
         bulk.perform(options["verb"], node.id, current_actor(), clock.now(), options)
-    return _answer(options, node, actions.NODE_ACTIONS[options["verb"]].message)
+    return _respond(options, node, actions.NODE_ACTIONS[options["verb"]].message)
 
 
-def _answer(options: Options, node: BackendNode, message: str) -> str:
+def _respond(options: Options, node: BackendNode, message: str) -> str:
     return as_json({"message": message}) if options["json"] else _summary(node, message)
 
 
 def stop(options: Options) -> str:
-    """Stop the worker after a confirmation: it comes back only if its machine starts it again."""
+    """Stop the worker after a confirmation. It starts again only if its machine restarts it."""
     node = lookup.node(options["node"])
     if text := actions.refusal(actions.STOP, node):
         raise CommandError(f"{node.name} cannot be stopped: {text}")
@@ -396,9 +407,9 @@ def _summary(node: BackendNode, message: str) -> str:
 
 
 def label(options: Options) -> str:
-    """Apply all labels as one change; without arguments, only show them."""
+    """Apply all label changes in one transaction; without arguments, show the labels."""
     node = lookup.node(options["node"])
-    labels_to_set, dropped = _labels(options["labels"])
+    labels_to_set, dropped = _parse_labels(options["labels"])
     if labels_to_set or dropped:
         now, actor = clock.now(), current_actor()
         labels = edit_labels(node.id, labels_to_set, drop=dropped, actor=actor, now=now)
@@ -409,7 +420,7 @@ def label(options: Options) -> str:
     return "\n".join(f"{key}={value}" for key, value in labels.items()) or f"{node.name} has no labels"
 
 
-def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
+def _parse_labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the labels to set and the keys to remove; the first `=` ends a key."""
     pairs = [text.partition("=") for text in texts]
     bare = [key for key, equals, _ in pairs if not equals]
@@ -419,16 +430,16 @@ def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def decide_conflict(options: Options) -> str:
-    """Accept or refuse the claim to be a node."""
+    """Accept or refuse another machine's claim to be the node."""
     action, decide = {
         "accept": (actions.ACCEPT, accept_conflict),
         "refuse": (actions.REFUSE, refuse_conflict),
     }[options["verb"]]
     node = decide(lookup.conflict(options["conflict"]).id, actor=current_actor(), now=clock.now())
-    return _answer(options, node, action.message)
+    return _respond(options, node, action.message)
 
 
-def _seconds(text: str) -> int:
+def _parse_lifetime(text: str) -> int:
     try:
         return int(parse_duration(text))
     except ValueError as error:
@@ -436,7 +447,10 @@ def _seconds(text: str) -> int:
 
 
 def make_join_token(options: Options) -> str:
-    """Return the line to run, which contains the token and is shown only once."""
+    """Create a join token.
+
+    Return the command line for the machine, which contains the token and is shown only once.
+    """
     url = options["url"] or conf.cluster().public_url
     if not url:
         raise CommandError("the server's URL is unknown: set CLUSTER_PUBLIC_URL, or give --url")

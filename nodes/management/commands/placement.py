@@ -1,4 +1,4 @@
-"""`manage.py placement`: where a model runs and why, and what would go where; changes nothing."""
+"""`manage.py placement`: explain where a model runs, and plan placements. It changes nothing."""
 
 import json
 import math
@@ -54,13 +54,13 @@ class Command(VerbCommand):
         add(
             "explain", explain, "Show where a model runs, why, and what its next request would find."
         ).add_argument("model", metavar="MODEL")
-        _plan_arguments(add("plan", plan, "Plan where replicas would go, or what a rule would do."))
+        _add_plan_arguments(add("plan", plan, "Plan where replicas would go, or what a rule would do."))
         add("again", recompute, "Make a stored decision again, from the rows alone.").add_argument(
             "record", type=int, metavar="RECORD", help="number of the decision; explain shows it"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Report a body that REST refuses as CommandError."""
+        """Run the command. Convert the validation error of a body to CommandError."""
         try:
             super().handle(*args, **options)
         except ValidationError as wrong:
@@ -68,26 +68,28 @@ class Command(VerbCommand):
             raise CommandError(refusal.message if refusal else str(wrong)) from wrong
 
 
-def _plan_arguments(parser: CommandParser) -> None:
+def _add_plan_arguments(parser: CommandParser) -> None:
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("positional_model", metavar="MODEL", nargs="?", help="a defined model")
     subject.add_argument("--model", help="the same")
-    subject.add_argument("--vram", type=_bytes, metavar="GIB", help="what a replica needs instead")
+    subject.add_argument("--vram", type=_parse_gib, metavar="GIB", help="what a replica needs instead")
     subject.add_argument(
         "--file",
         type=Path,
         help="a model that is not defined: its GGUF file, or the config.json of its folder",
     )
-    subject.add_argument("--size", type=_bytes, metavar="GIB", help="a model of which only the size is known")
+    subject.add_argument(
+        "--size", type=_parse_gib, metavar="GIB", help="a model of which only the size is known"
+    )
     subject.add_argument(
         "--rule", metavar="JSON", help="a rule: what the replica pass would do now if it were saved"
     )
-    parser.add_argument("--disk", type=_bytes, metavar="GIB", default=0, help="with --vram")
+    parser.add_argument("--disk", type=_parse_gib, metavar="GIB", default=0, help="with --vram")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="with --file or --size")
     parser.add_argument("--replicas", type=int, metavar="N", help="1 unless given")
     parser.add_argument(
         "--selector",
-        type=_label,
+        type=_parse_label,
         action="append",
         metavar="KEY=VALUE",
         help="instead of that of the model's rule; repeatable",
@@ -96,7 +98,7 @@ def _plan_arguments(parser: CommandParser) -> None:
         "--add-nodes",
         "--node",
         dest="node",
-        type=_nodes,
+        type=_parse_nodes,
         action="append",
         default=[],
         metavar="3x24GiB[,KEY=VALUE]",
@@ -104,15 +106,15 @@ def _plan_arguments(parser: CommandParser) -> None:
     )
 
 
-def _bytes(gib: str) -> int:
+def _parse_gib(gib: str) -> int:
     amount = float(gib) * GIB
     if not math.isfinite(amount):
         raise ArgumentTypeError("use a number of GiB")
     return int(amount)
 
 
-def _file(path: Path | None, size: int | None, context: int | None) -> dict[str, Any]:
-    """Return the `file` of a plan's body."""
+def _file_field(path: Path | None, size: int | None, context: int | None) -> dict[str, Any]:
+    """Return the field `file` of the plan's body."""
     body: dict[str, Any] = {"definition": {} if context is None else {"context_size": context}}
     if path is None:
         return body | {"size": size}
@@ -130,23 +132,23 @@ def _file(path: Path | None, size: int | None, context: int | None) -> dict[str,
         raise CommandError(f"--file: {error}") from error
 
 
-def _label(text: str) -> tuple[str, str]:
+def _parse_label(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ArgumentTypeError("use KEY=VALUE")
     return key, value
 
 
-def _nodes(text: str) -> dict[str, Any]:
+def _parse_nodes(text: str) -> dict[str, Any]:
     match = _NODES.fullmatch(text)
     if match is None:
         raise ArgumentTypeError("use 24GiB, or 3x24GiB for three of them, with ,KEY=VALUE for labels")
-    labels = dict(_label(pair) for pair in match["labels"].split(",") if pair)
+    labels = dict(_parse_label(pair) for pair in match["labels"].split(",") if pair)
     added: dict[str, Any] = {"count": int(match["count"] or 1), "vram_gib": float(match["gib"])}
     return added | ({"labels": labels} if labels else {})
 
 
-def _rule(text: str) -> Any:
+def _parse_rule(text: str) -> Any:
     try:
         if problem := untrusted.json_problem(text.encode("utf-8", "replace")):
             raise CommandError(f"--rule: it is {problem}")
@@ -165,11 +167,11 @@ def explain(options: Options) -> str:
 def plan(options: Options) -> str:
     body: dict[str, Any] = {"replicas": options["replicas"], "nodes": options["node"]}
     if options["rule"] is not None:
-        body["rule"] = _rule(options["rule"])
+        body["rule"] = _parse_rule(options["rule"])
     elif (model := options["positional_model"] or options["model"]) is not None:
         body["model"] = model
     elif options["file"] is not None or options["size"] is not None:
-        body["file"] = _file(options["file"], options["size"], options["context"])
+        body["file"] = _file_field(options["file"], options["size"], options["context"])
     else:
         body["need"] = {"vram": options["vram"], "disk": options["disk"]}
     if options["selector"]:
@@ -183,7 +185,7 @@ def plan(options: Options) -> str:
 
 
 def recompute(options: Options) -> str:
-    """Compare a stored decision with the one that the stored rows yield now."""
+    """Compare a stored decision with the decision that its snapshot yields with the present code."""
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
@@ -197,9 +199,9 @@ def recompute(options: Options) -> str:
 def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
     parts = [f"next request: {printable(row['next']['says'])}"]
     if row["replicas"]:
-        parts.append(format_table(_REPLICAS, [_replica(replica, now) for replica in row["replicas"]]))
+        parts.append(format_table(_REPLICAS, [_replica_cells(replica, now) for replica in row["replicas"]]))
     if row["records"]:
-        parts.append(format_table(_RECORDS, [_record(record, now) for record in row["records"]]))
+        parts.append(format_table(_RECORDS, [_record_cells(record, now) for record in row["records"]]))
     if (placement := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
         parts.append(_memory_text(row["next"]["memory"]))
@@ -207,9 +209,11 @@ def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
 
 
 def _plan_text(row: Mapping[str, Any]) -> str:
-    """Return the decisions, and the near misses of the last one."""
+    """Return the decisions, and the near misses among the nodes of the last decision."""
     decisions = row["decisions"]
-    lines = format_table(_PLAN, [[str(decision["replica"]), *_decision(decision)] for decision in decisions])
+    lines = format_table(
+        _PLAN, [[str(decision["replica"]), *_decision_cells(decision)] for decision in decisions]
+    )
     parts = [f"{row['placed']} of {row['wanted']} replicas placed", lines]
     if near := list(_node_lines(decisions[-1])):
         parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
@@ -218,7 +222,7 @@ def _plan_text(row: Mapping[str, Any]) -> str:
 
 
 def _memory_text(memory: Mapping[str, Any]) -> str:
-    """Return each node's verdict, and the terms of the need before them."""
+    """Format the memory check: first the need with its terms, then one line for each node."""
     terms = tuple(memory["terms"].items())
     need = describe_need(gib_rounded_up(sum(size for _, size in terms)), terms, ": ")
     head = f"memory ({need}):" if terms else "memory:"
@@ -255,7 +259,7 @@ def _comparison_text(stored: ReplayedDecision, recomputed: ReplayedDecision | No
     )
 
 
-def _replica(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
+def _replica_cells(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
     return [
         replica["node"],
         str(replica["replica_index"]),
@@ -265,11 +269,11 @@ def _replica(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
     ]
 
 
-def _record(record: Mapping[str, Any], now: datetime) -> Sequence[str]:
-    return [str(record["id"]), format_age(record["last_at"], now), record["kind"], *_decision(record)]
+def _record_cells(record: Mapping[str, Any], now: datetime) -> Sequence[str]:
+    return [str(record["id"]), format_age(record["last_at"], now), record["kind"], *_decision_cells(record)]
 
 
-def _decision(decision: Mapping[str, Any]) -> Sequence[str]:
+def _decision_cells(decision: Mapping[str, Any]) -> Sequence[str]:
     index = "" if decision["replica_index"] is None else str(decision["replica_index"])
     return [decision["outcome"], decision["node"] or "", index, decision["reason"]]
 

@@ -22,18 +22,18 @@ class Command(VerbCommand):
 
     def add_verbs(self, add: AddVerb) -> None:
         add("list", list_rules, "List the rules, and what the last pass made of each.")
-        _demands(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
+        _add_rule_arguments(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
         add("delete", delete_rule, "Delete the rule of a model.").add_argument("model", metavar="MODEL")
 
 
-def _demands(parser: CommandParser) -> None:
+def _add_rule_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--min", type=int, default=0, metavar="N", help="replicas at least")
     parser.add_argument("--max", type=int, default=0, metavar="N", help="replicas at most; 0: no limit")
     parser.add_argument("--spread", action="store_true", help="one on every node that matches")
     parser.add_argument(
         "--label",
-        type=_label,
+        type=_parse_label,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -44,7 +44,7 @@ def _demands(parser: CommandParser) -> None:
     )
 
 
-def _label(text: str) -> tuple[str, str]:
+def _parse_label(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -55,11 +55,11 @@ def list_rules(options: Options) -> str:
     rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
         return as_json(rows)
-    return format_table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
+    return format_table(_LIST, [_rule_cells(row) for row in rows]) if rows else "no scheduling rules"
 
 
 def set_rule(options: Options) -> str:
-    """Set the rule; thresholds of routing stay as they are."""
+    """Set the rule. Its routing thresholds stay unchanged."""
     rule = Rule(
         options["model"],
         node_selector=dict(options["label"]),
@@ -73,7 +73,7 @@ def set_rule(options: Options) -> str:
 
 
 def delete_rule(options: Options) -> str:
-    """Delete the rule; raise NotFound without one, since a mistyped name is no success."""
+    """Delete the rule. Raise NotFound if there is none, because the name may be mistyped."""
     model = options["model"]
     if not store.delete_rule(model, clock.now()):
         message = f"there is no scheduling rule for {model}; `manage.py scheduling list` lists them"
@@ -82,13 +82,19 @@ def delete_rule(options: Options) -> str:
     return as_json({"message": message}) if options["json"] else f"{model}: {message}"
 
 
-def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _rule_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     state = row.get("state", {})
     figures = (str(state[name]) if state else "" for name in ("wanted", "current", "loading"))
-    return (row["model_name"], _wants(row), row.get("node_selector", ""), *figures, state.get("reason", ""))
+    return (
+        row["model_name"],
+        _wanted_text(row),
+        row.get("node_selector", ""),
+        *figures,
+        state.get("reason", ""),
+    )
 
 
-def _wants(row: Mapping[str, Any]) -> str:
+def _wanted_text(row: Mapping[str, Any]) -> str:
     if row.get("spread_all"):
         return "one a node"
     least, most = row["min_replicas"], row["max_replicas"]

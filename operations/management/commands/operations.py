@@ -1,7 +1,7 @@
-"""`manage.py operations`: what is done in the cluster, and what failed, at the command line.
+"""`manage.py operations`: running and failed operations of the cluster, at the command line.
 
-Each command calls what the REST API calls; `--json` prints what REST answers. An operation is given by its id
-or the beginning of it. A refused command ends with exit code 1 and one line.
+Each command calls the functions that the REST API calls; `--json` prints REST's response. An operation is
+given by its id or a prefix of it. A refused command ends with exit code 1 and one line.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand,
 from localai_cluster.kit import clock, errors
 from operations import kinds
 from operations.api import verbs
-from operations.api.history import record, undecided
-from operations.api.jobs import entry_of, live
+from operations.api.history import history_page, undismissed_failures
+from operations.api.jobs import live_entries, read_entry
 from operations.api.serializers import started_body
 from operations.ledger import admission
 from operations.ledger.admission import Requester
@@ -33,7 +33,7 @@ FILTERS = {
     "limit": ("N", "how many; 50 unless given"),
     "cursor": ("CURSOR", "goes on where a list ended that printed it"),
 }
-"""Options of `history`: those of the REST API."""
+"""Options of `history`: the filters of the REST API."""
 
 
 class Command(VerbCommand):
@@ -47,21 +47,25 @@ class Command(VerbCommand):
         ended = add("history", history, "List what has ended, the latest first.")
         for name, (metavar, what) in FILTERS.items():
             ended.add_argument(f"--{name}", metavar=metavar, help=what)
-        shown = _of_one(add("show", show, "Show one operation and its part on each node."))
+        shown = _add_operation_argument(add("show", show, "Show one operation and its part on each node."))
         shown.add_argument(
             "--follow", action="store_true", help="print changes until it has ended; exit code 1 if it failed"
         )
-        _of_one(add("cancel", cancel, "End an operation for good.")).add_argument(
+        _add_operation_argument(add("cancel", cancel, "End an operation for good.")).add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
         )
-        tried = _of_one(add("retry", retry, "Retry what failed; waiting targets are tried at once."))
+        tried = _add_operation_argument(
+            add("retry", retry, "Retry what failed; waiting targets are tried at once.")
+        )
         tried.add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
         )
-        _of_one(add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.")).add_argument(
-            "--comment", default="", help="why it needs no more attention"
+        _add_operation_argument(
+            add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.")
+        ).add_argument("--comment", default="", help="why it needs no more attention")
+        continued = _add_operation_argument(
+            add("continue", continue_waves, "Open the next wave of an upgrade after one that failed.")
         )
-        continued = _of_one(add("continue", go_on, "Open the next wave of an upgrade after one that failed."))
         continued.add_argument(
             "--confirm-last",
             action="append",
@@ -69,43 +73,43 @@ class Command(VerbCommand):
             metavar="MODEL",
             help="the last replica of this model may stop; repeatable",
         )
-        _of_one(add("stop", stop, "End an upgrade in waves after the open wave."))
+        _add_operation_argument(add("stop", stop_waves, "End an upgrade in waves after the open wave."))
 
 
-def _of_one(parser: CommandParser) -> CommandParser:
+def _add_operation_argument(parser: CommandParser) -> CommandParser:
     parser.add_argument("operation", metavar="ID", help="id or id prefix")
     return parser
 
 
 def list_operations(options: Options) -> str:
-    """Return the list, as `GET /api/operations` has it."""
-    return _listed(options, live(), "no operations")
+    """Return the text or JSON of `GET /api/operations`."""
+    return _listed(options, live_entries(), "no operations")
 
 
 def inbox(options: Options) -> str:
-    """Return the failures, as `GET /api/operations/inbox` has them."""
-    return _listed(options, undecided(), "the inbox is empty")
+    """Return the text or JSON of `GET /api/operations/inbox`."""
+    return _listed(options, undismissed_failures(), "the inbox is empty")
 
 
 def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
     if options["json"]:
         return command_line.as_json({"operations": entries})
-    return operation_texts.operations(entries, clock.now(), none=none)
+    return operation_texts.operations_text(entries, clock.now(), none=none)
 
 
 def history(options: Options) -> str:
-    """Return a page of the history, as `GET /api/operations/history` has it."""
+    """Return the text or JSON of a page of `GET /api/operations/history`."""
     given = {name: options[name] for name in FILTERS if options[name] is not None}
     if "node" in given:
         given["node"] = _node_id(given["node"])
-    page = record(given)
+    page = history_page(given)
     if options["json"]:
         return command_line.as_json(page)
-    return operation_texts.record(page["operations"], page.get("nextCursor", ""))
+    return operation_texts.history_text(page["operations"], page.get("nextCursor", ""))
 
 
 def _node_id(text: str) -> str:
-    """Return the id of a node; a complete id may be that of a removed node."""
+    """Return the id of a node. A complete id may belong to a removed node."""
     try:
         return str(UUID(text))
     except ValueError:
@@ -113,14 +117,14 @@ def _node_id(text: str) -> str:
 
 
 def show(options: Options) -> str:
-    """Return one operation, as the list has it."""
+    """Return one operation, in the form of the list."""
     id = _operation(options["operation"]).id
     if options["follow"]:
-        return following.to_its_end(id, options["out"], as_json=options["json"])
-    entry = entry_of(id)
+        return following.follow_to_end(id, options["out"], as_json=options["json"])
+    entry = read_entry(id)
     if entry is None:
         raise errors.NotFound(f"the record of operation {id} has just been cleared")
-    return command_line.as_json(entry) if options["json"] else operation_texts.detail(entry)
+    return command_line.as_json(entry) if options["json"] else operation_texts.operation_text(entry)
 
 
 def cancel(options: Options) -> str:
@@ -129,20 +133,20 @@ def cancel(options: Options) -> str:
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     if not nodes:
         cancelled = verbs.cancel_operation(operation, actor=actor)
-        return _done(options, operation, verbs.cancelled_words(cancelled))
+        return _result_text(options, operation, verbs.cancellation_text(cancelled))
     names = [verbs.cancel_target(operation, node, actor=actor) for node in nodes]
-    return _done(options, operation, f"cancelled on {', '.join(names)}")
+    return _result_text(options, operation, f"cancelled on {', '.join(names)}")
 
 
 def retry(options: Options) -> str:
-    """Repeat the operation; the text names the new one."""
+    """Repeat the operation. The returned text names the new operation."""
     operation = _operation(options["operation"])
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     result = verbs.retry_operation(operation, nodes, Requester(str(command_line.current_actor())))
     if options["json"]:
-        return command_line.as_json(started_body(result, verbs.AGAIN))
+        return command_line.as_json(started_body(result, verbs.RETRY_TEXTS))
     if result.operation.id == operation.id:
-        return f"operation {operation.id}: {verbs.AGAIN.joined}"
+        return f"operation {operation.id}: {verbs.RETRY_TEXTS.joined}"
     now = result.operation.id
     return f"started again as operation {now}; `manage.py operations show {now} --follow` shows it"
 
@@ -154,16 +158,16 @@ def dismiss(options: Options) -> str:
     if len(comment) > admission.LONGEST_COMMENT:
         raise CommandError(f"--comment must be at most {admission.LONGEST_COMMENT} characters long")
     admission.dismiss(operation.id, actor=str(command_line.current_actor()), now=clock.now(), comment=comment)
-    return _done(options, operation, "operation dismissed")
+    return _result_text(options, operation, "operation dismissed")
 
 
-def go_on(options: Options) -> str:
-    """Open the next wave; confirmations let targets with a last replica go on."""
+def continue_waves(options: Options) -> str:
+    """Open the next wave. Confirmations let targets with a model's last replica continue."""
     return _choose(options, "continue", options["confirm_last"], "goes on")
 
 
-def stop(options: Options) -> str:
-    """Stop an upgrade in waves, also before anything has failed."""
+def stop_waves(options: Options) -> str:
+    """Stop an upgrade in waves, also without a failure."""
     return _choose(options, "stop", [], "stopped")
 
 
@@ -176,16 +180,16 @@ def _choose(options: Options, choice: str, confirmed: list[str], message: str) -
         actor=str(command_line.current_actor()),
         now=clock.now(),
     )
-    return _done(options, operation, message)
+    return _result_text(options, operation, message)
 
 
-def _done(options: Options, operation: Operation, message: str) -> str:
+def _result_text(options: Options, operation: Operation, message: str) -> str:
     if options["json"]:
         return command_line.as_json({"success": True, "message": message})
     return f"operation {operation.id}: {message}"
 
 
 def _operation(text: str) -> Operation:
-    """Return the operation with that id or id prefix. Raise CommandError unless exactly one matches."""
+    """Return the operation with this id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py operations list` and `inbox` list their ids"
     return only_with_prefix(Operation.objects.order_by("-created_at"), text, "operation", hint)

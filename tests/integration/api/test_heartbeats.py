@@ -212,10 +212,10 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
         await first.execute(heartbeats.WRITE, batch)
         writer = BeatWriter(lambda: database, interval=0.01)
-        writer.keep(replace(one, available_ram=7))
+        writer.add(replace(one, available_ram=7))
         assert await clock.wait_until(blocked, timeout=60)
         await first.commit()
-        await writer.settled()
+        await writer.wait_until_written()
     assert await heard(node) == [("offline", "healthy")]
     assert (await now_of(node)).available_ram == 7
 
@@ -241,11 +241,11 @@ async def test_the_second_batch_waits_and_a_node_is_one_row(database: Counted) -
     writer = BeatWriter(lambda: database, interval=0.3)
     fingerprint = hash_secret(api.SECRET)
     started = clock.monotonic()
-    writer.keep(heartbeats.Beat(node.id, fingerprint, clock.now(), available_ram=1))
-    await writer.settled()
+    writer.add(heartbeats.Beat(node.id, fingerprint, clock.now(), available_ram=1))
+    await writer.wait_until_written()
     for figure in range(5):
-        writer.keep(heartbeats.Beat(node.id, fingerprint, clock.now(), available_disk=figure))
-    await writer.settled()
+        writer.add(heartbeats.Beat(node.id, fingerprint, clock.now(), available_disk=figure))
+    await writer.wait_until_written()
     assert clock.monotonic() - started >= 0.3
     assert database.statements == [heartbeats.WRITE] * 2
     assert (await now_of(node)).available_disk == 4
@@ -255,14 +255,14 @@ async def test_an_answer_does_not_wait_for_the_batch(database: Counted) -> None:
     """Proved is answered: the row follows with the batch. What was revoked in between writes nothing."""
     node = await made()
     writer = BeatWriter(lambda: database, interval=0.3)
-    writer.keep(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
-    await writer.settled()
+    writer.add(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
+    await writer.wait_until_written()
     gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     late = heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=2)
     assert await gate.prove(late) is None
-    writer.keep(late)
+    writer.add(late)
     await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
-    await writer.settled()
+    await writer.wait_until_written()
     stored = await now_of(node)
     assert (stored.available_ram, stored.status) == (1, "pending")
 
@@ -283,8 +283,8 @@ async def test_a_lost_batch_costs_one_beat(database: Counted) -> None:
     flickering = Flickering(database.pool)
     writer = BeatWriter(lambda: flickering, interval=0.01)
     for figure in (1, 2):
-        writer.keep(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=figure))
-        await writer.settled()
+        writer.add(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=figure))
+        await writer.wait_until_written()
     assert flickering.statements == [heartbeats.WRITE]
     assert (await now_of(node)).available_ram == 2
 

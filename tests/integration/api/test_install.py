@@ -13,7 +13,7 @@ from nodes.api import cluster_backends, node_backends
 from nodes.backends.intents import Ended, record_outcomes
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation
-from operations.targets import NO_NODE
+from operations.targets import NO_ELIGIBLE_NODE
 from tests.support import api
 from tests.support.effort import EFFORT
 from tests.support.intents import claim
@@ -217,7 +217,11 @@ def test_an_operation_on_the_cluster_names_no_node_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("verb", "status", "error"),
-    [("install", "failed", NO_NODE), ("upgrade", "failed", NO_NODE), ("delete", "completed", "")],
+    [
+        ("install", "failed", NO_ELIGIBLE_NODE),
+        ("upgrade", "failed", NO_ELIGIBLE_NODE),
+        ("delete", "completed", ""),
+    ],
 )
 @pytest.mark.rule("R6.20", "R6.28", "R6.30", "T-MGR-5", "T-MGR-22")
 def test_without_a_node_that_it_is_for_nothing_is_sent(verb: str, status: str, error: str) -> None:
@@ -237,7 +241,7 @@ def test_if_the_nodes_cannot_be_read_nothing_is_begun(monkeypatch: pytest.Monkey
     def away(_: Any) -> Any:
         raise OperationalError("the connection is lost")
 
-    monkeypatch.setattr(cluster_backends, "everywhere", away)
+    monkeypatch.setattr(cluster_backends, "select_all_nodes", away)
     answer = api.admin().post("/api/backends/delete/mock", {})
     assert (answer.status_code, answer.json()) == (503, {"error": "the database is unavailable"})
     assert not Operation.objects.exists()

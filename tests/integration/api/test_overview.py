@@ -127,12 +127,12 @@ def test_cells_of_the_strip_and_what_runs() -> None:
 
 def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None:
     now = clock.now()
-    partitions.ensure((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    partitions.create_missing((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
     rows = [
         ("model/", now - timedelta(seconds=30), "{60,6,0,1200,4,800}"),
         ("model/", now - timedelta(hours=2), "{9}"),
     ]
-    partitions.ensure([(store.SAMPLES, rows[1][1])])
+    partitions.create_missing([(store.SAMPLES, rows[1][1])])
     with connection.cursor() as cursor:
         cursor.executemany("INSERT INTO figure_samples VALUES (%s, %s, %s)", rows)
     assert overview()["traffic"] == {
@@ -146,7 +146,7 @@ def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None
 
 def test_the_rates_of_models_are_of_the_same_minute_in_a_constant_number_of_queries() -> None:
     now = clock.now()
-    partitions.ensure((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    partitions.create_missing((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
     node, client, costs = hot.node(), api.admin(), list[int]()
     hot.replica(node, model="silent")
     with connection.cursor() as cursor:

@@ -235,8 +235,8 @@ def test_writers_of_one_rule_at_once_all_succeed() -> None:
 
 
 def bootstrap(monkeypatch: pytest.MonkeyPatch, *entries: Any, file: str = "") -> str:
-    monkeypatch.setenv(rules.INLINE, json.dumps(entries))
-    monkeypatch.setenv(rules.FILE, file)
+    monkeypatch.setenv(rules.INLINE_SETTING, json.dumps(entries))
+    monkeypatch.setenv(rules.FILE_SETTING, file)
     said = io.StringIO()
     call_command("bootstrap", stdout=said)
     return said.getvalue()
@@ -266,7 +266,9 @@ def test_one_wrong_entry_ends_the_start_and_sets_nothing(monkeypatch: pytest.Mon
     """The error names setting, entry, reason and what to do."""
     with pytest.raises(CommandError) as failed:
         bootstrap(monkeypatch, {"model_name": "a"}, {"model_name": "m", "min_replicas": -1})
-    assert str(failed.value).startswith(f"{rules.INLINE}: entry 2 ('m'): min_replicas must be from 0 to")
+    assert str(failed.value).startswith(
+        f"{rules.INLINE_SETTING}: entry 2 ('m'): min_replicas must be from 0 to"
+    )
     assert "docs/configuration.md" in str(failed.value)
     assert not ModelSchedulingConfig.objects.exists()
 

@@ -257,7 +257,7 @@ def test_a_request_and_a_removal_at_once_end_cleanly() -> None:
         assert removed == [None, None]
         assert answer in ("asked", "not found"), answer
         assert PendingBackendOp.objects.count() == (2 if answer == "asked" else 1)
-        intents.clean(now=clock.now())
+        intents.end_stale_intents(now=clock.now())
         left = OperationTarget.objects.filter(status="queued")
         assert {part.node_id for part in left} == {nodes[2].id}
         PendingBackendOp.objects.all().delete()

@@ -75,7 +75,7 @@ ENDED = [
 @pytest.mark.rule("C13", "R4.25", "T-REC-27")
 def test_what_may_still_be_done_is_kept(fields: dict[str, Any]) -> None:
     operation = asked(**fields)
-    assert intents.clean(now=NOW) == 0
+    assert intents.end_stale_intents(now=NOW) == 0
     operation.refresh_from_db()
     waits = BackendNode.objects.get().status != "healthy"
     assert operation.status == ("waiting_for_nodes" if waits else "pending")
@@ -96,7 +96,7 @@ def test_what_has_no_future_ends_with_a_reason_that_names_the_node(
 ) -> None:
     operation = asked(kind, **fields)
     with caplog.at_level(logging.WARNING):
-        assert intents.clean(now=NOW) == 1
+        assert intents.end_stale_intents(now=NOW) == 1
     assert "1 ended" in caplog.text
     operation.refresh_from_db()
     assert (operation.status, part(operation).status) == ("failed", "error")
@@ -104,7 +104,7 @@ def test_what_has_no_future_ends_with_a_reason_that_names_the_node(
     assert operation.error.startswith("given up: ")
     assert reason in operation.error
     assert not PendingBackendOp.objects.exists()
-    assert intents.clean(now=NOW) == 0
+    assert intents.end_stale_intents(now=NOW) == 0
 
 
 @pytest.mark.rule("R1.118")
@@ -113,7 +113,7 @@ def test_work_under_way_is_left_to_its_attempt() -> None:
     operation = asked()
     claim()
     BackendNode.objects.update(drained_at=NOW)
-    assert intents.clean(now=NOW) == 0
+    assert intents.end_stale_intents(now=NOW) == 0
     assert part(operation).status == "running_on_worker"
 
 
@@ -124,7 +124,7 @@ def test_a_part_whose_node_was_removed_ends_with_that_reason() -> None:
     operation = ask(INSTALL, one, two)
     node_id = two.id
     two.delete()
-    assert intents.clean(now=NOW) == 1
+    assert intents.end_stale_intents(now=NOW) == 1
     found = operation.targets.get(node_id=node_id)
     assert (found.status, found.error) == ("error", "node two was removed")
     assert part(operation, one).status == "queued"
@@ -138,7 +138,7 @@ def test_two_passes_at_once_end_everything_once() -> None:
     """Of two that start together one does it, under the lock; the other leaves it alone."""
     operation = ask(INSTALL, *(hot.node(f"n{number}") for number in range(20)))
     BackendNode.objects.update(drained_at=NOW)
-    found = at_once(*[partial(intents.clean, now=NOW)] * 4)
+    found = at_once(*[partial(intents.end_stale_intents, now=NOW)] * 4)
     assert sorted(found) == [0, 0, 0, 20]
     operation.refresh_from_db()
     assert (operation.status, PendingBackendOp.objects.count()) == ("failed", 0)
@@ -152,7 +152,7 @@ def test_a_pass_costs_the_same_for_any_number_of_intents() -> None:
         operation = ask(INSTALL, *nodes)
         BackendNode.objects.update(offline_at=NOW, last_heartbeat=ago(20))
         with CaptureQueriesContext(connection) as queries:
-            assert intents.clean(now=NOW) == total
+            assert intents.end_stale_intents(now=NOW) == total
         counts.append(len(queries))
         operation.refresh_from_db()
         assert operation.status == "failed"
@@ -183,14 +183,14 @@ def test_what_waits_for_its_node_says_so_and_until_when(fields: dict[str, Any], 
 def test_work_for_a_node_that_is_deaf_on_the_bus_says_the_time_at_which_it_is_given_up() -> None:
     """Review R1: each heartbeat moved the time, and nothing kept to it. A lost NOTIFY changes nothing."""
     operation = asked(unhealthy_at=ago(10), last_heartbeat=NOW)
-    assert intents.clean(now=NOW) == 0
+    assert intents.end_stale_intents(now=NOW) == 0
     given_up = ago(10) + timedelta(seconds=conf.cluster().install_wait)
     said = "node one is unhealthy: it sends heartbeats, but does not answer on the bus; it waits until"
     assert part(operation).reason == f"{said} {given_up:%Y-%m-%d %H:%M:%S} UTC"
     BackendNode.objects.update(last_heartbeat=given_up)
-    assert intents.clean(now=given_up - timedelta(seconds=1)) == 0
+    assert intents.end_stale_intents(now=given_up - timedelta(seconds=1)) == 0
     assert part(operation).reason == f"{said} {given_up:%Y-%m-%d %H:%M:%S} UTC"
-    assert intents.clean(now=given_up) == 1
+    assert intents.end_stale_intents(now=given_up) == 1
 
 
 @pytest.mark.rule("R6.18")

@@ -91,7 +91,7 @@ def test_a_list_ends_no_intent_whose_attempt_failed() -> None:
     asked = inventory.request_for(intent.node)
     answer = inventory.InventoryReply(asked, [InstalledBackend("echo")], clock.now())
     assert inventory.store([answer]) == {intent.node.id}
-    reconciler.clean(now=clock.now())
+    reconciler.end_stale_intents(now=clock.now())
     due_now()
     assert [one.id for one in claim()] == [intent.id]
     operation.refresh_from_db()

@@ -208,6 +208,6 @@ def test_a_row_behind_another_is_given_up_with_it() -> None:
     node = hot.node("away", offline_at=long_ago)
     BackendNode.objects.update(last_heartbeat=long_ago)
     deletion, upgrade = ask(DELETE, node), ask(UPGRADE, node)
-    reconciler.clean(now=clock.now())
+    reconciler.end_stale_intents(now=clock.now())
     assert not PendingBackendOp.objects.exists()
     assert {part(one).status for one in (deletion, upgrade)} == {"error"}

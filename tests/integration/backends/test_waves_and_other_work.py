@@ -44,10 +44,10 @@ def test_a_part_waits_for_other_work_on_its_node_and_begins_after_it() -> None:
     install = claimed()["b"]
     assert install.row.op == "install"
     later = clock.now() + timedelta(minutes=1)
-    reconciler.clean(now=later)
+    reconciler.end_stale_intents(now=later)
     assert story(operation)["b"][2] == "other work on this backend has not ended on b"
     settled(install)
-    reconciler.clean(now=later + timedelta(minutes=1))
+    reconciler.end_stale_intents(now=later + timedelta(minutes=1))
     upgrade = claimed(now=later + timedelta(minutes=1))["b"]
     assert (upgrade.row.op, upgrade.row.spares_requests) == ("upgrade", True)
     settled(upgrade)
@@ -111,7 +111,7 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
             ),
             partial(carries_out, random, now),
             partial(carries_out, random, now),
-            partial(reconciler.clean, now=now),
+            partial(reconciler.end_stale_intents, now=now),
         ]
         if ids:
             chosen, id = random.choice(wave_requests.CHOICES), random.choice(ids)
@@ -146,7 +146,7 @@ def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
     for _ in range(100):
         now += timedelta(minutes=2)
         intents.reap(now=now)
-        reconciler.clean(now=now)
+        reconciler.end_stale_intents(now=now)
         found = intents.claim("last", now=now, lease=30, limit=100)
         intents.delete_cancelled({(i.id, i.fence): "" for i in found if i.row.cancelled_at}, now=now)
         done = {(i.id, i.fence): (Ended(), ()) for i in found if not i.row.cancelled_at}
@@ -191,5 +191,5 @@ def test_an_install_runs_on_the_nodes_of_an_upgrade_that_asks() -> None:
 def test_an_intent_that_no_operation_asks_for_is_not_carried_out() -> None:
     operation = asked(fleet("a"))
     OperationTarget.objects.filter(operation=operation).update(status="cancelled")
-    assert reconciler.clean(now=clock.now()) == 1
+    assert reconciler.end_stale_intents(now=clock.now()) == 1
     assert not PendingBackendOp.objects.exists()

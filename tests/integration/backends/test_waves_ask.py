@@ -26,7 +26,7 @@ def test_a_failed_wave_stops_the_rest_and_asks() -> None:
     assert operation.message == f"wave 2 of 3: 0 of 3 nodes done, 1 failed; {reason}"
     assert story(operation)["c"] == (2, "queued", reason)
     assert not PendingBackendOp.objects.exists()
-    reconciler.clean(now=clock.now() + timedelta(hours=1))
+    reconciler.end_stale_intents(now=clock.now() + timedelta(hours=1))
     assert again(operation).waves == Waves.ASKS, "time alone decides nothing"
 
 
@@ -102,7 +102,7 @@ def test_cancel_in_wave_2_is_final() -> None:
     intents.delete_cancelled({(called_off.id, called_off.fence): "the worker stopped"}, now=clock.now())
     assert (again(operation).status, again(operation).open_wave) == (Status.CANCELLED, 1)
     assert not PendingBackendOp.objects.exists()
-    reconciler.clean(now=clock.now() + timedelta(hours=1))
+    reconciler.end_stale_intents(now=clock.now() + timedelta(hours=1))
     assert not PendingBackendOp.objects.exists()
 
 

@@ -111,7 +111,7 @@ def test_a_node_that_is_given_up_while_it_is_away_ends_its_wave() -> None:
     settled(claimed()["a"])
     gone = clock.now() - timedelta(days=2)
     BackendNode.objects.filter(pk=nodes[1].pk).update(offline_at=gone, last_heartbeat=gone)
-    reconciler.clean(now=clock.now())
+    reconciler.end_stale_intents(now=clock.now())
     assert again(operation).status == Status.FAILED
     assert "given up" in again(operation).error
 
@@ -150,10 +150,10 @@ def test_a_pause_between_two_waves_is_held_by_rows_and_ends_with_the_next_pass()
     assert b.next_check_at is not None
     assert abs(b.next_check_at - clock.now() - timedelta(minutes=10)) < timedelta(minutes=1)
     assert again(operation).next_attempt_at == b.next_check_at
-    reconciler.clean(now=clock.now() + timedelta(minutes=5))
+    reconciler.end_stale_intents(now=clock.now() + timedelta(minutes=5))
     assert claimed() == {}
     later = clock.now() + timedelta(minutes=11)
-    assert at_once(*[partial(reconciler.clean, now=later)] * 2) == [0, 0]
+    assert at_once(*[partial(reconciler.end_stale_intents, now=later)] * 2) == [0, 0]
     assert claimed(now=later).keys() == {"b"}
     assert PendingBackendOp.objects.count() == 1
 
@@ -175,7 +175,7 @@ def test_a_pass_holds_its_lock_between_two_steps(monkeypatch: pytest.MonkeyPatch
             taken.extend(at_once(other))
 
     monkeypatch.setattr(reconciler, "_STEPS", steps())
-    assert reconciler.clean(now=clock.now()) == 2
+    assert reconciler.end_stale_intents(now=clock.now()) == 2
     assert taken == [False, False]
     assert other()
 
@@ -186,7 +186,7 @@ def test_a_pause_is_cut_short_by_stop() -> None:
     wave_requests.choose(operation.id, "stop", actor="bob", now=clock.now())
     assert states(operation) == {"a": "success", "b": "cancelled"}
     assert again(operation).status == Status.COMPLETED
-    reconciler.clean(now=clock.now() + timedelta(hours=1))
+    reconciler.end_stale_intents(now=clock.now() + timedelta(hours=1))
     assert claimed() == {}
 
 

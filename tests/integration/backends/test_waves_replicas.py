@@ -109,10 +109,10 @@ def test_replicas_of_a_dead_controllers_attempt_serve_again() -> None:
     on(b)
     intent = upgrading(a)
     drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
-    reconciler.clean(now=clock.now())
+    reconciler.end_stale_intents(now=clock.now())
     assert len(loaded()) == 1, "the attempt is under way"
     intents.reap(now=clock.now() + timedelta(minutes=5))
-    reconciler.clean(now=clock.now())
+    reconciler.end_stale_intents(now=clock.now())
     assert len(loaded()) == 2
 
 
@@ -126,7 +126,7 @@ def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
     admission.cancel(operation.id, actor="bob", now=clock.now())
     called_off = claimed()["a"]
     intents.delete_cancelled({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
-    reconciler.clean(now=clock.now())
+    reconciler.end_stale_intents(now=clock.now())
     assert len(loaded()) == 2
 
 

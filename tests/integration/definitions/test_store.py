@@ -91,7 +91,7 @@ def test_the_pruning_task_keeps_the_last_revisions_and_the_young_ones(
 ) -> None:
     """Issue 25."""
     monkeypatch.setattr(store, "LEAST_REVISIONS", 2)
-    monkeypatch.setattr(tasks, "PRUNED_AT_ONCE", 1)
+    monkeypatch.setattr(tasks, "PRUNE_CHUNK_ROWS", 1)
     now = clock.now()
     for number in range(6):
         save(TEXT + f"context_size: {number}\n", now=now)

@@ -317,11 +317,11 @@ async def test_pages_say_where_the_file_lies(plan: ImportPlan, source: Source, m
     """Without what follows the path of an address, which may be a key."""
     url = source.url("/m.gguf?key=s3cret")
     await imported(replace(plan, files=(replace(plan.files[0], url=url), plan.files[1])))
-    detail = await in_thread(definition_entries.detail_of, "echo")
+    detail = await in_thread(definition_entries.definition_detail, "echo")
     file = {"path": PATH, "size": len(DATA), "present": False, "source": source.url("/m.gguf")}
     assert (detail["size"], detail["files"]) == (len(DATA), [file])
     (models / PATH).write_bytes(DATA)
-    detail = await in_thread(definition_entries.detail_of, "echo")
+    detail = await in_thread(definition_entries.definition_detail, "echo")
     assert detail["files"] == [{**file, "present": True, "source": ""}]
 
 
@@ -333,7 +333,7 @@ async def test_a_page_does_not_wait_for_a_folder_that_hangs(
     monkeypatch.setattr(definition_entries, "files_at_source", lambda *_: hangs.wait(60))
     monkeypatch.setattr(files_in_use, "ANSWER_WITHIN", 0.01)
     try:
-        detail = await in_thread(definition_entries.detail_of, "echo")
+        detail = await in_thread(definition_entries.definition_detail, "echo")
     finally:
         hangs.set()
     assert detail["size"] == len(DATA)
@@ -356,7 +356,7 @@ async def test_a_folder_that_is_not_mounted_gets_no_download(plan: ImportPlan, m
     with pytest.raises(Postpone, match=r"has no file \.localai-cluster.*is it mounted"):
         await ImportModel(WebOpener())(work)
     assert not os.listdir(models)
-    detail = await in_thread(definition_entries.detail_of, "echo")
+    detail = await in_thread(definition_entries.definition_detail, "echo")
     assert [(file["present"], file["source"]) for file in detail["files"]] == [(False, "")]
     assert (detail["size"], detail["warnings"]) == (len(DATA), [f"the models folder {LACKS_MARKER}"])
     definitions = Folder(models, read_rows=rows.read_rows)

@@ -44,7 +44,9 @@ def sample(at: datetime) -> int:
 
 def plant_samples(subject: str, start: datetime, minutes: int, numbers: list[int | None]) -> None:
     """A sample every ten seconds."""
-    partitions.ensure((table, start + n * HOUR) for table in store.TABLES for n in range(minutes // 60 + 2))
+    partitions.create_missing(
+        (table, start + n * HOUR) for table in store.TABLES for n in range(minutes // 60 + 2)
+    )
     rows = [start + n * SAMPLE_EVERY for n in range(6 * minutes)]
     with connection.cursor() as cursor:
         cursor.executemany(
@@ -104,7 +106,7 @@ def test_a_wrong_sensor_does_not_fail_the_samples_of_all_nodes() -> None:
 
 def test_processes_add_up_what_they_have_counted() -> None:
     """Also at once, in any order of the models."""
-    partitions.ensure([(store.SAMPLES, AT)])
+    partitions.create_missing([(store.SAMPLES, AT)])
     counts = {
         "a": ModelCounts(3, 1, 10, 20, 2, 500),
         "b": ModelCounts(requests=2**31),
@@ -140,14 +142,14 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated(caplog: pytest.LogCa
             metrics.inference_ended("m", 500, 0.1)
             metrics.inference_ended("m", metrics.CLIENT_LEFT, 0.1)
             await picker.report_counts()
-            await hot.in_thread(partitions.ensure, [(store.SAMPLES, clock.now())])
+            await hot.in_thread(partitions.create_missing, [(store.SAMPLES, clock.now())])
             metrics.inference_ended("m", 200, 0.1)
             metrics.first_token("m", 0.25)
             metrics.tokens_used("m", 5, 7, 1)
             await picker.report_counts()
 
     asyncio.run(report())
-    start = series.floor(clock.now(), MINUTE) - MINUTE
+    start = series.floor_to_step(clock.now(), MINUTE) - MINUTE
     (columns,) = store.read(["model/m"], Span(start, HOUR, 1)).values()
     assert columns == {
         "requests": [1], "errors": [0], "prompt_tokens": [5], "completion_tokens": [7], "first_tokens": [1],
@@ -158,10 +160,15 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated(caplog: pytest.LogCa
 @pytest.fixture
 def past(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Samples of an hour and a bit of five subjects, packed two at a time."""
-    monkeypatch.setattr(store, "SUBJECTS_AT_ONCE", 2)
+    monkeypatch.setattr(store, "SUBJECTS_PER_TRANSACTION", 2)
     subjects = ["cluster", *(f"model/{name}" for name in ("", "a", "b")), "node/x"]
     for subject in subjects:
-        plant_samples(subject, AT, 70, [4] * len(series.CLUSTER if subject == "cluster" else series.NODE[:3]))
+        plant_samples(
+            subject,
+            AT,
+            70,
+            [4] * len(series.CLUSTER_FIGURES if subject == "cluster" else series.NODE_FIGURES[:3]),
+        )
     return subjects
 
 
@@ -170,7 +177,7 @@ def test_hours_are_packed_in_pieces_and_read_the_same(past: list[str]) -> None:
     before = [store.read(past, span) for span in spans]
     assert store.maintain(now=AT + HOUR + MINUTE, limit=60) is True
     assert count_rows("figure_hours") == 0, "the last samples may still arrive"
-    now = AT + HOUR + store.GRACE
+    now = AT + HOUR + store.LATE_SAMPLES_GRACE
     assert store.maintain(now=now, limit=0) is False
     assert 0 < count_rows("figure_hours") < len(past)
     assert [store.read(past, span) for span in spans] == before, "half packed"
@@ -186,8 +193,8 @@ def test_hours_are_packed_in_pieces_and_read_the_same(past: list[str]) -> None:
 
 
 def test_a_kill_between_two_pieces_loses_and_repeats_nothing(past: list[str]) -> None:
-    now, level = AT + HOUR + store.GRACE, store.ROLL_UPS[0]
-    partitions.ensure([(store.HOURS, AT)])
+    now, level = AT + HOUR + store.LATE_SAMPLES_GRACE, store.ROLL_UPS[0]
+    partitions.create_missing([(store.HOURS, AT)])
     level.pack_next(AT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(series, "pack", raising(KeyboardInterrupt))
@@ -227,7 +234,7 @@ def test_samples_that_cannot_be_packed_go_after_a_day(
     past: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_pack", lambda *_: False)
+        patch.setattr(store, "_pack_until", lambda *_: False)
         store.maintain(now=AT + 4 * HOUR, limit=1)
         assert count_rows("figure_samples") > 0
         store.maintain(now=AT + DAY + 3 * HOUR, limit=1)
@@ -239,7 +246,7 @@ def test_days_are_packed_after_their_hours_and_old_partitions_go() -> None:
     midnight = AT.replace(hour=0)
     plant_samples("node/x", midnight, 60, [1, 2, 3])
     plant_samples("node/x", midnight + 23 * HOUR, 60, [3, 2, 1])
-    now = midnight + DAY + store.GRACE
+    now = midnight + DAY + store.LATE_SAMPLES_GRACE
     assert store.maintain(now=now, limit=60) is True
     assert (count_rows("figure_hours"), count_rows("figure_days")) == (2, 1)
     span = Span(midnight, HOUR, 24)
@@ -273,7 +280,7 @@ def test_a_backup_keeps_a_partition_and_the_next_run_drops_it(past: list[str]) -
 def test_two_processes_create_a_partition_once() -> None:
     def create(_: int) -> None:
         try:
-            partitions.ensure((table, AT) for table in store.TABLES)
+            partitions.create_missing((table, AT) for table in store.TABLES)
         finally:
             connections.close_all()
 
@@ -291,11 +298,11 @@ def test_the_number_of_statements_does_not_grow_with_the_fleet() -> None:
             AT + size * HOUR,
             [hot.node(f"{size}-{number}", total_ram=2, available_ram=1) for number in range(size)],
         )
-        partitions.ensure((table, moment) for table in store.TABLES for moment in (at, at + HOUR))
+        partitions.create_missing((table, moment) for table in store.TABLES for moment in (at, at + HOUR))
         caller = api.admin()
         works = (
             lambda at=at: sample(at),
-            lambda at=at: store.maintain(now=at + HOUR + store.GRACE, limit=60),
+            lambda at=at: store.maintain(now=at + HOUR + store.LATE_SAMPLES_GRACE, limit=60),
             lambda caller=caller: caller.get("/api/figures?scope=cluster"),
             lambda caller=caller, nodes=nodes: caller.get(f"/api/figures?scope=node&name={nodes[0].id}"),
             lambda caller=caller: caller.get("/api/overview"),

@@ -168,10 +168,10 @@ async def test_the_look_rests_while_no_one_watches(tab: Open, process: watching.
     for page in pages:
         await page.socket.disconnect()
     assert process.watchers == 0
-    looks = process.looks
+    looks = process.polls
     await drain(node)
     page = await (await tab()).greeted()
-    assert process.looks == looks + 1
+    assert process.polls == looks + 1
     assert shown(page, node)["status"] == "draining"
 
 

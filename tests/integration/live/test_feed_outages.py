@@ -70,7 +70,7 @@ async def test_a_look_that_failed_is_not_rested_from(
 ) -> None:
     """One that waited half a minute for the database would keep the pages old for two."""
     monkeypatch.setattr(watching, "POLL_EVERY", 0.05)
-    monkeypatch.setattr(watching, "REST_FACTOR", 1e6)
+    monkeypatch.setattr(watching, "PAUSE_FACTOR", 1e6)
     calls = itertools.count()
 
     def broken() -> watching.Snapshot:
@@ -129,9 +129,9 @@ async def test_notices_come_and_go(tab: Open) -> None:
     """No controller, then one without NATS, then a sound one."""
     page = await (await tab()).greeted()
     assert page.notices == {"no-controller"}
-    await sync_to_async(controllers.beat)("c", bus_connected=False, now=clock.now())
+    await sync_to_async(controllers.write_heartbeat)("c", bus_connected=False, now=clock.now())
     await page.until(lambda: page.notices == {"nats-unreachable"})
-    await sync_to_async(controllers.beat)("c", bus_connected=True, now=clock.now())
+    await sync_to_async(controllers.write_heartbeat)("c", bus_connected=True, now=clock.now())
     await page.until(lambda: page.notices == set())
-    await sync_to_async(controllers.sign_off)("c")
+    await sync_to_async(controllers.delete_heartbeat)("c")
     await page.until(lambda: page.notices == {"no-controller"})

@@ -219,14 +219,14 @@ def test_a_look_sees_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     node = fleet.approved()
     fleet.replica(node)
     seen: list[bool] = []
-    labels = rows._labels
+    labels = rows._read_labels
 
     def meanwhile() -> dict[str, str]:
         found = labels()
         seen.append(fleet.at_once(forget_nodes)[0] is None)
         return found
 
-    monkeypatch.setattr(rows, "_labels", meanwhile)
+    monkeypatch.setattr(rows, "_read_labels", meanwhile)
     (raw,) = watch.read_snapshot().nodes.values()
     assert rows.render(raw)["model_count"] == 1
     assert seen == [True]
@@ -236,12 +236,12 @@ def test_a_look_sees_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 # Changes and how long they are kept: no database below.
 
 
-def raws(**nodes: int) -> dict[str, rows.Raw]:
+def raws(**nodes: int) -> dict[str, rows.RawNode]:
     """Nodes by name, each with something that changes."""
-    return {name: rows.Raw((name, value), "", "", "", 0) for name, value in nodes.items()}
+    return {name: rows.RawNode((name, value), "", "", "", 0) for name, value in nodes.items()}
 
 
-def take(kept: History, state: dict[str, rows.Raw], at: float) -> bool:
+def take(kept: History, state: dict[str, rows.RawNode], at: float) -> bool:
     """Have the history compare and accept what is there."""
     return kept.accept(kept.compare(state), at)
 
@@ -253,7 +253,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> History:
     return History("e")
 
 
-def _shown(raw: rows.Raw) -> dict[str, Any]:
+def _shown(raw: rows.RawNode) -> dict[str, Any]:
     return {"id": raw.columns[0], "value": raw.columns[1], "kept": True}
 
 
@@ -272,14 +272,14 @@ def test_a_patch_names_what_changed_and_several_are_one(plain: History) -> None:
 def test_what_only_reads_differently_is_no_change(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wire's object decides, not the row."""
     take(plain, raws(a=1), 0)
-    assert not take(plain, {"a": rows.Raw(("a", 1), "{}", "", "", 0)}, 1)
+    assert not take(plain, {"a": rows.RawNode(("a", 1), "{}", "", "", 0)}, 1)
 
 
 def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that cannot be shown does not take along what was found before it: the next look has it."""
     take(plain, raws(a=1, b=1), 0)
 
-    def broken(raw: rows.Raw) -> dict[str, Any]:
+    def broken(raw: rows.RawNode) -> dict[str, Any]:
         if raw.columns == ("b", 2):
             raise KeyError("x")
         return _shown(raw)
@@ -295,17 +295,23 @@ def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: p
 
 def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """By age, by number, and by what they hold together; who stands before that starts again."""
-    monkeypatch.setattr(watch, "KEPT_CHANGES", 3)
-    monkeypatch.setattr(watch, "KEPT_PATCHES", 5)
+    monkeypatch.setattr(watch, "HISTORY_CHANGES", 3)
+    monkeypatch.setattr(watch, "HISTORY_PATCHES", 5)
     for turn in range(6):
         take(plain, raws(a=turn), turn)
-    assert [plain.knows(number) for number in (-1, 2, 3, 6, 7)] == [False, False, True, True, False]
+    assert [plain.has_changes_after(number) for number in (-1, 2, 3, 6, 7)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7)
-    assert (plain.knows(6), plain.knows(5)) == (True, False)
-    take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7 + watch.KEPT_SECONDS + 1)
-    assert (plain.place("e:7"), plain.place("e:6")) == (7, None)
+    assert (plain.has_changes_after(6), plain.has_changes_after(5)) == (True, False)
+    take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7 + watch.HISTORY_SECONDS + 1)
+    assert (plain.parse_cursor("e:7"), plain.parse_cursor("e:6")) == (7, None)
     for stranger in ("", "e", "e:", "e:x", "e:-1", "f:7", "e:8", "e:" + "9" * 30):
-        assert plain.place(stranger) is None
+        assert plain.parse_cursor(stranger) is None
 
 
 STATES = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
@@ -333,7 +339,7 @@ def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_nu
 
 # What operators are told: pure.
 
-SOUND = controllers.Seen(NOW, NOW)
+SOUND = controllers.LastHeartbeats(NOW, NOW)
 STRONG = notices.NoticeSettings("9f31c6c2d7a84e55b1", ("a8c2f09be4417d6c33",), allow_shared_token_nodes=False)
 AT = datetime(2026, 8, 22, 10, 0, 20, tzinfo=UTC)
 
@@ -351,15 +357,19 @@ def told(
     ("seen", "readable_since", "expected"),
     [
         (SOUND, None, []),
-        (controllers.Seen(), None, ["no-controller"]),
-        (controllers.Seen(NOW - timedelta(seconds=20), NOW - timedelta(seconds=20)), None, ["no-controller"]),
-        (controllers.Seen(NOW - timedelta(seconds=20)), NOW - timedelta(seconds=2), []),
-        (controllers.Seen(NOW), None, ["nats-unreachable"]),
-        (controllers.Seen(NOW, NOW - timedelta(seconds=20)), None, ["nats-unreachable"]),
+        (controllers.LastHeartbeats(), None, ["no-controller"]),
+        (
+            controllers.LastHeartbeats(NOW - timedelta(seconds=20), NOW - timedelta(seconds=20)),
+            None,
+            ["no-controller"],
+        ),
+        (controllers.LastHeartbeats(NOW - timedelta(seconds=20)), NOW - timedelta(seconds=2), []),
+        (controllers.LastHeartbeats(NOW), None, ["nats-unreachable"]),
+        (controllers.LastHeartbeats(NOW, NOW - timedelta(seconds=20)), None, ["nats-unreachable"]),
     ],
 )
 def test_who_carries_operations_out(
-    seen: controllers.Seen, readable_since: datetime | None, expected: list[str]
+    seen: controllers.LastHeartbeats, readable_since: datetime | None, expected: list[str]
 ) -> None:
     """A controller that wrote nothing while the database was away is not silent."""
     assert told(notices.ClusterFacts(seen, 0, 0, readable_since)) == expected
@@ -385,8 +395,8 @@ def test_who_carries_schedules_out_and_brings_news(facts: notices.ClusterFacts, 
 
 
 def test_nodes_that_fell_silent_together_are_an_alarm() -> None:
-    held = CurrentHold(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
-    facts = notices.ClusterFacts(SOUND, 0, 0, held=held)
+    mass_hold = CurrentHold(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
+    facts = notices.ClusterFacts(SOUND, 0, 0, mass_hold=mass_hold)
     assert told(facts) == ["mass-silence"]
     (found,) = notices.active_notices(facts, STRONG, NOW)
     assert found["text"] == "6 of 9 nodes fell silent at once; kept until 10:05 UTC."
@@ -419,16 +429,16 @@ def test_weak_secrets_and_weak_identities_are_named() -> None:
 @pytest.mark.django_db
 def test_controllers_leave_a_sign_of_life_and_take_it_back(django_assert_num_queries: Any) -> None:
     """The newest counts; what went without a word is forgotten after some minutes."""
-    controllers.beat("a", bus_connected=True, now=NOW)
-    controllers.beat("b", bus_connected=False, now=later(3))
-    assert controllers.seen() == controllers.Seen(later(3), NOW)
+    controllers.write_heartbeat("a", bus_connected=True, now=NOW)
+    controllers.write_heartbeat("b", bus_connected=False, now=later(3))
+    assert controllers.last_heartbeats() == controllers.LastHeartbeats(later(3), NOW)
     begun = ControllerBeat.objects.get(owner="b").started_at
     with django_assert_num_queries(4):  # two of them are the savepoint's
-        controllers.beat("b", bus_connected=True, now=later(1000))
-    assert controllers.seen() == controllers.Seen(later(1000), later(1000))
+        controllers.write_heartbeat("b", bus_connected=True, now=later(1000))
+    assert controllers.last_heartbeats() == controllers.LastHeartbeats(later(1000), later(1000))
     assert ControllerBeat.objects.get().started_at == begun
-    controllers.sign_off("b")
-    assert controllers.seen() == controllers.Seen()
+    controllers.delete_heartbeat("b")
+    assert controllers.last_heartbeats() == controllers.LastHeartbeats()
 
 
 def test_a_look_inside_a_transaction_is_part_of_it() -> None:

@@ -309,12 +309,14 @@ class TestPlacing:
         hour = clock.now() + timedelta(hours=1)
         Operation.objects.update(needed_until=hour)
         attempts.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
-        assert wake_ups.wake([node.id]) == 0
+        assert wake_ups.wake_waiting_work([node.id]) == 0
         NodeLabel.objects.create(node=other, key="tier", value="fast")
-        assert wake_ups.wake([other.id]) == wake_ups.wake(None) == 0, "the load is not for this node"
+        assert wake_ups.wake_waiting_work([other.id]) == wake_ups.wake_waiting_work(None) == 0, (
+            "the load is not for this node"
+        )
         NodeLabel.objects.create(node=node, key="tier", value="fast")
-        assert wake_ups.wake([other.id]) == 0
-        assert wake_ups.wake([other.id, node.id]) == 1
+        assert wake_ups.wake_waiting_work([other.id]) == 0
+        assert wake_ups.wake_waiting_work([other.id, node.id]) == 1
 
     def test_the_fleet_is_read_with_the_same_number_of_queries_whatever_its_size(
         self, django_assert_num_queries: Any

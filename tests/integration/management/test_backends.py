@@ -133,9 +133,11 @@ def both(*steps: Callable[[], None]) -> Callable[[], None]:
 @pytest.fixture(autouse=True)
 def only_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but news leads to a second look; a test does not wait for news that do not come."""
-    wait_for_news = following._news
+    wait_for_news = following._wait_for_change
     monkeypatch.setattr(following, "READ_EVERY", 600.0)
-    monkeypatch.setattr(following, "_news", lambda woken: asyncio.wait_for(wait_for_news(woken), 30))
+    monkeypatch.setattr(
+        following, "_wait_for_change", lambda woken: asyncio.wait_for(wait_for_news(woken), 30)
+    )
 
 
 def test_an_install_is_followed_with_a_line_for_each_change() -> None:
@@ -175,14 +177,14 @@ def test_a_lost_notification_costs_a_few_seconds_and_an_outage_no_end(
 
     monkeypatch.setattr(events, "listen", deaf)
     monkeypatch.setattr(following, "READ_EVERY", 0.01)
-    real, fails = jobs.entry_of, [OperationalError("the server is gone")]
+    real, fails = jobs.read_entry, [OperationalError("the server is gone")]
 
     def broken_once(id: Any) -> Any:
         if fails and PendingBackendOp.objects.filter(lease_until__isnull=False).exists():
             raise fails.pop()
         return real(id)
 
-    monkeypatch.setattr(following, "entry_of", broken_once)
+    monkeypatch.setattr(following, "read_entry", broken_once)
     hot.node("a")
     assert "completed" in asked("install", "echo", screen=Screen(("queued", begin), ("resolving", end("a"))))
     assert not fails

@@ -17,7 +17,7 @@ from nodes.models import (
     NodeModel,
     PendingBackendOp,
 )
-from nodes.models.replica import STATE_OF, Phase
+from nodes.models.replica import STATE_BY_PHASE, Phase
 from nodes.registry.lifecycle import deregister, drain
 from nodes.replicas import slots
 from tests.support import api
@@ -48,7 +48,7 @@ def test_only_loaded_replicas_with_an_address_serve() -> None:
     node = api.make_node()
     for index, phase in enumerate(Phase.values):
         replica(node, phase=phase, replica_index=index)
-    assert {row.phase: row.state for row in NodeModel.engines.all()} == STATE_OF
+    assert {row.phase: row.state for row in NodeModel.engines.all()} == STATE_BY_PHASE
     serving = NodeModel.objects.serving()
     assert [row.state for row in serving] == ["loaded"]
     assert refused(NodeModel, node=node, model_name="n", phase="serving", address="")

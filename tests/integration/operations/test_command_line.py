@@ -181,7 +181,7 @@ def test_show_tells_the_request_and_every_part() -> None:
 )
 def test_a_part_that_rests_says_for_what(part: dict[str, Any], state: str) -> None:
     """As the pages say it: after an attempt it still waits for a node that is away."""
-    assert operation_texts.state({"status": "queued", **part}) == state
+    assert operation_texts.target_state({"status": "queued", **part}) == state
 
 
 def test_show_of_many_parts_costs_two_queries_more() -> None:

@@ -160,7 +160,7 @@ def test_several_nodes_add_up_to_one_progress() -> None:
         return row(operation).progress, row(operation).message
 
     def end(node: UUID, status: TargetStatus, error: str = "") -> tuple[float, str]:
-        attempts.target_done(operation.id, operation.fence, node, status, error, now=NOW)
+        attempts.end_target(operation.id, operation.fence, node, status, error, now=NOW)
         return row(operation).progress, row(operation).message
 
     assert tell(first, 80) == (20, "0 of 4 nodes done")
@@ -217,7 +217,7 @@ def test_the_last_node_does_not_make_it_a_hundred() -> None:
     targets = nodes(2)
     operation = claimed(targets=targets)
     for node, _ in targets:
-        attempts.target_done(operation.id, operation.fence, node, TargetStatus.SUCCESS, now=NOW)
+        attempts.end_target(operation.id, operation.fence, node, TargetStatus.SUCCESS, now=NOW)
     assert row(operation).progress == 99
     attempts.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
     assert (row(operation).progress, row(operation).message) == (100, "completed")
@@ -229,9 +229,9 @@ def test_an_end_keeps_what_has_ended_and_ends_the_rest() -> None:
     targets = nodes(2)
     operation = claimed(targets=targets)
     first = targets[0][0]
-    attempts.target_done(operation.id, operation.fence, first, TargetStatus.ERROR, "disk full", now=NOW)
+    attempts.end_target(operation.id, operation.fence, first, TargetStatus.ERROR, "disk full", now=NOW)
     before = feed.current_seq()
-    attempts.target_done(operation.id, operation.fence, first, TargetStatus.SUCCESS, now=NOW)
+    attempts.end_target(operation.id, operation.fence, first, TargetStatus.SUCCESS, now=NOW)
     assert feed.current_seq() == before
     attempts.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
     parts = list(OperationTarget.objects.values_list("status", "percentage", "error"))
@@ -245,11 +245,11 @@ def test_a_part_ends_under_the_fence_and_only_where_there_is_one() -> None:
     operation = claimed(targets=targets)
     node = targets[0][0]
     with pytest.raises(LeaseLost):
-        attempts.target_done(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
+        attempts.end_target(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(errors.NotFound):
-        attempts.target_done(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
+        attempts.end_target(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(ValueError, match="is not a final status"):
-        attempts.target_done(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
+        attempts.end_target(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
     assert OperationTarget.objects.get().status == "queued"
 
 
@@ -259,7 +259,7 @@ def test_a_new_attempt_goes_on_where_the_ended_nodes_left_it() -> None:
     targets = nodes(4)
     operation = claimed(targets=targets)
     tick = Tick("downloading", "x", 50, 100, 50.0, "f", targets[1][0])
-    attempts.target_done(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
+    attempts.end_target(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
     record({(operation.id, operation.fence): [tick]}, now=NOW)
     later = NOW + timedelta(seconds=LEASE + 1)
     attempts.reap(now=later)

@@ -17,7 +17,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import events, feed
 from operations.executor.executor import Executor, LeaseKeeper, OperationQueue
-from operations.executor.work import BATCH_EVERY, Work, in_thread
+from operations.executor.work import BATCH_INTERVAL, Work, in_thread
 from operations.ledger import admission, attempts, progress
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
@@ -136,7 +136,7 @@ async def test_reports_of_attempts_share_their_transactions() -> None:
     async with executor(handler, lease=60):
         await asyncio.wait_for(go_on.wait(), 60)
         taken = await in_thread(feed.current_seq) - before
-        batches = (clock.monotonic() - began) / BATCH_EVERY + 1
+        batches = (clock.monotonic() - began) / BATCH_INTERVAL + 1
         assert taken <= batches + 1  # and the claim
 
         async def written() -> bool:

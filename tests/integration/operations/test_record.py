@@ -218,14 +218,14 @@ def test_csv_has_a_line_an_operation_and_nothing_that_calculates() -> None:
 @pytest.mark.parametrize("form", ["ndjson", "csv"])
 def test_the_export_is_read_piece_by_piece_as_it_is_taken(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read ahead, so a long record costs no memory; all of it comes, once, with one head."""
-    monkeypatch.setattr(history, "AT_ONCE", 2)
-    rows, read, real = [ended(minute) for minute in range(5)], [], history.after
+    monkeypatch.setattr(history, "CHUNK_ENTRIES", 2)
+    rows, read, real = [ended(minute) for minute in range(5)], [], history.read_after
 
     def after(*asked: Any) -> Any:
         read.append(asked)
         return real(*asked)
 
-    monkeypatch.setattr(history, "after", after)
+    monkeypatch.setattr(history, "read_after", after)
     answer = answer_of(format=form)
     taken: list[bytes] = []
 

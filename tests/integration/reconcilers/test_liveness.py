@@ -22,14 +22,14 @@ from nodes.reconcilers import tasks
 from nodes.reconcilers.liveness import (
     LateNodes,
     Limits,
-    NodeSigns,
-    Observed,
-    WebSigns,
+    LivenessSnapshot,
+    NodeLiveness,
+    WebLiveness,
     _mark_absent,
     apply,
-    late_nodes,
     observe,
     plan_liveness,
+    read_late_nodes,
 )
 from nodes.registry import timeline
 from nodes.registry.lifecycle import deactivate
@@ -90,9 +90,9 @@ def status(node: BackendNode) -> str:
 @given(st.lists(st.floats(0, 300)))
 def test_exactly_those_silent_longer_than_the_limit_are_planned(ages: list[float]) -> None:
     """R5.4: strictly longer than the limit; I13: a node that answers in time is never declared gone."""
-    nodes = [NodeSigns(uuid4(), ago(age)) for age in ages]
-    webs = [WebSigns(uuid4(), ago(age), ago(999)) for age in [*ages, 0.0]]
-    plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
+    nodes = [NodeLiveness(uuid4(), ago(age)) for age in ages]
+    webs = [WebLiveness(uuid4(), ago(age), ago(999)) for age in [*ages, 0.0]]
+    plan = plan_liveness(LivenessSnapshot(nodes=nodes, processes=webs), NOW, LIMITS)
     assert plan.nodes == [node.id for node in nodes if node.at and NOW - node.at > timedelta(seconds=60)]
     assert plan.processes == [web.id for web in webs if NOW - web.at > timedelta(seconds=15)]
 
@@ -105,13 +105,13 @@ def test_exactly_those_heard_and_answering_after_they_were_marked_are_well_again
 ) -> None:
     """Both strictly later than marked, and not silent; who was only heard is asked."""
     nodes = [
-        NodeSigns(
+        NodeLiveness(
             uuid4(), ago(heard), None if since is None else ago(since), None if asked is None else ago(asked)
         )
         for heard, since, asked in rows
     ]
-    webs = [WebSigns(uuid4(), ago(0), ago(999))]
-    plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
+    webs = [WebLiveness(uuid4(), ago(0), ago(999))]
+    plan = plan_liveness(LivenessSnapshot(nodes=nodes, processes=webs), NOW, LIMITS)
     back = [
         (node.id, asked is not None and ago(asked) > ago(since))
         for node, (heard, since, asked) in zip(nodes, rows, strict=True)
@@ -125,9 +125,9 @@ def test_exactly_those_heard_and_answering_after_they_were_marked_are_well_again
 @pytest.mark.parametrize("hearing", [None, 59.0, 61.0])
 def test_silence_counts_only_while_somebody_could_hear(hearing: float | None) -> None:
     """I12: after an outage of all web processes or the database no node is declared gone for that outage."""
-    nodes = [NodeSigns(uuid4(), ago(300)), NodeSigns(uuid4(), None)]
-    webs = [] if hearing is None else [WebSigns(uuid4(), ago(1), ago(hearing))]
-    plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
+    nodes = [NodeLiveness(uuid4(), ago(300)), NodeLiveness(uuid4(), None)]
+    webs = [] if hearing is None else [WebLiveness(uuid4(), ago(1), ago(hearing))]
+    plan = plan_liveness(LivenessSnapshot(nodes=nodes, processes=webs), NOW, LIMITS)
     assert plan.nodes == ([node.id for node in nodes] if hearing == 61.0 else [])
 
 
@@ -319,16 +319,16 @@ def test_absent_nodes_are_read_and_marked_at_the_same_cost(
     """
     fleet = make_nodes(4 * count, heard=1)
     with django_assert_num_queries(1):
-        assert late_nodes([], ["U1"], web=LIMITS.web, now=NOW) == LateNodes([], None)
+        assert read_late_nodes([], ["U1"], web=LIMITS.web, now=NOW) == LateNodes([], None)
     nodes = fleet[:count]
     BackendNode.objects.filter(pk__in=[node.pk for node in nodes]).update(last_heartbeat=ago(40))
     fresh, known = make_node("fresh", heard=1), make_node("known", heard=3)
     BusCredential.objects.create(public_key="U1", node_id=known.pk, issued_at=NOW, expires_at=NOW)
     with django_assert_num_queries(3):
-        late = late_nodes([], ["U1"], web=LIMITS.web, now=NOW)
+        late = read_late_nodes([], ["U1"], web=LIMITS.web, now=NOW)
     assert {node.id for node in late.nodes} == {*(node.pk for node in nodes), known.pk}
     assert late.hearing_since == ago(999)
-    assert late_nodes([node.pk for node in fleet], [], web=LIMITS.web, now=NOW) == LateNodes([], None)
+    assert read_late_nodes([node.pk for node in fleet], [], web=LIMITS.web, now=NOW) == LateNodes([], None)
     halves = [node.pk for node in nodes[::2]], [node.pk for node in nodes[1::2]]
     with django_assert_num_queries(13):
         _mark_absent([*halves[0], fresh.pk], [*halves[1], fresh.pk], doubt=5, gone=30, now=NOW)

@@ -64,7 +64,7 @@ def test_a_cut_keeps_the_rows_and_ends_with_the_next_beats(fleet: list[BackendNo
     held = mass_silence.current_hold()
     assert held is not None
     assert (held.since, held.silent) == (later(62), 12)
-    assert watch.read_snapshot().held == held
+    assert watch.read_snapshot().mass_hold == held
     assert [kinds(node) for node in (fleet[0], fleet[15], fleet[24])] == [
         [],
         ["silence_held"],

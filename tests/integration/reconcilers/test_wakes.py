@@ -81,13 +81,13 @@ def test_work_on_a_backend_waits_for_its_own_node_alone(kind: str) -> None:
     mine, other = offline("mine"), hot.node("other")
     operation = wished.ask(kind, mine)
     for changed in ([other.id], [mine.id]):
-        wake_ups.wake(changed)
+        wake_ups.wake_waiting_work(changed)
         assert said(operation)[0]
         assert not wished.claim()
     back(mine)
-    wake_ups.wake([other.id])
+    wake_ups.wake_waiting_work([other.id])
     assert said(operation)[0]
-    wake_ups.wake([other.id, mine.id])
+    wake_ups.wake_waiting_work([other.id, mine.id])
     assert said(operation) == (False, "queued")
     assert [intent.row.operation_id for intent in wished.claim()] == [operation.id]
 
@@ -97,7 +97,7 @@ def test_an_install_whose_node_was_removed_says_so() -> None:
     mine = offline("mine")
     operation = wished.ask(wished.INSTALL, mine)
     mine.delete()
-    intents.clean(now=clock.now())
+    intents.end_stale_intents(now=clock.now())
     operation.refresh_from_db()
     assert (operation.status, operation.error) == ("failed", "node mine was removed")
 
@@ -115,7 +115,7 @@ def test_an_install_whose_node_was_removed_says_so() -> None:
 def test_a_load_is_woken_by_a_node_that_could_take_it(fields: dict[str, Any], woken: int) -> None:
     operation = waiting(load_request.KIND, "echo")
     node = hot.node("one", **fields)
-    assert wake_ups.wake([node.id]) == woken
+    assert wake_ups.wake_waiting_work([node.id]) == woken
     assert is_due(operation) == bool(woken)
 
 
@@ -124,10 +124,10 @@ def test_a_full_node_wakes_no_load_of_that_model_and_more_room_does() -> None:
     node = hot.node("one")
     hot.replica(node, "echo", state="unloading")
     echo, other = waiting(load_request.KIND, "echo"), waiting(load_request.KIND, "other")
-    assert wake_ups.wake([node.id]) == 1
+    assert wake_ups.wake_waiting_work([node.id]) == 1
     assert (is_due(echo), is_due(other)) == (False, True)
     BackendNode.objects.update(max_replicas_per_model=2)
-    assert wake_ups.wake([node.id]) == 1
+    assert wake_ups.wake_waiting_work([node.id]) == 1
     assert is_due(echo)
 
 
@@ -151,7 +151,7 @@ def test_a_load_is_woken_by_a_node_that_has_what_it_needs(
     operation = waiting(load_request.KIND, "echo")
     Operation.objects.update(payload=load_request.need_into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
     node = hot.node("one", available_vram=available * gib, total_disk=9 * gib, available_disk=disk * gib)
-    assert wake_ups.wake([node.id]) == woken
+    assert wake_ups.wake_waiting_work([node.id]) == woken
     assert is_due(operation) == bool(woken)
 
 
@@ -162,7 +162,7 @@ def test_a_look_costs_the_same_for_few_and_for_many_loads() -> None:
         for number in range(count):
             waiting(load_request.KIND, f"m{Operation.objects.count()}-{number}")
         with CaptureQueriesContext(connection) as context:
-            wake_ups._loads([node.id])
+            wake_ups._loads_to_wake([node.id])
         return len(context)
 
     node = hot.node("one", node_type="agent")
@@ -175,8 +175,8 @@ def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed
     operation = waiting(load_request.KIND, "echo")
     known = add_failure({}, node.id, clock.now() + timedelta(seconds=60))
     Operation.objects.update(payload=into_payload({}, known))
-    assert wake_ups.wake([node.id]) == 0
-    assert wake_ups.wake([hot.node("two").id]) == 1
+    assert wake_ups.wake_waiting_work([node.id]) == 0
+    assert wake_ups.wake_waiting_work([hot.node("two").id]) == 1
     assert is_due(operation)
 
 
@@ -188,7 +188,7 @@ def test_a_back_off_is_not_cut_short() -> None:
     assert not record_outcomes(failed, now=clock.now())
     waiting(load_request.KIND, "echo", None, Event.POSTPONE)
     for changed in ([node.id], None):
-        assert wake_ups.wake(changed) == 0
+        assert wake_ups.wake_waiting_work(changed) == 0
         assert not wished.claim()
 
 
@@ -196,10 +196,10 @@ def test_after_a_gap_in_the_news_everything_is_looked_at() -> None:
     """What came while no one listened is found in the rows."""
     mine = offline("mine")
     operation, load_of_it = wished.ask(wished.INSTALL, mine), waiting(load_request.KIND, "echo")
-    assert wake_ups.wake(None) == 0
+    assert wake_ups.wake_waiting_work(None) == 0
     assert said(operation)[0]
     back(mine)
-    assert wake_ups.wake(None) == 1
+    assert wake_ups.wake_waiting_work(None) == 1
     assert is_due(load_of_it)
     assert said(operation) == (False, "queued")
 
@@ -207,7 +207,7 @@ def test_after_a_gap_in_the_news_everything_is_looked_at() -> None:
 async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many nodes change within a moment, the rows are looked at once, for all of them."""
     looks: list[Any] = []
-    monkeypatch.setattr(wake_ups, "wake", looks.append)
+    monkeypatch.setattr(wake_ups, "wake_waiting_work", looks.append)
     nodes = [await hot.in_thread(hot.node, f"n{number}") for number in range(3)]
     told: list[int] = []
 

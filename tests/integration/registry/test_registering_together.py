@@ -119,7 +119,7 @@ def test_each_event_names_its_own_request() -> None:
 
 async def test_a_row_that_somebody_holds_delays_its_own_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared transaction gives up on it; the others register while it goes on waiting."""
-    monkeypatch.setattr(registrations, "PATIENCE", 0.1)
+    monkeypatch.setattr(registrations, "SHARED_LOCK_TIMEOUT", 0.1)
     held = await sync_to_async(api.make_node)("w0")
     release = asyncio.Event()
 

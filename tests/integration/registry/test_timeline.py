@@ -207,7 +207,7 @@ def test_old_events_are_pruned_in_chunks() -> None:
 
 
 def test_the_pruning_task_goes_by_the_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "PRUNED_AT_ONCE", 2)
+    monkeypatch.setattr(tasks, "PRUNE_CHUNK_ROWS", 2)
     now, keep = clock.now(), timedelta(seconds=settings.CLUSTER.event_retention)
     node = approved()
     NodeEvent.objects.all().delete()
@@ -221,7 +221,7 @@ def test_the_pruning_task_goes_by_the_retention(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_long_pruning_leaves_the_rest_to_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Item 5 of review 22: the tasks of a process run one after another, and liveness is due every 5 s."""
-    monkeypatch.setattr(tasks, "PRUNED_AT_ONCE", 2)
+    monkeypatch.setattr(tasks, "PRUNE_CHUNK_ROWS", 2)
     monkeypatch.setattr(tasks, "PRUNE_SECONDS", 0)
     node = approved()
     NodeEvent.objects.all().delete()

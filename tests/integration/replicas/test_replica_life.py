@@ -447,7 +447,7 @@ async def test_a_stop_that_an_unload_has_given_up_goes_on_while_the_unload_waits
         engine_stops.record_failure(mine, "still running", now=clock.now() - timedelta(minutes=1))
         assert engine_stops.claim_due(9, now=clock.now()) == []
         ended = (TargetStatus.ERROR, "it may still run")
-        attempts.target_done(claimed.id, claimed.fence, node.pk, *ended, now=clock.now())
+        attempts.end_target(claimed.id, claimed.fence, node.pk, *ended, now=clock.now())
 
     await in_thread(given_up)
     bus = bus_of(node)

@@ -64,7 +64,7 @@ def test_every_part_says_how_it_is() -> None:
     periodic.ensure([PASS])
     ran(ok=False, seconds_ago=9)
     ran()
-    controllers.beat("here:1", bus_connected=True, now=now)
+    controllers.write_heartbeat("here:1", bus_connected=True, now=now)
     WebProcess.objects.create(host="one", pid=1)
     hot.node("a", offline_at=now)
     Operation.objects.create(kind="model_load", key="k", element="m", status=Status.FAILED, finished_at=now)
@@ -117,7 +117,7 @@ def test_it_costs_the_same_queries_for_many_rows() -> None:
         for number in range(total):
             periodic.ensure([Recurring(f"{total} {number}", PASS.function, PASS.cron)])
             hot.node(f"n{total}-{number}")
-            controllers.beat(f"{total} {number}", bus_connected=True, now=clock.now())
+            controllers.write_heartbeat(f"{total} {number}", bus_connected=True, now=clock.now())
         with CaptureQueriesContext(connection) as queries:
             asked()
         counts.append(len(queries))

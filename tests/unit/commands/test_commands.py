@@ -23,12 +23,12 @@ from nodes.commands.commands import Worker
 from nodes.commands.outcomes import (
     BusDown,
     Done,
+    NoCommandListener,
     NoResponders,
     NotSent,
     Refused,
     Restarted,
     StillRunning,
-    Unheard,
     Unreadable,
 )
 from tests.support.bus import NEVER, PlayedBus
@@ -49,7 +49,7 @@ def bus() -> PlayedBus:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses cost nothing; only our own connection's age is left as it is."""
     monkeypatch.setattr(commands, "PING_EVERY", 0.001)
-    monkeypatch.setattr(commands, "_ASK_AGAIN", 0.0)
+    monkeypatch.setattr(commands, "_RETRY_PAUSE", 0.0)
     monkeypatch.setattr(commands, "BUS_WAIT", 0.0)
 
 
@@ -345,7 +345,7 @@ async def test_a_worker_that_vanishes_ends_the_command(bus: PlayedBus) -> None:
 async def test_a_worker_that_never_comes_back_after_a_restart_of_the_bus(
     bus: PlayedBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "SETTLED_AFTER", 0.05)
+    monkeypatch.setattr(commands, "RECONNECT_GRACE", 0.05)
     reconnected(bus)
     assert type(await install(bus)) is NoResponders
     assert clock.monotonic() - bus.connected_since >= 0.05
@@ -359,7 +359,7 @@ async def test_a_restarted_worker_has_forgotten_the_command(bus: PlayedBus) -> N
 async def test_a_worker_without_this_command_does_not_respond(bus: PlayedBus) -> None:
     """It lists its backends, but nothing listens for the command, twice."""
     bus.replies[LIST] = HERE
-    assert type(await install(bus)) is Unheard
+    assert type(await install(bus)) is NoCommandListener
     assert len(bus.asked[INSTALL]) == 2
 
 
@@ -483,8 +483,8 @@ CANCEL = messages.subject("backend.cancel", "n")
         ({CANCEL: m.CancelReply(error="still being stopped")}, Refused),
         ({CANCEL: RequestTimeout("late")}, StillRunning),
         ({CANCEL: NotConnected("lost")}, BusDown),
-        ({LIST: m.ListReply()}, Unheard),
-        ({LIST: HERE}, Unheard),
+        ({LIST: m.ListReply()}, NoCommandListener),
+        ({LIST: HERE}, NoCommandListener),
         ({}, NoResponders),
     ],
     ids=["done", "refused", "late", "no bus", "stock worker", "older worker of ours", "gone"],
@@ -497,7 +497,7 @@ async def test_a_cancel_is_asked_once_and_says_where_it_cannot_be(
     found = await Worker(bus, "n", "one").cancel("op")
     assert type(found) is outcome
     assert bus.asked[CANCEL] == [b'{"op_id":"op"}']
-    if isinstance(found, Unheard):
+    if isinstance(found, NoCommandListener):
         assert found.reason == "the worker of node one cannot cancel; what it has begun goes on"
 
 

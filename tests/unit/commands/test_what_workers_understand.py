@@ -16,7 +16,7 @@ from localai_cluster.messaging.messages import (
     decode,
     encode_galleries,
 )
-from nodes.commands.commands import understood
+from nodes.commands.commands import with_plain_name
 from nodes.commands.shared_commands import Layers
 
 RECORDED = Path(__file__).parents[2] / "data" / "nats" / "install-progress.jsonl"
@@ -49,23 +49,23 @@ def test_an_address_goes_with_one_name_for_both_fields() -> None:
         InstallRequest("engine", uri="/srv/other"),
         InstallRequest("x", uri="/srv/other", name="local@engine"),
     ):
-        sent = understood(request)
+        sent = with_plain_name(request)
         assert (sent.backend, sent.name, sent.uri) == ("engine", "engine", request.uri)
 
 
 @pytest.mark.rule("nats-4")
 def test_a_gallery_before_the_name_becomes_the_only_one_sent() -> None:
     """Never is the backend of another gallery installed in its place."""
-    sent = understood(UpgradeRequest("two@engine", TWO))
+    sent = with_plain_name(UpgradeRequest("two@engine", TWO))
     assert (sent.backend, json.loads(sent.backend_galleries)) == (
         "engine",
         [{"url": "http://b", "name": "two"}],
     )
     for galleries in (TWO, "", "[broken"):
         unknown = UpgradeRequest("three@engine", galleries)
-        assert understood(unknown) == unknown
+        assert with_plain_name(unknown) == unknown
     plain = InstallRequest("engine", "m", TWO, replica_index=3, force=True, op_id="op")
-    assert understood(plain) == plain
+    assert with_plain_name(plain) == plain
 
 
 @given(

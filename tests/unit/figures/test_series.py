@@ -47,16 +47,16 @@ def test_a_mean_weighs_each_value_with_its_time(values: list[int], split: int) -
     """Minutes of a block beside samples of ten seconds."""
     grid = Grid(START, HOUR, 1)
     grid.add_block(START, MINUTE, {"busy": [*values[:split], *[None] * (60 - split)]})
-    numbers = ("cluster", len(series.CLUSTER))
+    numbers = ("cluster", len(series.CLUSTER_FIGURES))
     for minute, value in enumerate(values[split:], start=split):
         for tenth in range(6):
             row: list[int | None] = [None] * numbers[1]
-            row[series.CLUSTER.index("busy")] = value
+            row[series.CLUSTER_FIGURES.index("busy")] = value
             grid.add_sample(START + minute * MINUTE + tenth * SAMPLE_EVERY, numbers[0], row)
     assert grid.columns()["busy"] == [pytest.approx(sum(values) / 60, abs=0.51)]
 
 
 def test_times_have_a_place_on_the_grid() -> None:
     at = START + timedelta(minutes=59, seconds=59, microseconds=999999)
-    assert series.floor(at, HOUR) == START
-    assert series.floor(at, SAMPLE_EVERY) == START + timedelta(minutes=59, seconds=50)
+    assert series.floor_to_step(at, HOUR) == START
+    assert series.floor_to_step(at, SAMPLE_EVERY) == START + timedelta(minutes=59, seconds=50)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from operations.causes import LONGEST_CAUSE, UNKNOWN, cause_of
+from operations.causes import LONGEST_CAUSE, UNKNOWN_CAUSE, cause_of
 
 words = st.text(string.ascii_lowercase, min_size=1, max_size=8)
 names = st.from_regex(r"[a-z]{1,6}-?[0-9]{1,4}", fullmatch=True)
@@ -38,7 +38,7 @@ addresses = st.builds("{}:{}".format, st.ip_addresses(v=4), st.integers(1, 65535
         ),
         ("failed on gpu-1, gpu-2", ("gpu-1", "gpu-2"), "failed on …"),
         ("and/or none", (), "and/or none"),
-        ("", (), UNKNOWN),
+        ("", (), UNKNOWN_CAUSE),
         ("two\n lines", (), "two lines"),
     ],
 )

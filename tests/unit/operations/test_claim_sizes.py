@@ -10,7 +10,7 @@ import pytest
 
 from localai_cluster.kit import clock
 from operations.executor import executor
-from operations.executor.executor import CLAIMED_AT_ONCE, FEWEST_AT_ONCE, Executor
+from operations.executor.executor import FEWEST_AT_ONCE, MAX_CLAIM_ITEMS, Executor
 
 
 class Backlog:
@@ -66,7 +66,7 @@ async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger
     queue.seconds = 0.02
     for _ in range(6):
         await running.claim_once()
-    assert queue.limits == [CLAIMED_AT_ONCE, 512, 256, 128, 128, 128]
+    assert queue.limits == [MAX_CLAIM_ITEMS, 512, 256, 128, 128, 128]
     queue.seconds = 1.0
     for _ in range(3):
         await running.claim_once()
@@ -78,7 +78,7 @@ async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger
     queue.seconds, queue.due = 0.0, 10**6
     for _ in range(8):
         await running.claim_once()
-    assert queue.limits[-1] == CLAIMED_AT_ONCE
+    assert queue.limits[-1] == MAX_CLAIM_ITEMS
     await running.stop()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operations.changes.feed import PARTIAL, as_dict, change_of, folded
+from operations.changes.feed import PARTIAL, as_dict, change_of, merge_changes
 from operations.models import Operation, OperationTarget, TargetStatus
 
 NODES = [UUID(int=number) for number in range(4)]
@@ -72,7 +72,7 @@ def test_partial_changes_together_or_one_by_one_show_the_whole(
     assert applied(shown, changes) == {whole["jobID"]: whole}
     edges = sorted({0, len(moves), *(cut for cut in cuts if cut <= len(moves))})
     for start, end in itertools.pairwise(edges):
-        shown = applied(shown, folded(changes[start:end]))
+        shown = applied(shown, merge_changes(changes[start:end]))
     assert shown == {whole["jobID"]: whole}
 
 
@@ -88,7 +88,7 @@ def test_a_partial_change_after_a_whole_one_makes_a_whole_one_and_order_is_that_
     made, targets = operation(dict.fromkeys(NODES, 0.0), 1)
     other = {**as_dict(Operation(kind="model_load", element="m")), "seq": 2}
     moved, later = operation(dict.fromkeys(NODES, 5.0), 3)
-    found = folded([change_of(made, targets), other, change_of(moved, later, later[:1])])
+    found = merge_changes([change_of(made, targets), other, change_of(moved, later, later[:1])])
     assert [one["seq"] for one in found] == [2, 3]
     assert PARTIAL not in found[1]
     assert [part["percentage"] for part in found[1]["nodes"]] == [5.0, 0.0, 0.0, 0.0]

@@ -10,7 +10,7 @@ from django.db import DataError, OperationalError
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import Attempt
-from operations.executor.work import BATCH_EVERY, Batch, Recorder
+from operations.executor.work import BATCH_INTERVAL, Batch, Recorder
 from operations.ledger.progress import Tick
 
 ONE: Attempt = (UUID(int=1), 1)
@@ -82,7 +82,7 @@ async def test_at_most_ten_batches_a_second_begin() -> None:
 
     assert await clock.wait_until(six_batches, timeout=60)
     # All gaps together: on a busy machine the writer notes the beginning of a batch late.
-    assert writer.begun[5] - writer.begun[0] >= 5 * BATCH_EVERY * 0.9
+    assert writer.begun[5] - writer.begun[0] >= 5 * BATCH_INTERVAL * 0.9
 
 
 async def test_what_cannot_be_written_now_is_kept_under_what_came_since() -> None:

@@ -82,7 +82,7 @@ def test_without_a_node_only_a_deletion_is_done() -> None:
     assert state_of("backend_delete", []).status == Status.COMPLETED
     for kind in ("backend_install", "backend_upgrade"):
         state = state_of(kind, [])
-        assert (state.status, state.error) == (Status.FAILED, targets.NO_NODE)
+        assert (state.status, state.error) == (Status.FAILED, targets.NO_ELIGIBLE_NODE)
 
 
 def part(name: str, status: TargetStatus, **more: Any) -> OperationTarget:

@@ -93,7 +93,7 @@ class World:
         chosen = [
             LateNode(worker.id, worker.name, _moment(worker.heard), worker.id in doubted)
             for worker in rows
-            if self.now - worker.heard > liveness.LATE.total_seconds()
+            if self.now - worker.heard > liveness.PROBE_AFTER.total_seconds()
             or worker.id in watched
             or str(worker.id) in users
         ]
@@ -124,7 +124,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(clock, "monotonic", lambda: world.now)
         monkeypatch.setattr(clock, "now", lambda: _moment(world.now))
         monkeypatch.setattr(liveness, "in_thread", call)
-        monkeypatch.setattr(liveness, "late_nodes", world.late)
+        monkeypatch.setattr(liveness, "read_late_nodes", world.late)
         monkeypatch.setattr(liveness, "_mark_absent", world.mark)
         probes = BusProbes(world)  # type: ignore[arg-type]
 

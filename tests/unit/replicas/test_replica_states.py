@@ -2,13 +2,13 @@
 
 import pytest
 
-from nodes.models.replica import LOADING_PHASES, STATE_OF, OwnerKind, Phase, PhaseReason
+from nodes.models.replica import LOADING_PHASES, STATE_BY_PHASE, OwnerKind, Phase, PhaseReason
 from nodes.replicas.states import PHASES, TRANSITIONS, ReplicaEvent
 from tests.checks import replicas
 
 
 def test_every_phase_has_rules_and_every_event_a_row() -> None:
-    assert set(PHASES) == set(STATE_OF) == set(Phase)
+    assert set(PHASES) == set(STATE_BY_PHASE) == set(Phase)
     assert set(TRANSITIONS) == set(ReplicaEvent)
 
 

@@ -14,7 +14,7 @@ from localai_cluster.kit.env import Environment
 from nodes.scheduling import rules
 from nodes.scheduling.rules import MOST_REPLICAS, Rule, check_rule
 
-INLINE, FILE = rules.INLINE, rules.FILE
+INLINE, FILE = rules.INLINE_SETTING, rules.FILE_SETTING
 
 RULES = st.builds(
     Rule,
